@@ -1,0 +1,208 @@
+"""How much of the time do sampling and training overlap? Runs one recipe at S = 0, 1, 2, 4 and writes JSON.
+
+    python benchmarks/overlap.py [--batches 30] [--output benchmarks/records/overlap.json]
+
+First the balance is measured: at S = 0 nothing overlaps, so a batch's wait for scored groups is its generation time and the rest is its
+training time. The number of answers a prompt is raised (an engine's step costs little more with more sequences in it, training's does)
+until the two are equal within 10 %. Then
+
+    ideal = 1 / max(generation, training)    efficiency = steps per minute / ideal steps per minute
+
+The first workload has answers of one length, the second lognormal ones (a per-row limit, `extra_info.max_response_tokens`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+BUDGETS = (0, 1, 2, 4)
+WORKLOADS = ("fixed", "lognormal")
+GROUPS, MEAN_ANSWER, PROMPT_TOKENS = 5, 96, 16
+LOGNORMAL_SIGMA = 0.6
+LONGEST_ANSWER = 384
+WARM_UP_BATCHES = 5
+TOLERANCE = 0.1
+RUN_DEADLINE_SECONDS = 900.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "overlap.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tandem-overlap-") as scratch:
+        folder = Path(scratch)
+        _build_model(folder / "model")
+        results = {shape: _workload(folder, shape, arguments.batches) for shape in arguments.workloads}
+    record = {
+        "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
+        "cores": os.cpu_count(),
+        "workloads": results,
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written to {arguments.output}")
+    return 0
+
+
+def _workload(folder: Path, shape: str, batches: int) -> dict[str, Any]:
+    samples = _balance(folder, shape)
+    lines = {budget: _run(folder, shape, budget, batches, samples) for budget in BUDGETS}
+    generation, training = _phases(lines[0])
+    ideal = 60.0 / max(generation, training)
+    synchronous = _figures(lines[0])["steps_per_minute"]
+    rows: list[dict[str, Any]] = []
+    for budget in BUDGETS:
+        measured = _figures(lines[budget])
+        measured["efficiency"] = measured["steps_per_minute"] / ideal
+        measured["speed_up"] = measured["steps_per_minute"] / synchronous
+        rows.append({"staleness_budget": budget, **measured})
+        print(
+            f"{shape:9} S={budget}  {measured['steps_per_minute']:6.1f} steps/min  speed-up {measured['speed_up']:.2f}  "
+            f"efficiency {measured['efficiency']:.2f}  idle: sampler {measured['sampler_idle_fraction']:.2f} "
+            f"trainer {measured['trainer_idle_fraction']:.2f}  mean staleness {measured['mean_staleness']:.2f}",
+            flush=True,
+        )
+    return {
+        "answers_per_prompt": samples,
+        "generation_seconds": generation,
+        "training_seconds": training,
+        "ideal_steps_per_minute": ideal,
+        "runs": rows,
+    }
+
+
+def _phases(lines: list[dict[str, Any]]) -> tuple[float, float]:
+    """(generation, training) of a batch in seconds, from a run at S = 0: waiting for scored groups, and all the rest."""
+    steady = lines[WARM_UP_BATCHES:]
+    generation = statistics.median(line["trainer_idle_seconds"] for line in steady)
+    return generation, statistics.median(line["seconds_total"] - line["trainer_idle_seconds"] for line in steady)
+
+
+def _balance(folder: Path, shape: str) -> int:
+    """The answers a prompt at which training takes as long as generation."""
+    low, high, samples = 2, 64, 14
+    tried: dict[int, float] = {}
+    while samples not in tried:
+        generation, training = _phases(_run(folder, shape, 0, 16, samples))
+        tried[samples] = generation / training
+        print(
+            f"{shape:9} balance: {samples} answers a prompt: generation {generation:.3f} s, training {training:.3f} s",
+            flush=True,
+        )
+        if abs(tried[samples] - 1.0) <= TOLERANCE:
+            break
+        low, high = (samples, high) if generation > training else (low, samples)
+        samples = max(low, min(high, round(samples * tried[samples])))
+    return min(tried, key=lambda number: abs(math.log(tried[number])))
+
+
+def _figures(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Steady state: the warm-up's batches are left out."""
+    steady, before = lines[WARM_UP_BATCHES:], lines[WARM_UP_BATCHES - 1]
+    seconds = sum(line["seconds_total"] for line in steady)
+    busy = steady[-1]["sampler_busy_seconds"] - before["sampler_busy_seconds"]
+    idle = steady[-1]["sampler_idle_seconds"] - before["sampler_idle_seconds"]
+    return {
+        "steps_per_minute": 60.0 * len(steady) / seconds,
+        "trainer_idle_fraction": sum(line["trainer_idle_seconds"] for line in steady) / seconds,
+        "sampler_idle_fraction": idle / (busy + idle) if busy + idle else 0.0,
+        "mean_staleness": statistics.fmean(line["staleness_mean"] for line in steady),
+        "max_staleness": max(line["staleness_max"] for line in steady),
+        "sampler_tokens_per_second": (steady[-1]["sampler_tokens"] - before["sampler_tokens"]) / seconds,
+        "trainer_tokens_per_second": sum(line["num_tokens"] for line in steady) / seconds,
+    }
+
+
+def _run(folder: Path, shape: str, budget: int, batches: int, samples: int) -> list[dict[str, Any]]:
+    data = folder / f"{shape}.parquet"
+    if not data.exists():
+        _write_data(data, shape)
+    run = folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        _RECIPE.format(folder=folder, run=run, data=data, batches=batches, budget=budget, samples=samples)
+    )
+    command = [sys.executable, "-m", "services.cli", "run", str(recipe)]
+    done = subprocess.run(command, cwd=ROOT, timeout=RUN_DEADLINE_SECONDS, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _write_data(file: Path, shape: str) -> None:
+    dice = random.Random(0)
+    mu = 4.4  # median e^4.4 = 81 and sigma 0.6 give a mean of 97 tokens, as long as the fixed answers
+    rows = []
+    for index in range(2000):
+        length = (
+            MEAN_ANSWER
+            if shape == "fixed"
+            else min(LONGEST_ANSWER, max(4, round(dice.lognormvariate(mu, LOGNORMAL_SIGMA))))
+        )
+        text = f"{index:08d}".ljust(PROMPT_TOKENS, "x")
+        rows.append(
+            {
+                "data_source": "tandem/overlap",
+                "prompt": [{"role": "user", "content": text}],
+                "ability": "none",
+                "reward_model": {"style": "rule", "ground_truth": "x"},
+                "extra_info": {"max_response_tokens": length},
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+def _build_model(folder: Path) -> None:
+    script = (
+        "from services.tiny_model import *; import sys; "
+        "build_tiny_model(sys.argv[1], hidden=128, layers=4, ends=False, chat_template=PLAIN_TEMPLATE)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT, check=True, timeout=120, capture_output=True)
+
+
+_RECIPE = f"""
+[run]
+run_id = "overlap"
+folder = "{{run}}"
+total_batches = {{batches}}
+groups_per_batch = {GROUPS}
+staleness_budget = {{budget}}
+[model]
+path = "{{folder}}/model"
+[data]
+train_file = "{{data}}"
+max_prompt_tokens = {PROMPT_TOKENS + 8}
+[rollout]
+samples_per_prompt = {{samples}}
+max_response_tokens = {LONGEST_ANSWER}
+max_groups_in_flight = {GROUPS}
+[reward]
+scorer = "exact"
+[trainer]
+learning_rate = 1e-5
+optimizer_steps_per_batch = 2
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

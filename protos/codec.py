@@ -1,0 +1,301 @@
+"""TrajectoryGroup ⇄ Arrow: one record batch a group, one row a segment, IPC stream bytes on the wire and in Redis.
+
+The prompt and the schema's version live in the schema's metadata. A reader needs only pyarrow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from protos.errors import DataError, SchemaVersionError
+from protos.nouns import (
+    Prompt,
+    RowHeader,
+    SamplingParameters,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
+
+SCHEMA_VERSION = 1
+VERSION_KEY = b"tandem.schema_version"
+PROMPT_KEY = b"tandem.prompt"
+
+_SPAN = pa.struct([("first_token", pa.int32()), ("incarnation", pa.int64()), ("policy_version", pa.int64())])
+SCHEMA = pa.schema(
+    [
+        pa.field("trajectory_id", pa.int32(), nullable=False),
+        pa.field("segment", pa.int32(), nullable=False),
+        pa.field("role", pa.string(), nullable=False),
+        pa.field("ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("behavior_logprobs", pa.list_(pa.float32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
+        pa.field("spans", pa.list_(_SPAN), nullable=False),
+        pa.field("sampling", pa.string(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+        pa.field("earned_reward", pa.float64(), nullable=False),
+        pa.field("metadata", pa.string(), nullable=False),
+        pa.field("scored", pa.bool_(), nullable=False),
+        pa.field("reward", pa.float64()),
+        pa.field("breakdown", pa.string(), nullable=False),
+        pa.field("unscored_reason", pa.string()),
+        pa.field("unscored_detail", pa.string(), nullable=False),
+        pa.field("token_rewards", pa.list_(pa.float32())),
+    ]
+)
+
+
+def encode_group(group: TrajectoryGroup) -> bytes:
+    """The group as an Arrow IPC stream of one record batch."""
+    return batch_to_payload(group_to_batch(group))
+
+
+def batch_to_payload(batch: pa.RecordBatch) -> bytes:
+    """A group's record batch as an Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    payload: bytes = sink.getvalue().to_pybytes()
+    return payload
+
+
+def decode_group(payload: bytes) -> TrajectoryGroup:
+    """The group of `encode_group`'s bytes.
+
+    Raises:
+        SchemaVersionError: a newer Tandem wrote it.
+        DataError: it is not such a stream.
+    """
+    return batch_to_group(payload_to_batch(payload))
+
+
+def payload_to_batch(payload: bytes) -> pa.RecordBatch:
+    """The record batch of `encode_group`'s bytes, without decoding it further. Raises as `decode_group`."""
+    try:
+        with pa.ipc.open_stream(payload) as reader:
+            check_schema_version(reader.schema.metadata)
+            return reader.read_next_batch()
+    except (pa.ArrowInvalid, pa.ArrowSerializationError, OSError, StopIteration) as error:
+        raise DataError(
+            f"group payload of {len(payload)} bytes is not an Arrow stream of one group: {error}"
+        ) from error
+
+
+def check_schema_version(metadata: Mapping[bytes, bytes] | None) -> None:
+    """Refuses a payload without a version or with a later one than this software knows."""
+    text = (metadata or {}).get(VERSION_KEY)
+    if text is None:
+        raise DataError("group payload carries no tandem.schema_version; it was not written by Tandem")
+    if int(text) > SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"group payload has schema version {int(text)}, this software reads up to {SCHEMA_VERSION}: update Tandem"
+        )
+
+
+def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
+    """The group as a record batch, one row a segment; prompt and schema version in the schema's metadata."""
+    rows: list[tuple[Trajectory, ScoredTrajectory | None, int, Segment]] = []
+    for row in group.rows:
+        trajectory, scored = (row.trajectory, row) if isinstance(row, ScoredTrajectory) else (row, None)
+        assert trajectory.segments, "a trajectory has at least one segment"
+        rows.extend((trajectory, scored, number, segment) for number, segment in enumerate(trajectory.segments))
+    segments = [segment for _, _, _, segment in rows]
+    columns = [
+        pa.array([t.trajectory_id for t, _, _, _ in rows], pa.int32()),
+        pa.array([number for _, _, number, _ in rows], pa.int32()),
+        pa.array([t.role for t, _, _, _ in rows], pa.string()),
+        _list_array([s.ids for s in segments], np.int32),
+        _list_array([s.behavior_logprobs for s in segments], np.float32),
+        _list_array([s.loss_mask for s in segments], np.uint8),
+        pa.array([[_span_json(span) for span in s.spans] for s in segments], pa.list_(_SPAN)),
+        pa.array([json.dumps(_sampling_json(t.sampling)) for t, _, _, _ in rows], pa.string()),
+        pa.array([t.finish_reason for t, _, _, _ in rows], pa.string()),
+        pa.array([t.text for t, _, _, _ in rows], pa.string()),
+        pa.array([t.earned_reward for t, _, _, _ in rows], pa.float64()),
+        pa.array([json.dumps(dict(t.metadata)) for t, _, _, _ in rows], pa.string()),
+        pa.array([scored is not None for _, scored, _, _ in rows], pa.bool_()),
+        pa.array([scored.reward if scored else None for _, scored, _, _ in rows], pa.float64()),
+        pa.array([json.dumps(dict(scored.breakdown)) if scored else "{}" for _, scored, _, _ in rows], pa.string()),
+        pa.array([scored.unscored_reason if scored else None for _, scored, _, _ in rows], pa.string()),
+        pa.array([scored.unscored_detail if scored else "" for _, scored, _, _ in rows], pa.string()),
+        pa.array(
+            [
+                scored.token_rewards[number] if scored and scored.token_rewards else None
+                for _, scored, number, _ in rows
+            ],
+            pa.list_(pa.float32()),
+        ),
+    ]
+    metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), PROMPT_KEY: encode_prompt(group.prompt).encode()}
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.with_metadata(metadata))
+
+
+def batch_to_group(batch: pa.RecordBatch) -> TrajectoryGroup:
+    """The group of `group_to_batch`'s record batch."""
+    metadata = batch.schema.metadata
+    check_schema_version(metadata)
+    return rows_to_group(decode_prompt(metadata[PROMPT_KEY].decode()), batch)
+
+
+def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
+    """The group of a prompt and the record batch that holds its segments, in order of trajectory and segment."""
+    plain = {name: batch.column(name).to_pylist() for name in _PLAIN_COLUMNS}
+    ids = _split(batch.column("ids"))
+    behavior_logprobs = _split(batch.column("behavior_logprobs"))
+    loss_mask = _split(batch.column("loss_mask"))
+    starts = [row for row in range(batch.num_rows) if plain["segment"][row] == 0]
+    result: list[Trajectory | ScoredTrajectory] = []
+    for start, stop in pairwise([*starts, batch.num_rows]):
+        segments = tuple(
+            Segment(
+                ids[row], behavior_logprobs[row], loss_mask[row], tuple(VersionSpan(**s) for s in plain["spans"][row])
+            )
+            for row in range(start, stop)
+        )
+        trajectory = Trajectory(
+            trajectory_id=plain["trajectory_id"][start],
+            role=plain["role"][start],
+            segments=segments,
+            finish_reason=plain["finish_reason"][start],
+            text=plain["text"][start],
+            sampling=_sampling(json.loads(plain["sampling"][start])),
+            earned_reward=plain["earned_reward"][start],
+            metadata=json.loads(plain["metadata"][start]),
+        )
+        result.append(_scored(trajectory, plain, start, stop) if plain["scored"][start] else trajectory)
+    return TrajectoryGroup(prompt, tuple(result))
+
+
+_PLAIN_COLUMNS = [
+    field.name for field in SCHEMA if field.name not in {"ids", "behavior_logprobs", "loss_mask"}
+]  # what is read as Python values; the three token columns stay arrays
+
+
+def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int, stop: int) -> ScoredTrajectory:
+    token_rewards = plain["token_rewards"][start:stop]
+    return ScoredTrajectory(
+        trajectory=trajectory,
+        reward=plain["reward"][start],
+        breakdown=json.loads(plain["breakdown"][start]),
+        unscored_reason=plain["unscored_reason"][start],
+        unscored_detail=plain["unscored_detail"][start],
+        token_rewards=None if token_rewards[0] is None else tuple(np.asarray(r, np.float32) for r in token_rewards),
+    )
+
+
+def _list_array(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
+    offsets = np.zeros(len(arrays) + 1, np.int32)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    values = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+
+
+def _split(column: pa.ListArray) -> list[NDArray[Any]]:
+    # Views over Arrow's memory are read-only; a group is never mutated, and whoever computes copies into tensors.
+    offsets = column.offsets.to_numpy()
+    values = column.values.to_numpy(zero_copy_only=True)
+    return [values[first:last] for first, last in pairwise(offsets)]
+
+
+def encode_prompt(prompt: Prompt) -> str:
+    """The prompt as JSON text. Raises DataError if a field of the dataset's row is not JSON."""
+    try:
+        return json.dumps(
+            {
+                "epoch": prompt.epoch,
+                "index": prompt.index,
+                "token_ids": prompt.token_ids.tolist(),
+                "num_samples": prompt.num_samples,
+                "sampling": _sampling_json(prompt.sampling),
+                "data_source": prompt.data_source,
+                "ability": prompt.ability,
+                "ground_truth": prompt.ground_truth,
+                "messages": [dict(message) for message in prompt.messages],
+                "extra_info": dict(prompt.extra_info),
+            }
+        )
+    except TypeError as error:
+        raise DataError(f"row {prompt.index} holds a value that JSON cannot: {error}") from error
+
+
+def decode_prompt(text: str) -> Prompt:
+    """The prompt of `encode_prompt`'s text."""
+    values = json.loads(text)
+    values["token_ids"] = np.asarray(values["token_ids"], np.int32)
+    values["sampling"] = _sampling(values["sampling"])
+    values["messages"] = tuple(values["messages"])
+    return Prompt(**values)
+
+
+def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
+    """One header a segment of a scored group, in the payload's order."""
+    return tuple(
+        RowHeader(
+            group_id=group.group_id,
+            trajectory_id=row.trajectory.trajectory_id,
+            segment=number,
+            role=row.trajectory.role,
+            num_tokens=len(segment.ids),
+            num_loss_tokens=segment.num_loss_tokens,
+            reward=row.reward,
+            spans=segment.spans,
+            finish_reason=row.trajectory.finish_reason,
+            temperature=row.trajectory.sampling.temperature,
+        )
+        for row in group.scored_rows
+        for number, segment in enumerate(row.trajectory.segments)
+    )
+
+
+def encode_headers(headers: Sequence[RowHeader]) -> str:
+    """Headers as compact JSON text: a list of lists in the order of `RowHeader`'s fields."""
+    return json.dumps([_header_json(header) for header in headers], separators=(",", ":"))
+
+
+def decode_headers(text: str) -> tuple[RowHeader, ...]:
+    """The headers of `encode_headers`'s text."""
+    return tuple(_header(*row) for row in json.loads(text))
+
+
+def _header_json(header: RowHeader) -> list[Any]:
+    spans = [[span.first_token, span.incarnation, span.policy_version] for span in header.spans]
+    return [spans if name == "spans" else getattr(header, name) for name in RowHeader.__dataclass_fields__]
+
+
+def _header(*values: Any) -> RowHeader:
+    fields = dict(zip(RowHeader.__dataclass_fields__, values, strict=True))
+    return RowHeader(**{**fields, "spans": tuple(VersionSpan(*span) for span in fields["spans"])})
+
+
+def _span_json(span: VersionSpan) -> dict[str, int]:
+    return {
+        "first_token": span.first_token,
+        "incarnation": span.incarnation,
+        "policy_version": span.policy_version,
+    }
+
+
+def _sampling_json(sampling: SamplingParameters) -> dict[str, Any]:
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop),
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+
+
+def _sampling(values: Mapping[str, Any]) -> SamplingParameters:
+    return SamplingParameters(**{**values, "stop": tuple(values["stop"])})

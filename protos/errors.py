@@ -1,0 +1,111 @@
+"""The one error tree of Tandem, and the one place that maps it to gRPC status names.
+
+`services.rpc` turns a `TandemError` raised by a handler into a status with the code below, and back into the same class on
+the client's side, so a caller catches the class it would catch in process.
+"""
+
+from __future__ import annotations
+
+
+class TandemError(Exception):
+    """Root of everything Tandem raises on purpose. `grpc_code` is the name of a `grpc.StatusCode`."""
+
+    grpc_code: str = "UNKNOWN"
+
+
+class UserError(TandemError, ValueError):
+    """Something the user gave is wrong; the message names the thing, the place and the remedy. Ends a command with exit code 2."""
+
+    grpc_code = "INVALID_ARGUMENT"
+
+
+class ConfigError(UserError):
+    """A recipe or an override cannot be used."""
+
+
+class DataError(UserError):
+    """A dataset, a row of it, or a payload cannot be used."""
+
+
+class ModelError(UserError):
+    """A model folder or a chat template cannot be used."""
+
+
+class ScorerError(UserError):
+    """A scorer is unknown, does not import, or was configured wrongly."""
+
+
+class EnvironmentLackError(UserError):
+    """The machine lacks something: a port, memory, disk space, a server."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class SchemaVersionError(DataError):
+    """A payload was written by a newer Tandem than this one."""
+
+
+class RunExistsError(UserError):
+    """The run id is in use and `--resume` was not given."""
+
+    grpc_code = "ALREADY_EXISTS"
+
+
+class FencedError(TandemError):
+    """A lease token or a trainer incarnation is no longer current; the caller's result was refused."""
+
+    grpc_code = "ABORTED"
+
+
+class NotAdmittedError(TandemError):
+    """A sampler that does not carry the published version tried to claim prompts, or was asked for a version it lacks."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class DeadlineError(TandemError):
+    """A wait reached its deadline."""
+
+    grpc_code = "DEADLINE_EXCEEDED"
+
+
+class UnavailableError(TandemError):
+    """Another service, or Redis, cannot be reached."""
+
+    grpc_code = "UNAVAILABLE"
+
+
+class WeightTransferError(TandemError):
+    """A bucket did not arrive, or arrived with another digest. The engine still carries its old weights."""
+
+    grpc_code = "DATA_LOSS"
+
+
+class SelectionError(TandemError):
+    """Too many groups in a row were rejected by selection; carries the counts in its message."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+
+
+class TrainingError(TandemError):
+    """Learning cannot go on: batch after batch has a gradient that is not finite."""
+
+    grpc_code = "INTERNAL"
+
+
+class LedgerError(TandemError):
+    """The conservation check failed: groups were lost or counted twice."""
+
+    grpc_code = "INTERNAL"
+
+
+def _tree(root: type[TandemError]) -> dict[str, type[TandemError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def error_class(name: str) -> type[TandemError]:
+    """The class of that name, or `TandemError` for a name this version does not know."""
+    return _tree(TandemError).get(name, TandemError)

@@ -1,0 +1,127 @@
+"""The weight manifest on the wire (JSON), and how a model's tensors are packed into buckets. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from math import prod
+
+from protos.errors import DataError, SchemaVersionError
+from protos.nouns import BucketSpec, TensorSpec, WeightManifest
+
+MANIFEST_VERSION = 1
+ALIGNMENT = 16
+"""Every tensor starts at, and every bucket ends at, a multiple of it: so a bucket can be viewed as any dtype in place."""
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+ParameterSpec = tuple[str, str, Sequence[int]]
+"""Name, dtype (torch's name without the `torch.`), shape."""
+
+
+def plan_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
+    """Packs tensors, in their order, into flat uint8 buckets of at most `bucket_bytes`; a larger tensor gets one of its own.
+
+    Raises:
+        DataError: a dtype that cannot be sent.
+    """
+    buckets: list[BucketSpec] = []
+    tensors: list[TensorSpec] = []
+    filled = 0
+    for name, dtype, shape in specs:
+        if dtype not in ITEM_BYTES:
+            raise DataError(f"parameter {name} has dtype {dtype}, which weight buckets do not carry")
+        num_bytes = ITEM_BYTES[dtype] * prod(shape)
+        if tensors and filled + num_bytes > bucket_bytes:
+            buckets.append(BucketSpec(filled, tuple(tensors)))
+            tensors, filled = [], 0
+        tensors.append(TensorSpec(name, dtype, tuple(shape), filled, num_bytes))
+        filled += _aligned(num_bytes)
+    if tensors:
+        buckets.append(BucketSpec(filled, tuple(tensors)))
+    return tuple(buckets)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def with_digests(manifest: WeightManifest, digests: Sequence[str]) -> WeightManifest:
+    """The manifest of a broadcast that took place: one hex digest a bucket."""
+    buckets = tuple(replace(bucket, digest=digest) for bucket, digest in zip(manifest.buckets, digests, strict=True))
+    return replace(manifest, buckets=buckets)
+
+
+def bucket_file(number: int) -> str:
+    """Name of a bucket's safetensors file inside the folder of a `disk` transfer."""
+    return f"bucket-{number:05d}.safetensors"
+
+
+def encode_manifest(manifest: WeightManifest) -> bytes:
+    """The manifest as JSON bytes."""
+    return json.dumps({"schema_version": MANIFEST_VERSION, **asdict(manifest)}, separators=(",", ":")).encode()
+
+
+def decode_manifest(data: bytes) -> WeightManifest:
+    """The manifest of `encode_manifest`'s bytes.
+
+    Raises:
+        SchemaVersionError: a newer Tandem wrote it.
+        DataError: it is no manifest, or its tensors do not lie inside their buckets.
+    """
+    try:
+        values = json.loads(data)
+        version = int(values.pop("schema_version"))
+        if version > MANIFEST_VERSION:
+            raise SchemaVersionError(
+                f"weight manifest has schema version {version}, this software reads up to {MANIFEST_VERSION}"
+            )
+        buckets = tuple(
+            BucketSpec(
+                num_bytes=int(bucket["num_bytes"]),
+                tensors=tuple(
+                    TensorSpec(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in bucket["tensors"]
+                ),
+                digest=str(bucket["digest"]),
+            )
+            for bucket in values.pop("buckets")
+        )
+        manifest = WeightManifest(**values, buckets=buckets)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, SchemaVersionError):
+            raise
+        raise DataError(f"weight manifest of {len(data)} bytes cannot be read: {error!r}") from error
+    for bucket in manifest.buckets:
+        for tensor in bucket.tensors:
+            _check_tensor(tensor, bucket)
+    return manifest
+
+
+def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
+    fits = (
+        0 <= tensor.offset and tensor.offset + tensor.num_bytes <= bucket.num_bytes and tensor.offset % ALIGNMENT == 0
+    )
+    if not fits or ITEM_BYTES.get(tensor.dtype, -1) * prod(tensor.shape) != tensor.num_bytes:
+        raise DataError(
+            f"weight manifest: tensor {tensor.name} ({tensor.dtype}, {tensor.shape}) does not fit its bucket"
+        )
+
+
+def weights_digest(manifest: WeightManifest) -> str:
+    """One hex string for all weights of the version: equal manifests of equal weights agree in it."""
+    joined = hashlib.blake2b(digest_size=16)
+    for bucket in manifest.buckets:
+        joined.update(bytes.fromhex(bucket.digest))
+    return joined.hexdigest()

@@ -1,0 +1,213 @@
+"""The nouns that travel, frozen, one a stage.
+
+Prompt → Trajectory → ScoredTrajectory → TrajectoryGroup → TrainBatch → StepResult → WeightManifest.
+
+Arrays are numpy, one dimension, T = tokens of a segment (prompt and tool tokens included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Role = Literal["policy", "baseline"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How one group is sampled. `max_tokens` counts sampled tokens; `seed` None means unseeded."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+
+    @property
+    def trainable(self) -> bool:
+        """True if the recorded log-probs belong to a distribution the trainer can recompute."""
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt instance: row `index` of the dataset in pass `epoch`; `group_id` is `"<epoch>-<index>"`."""
+
+    epoch: int
+    index: int
+    token_ids: NDArray[np.int32]
+    num_samples: int
+    sampling: SamplingParameters
+    data_source: str = ""
+    ability: str = ""
+    ground_truth: Any = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.epoch}-{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens of a segment from `first_token` on (index into `Segment.ids`) were sampled by this version of the weights."""
+
+    first_token: int
+    incarnation: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one forward pass trains. All arrays (T,): ids int32, behavior_logprobs float32 (0 where loss_mask is 0), loss_mask uint8."""
+
+    ids: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.uint8]
+    spans: tuple[VersionSpan, ...]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sampled answer: usually one segment; an agent that rewrites its history has more. `text` is the decoded sampled text."""
+
+    trajectory_id: int
+    role: Role
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    text: str
+    sampling: SamplingParameters
+    earned_reward: float = 0.0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTrajectory:
+    """A trajectory with either a reward or the reason why it has none (never a number in place of a reason).
+
+    `token_rewards`, if present, holds one float32 array (T,) a segment.
+    """
+
+    trajectory: Trajectory
+    reward: float | None
+    breakdown: Mapping[str, float] = field(default_factory=dict)
+    unscored_reason: UnscoredReason | None = None
+    unscored_detail: str = ""
+    token_rewards: tuple[NDArray[np.float32], ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.reward is None) == (self.unscored_reason is not None), (
+            "a row is scored or has a reason, never both or neither"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """The unit that travels: one prompt and its trajectories (none yet at `prompts`, plain at `generated`, scored at `scored`)."""
+
+    prompt: Prompt
+    rows: tuple[Trajectory | ScoredTrajectory, ...] = ()
+
+    @property
+    def group_id(self) -> str:
+        return self.prompt.group_id
+
+    @property
+    def scored_rows(self) -> tuple[ScoredTrajectory, ...]:
+        return tuple(row for row in self.rows if isinstance(row, ScoredTrajectory))
+
+
+@dataclass(frozen=True, slots=True)
+class RowHeader:
+    """What planning needs to know of one segment, without its payload."""
+
+    group_id: str
+    trajectory_id: int
+    segment: int
+    role: Role
+    num_tokens: int
+    num_loss_tokens: int
+    reward: float | None
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """Where one segment is trained: optimizer step, rank, micro-batch, and its place inside the micro-batch."""
+
+    group_id: str
+    trajectory_id: int
+    segment: int
+    optimizer_step: int
+    rank: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """P groups and the plan that cuts their rows over optimizer steps, ranks and micro-batches. Training it yields `policy_version`."""
+
+    policy_version: int
+    incarnation: int
+    group_ids: tuple[str, ...]
+    headers: tuple[RowHeader, ...]
+    plan: tuple[PlannedRow, ...]
+    num_micro_batches: tuple[int, ...]
+    """Per optimizer step, the same on every rank; ranks with fewer rows pad with zero-weight micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What training one batch gave. `changed` is False when every optimizer step was skipped."""
+
+    policy_version: int
+    optimizer_step: int
+    changed: bool
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor inside a bucket: `offset` and size in bytes of the flat uint8 bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """One broadcast: a flat uint8 tensor that holds `tensors`, and the hex digest of its bytes ("" until it was sent)."""
+
+    num_bytes: int
+    tensors: tuple[TensorSpec, ...]
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """What one version's broadcast consists of. No buckets: the version equals the one before it."""
+
+    incarnation: int
+    policy_version: int
+    backend: str
+    buckets: tuple[BucketSpec, ...]
+    location: str = ""
+    """`disk`: the folder that holds the safetensors files; `ipc`: the handles, encoded; else empty."""

@@ -1,0 +1,324 @@
+"""Both ends of a weight transfer: rendezvous of one bare process group, flat buckets, digests. The one module of `protos` with torch.
+
+A bucket travels as one broadcast of its bytes followed by a 32-byte digest of them, so data and check arrive together or not at
+all. The digest is computed on the device that holds the bytes, in integer arithmetic that every device does alike, and only
+32 KiB of it ever cross to the host: about 1 GB/s on one CPU core, memory speed on a GPU. It guards against faults (a bucket cut
+short, swapped, stale or damaged), not against an adversary: a weight group lives on the trusted network of the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from protos.errors import DataError, EnvironmentLackError, WeightTransferError
+from protos.nouns import BucketSpec
+
+DIGEST_BYTES = 32
+_COLUMNS = 4096
+_MULTIPLIER = -7046029254386353131  # 2^64/φ as a signed number: neighbouring rows get unrelated multipliers
+_OFFSET = 0x5851F42D4C957F2D
+_ROWS_AT_ONCE = {"cpu": 16}  # 512 KiB stays in the cache of a core
+_ROWS_AT_ONCE_ELSEWHERE = 2048
+
+
+def bucket_digest(data: torch.Tensor) -> bytes:
+    """32 bytes that stand for the contents of a flat uint8 tensor whose length is a multiple of 8, alike on every device."""
+    assert data.dtype == torch.uint8 and data.dim() == 1 and data.numel() % 8 == 0
+    words = data.view(torch.int64)
+    num_rows = words.numel() // _COLUMNS
+    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=data.device)
+    table = words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS)
+    step = _ROWS_AT_ONCE.get(data.device.type, _ROWS_AT_ONCE_ELSEWHERE)
+    for first in range(0, num_rows, step):
+        rows = table[first : first + step]
+        multipliers = (torch.arange(first, first + len(rows), device=data.device) * _MULTIPLIER) ^ _OFFSET | 1
+        mixed = (rows >> 32) & 0xFFFFFFFF  # high bits into low ones: a product alone would only move them out
+        mixed ^= rows
+        mixed *= multipliers[:, None]
+        sums += mixed.sum(0)
+    digest = hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=DIGEST_BYTES)
+    digest.update(words[num_rows * _COLUMNS :].cpu().numpy().tobytes())
+    digest.update(data.numel().to_bytes(8, "little"))
+    return digest.digest()
+
+
+def empty_bucket(spec: BucketSpec, device: torch.device) -> torch.Tensor:
+    """Room for a bucket and its digest: uint8 (num_bytes + 32,)."""
+    return torch.empty(spec.num_bytes + DIGEST_BYTES, dtype=torch.uint8, device=device)
+
+
+def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> str:
+    """Copies the tensors of a bucket into its buffer and seals it with the digest, which is returned in hex."""
+    data = buffer[: spec.num_bytes]
+    end = 0
+    for tensor in spec.tensors:
+        data[end : tensor.offset] = 0  # what alignment leaves open must not differ between two runs
+        end = tensor.offset + tensor.num_bytes
+        value = tensors[tensor.name].detach()
+        if tuple(value.shape) != tensor.shape or value.dtype != getattr(torch, tensor.dtype):
+            raise DataError(
+                f"parameter {tensor.name} is {value.dtype} {tuple(value.shape)}, the manifest says {tensor.dtype} {tensor.shape}"
+            )
+        view_as(data, tensor.offset, tensor.num_bytes, tensor.dtype, tensor.shape).copy_(value)
+    data[end:] = 0
+    digest = bucket_digest(data)
+    buffer[spec.num_bytes :] = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(buffer.device)
+    return digest.hex()
+
+
+def check_bucket(spec: BucketSpec, buffer: torch.Tensor, *, place: str) -> str:
+    """The digest in hex of a bucket that arrived.
+
+    Raises:
+        WeightTransferError: the bytes are not those the digest was made of, or not those the manifest names.
+    """
+    sent = bytes(buffer[spec.num_bytes :].cpu().numpy())
+    found = bucket_digest(buffer[: spec.num_bytes])
+    if found != sent or (spec.digest and found.hex() != spec.digest):
+        expected = spec.digest or sent.hex()
+        raise WeightTransferError(
+            f"{place}: digest {found.hex()[:16]}… instead of {expected[:16]}…; nothing was applied"
+        )
+    return found.hex()
+
+
+def view_as(data: torch.Tensor, offset: int, num_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """A part of a flat uint8 tensor as a tensor of the given type and shape, without a copy."""
+    return data[offset : offset + num_bytes].view(getattr(torch, dtype)).view(tuple(shape))
+
+
+def bucket_tensors(spec: BucketSpec, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and views of the tensors inside a bucket."""
+    for tensor in spec.tensors:
+        yield tensor.name, view_as(buffer, tensor.offset, tensor.num_bytes, tensor.dtype, tensor.shape)
+
+
+def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:
+    """JSON-able handle of a flat uint8 CUDA tensor. The exporter keeps the tensor until every importer has let go of it."""
+    torch.cuda.current_stream(buffer.device).synchronize()
+    fields = dict(zip(_IPC_FIELDS, reduce_tensor(buffer)[1], strict=True))
+    handles = {name: base64.b64encode(fields[name]).decode() for name in _IPC_HANDLES}
+    numbers = {name: int(fields[name]) for name in _IPC_NUMBERS}
+    return {"gpu": _gpu_name(buffer.device), "num_bytes": buffer.numel(), **numbers, **handles}
+
+
+def import_cuda_bucket(handle: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    """The exporter's memory of `export_cuda_bucket`, mapped into this process on the same GPU. Raises WeightTransferError."""
+    if handle["gpu"] != _gpu_name(device):
+        raise WeightTransferError(
+            f"CUDA IPC memory lies on GPU {handle['gpu']}, this engine is on {_gpu_name(device)}; use nccl"
+        )
+    fields: dict[str, Any] = {name: int(handle[name]) for name in _IPC_NUMBERS}
+    fields |= {name: base64.b64decode(handle[name], validate=True) for name in _IPC_HANDLES}
+    fields |= {
+        "tensor_cls": torch.Tensor,
+        "tensor_size": torch.Size([int(handle["num_bytes"])]),
+        "tensor_stride": (1,),
+        "storage_cls": torch.storage.TypedStorage,
+        "dtype": torch.uint8,
+        "storage_device": device.index,
+        "requires_grad": False,
+        "event_sync_required": bool(fields["event_sync_required"]),
+    }
+    try:
+        mapped: torch.Tensor = rebuild_cuda_tensor(**fields)
+    except RuntimeError as error:
+        raise WeightTransferError(f"CUDA IPC memory cannot be mapped: {_first_line(error)}") from error
+    return mapped
+
+
+def _gpu_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)  # indices differ between processes, this does not
+
+
+# The arguments of torch's rebuild_cuda_tensor, in the order in which reduce_tensor gives them.
+_IPC_FIELDS = (
+    *(
+        "tensor_cls",
+        "tensor_size",
+        "tensor_stride",
+        "tensor_offset",
+        "storage_cls",
+        "dtype",
+        "storage_device",
+        "storage_handle",
+    ),
+    *(
+        "storage_size_bytes",
+        "storage_offset_bytes",
+        "requires_grad",
+        "ref_counter_handle",
+        "ref_counter_offset",
+        "event_handle",
+    ),
+    "event_sync_required",
+)
+_IPC_HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
+_IPC_NUMBERS = (
+    "tensor_offset",
+    "storage_size_bytes",
+    "storage_offset_bytes",
+    "ref_counter_offset",
+    "event_sync_required",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks of a weight group meet: the sender's store and the group's name inside it."""
+
+    host: str
+    port: int
+    group_name: str
+    world_size: int
+    backend: str
+
+
+class Rendezvous:
+    """The sender's store. It listens from its creation on, so the address can be told before anybody connects."""
+
+    def __init__(self, host: str, group_name: str, world_size: int, backend: str, timeout_seconds: float) -> None:
+        try:
+            self.store = dist.TCPStore(
+                host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise EnvironmentLackError(f"cannot listen on {host} for the weight group: {_first_line(error)}") from error
+        self.meeting = Meeting(host, self.store.port, group_name, world_size, backend)
+
+    def connect(self, device: torch.device, timeout_seconds: float) -> WeightGroup:
+        """Rank 0's end; blocks until every other rank has come. Raises WeightTransferError at the deadline."""
+        return WeightGroup(self.meeting, 0, device, timeout_seconds, self.store)
+
+
+class WeightGroup:
+    """One bare process group, outside torch's global state. Rank 0 sends, every other rank receives.
+
+    Raises:
+        WeightTransferError: some rank did not come before the deadline.
+        EnvironmentLackError: this torch has no such backend.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        rank: int,
+        device: torch.device,
+        timeout_seconds: float,
+        store: dist.TCPStore | None = None,
+    ) -> None:
+        self.meeting = meeting
+        self.device = device
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            self._store = store or dist.TCPStore(
+                meeting.host, meeting.port, meeting.world_size, is_master=False, timeout=timeout
+            )
+            scoped = dist.PrefixStore(meeting.group_name, self._store)
+            scoped.set_timeout(timeout)
+            self._group = _process_group(meeting, scoped, rank, device, timeout)
+        except RuntimeError as error:  # torch's DistError and its timeouts are RuntimeErrors
+            raise WeightTransferError(
+                f"weight group {meeting.group_name} of {meeting.world_size} ranks at {meeting.host}:{meeting.port} "
+                f"did not come together within {timeout_seconds:g} s: {_first_line(error)}"
+            ) from error
+
+    def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
+        """Sends (rank 0) or receives (the others) one buffer in place. Raises WeightTransferError; the group is then useless."""
+        assert buffer.device.type == self.device.type, (
+            f"a {self.meeting.backend} group carries {self.device.type} tensors"
+        )
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=timeout_seconds)
+        try:
+            work = self._group.broadcast([buffer], options)
+            if self.device.type == "cuda":
+                _wait_on_gpu(work, timeout_seconds)
+            else:
+                work.wait(timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            raise WeightTransferError(
+                f"broadcast in weight group {self.meeting.group_name} failed: {_first_line(error)}"
+            ) from error
+
+    def close(self) -> None:
+        """Ends the group; peers still inside a broadcast get an error at once instead of at their deadline."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
+
+def _process_group(meeting: Meeting, store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
+    if meeting.backend == "gloo":
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timeout
+        options._threads = 2
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(meeting.host, meeting.port))]
+        return dist.ProcessGroupGloo(store, rank, meeting.world_size, options)
+    if meeting.backend == "nccl":
+        if not hasattr(dist, "ProcessGroupNCCL") or device.type != "cuda":
+            raise EnvironmentLackError(
+                "weights.backend nccl needs GPUs and a CUDA build of torch; use gloo or disk on CPUs"
+            )
+        with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_BLOCKING_WAIT="0"):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            with torch.cuda.device(device):
+                group = dist.ProcessGroupNCCL(store, rank, meeting.world_size, options)
+                group.eager_connect_single_device(
+                    device
+                )  # else the first broadcast would rendezvous, without a deadline
+        return group
+    raise EnvironmentLackError(f"weights.backend {meeting.backend} has no process group; gloo and nccl have")
+
+
+def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:
+    # NCCL's own watchdog ends the whole process at a timeout; a sampler must outlive its sender, so the wait is ours.
+    deadline = time.monotonic() + timeout_seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no end after {timeout_seconds:g} s")
+        time.sleep(0.001)
+    work.wait()
+    torch.cuda.current_stream().synchronize()
+
+
+def _local_address(host: str, port: int) -> str:
+    """This machine's address on the way to the sender: gloo would resolve the host name, which containers often lack."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].split(". This is typically")[0]  # gloo adds advice that points away from the cause

@@ -1,0 +1,36 @@
+"""Configuration of the samplers. Imports neither torch nor vllm."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RolloutConfig(BaseModel):
+    """`[rollout]`: how answers are sampled, and by how many engines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_replicas: Annotated[int, Field(ge=0)] = 1
+    """Samplers that `tandem run` starts; 0 if they are started by hand with `tandem serve rollout`."""
+    samples_per_prompt: Annotated[int, Field(ge=1)] = 8
+    """n: trajectories of one group, all sampled by one engine."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Sampling temperature of training samples; log-probs are recorded and recomputed under it."""
+    max_response_tokens: Annotated[int, Field(ge=1)] = 256
+    """Longest answer, in sampled tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, besides the model's own end token."""
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    """GPUs a sampler spreads its model over."""
+    max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
+    """Groups a sampler holds under lease at once."""
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
+    """Memory of the KV cache on CPUs, or on a GPU shared with the trainer."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    """Share of a GPU of its own that an engine may take."""
+    lease_seconds: Annotated[float, Field(gt=0.0)] = 60.0
+    """How long a claimed group stays this sampler's without a renewal (renewed at a third of it)."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """gRPC port of the first replica (the others count up); 0 picks free ones."""

@@ -1,0 +1,62 @@
+"""The demo's task: sums of two two-digit numbers as a dataset in verl's schema, made from a seed.
+
+The demonstrations are a sloppy pupil's: most of those whose sum needs a carry leave the carries out. Imitating them gives a model that
+knows how to add but mostly does it wrong; the reward alone can tell it which of its two habits is right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+EVALUATION_ROWS = 1000
+DEMONSTRATED_SHARE = 0.6
+"""Of the sums that are not evaluated; the others are reinforcement learning's."""
+SLOPPY_SHARE = 0.62
+"""Of the demonstrations that leave the carries out."""
+
+
+def write_task(folder: Path, seed: int) -> None:
+    """Writes `demonstrations.parquet`, `train.parquet` and `eval.parquet`: three disjoint sets of the 10,000 sums."""
+    dice = random.Random(seed)
+    sums = [(a, b) for a in range(100) for b in range(100)]
+    dice.shuffle(sums)
+    evaluation, rest = sums[:EVALUATION_ROWS], sums[EVALUATION_ROWS:]
+    cut = round(DEMONSTRATED_SHARE * len(rest))
+    folder.mkdir(parents=True, exist_ok=True)
+    demonstrations = [
+        _row(a, b, sloppy_sum(a, b) if dice.random() < SLOPPY_SHARE else right_sum(a, b)) for a, b in rest[:cut]
+    ]
+    _write(folder / "demonstrations.parquet", demonstrations)
+    _write(folder / "train.parquet", [_row(a, b) for a, b in rest[cut:]])
+    _write(folder / "eval.parquet", [_row(a, b) for a, b in evaluation])
+
+
+def right_sum(a: int, b: int) -> str:
+    """a + b in three digits."""
+    return f"{a + b:03d}"
+
+
+def sloppy_sum(a: int, b: int) -> str:
+    """a + b digit by digit without any carry, in three digits."""
+    return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
+
+
+def _row(a: int, b: int, demonstrated: str | None = None) -> dict[str, Any]:
+    extra_info = {"split": "train", "answer": demonstrated or right_sum(a, b)}
+    return {
+        "data_source": "tandem/arithmetic",
+        "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": right_sum(a, b)},
+        "extra_info": extra_info,
+    }
+
+
+def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(list(rows)), file)

@@ -1,0 +1,218 @@
+"""The experience buffer: `prompts`, `generated` and `scored`, three stages in Redis, moved by verbs that are one atomic script each.
+
+Every service has the same heart: claim → work → complete. A claim is a lease with a fencing token. If its holder dies, the group
+goes back to the front of its queue with what `renew` saved; if the holder was only late, its result is refused.
+Stage `scored` has no leases: its claims belong to a trainer incarnation, and only the next one takes them back.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar, cast
+
+from protos.codec import decode_headers
+from protos.errors import LedgerError
+from protos.nouns import RowHeader
+from services.buffer.ledger import Ledger, checked_ids, checked_reason
+from services.buffer.registry import Registry
+
+Stage = Literal["prompts", "generated"]
+FailureKind = Literal["infrastructure", "data", "voluntary"]
+Released = Literal["requeued", "dropped", "refused"]
+
+Claimed = TypeVar("Claimed")
+
+_POLL_SECONDS = 1.0  # nobody rings when a lease runs out
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the feed may do: `free` credits are left now, the run still needs `wanted` groups, offers go on from `cursor`."""
+
+    free: int
+    wanted: int
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A leased group. `partial` is what an earlier holder saved by `renew`, in whatever form it chose."""
+
+    group_id: str
+    stage: Stage
+    token: int
+    payload: bytes
+    partial: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredClaim:
+    """A scored group claimed by the trainer; `Buffer.read` fetches its payload."""
+
+    group_id: str
+    headers: tuple[RowHeader, ...]
+
+
+class Buffer(Ledger, Registry):
+    """One run's buffer. Thread-safe, except that one thread at a time calls `claim_scored`.
+
+    Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a full Redis
+    raises EnvironmentLackError. Nothing is ever trimmed or evicted.
+    """
+
+    def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
+        super().__init__(redis_url, run_id, connect_timeout_seconds=connect_timeout_seconds)
+        self._scored_request = _request()
+
+    def create(
+        self,
+        *,
+        groups_per_batch: int,
+        staleness_budget: int,
+        target_groups: int,
+        failure_budget: Mapping[str, int],
+        resume: bool,
+    ) -> None:
+        """Creates the run, or with `resume` keeps its groups and takes over limits and target.
+
+        `failure_budget` holds, for `infrastructure` and `data`, how many failures of that kind a group survives.
+
+        Raises:
+            RunExistsError: the run exists and `resume` is False.
+        """
+        limits = (groups_per_batch, staleness_budget, target_groups)
+        budgets = (failure_budget["infrastructure"], failure_budget["data"])
+        self._run("create", _request(), int(resume), *limits, *budgets)
+
+    def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
+        """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
+
+        `cursor` is the feed's position after the last offered group; the position after the last one taken is stored with it.
+
+        Raises:
+            DataError: a group was admitted before; then none is.
+        """
+        checked_ids(group_id for group_id, _ in groups)
+        flat = [value for group in groups for value in group]
+        return int(self._run("admit", _request(), cursor, *flat))
+
+    def admission(self) -> Admission:
+        """Credits, need and position of the feed at this instant."""
+        return Admission(*map(int, self._run("admission")))
+
+    def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
+        """The feed has nothing more to admit. `target` is refused (False) while groups are wanted, and a later drop undoes it."""
+        return bool(self._run("mark_exhausted", why))
+
+    def exhausted(self) -> bool:
+        """True once no further group can become scored: the feed is done, and nothing waits or is leased before `scored`."""
+        return bool(self._run("exhausted"))
+
+    def claim(self, stage: Stage, worker: str, n: int, lease_seconds: float, timeout_seconds: float) -> list[Claim]:
+        """Leases up to n groups of a stage; waits for the first of them. [] at the timeout.
+
+        Raises:
+            NotAdmittedError: stage `prompts`, and `worker` is not a sampler LIVE at the published version.
+            FencedError: stage `prompts`, and this process was replaced by a later start of the sampler.
+        """
+        arguments = (stage, worker, self._generation(worker), n, _milliseconds(lease_seconds))
+        assert n > 0
+
+        def attempt() -> list[Claim]:
+            reply = self._run("claim", _request(), *arguments)
+            return [
+                Claim(reply[i].decode(), stage, int(reply[i + 1]), reply[i + 2], reply[i + 3])
+                for i in range(0, len(reply), 4)
+            ]
+
+        return self._wait_at_bell(stage, attempt, timeout_seconds)
+
+    def claim_scored(self, incarnation: int, n: int, timeout_seconds: float) -> list[ScoredClaim]:
+        """Claims up to n scored groups in order of completion; waits for the first of them. [] at the timeout.
+
+        Raises:
+            FencedError: a later trainer started.
+        """
+        assert n > 0
+
+        def attempt() -> list[ScoredClaim]:
+            # Kept until an answer arrives: if one gets lost, even past the outage's deadline, the next call receives it.
+            reply = self._run("claim_scored", incarnation, self._scored_request, n)
+            self._scored_request = _request()
+            return [
+                ScoredClaim(reply[i].decode(), decode_headers(reply[i + 1].decode())) for i in range(0, len(reply), 2)
+            ]
+
+        return self._wait_at_bell("scored", attempt, timeout_seconds)
+
+    def read(self, group_ids: Sequence[str]) -> list[bytes]:
+        """Payloads of the groups, in their order.
+
+        Raises:
+            LedgerError: Redis holds no payload of a group.
+        """
+        if not group_ids:
+            return []
+        keys = [self._key(f"payload:{group_id}") for group_id in group_ids]
+        payloads = cast("list[bytes | None]", self._persist(lambda: self._redis.mget(keys)))
+        missing = [group_id for group_id, payload in zip(group_ids, payloads, strict=True) if payload is None]
+        if missing:
+            raise LedgerError(f"run {self.run_id} in Redis at {self.place}: no payload of group {', '.join(missing)}")
+        return [payload for payload in payloads if payload is not None]
+
+    def renew(
+        self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[str, bytes] | None = None
+    ) -> list[str]:
+        """Extends leases to `lease_seconds` from now, saving partial results by group id. Returns the ids that are ours no longer."""
+        arguments: list[bytes | str | int] = []
+        for claim in claims:
+            saved = (partial or {}).get(claim.group_id)
+            arguments += [claim.group_id, claim.stage, claim.token, int(saved is not None), saved or b""]
+        return [group_id.decode() for group_id in self._run("renew", _milliseconds(lease_seconds), *arguments)]
+
+    def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
+        """Moves the group to the next stage with its payload and ends the lease.
+
+        False if the lease is no longer current: the result is refused and counted. Repeated with the same claim: True, and
+        nothing happens. `headers` (`protos.codec.encode_headers`) go with a group that becomes scored.
+        """
+        assert bool(headers) == (claim.stage == "generated"), "headers belong to scored groups"
+        return bool(self._run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
+
+    def release(self, claim: Claim, reason: str, kind: FailureKind) -> Released:
+        """Gives the group back, or drops it with `reason` once its budget for this kind of failure is spent.
+
+        `voluntary` spends none and puts the group to the front of its queue; a failure puts it to the back. `refused` if the
+        lease is no longer current.
+        """
+        reply = self._run(
+            "release", _request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind
+        ).decode()
+        assert reply in ("requeued", "dropped", "refused")
+        return reply  # type: ignore[no-any-return]
+
+    def _wait_at_bell(self, stage: str, attempt: Callable[[], list[Claimed]], timeout_seconds: float) -> list[Claimed]:
+        """Tries, then sleeps until the stage's bell rings (or a second has passed), until something is claimed or the time is up.
+
+        A bell holds a token a waiting group and every taker of a token looks again, so no ring is lost; at worst, when a taker
+        dies, the next look is a second away.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        bell = self._key(f"bell:{stage}")
+        while True:
+            claimed = attempt()
+            left = deadline - time.monotonic()
+            if claimed or left <= 0:
+                return claimed
+            self._persist(lambda: self._redis.blpop([bell], timeout=max(0.01, min(left, _POLL_SECONDS))))  # noqa: B023
+
+
+def _request() -> str:
+    return uuid.uuid4().hex
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)

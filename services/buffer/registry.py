@@ -1,0 +1,113 @@
+"""Who is there: samplers with the version they carry, services with their address, and the figures they report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from services.buffer.connection import Connection
+
+SamplerState = Literal["JOINING", "LIVE", "STALE"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """One rollout replica. `version` and `incarnation` are those of its last completed update, -1 before the first."""
+
+    id: str
+    address: str
+    state: SamplerState
+    version: int
+    incarnation: int
+    tensor_parallel_size: int
+    alive: bool
+    """Heard of within the time asked for."""
+    generation: int
+    """Counts the starts under this id."""
+
+
+class Registry(Connection):
+    """Registration, heartbeats, and which sampler may claim prompts."""
+
+    def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
+        super().__init__(redis_url, run_id, connect_timeout_seconds=connect_timeout_seconds)
+        self._generations: dict[str, int] = {}
+
+    def register_sampler(self, sampler_id: str, address: str, tensor_parallel_size: int) -> None:
+        """Enters a sampler that just started, as JOINING. Leases an earlier process of that id still held are given back.
+
+        From now on that earlier process is refused (FencedError) when it claims, and its heartbeats are ignored.
+        """
+        self._generations[sampler_id] = int(self._run("register_sampler", sampler_id, address, tensor_parallel_size))
+
+    def register_service(self, name: str, address: str) -> None:
+        """Enters a service that just started. Leases an earlier process of that name still held are given back."""
+        self._run("register_service", name, address)
+
+    def heartbeat(self, name: str, figures: Mapping[str, float]) -> None:
+        """Says that `name` is alive, with its figures: sums since the start of its process. Send one every second."""
+        self._run("heartbeat", name, self._generation(name), json.dumps(dict(figures)))
+
+    def samplers(self, alive_within_seconds: float = 10) -> list[Sampler]:
+        """All samplers that ever registered, by id."""
+        reply = self._run("samplers_alive", str(alive_within_seconds))
+        found = []
+        for sampler_id, alive, address, state, version, incarnation, width, generation in _rows(reply, 8):
+            found.append(
+                Sampler(
+                    id=sampler_id.decode(),
+                    address=address.decode(),
+                    state=cast(SamplerState, state.decode()),
+                    version=int(version),
+                    incarnation=int(incarnation),
+                    tensor_parallel_size=int(width),
+                    alive=bool(int(alive)),
+                    generation=int(generation),
+                )
+            )
+        return found
+
+    def admit_sampler(self, incarnation: int, sampler_id: str | Sampler, version: int) -> bool:
+        """A sampler that was caught up becomes LIVE, but only if `version` is still the published one.
+
+        Give the `Sampler` as read when its update began: if it restarted since, it is not admitted. Raises FencedError.
+        """
+        return bool(self._run("admit_sampler", incarnation, *with_generations([sampler_id]), version))
+
+    def services(self) -> dict[str, str]:
+        """Address of every registered service by name."""
+        return {name.decode(): address.decode() for name, address in self._hash("services").items()}
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """The last figures of every service and sampler by name."""
+        return {name.decode(): json.loads(text) for name, text in self._hash("figures").items()}
+
+    def silences(self) -> dict[str, float]:
+        """Seconds since the last sign of life of every service and sampler by name."""
+        seconds, microseconds = self._persist(self._redis.time)
+        now_ms = seconds * 1000 + microseconds / 1000
+        return {name.decode(): (now_ms - float(beat)) / 1000 for name, beat in self._hash("beats").items()}
+
+    def published_version(self) -> int:
+        """The published policy version, -1 before the first publication."""
+        return int(self._hash("meta").get(b"published_version", -1))
+
+    def _generation(self, name: str) -> int | str:
+        return self._generations.get(name, "")
+
+    def _hash(self, name: str) -> dict[bytes, bytes]:
+        return cast("dict[bytes, bytes]", self._persist(lambda: self._redis.hgetall(self._key(name))))
+
+
+def with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:
+    """Id and generation of each in turn, as the scripts take them; a plain id has none to be checked."""
+    pairs: list[str | int] = []
+    for sampler in samplers:
+        pairs.extend((sampler.id, sampler.generation) if isinstance(sampler, Sampler) else (sampler, ""))
+    return pairs
+
+
+def _rows(reply: Sequence[bytes], width: int) -> list[Sequence[bytes]]:
+    return [reply[first : first + width] for first in range(0, len(reply), width)]

@@ -1,0 +1,3 @@
+local refusal = no_run()
+if refusal then return refusal end
+return { limiter.free(), limiter.wanted(), number_of(META, 'cursor', 0) }

@@ -1,0 +1,36 @@
+-- ARGV: request, cursor after the last offered group, then group id and payload of each
+local refusal = no_run()
+if refusal then return refusal end
+local answer = remembered(ARGV[1])
+if answer then return tonumber(answer) end
+
+local reentered = key('reentered') -- trained groups whose admission Redis had lost; a rollback entered them
+local offered, seen = (#ARGV - 2) / 2, {}
+for i = 1, offered do
+  local id = ARGV[2 * i + 1]
+  if seen[id] or (marked('admitted', id) and redis.call('SISMEMBER', reentered, id) == 0) then
+    return refuse('DATA', 'group ' .. id .. ' was admitted before')
+  end
+  seen[id] = true
+end
+
+refuse_when_full()
+local room = math.min(limiter.free(), limiter.wanted())
+local taken = 0
+for i = 1, offered do
+  local id = ARGV[2 * i + 1]
+  if redis.call('SREM', reentered, id) == 0 then
+    if room == 0 then break end
+    room = room - 1
+    limiter.admit(id)
+    mark('admitted', id, 1)
+    redis.call('SET', key('payload', id), ARGV[2 * i + 2])
+    enter(id, 'prompts_waiting', 'back')
+    redis.call('HDEL', META, 'feed_done')
+  end
+  taken = i
+end
+redis.call('HSET', META, 'cursor', string.format('%.0f', ARGV[2] - (offered - taken)))
+ring('prompts')
+remember(ARGV[1], taken)
+return taken

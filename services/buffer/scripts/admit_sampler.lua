@@ -1,0 +1,7 @@
+-- ARGV: incarnation, sampler id, generation ('' is not checked), version
+local refusal = fenced(ARGV[1])
+if refusal then return refusal end
+if redis.call('EXISTS', sampler_key(ARGV[2])) == 0 or replaced(ARGV[2], ARGV[3]) then return 0 end
+if redis.call('HGET', META, 'published_version') ~= ARGV[4] then return 0 end
+admit_sampler(ARGV[2], ARGV[4], ARGV[1])
+return 1

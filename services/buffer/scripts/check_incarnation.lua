@@ -1,0 +1,2 @@
+-- ARGV: incarnation
+return fenced(ARGV[1]) or 1

@@ -1,0 +1,36 @@
+-- ARGV: request, stage, worker, generation, n, lease in ms. Answers id, token, payload, partial of each claim in turn.
+local stage = ARGV[2]
+sweep(stage)
+local refusal = stage == 'prompts' and not_admitted(ARGV[3], ARGV[4])
+if refusal then
+  ring(stage) -- this worker may have taken a token that another one needs
+  return refusal
+end
+
+local claimed = {}
+local answer = remembered(ARGV[1])
+if answer then
+  claimed = cjson.decode(answer)
+else
+  for _, id in ipairs(redis.call('LRANGE', key(stage .. '_waiting'), 0, ARGV[5] - 1)) do
+    local token = next_token()
+    leave(id)
+    enter(id, stage .. '_leased', NOW_MS + ARGV[6])
+    redis.call('HSET', key('group', id), 'token', token, 'worker', ARGV[3])
+    claimed[#claimed + 1] = { id, token }
+  end
+  if #claimed > 0 then remember(ARGV[1], cjson.encode(claimed)) end
+  ring(stage)
+end
+
+local reply = {}
+for _, claim in ipairs(claimed) do
+  local id, token = claim[1], claim[2]
+  if holds(id, stage, token) then
+    reply[#reply + 1] = id
+    reply[#reply + 1] = token
+    reply[#reply + 1] = redis.call('GET', key('payload', id))
+    reply[#reply + 1] = redis.call('GET', key('partial', id))
+  end
+end
+return reply

@@ -1,0 +1,123 @@
+-- Groups: their queues, their end (committed, dropped), and leases that run out.
+
+local LISTS = { prompts_waiting = true, generated_waiting = true }
+
+-- A group that is over keeps one bit in a map of its pass over the data, so that no instance enters twice. The maps are
+-- named as the counters they must agree with: admitted, committed, dropped:<reason>.
+local function bits_key(map, epoch)
+  return key('bits', epoch .. ':' .. map)
+end
+
+local function mark(map, id, bit)
+  local epoch, index = string.match(id, '^(%d+)%-(%d+)$')
+  redis.call('SETBIT', bits_key(map, epoch), index, bit)
+  redis.call('SADD', key('epochs'), epoch)
+  redis.call('SADD', key('maps', epoch), map)
+end
+
+local function marked(map, id)
+  local epoch, index = string.match(id, '^(%d+)%-(%d+)$')
+  return redis.call('GETBIT', bits_key(map, epoch), index) == 1
+end
+
+-- "committed", "dropped:<reason>", or nil while the group is under way or was never admitted.
+local function fate(id)
+  for _, map in ipairs(redis.call('SMEMBERS', key('maps', string.match(id, '^%d+')))) do
+    if map ~= 'admitted' and marked(map, id) then return map end
+  end
+end
+
+local function enter(id, state, place)
+  redis.call('HSET', STATES, id, state)
+  if not LISTS[state] then
+    redis.call('ZADD', key(state), place, id)
+  else
+    redis.call(place == 'front' and 'LPUSH' or 'RPUSH', key(state), id)
+  end
+end
+
+-- Takes a group out of its queue. Returns the state and the score it had there.
+local function leave(id)
+  local state = redis.call('HGET', STATES, id)
+  if not state then return nil end
+  if LISTS[state] then
+    redis.call('LREM', key(state), 1, id)
+    return state
+  end
+  local score = redis.call('ZSCORE', key(state), id)
+  redis.call('ZREM', key(state), id)
+  return state, score
+end
+
+local function forget(id)
+  redis.call('HDEL', STATES, id)
+  redis.call('DEL', key('group', id), key('payload', id), key('partial', id))
+end
+
+local function drop(id, reason)
+  leave(id)
+  forget(id)
+  mark('dropped:' .. reason, id, 1)
+  count('dropped')
+  count('dropped:' .. reason)
+  limiter.retire(id)
+  local reopened = redis.call('HGET', META, 'feed_done') == 'target' and limiter.wanted() > 0
+  if reopened then redis.call('HDEL', META, 'feed_done') end
+end
+
+local function commit_group(id)
+  leave(id)
+  forget(id)
+  mark('committed', id, 1)
+  count('committed')
+end
+
+local function requeue(id, stage, place)
+  leave(id)
+  redis.call('HDEL', key('group', id), 'token', 'worker')
+  enter(id, stage .. '_waiting', place)
+end
+
+-- A failure of a leased group: requeued until its budget for that kind is spent, then dropped with the reason.
+local function fail(id, stage, kind, reason, place)
+  local failures = redis.call('HINCRBY', key('group', id), 'failures:' .. kind, 1)
+  if failures > number_of(META, 'failure_budget:' .. kind, 0) then
+    drop(id, reason)
+    return 'dropped'
+  end
+  requeue(id, stage, place)
+  return 'requeued'
+end
+
+-- Leases in the order to put them back to the front: the last claimed first, so that the first ends up foremost.
+local function last_claimed_first(ids)
+  local token = {}
+  for _, id in ipairs(ids) do token[id] = tonumber(redis.call('HGET', key('group', id), 'token')) end
+  table.sort(ids, function(a, b) return token[a] > token[b] end)
+  return ids
+end
+
+-- Leases that ran out go back to the front of their queue.
+local function sweep(stage)
+  local expired = redis.call('ZRANGEBYSCORE', key(stage .. '_leased'), '-inf', NOW_MS)
+  for _, id in ipairs(last_claimed_first(expired)) do
+    count('leases_expired')
+    fail(id, stage, 'infrastructure', 'lease_expired', 'front')
+  end
+  if #expired > 0 then ring(stage) end
+end
+
+-- Is this lease the group's current one?
+local function holds(id, stage, token)
+  return redis.call('HGET', STATES, id) == stage .. '_leased' and redis.call('HGET', key('group', id), 'token') == token
+end
+
+-- All leases of a worker that started anew; nobody failed, so no budget is spent.
+local function give_back(worker)
+  for _, stage in ipairs({ 'prompts', 'generated' }) do
+    for _, id in ipairs(last_claimed_first(redis.call('ZRANGE', key(stage .. '_leased'), 0, -1))) do
+      if redis.call('HGET', key('group', id), 'worker') == worker then requeue(id, stage, 'front') end
+    end
+    ring(stage)
+  end
+end

@@ -1,0 +1,30 @@
+-- The limiter; services/buffer/limiter.py is its twin and a property test holds the two together.
+-- Outstanding is the size of a set; admitted, retired and restored only grow; it equals admitted - retired + restored.
+
+local OUTSTANDING = PREFIX .. 'outstanding'
+local limiter = {}
+
+function limiter.free()
+  local budget = (number_of(META, 'staleness_budget', 0) + 1) * number_of(META, 'groups_per_batch', 0)
+  return math.max(0, budget - redis.call('SCARD', OUTSTANDING))
+end
+
+-- What the run still needs: a dropped group is replaced.
+function limiter.wanted()
+  local dropped, admitted = number_of(COUNTERS, 'dropped', 0), number_of(COUNTERS, 'admitted', 0)
+  return math.max(0, number_of(META, 'target_groups', 0) + dropped - admitted)
+end
+
+function limiter.admit(id)
+  redis.call('SADD', OUTSTANDING, id)
+  count('admitted')
+end
+
+-- Publication and a drop both return the credit, and both count as retired.
+function limiter.retire(id)
+  if redis.call('SREM', OUTSTANDING, id) == 1 then count('retired') end
+end
+
+function limiter.restore(id)
+  if redis.call('SADD', OUTSTANDING, id) == 1 then count('restored') end
+end

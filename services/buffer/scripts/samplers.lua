@@ -1,0 +1,38 @@
+-- The registry of samplers: who may claim prompts.
+
+local function sampler_key(id)
+  return key('sampler', id)
+end
+
+-- A process replaced by a later start under its name is refused wherever it gives its generation ('' is not checked).
+local function replaced(id, generation)
+  return generation ~= '' and redis.call('HGET', sampler_key(id), 'generation') ~= generation
+end
+
+local function admit_sampler(id, version, incarnation)
+  redis.call('HSET', sampler_key(id), 'state', 'LIVE', 'version', version, 'incarnation', incarnation)
+end
+
+-- Every LIVE sampler becomes STALE, save those that carry this version of this incarnation (nil: none does).
+local function outdate_samplers(version, incarnation)
+  for _, id in ipairs(redis.call('SMEMBERS', key('samplers'))) do
+    local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version', 'incarnation')
+    local current = sampler[2] == version and sampler[3] == incarnation
+    if sampler[1] == 'LIVE' and not current then redis.call('HSET', sampler_key(id), 'state', 'STALE') end
+  end
+end
+
+-- Only a sampler that carries the published version may claim prompts.
+local function not_admitted(id, generation)
+  local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version')
+  local published = redis.call('HGET', META, 'published_version') or '-1'
+  if not sampler[1] then return refuse('NOTADMITTED', 'sampler ' .. id .. ' has not registered') end
+  if replaced(id, generation) then
+    return refuse('FENCED', 'sampler ' .. id .. ' was replaced by a later start of it')
+  end
+  if published == '-1' then return refuse('NOTADMITTED', 'no version is published yet') end
+  if sampler[1] ~= 'LIVE' or sampler[2] ~= published then
+    local text = 'sampler ' .. id .. ' is ' .. sampler[1] .. ' at version ' .. sampler[2]
+    return refuse('NOTADMITTED', text .. ', published is ' .. published)
+  end
+end

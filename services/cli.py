@@ -1,0 +1,372 @@
+"""The command `tandem`. Imports nothing heavy up here: `--help` answers at once, each command loads what it needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from protos.errors import TandemError, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from services.config import Recipe
+
+app = typer.Typer(
+    name="tandem",
+    help="Trains language models with reinforcement learning while they generate.\n\nStart with `tandem demo`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+data_app = typer.Typer(no_args_is_help=True, help="Looks at datasets.\n\nExample: tandem data check data/train.parquet")
+app.add_typer(data_app, name="data")
+
+
+class Service(StrEnum):
+    """What `tandem serve` starts."""
+
+    feed = "feed"
+    rollout = "rollout"
+    reward = "reward"
+    trainer = "trainer"
+
+
+RecipeArgument = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML), or the config.json of a run.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings that win over the recipe's, e.g. trainer.learning_rate=2e-6.",
+        show_default=False,
+    ),
+]
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="RUN", help="A run folder; default: the one under runs/ started last.", show_default=False),
+]
+
+
+@app.command(short_help="Build data and a tiny model, and watch it learn.")
+def demo(
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0,
+) -> None:
+    """Builds data and a tiny model, trains it with the whole ring, and shows that it has learned. Takes a few minutes, downloads nothing.
+
+    Example: tandem demo --seed 1
+    """
+
+    def work() -> int:
+        from services.demo import main
+
+        return main(seed, overrides or [])
+
+    _finish(work)
+
+
+@app.command(short_help="Run a recipe on this machine.")
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the recipe's run folder where it stopped.")
+    ] = False,
+) -> None:
+    """Runs a recipe on this machine: feed, samplers, reward and trainer, restarted when they die, stopped together by Ctrl-C.
+
+    Example: tandem run examples/recipes/gsm8k.toml trainer.learning_rate=2e-6
+    """
+
+    def work() -> int:
+        from services.config import load_recipe
+        from services.supervisor import run_recipe
+
+        return run_recipe(load_recipe(recipe, overrides or ()), resume, console=_console())
+
+    _finish(work)
+
+
+@app.command(short_help="Run one service of a ring.")
+def serve(
+    service: Annotated[Service, typer.Argument(help="Which service.", show_default=False)],
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    replica: Annotated[int, typer.Option(min=0, help="Which of several samplers this is, from 0.")] = 0,
+) -> None:
+    """Runs one service of a ring in the foreground, here or on another machine, against the Redis of the recipe, of TANDEM_REDIS_URL, or
+    of the supervisor that runs in the recipe's run folder.
+
+    Example: tandem serve rollout runs/mine/config.json --replica 1
+    """
+    from services.process import die_with_parent
+
+    supervisor = os.environ.get("TANDEM_PARENT_PID")
+    if supervisor is not None:
+        die_with_parent(int(supervisor))
+
+    def work() -> None:
+        from services.config import load_recipe
+        from services.run_folder import redis_url_of
+
+        loaded = load_recipe(recipe, overrides or ())
+        if supervisor is None:
+            from services.preflight import check_service
+
+            check_service(loaded, service.value, replica)
+        redis_url = os.environ["TANDEM_REDIS_URL"] if supervisor is not None else redis_url_of(loaded)
+        _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
+
+    _end_with(work)
+
+
+@app.command(short_help="Warm a model up by supervised training.")
+def sft(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    """Warms a model up by supervised training on the recipe's [sft] section.
+
+    Example: tandem sft recipe.toml sft.max_steps=500
+    """
+
+    def work() -> int:
+        loaded = _load(recipe, overrides)
+        from services.sft_command import main
+
+        return main(loaded)
+
+    _finish(work)
+
+
+@app.command("eval", short_help="Accuracy of a model on the evaluation file.")
+def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+    """Answers the recipe's evaluation file greedily with its model and prints the accuracy.
+
+    Example: tandem eval runs/demo/config.json model.path=runs/demo/hf
+    """
+
+    def work() -> int:
+        loaded = _load(recipe, overrides)
+        from services.evaluate import evaluate_recipe
+
+        return evaluate_recipe(loaded)
+
+    _finish(work)
+
+
+@app.command(short_help="Train a run's recorded batches again, bit for bit.")
+def replay(run_folder: RunArgument = None) -> None:
+    """Trains a finished run's recorded batches again and compares the weights, bit for bit. Exits 1 if they differ.
+
+    Example: tandem replay runs/demo
+    """
+
+    def work() -> int:
+        from services.run_folder import find_run
+
+        folder = find_run(run_folder)
+        from services.replay import main
+
+        return main(folder)
+
+    _finish(work)
+
+
+@app.command(short_help="What a run is doing, or did.")
+def status(run_folder: RunArgument = None) -> None:
+    """Shows the services of a running run and where its groups are; of a finished one, its summary.
+
+    Example: tandem status runs/demo
+    """
+
+    def work() -> int:
+        from services.run_folder import find_run
+        from services.status import show_status
+
+        return show_status(find_run(run_folder), _console())
+
+    _finish(work)
+
+
+@app.command(short_help="Count a run's groups and check that none is lost.")
+def ledger(
+    run_folder: RunArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Counts a run's groups in every state and checks that none was lost or counted twice. Exits 1 if one was.
+
+    Works while the run goes on, and afterwards. Example: tandem ledger runs/demo
+    """
+
+    def work() -> int:
+        from services.run_folder import find_run
+        from services.status import show_ledger
+
+        return show_ledger(find_run(run_folder), _console(), as_json=as_json)
+
+    _finish(work)
+
+
+@app.command(short_help="What this machine has and lacks.")
+def doctor() -> None:
+    """Says what this machine has and lacks, with the command that mends each lack. Exits 1 if it cannot run a demo.
+
+    Example: tandem doctor
+    """
+
+    def work() -> int:
+        from services.doctor import run_doctor
+
+        return run_doctor(_console())
+
+    _finish(work)
+
+
+@app.command(short_help="A recipe with every default filled in.")
+def config(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="A recipe; without one, every key is explained.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as a run saves it.")] = False,
+) -> None:
+    """Prints a recipe with every default filled in, and marks what differs. Without a recipe: every key with its type and default.
+
+    Example: tandem config recipe.toml run.staleness_budget=0
+    """
+
+    def work() -> int:
+        from services.config import dump_recipe
+        from services.config_docs import as_toml, keys
+
+        if recipe is None:
+            for key in keys():
+                print(
+                    f"{key.section}.{key.name} ({key.type}; {f'default {key.default}' if key.default else 'must be given'})\n    {key.doc}"
+                )
+            return 0
+        loaded = _load(recipe, overrides)
+        print(dump_recipe(loaded) if as_json else as_toml(loaded), end="")
+        return 0
+
+    _finish(work)
+
+
+@data_app.command("check", short_help="Judge a dataset row by row.")
+def data_check(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="A Parquet or JSON lines file in verl's columns.", show_default=False),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Model folder whose tokenizer counts the prompts' tokens.", show_default=False)
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt allowed; needs --model.", show_default=False)
+    ] = None,
+    chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template.", show_default=False)] = "",
+) -> None:
+    """Judges a dataset row by row: columns, roles, empty or over-long prompts, duplicates, missing ground truth.
+
+    Exits 1 if a row is faulty.
+
+    Example: tandem data check data/train.parquet --model models/tiny --max-prompt-tokens 512
+    """
+
+    def work() -> int:
+        from services.data_check import run
+
+        return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
+
+    _finish(work)
+
+
+def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
+    if service is Service.feed:
+        from services import feed_service
+
+        feed_service.main(recipe, redis_url)
+    elif service is Service.rollout:
+        from services import rollout_service
+
+        rollout_service.main(recipe, redis_url, replica)
+    elif service is Service.reward:
+        from services import reward_service
+
+        reward_service.main(recipe, redis_url)
+    else:
+        from services.trainer_launch import run_trainer
+
+        run_trainer(recipe, redis_url, recipe_arguments)
+
+
+def _end_with(work: Callable[[], None]) -> NoReturn:
+    """Runs a service and ends its process without Python's finalisation, in which the threads of gRPC, gloo and CUDA are known to
+    hang: a service that crashed but does not end is never started again, and one that stopped holds up the stop of the run."""
+    from services.process import run_service
+
+    code: object = 1
+    try:
+        run_service(work)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # a bug: its traceback belongs into the log, as ever
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _load(recipe: Path, overrides: list[str] | None) -> Recipe:
+    from services.config import load_recipe
+
+    return load_recipe(recipe, overrides or ())
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _finish(work: Callable[[], int]) -> NoReturn:
+    """Ends the command with its exit code; what the user can mend is one line and exit code 2, never a traceback."""
+    try:
+        code = work()
+    except UserError as error:
+        _complain(str(error))
+        code = 2
+    except TandemError as error:
+        _complain(f"{type(error).__name__}: {error}")
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _complain(f"{error.filename or Path.cwd()}: the disk is full; free space there and try again")
+        code = 2
+    raise typer.Exit(code)
+
+
+def _complain(line: str) -> None:
+    print(f"tandem: {line}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point of the `tandem` script."""
+    app(prog_name="tandem")
+
+
+if __name__ == "__main__":
+    main()

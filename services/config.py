@@ -1,0 +1,247 @@
+"""The recipe: one TOML file a run, composed of every owner's section. Imports no torch, no vllm, no grpc."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protos.errors import ConfigError
+from reward.config import RewardConfig
+from rollout.config import RolloutConfig
+from trainer.config import TrainerConfig, WeightsConfig
+
+
+class RunConfig(BaseModel):
+    """`[run]`: what is run, where its files go, and how far sampling may run ahead of training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """Name of the run; every Redis key carries it."""
+    folder: str = ""
+    """Where everything the run writes goes; default `runs/<run_id>`."""
+    seed: int = 0
+    """Seed of shuffling, sampling and initialisation."""
+    total_batches: Annotated[int, Field(ge=1)] = 100
+    """Policy versions to train."""
+    groups_per_batch: Annotated[int, Field(ge=1)] = 32
+    """P: groups a batch is made of."""
+    staleness_budget: Annotated[int, Field(ge=0)] = 2
+    """S: admission slack in batches. 0 is synchronous training."""
+    hard_staleness_cap: Annotated[int, Field(ge=0)] = 0
+    """Groups older than this many versions are dropped as they are claimed; 0 is off."""
+    redis_url: str = ""
+    """`redis://…` or `unix://…`; default `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
+    host: str = "127.0.0.1"
+    """Address the services listen on."""
+    metrics_to_tensorboard: bool = True
+    """Also write TensorBoard events."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_folder(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("folder") and values.get("run_id"):
+            return {**values, "folder": f"runs/{values['run_id']}"}
+        return values
+
+
+class ModelConfig(BaseModel):
+    """`[model]`: the policy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    """Hugging Face folder (or hub name, where a hub can be reached) of a causal language model with its tokenizer."""
+    chat_template: str = ""
+    """File with a Jinja chat template; default: the tokenizer's own."""
+
+
+class DataConfig(BaseModel):
+    """`[data]`: Parquet or JSON lines in verl's columns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train_file: str
+    """Prompts to train on."""
+    eval_file: str = ""
+    """Prompts to evaluate on."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Longer prompts are dropped and counted."""
+    max_epochs: Annotated[int, Field(ge=0)] = 0
+    """Passes over the data; 0 means as many as the run needs."""
+    shuffle: bool = True
+    """Reorder rows in every epoch, by seed."""
+
+
+class SftConfig(BaseModel):
+    """`[sft]`: supervised warm start, used by `tandem sft`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train_file: str = ""
+    """Rows with an answer to imitate (`extra_info.answer`, else `reward_model.ground_truth`)."""
+    output: str = ""
+    """Folder the warm-started model is written to."""
+    max_steps: Annotated[int, Field(ge=1)] = 1000
+    """Optimizer steps at most."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows a step."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Peak learning rate; linear warm-up over the first twentieth of max_steps, then constant."""
+    target_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Stop once the sampled validation accuracy reaches this; 0 trains all steps."""
+    validate_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between two validations on `data.eval_file`."""
+    validation_rows: Annotated[int, Field(ge=1)] = 200
+    """Rows a validation samples."""
+
+
+class Recipe(BaseModel):
+    """Everything a run is made of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    sft: SftConfig = SftConfig()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.folder)
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence a sampler or the trainer sees."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def credits(self) -> int:
+        """(S + 1)·P: groups that may be outstanding."""
+        return (self.run.staleness_budget + 1) * self.run.groups_per_batch
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Recipe:
+        if self.trainer.num_nodes > 1 and not self.trainer.rendezvous:
+            raise ValueError("trainer.num_nodes > 1 needs trainer.rendezvous (host:port)")
+        if self.reward.min_scored_samples > self.rollout.samples_per_prompt:
+            raise ValueError("reward.min_scored_samples is above rollout.samples_per_prompt")
+        if self.trainer.tokens_per_micro_batch < self.max_model_tokens:
+            raise ValueError(
+                "trainer.tokens_per_micro_batch is below data.max_prompt_tokens + rollout.max_response_tokens "
+                f"({self.max_model_tokens}): one sequence must fit"
+            )
+        if self.trainer.optimizer_steps_per_batch > self.run.groups_per_batch:
+            raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
+        return self
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a TOML file (or of a run's config.json) with dotted overrides (`trainer.learning_rate=2e-6`) applied.
+
+    Raises:
+        ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is named), a value does not fit.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {file}: no such file; see examples/recipes for some to start from") from None
+    except IsADirectoryError:
+        raise ConfigError(f"recipe {file} is a folder; name the TOML file inside it") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"recipe {file} is not text; a recipe is a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {file} is not valid TOML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"recipe {file} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"recipe {file} is not a JSON object; name the config.json of a run")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_recipe(values, source=str(file))
+
+
+def parse_recipe(values: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """The recipe of nested values, or a ConfigError whose one line names the first fault, its place and the remedy."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(error)}") from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved configuration as JSON text, readable by `load_resolved`."""
+    return json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n"
+
+
+def load_resolved(path: str | Path) -> Recipe:
+    """The recipe a run saved as `config.json`."""
+    file = Path(path)
+    try:
+        return parse_recipe(json.loads(file.read_text(encoding="utf-8")), source=str(file))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file; is {file.parent} a run folder?") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not sign or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"override {override!r}: write section.key=value, e.g. trainer.learning_rate=2e-6")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # bare words are strings, as in every other trainer's overrides
+    node = values
+    for part in parts[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+    node[parts[-1]] = value
+
+
+def _explain(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    place = ".".join(str(part) for part in fault["loc"])
+    place = place if place.isprintable() else repr(place)
+    if fault["type"] == "extra_forbidden":
+        return _unknown_key(place)
+    if fault["type"] == "missing":
+        return f"{place} is missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{place}: {message} (got {fault['input']!r})" if place else message
+
+
+def _unknown_key(place: str) -> str:
+    """Names the nearest key of the same section, or all of them if none is near."""
+    section, dot, _name = place.partition(".")
+    siblings = [key for key in known_keys() if key.startswith(f"{section}.")] if dot else list(Recipe.model_fields)
+    (nearest,) = difflib.get_close_matches(place, siblings or list(Recipe.model_fields), n=1, cutoff=0.0)
+    near = difflib.SequenceMatcher(None, place.rpartition(".")[2], nearest.rpartition(".")[2]).ratio() >= 0.5
+    if near:
+        return f"unknown key {place}; did you mean {nearest}?"
+    return f"unknown key {place}; there are {', '.join(key.rpartition('.')[2] for key in siblings)}"
+
+
+def known_keys() -> list[str]:
+    """Every section and every dotted key of a recipe."""
+    keys = []
+    for section, info in Recipe.model_fields.items():
+        keys.append(section)
+        assert isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+        keys.extend(f"{section}.{name}" for name in info.annotation.model_fields)
+    return keys

@@ -1,0 +1,109 @@
+"""The supervisor's gRPC side: status, ledger, and the wish to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
+
+import grpc
+
+from protos import common_pb2, control_pb2, control_pb2_grpc
+from services.buffer.buffer import Buffer
+from services.config import Recipe
+from services.rpc import ServerThread
+
+
+class Supervised(Protocol):
+    """What control needs of the crew it speaks for."""
+
+    def states(self) -> Mapping[str, tuple[str, int, int]]: ...
+
+    def ask_to_stop(self) -> None: ...
+
+
+def software_version() -> str:
+    """Tandem's version, `source` when it runs from a checkout that was never installed."""
+    try:
+        return version("tandem-rl")
+    except PackageNotFoundError:
+        return "source"
+
+
+class ControlServer:
+    """ControlService, Info, health and reflection on a free port of `run.host`, while it is open."""
+
+    def __init__(self, recipe: Recipe, crew: Supervised, buffer: Buffer) -> None:
+        self._recipe = recipe
+        self._buffer = buffer
+        self._servicer = _ControlServicer(recipe, crew, buffer)
+        self._started_at = time.time()
+        self._server: ServerThread | None = None
+
+    @property
+    def address(self) -> str:
+        assert self._server is not None
+        return self._server.address
+
+    def __enter__(self) -> ControlServer:
+        self._server = ServerThread(
+            self._recipe.run.host,
+            0,
+            info=self._info,
+            register=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(self._servicer, server),
+            service_names=["tandem.v1.ControlService"],
+        )
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        assert self._server is not None
+        self._server.stop(grace_seconds=0.1)
+
+    def _info(self) -> common_pb2.InfoReply:
+        counts = self._buffer.counts()
+        return common_pb2.InfoReply(
+            service="controller",
+            software_version=software_version(),
+            started_at=self._started_at,
+            policy_version=counts["published_version"],
+            incarnation=counts["incarnation"],
+            run_id=self._recipe.run.run_id,
+            figures={name: float(count) for name, count in counts.items()},
+            activity="supervises the services",
+        )
+
+
+class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
+    def __init__(self, recipe: Recipe, crew: Supervised, buffer: Buffer) -> None:
+        self._recipe = recipe
+        self._crew = crew
+        self._buffer = buffer
+
+    async def GetStatus(
+        self, request: control_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.GetStatusReply:
+        addresses = await asyncio.to_thread(self._buffer.services)
+        addresses |= {sampler.id: sampler.address for sampler in await asyncio.to_thread(self._buffer.samplers)}
+        services = [
+            control_pb2.GetStatusReply.Service(
+                name=name, pid=pid, state=state, restarts=restarts, address=addresses.get(name, "")
+            )
+            for name, (state, pid, restarts) in self._crew.states().items()
+        ]
+        return control_pb2.GetStatusReply(
+            run_id=self._recipe.run.run_id, run_dir=str(self._recipe.folder.resolve()), services=services
+        )
+
+    async def GetLedger(
+        self, request: control_pb2.GetLedgerRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.GetLedgerReply:
+        counts = await asyncio.to_thread(self._buffer.counts)
+        return control_pb2.GetLedgerReply(counts=counts, violations=await asyncio.to_thread(self._buffer.verify))
+
+    async def StopRun(
+        self, request: control_pb2.StopRunRequest, context: grpc.aio.ServicerContext
+    ) -> control_pb2.StopRunReply:
+        self._crew.ask_to_stop()
+        return control_pb2.StopRunReply()

@@ -1,0 +1,96 @@
+"""`tandem eval`: a sampler and a reward service for as long as it takes to answer the evaluation file once."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from protos.errors import ConfigError, TandemError
+from protos.nouns import Prompt
+from services.buffer.buffer import Buffer
+from services.children import Child
+from services.config import Recipe
+from services.crew import FAILED, FINISHED, Crew
+from services.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_examiner
+from services.redis_child import RedisChild
+from services.supervisor import child_specs, create_ledger
+
+_START_SECONDS = 600.0
+
+
+def evaluate_recipe(recipe: Recipe) -> int:
+    """Answers `data.eval_file` greedily with `model.path` and prints the result. Returns the exit code.
+
+    Raises:
+        UserError: no evaluation file, or one that cannot be used.
+    """
+    if not recipe.data.eval_file:
+        raise ConfigError(
+            "data.eval_file is empty: name a file of prompts to evaluate on, e.g. data.eval_file=data/test.parquet"
+        )
+    prompts = load_evaluation_prompts(recipe)  # a bad file is found before anything is started
+    with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder, ExitStack() as stack:
+        recipe = recipe.model_copy(
+            update={"run": recipe.run.model_copy(update={"folder": folder, "run_id": "eval", "redis_url": ""})}
+        )
+        crew = Crew(say=lambda line: print(line, flush=True))
+        stack.enter_context(crew.signals())
+        redis = stack.enter_context(RedisChild(Path(folder), say=crew.say))
+        crew.chores.append(redis.attend)
+        buffer = Buffer(redis.url, recipe.run.run_id)
+        stack.callback(buffer.close)
+        create_ledger(buffer, recipe, resume=False)
+        specs = [
+            spec for spec in child_specs(recipe, redis.url) if spec.name.partition("-")[0] in ("rollout", "reward")
+        ]
+        crew.children = [Child(spec, crew.token) for spec in specs]
+        examination = _Examination(recipe, prompts, buffer, crew)
+        outcome = crew.run()
+        return examination.report() if examination.ended else outcome
+
+
+class _Examination(threading.Thread):
+    """Waits for the services, evaluates, and lets the crew end."""
+
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], buffer: Buffer, crew: Crew) -> None:
+        super().__init__(name="evaluation", daemon=True)
+        self._recipe = recipe
+        self._prompts = prompts
+        self._buffer = buffer
+        self._crew = crew
+        self._result: Evaluation | TandemError | None = None
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        """False while (or if) the crew ended first."""
+        return self._result is not None
+
+    def run(self) -> None:
+        try:
+            examiner = wait_for_examiner(self._buffer, self._recipe, None, _START_SECONDS, threading.Event())
+            if examiner is not None:
+                self._result = evaluate(None, self._prompts, examiner)
+        except TandemError as error:
+            self._result = error
+        finally:
+            self._crew.ask_to_stop()
+
+    def report(self) -> int:
+        """Prints the result, or raises what ended the evaluation."""
+        if isinstance(self._result, TandemError):
+            raise self._result
+        assert self._result is not None
+        result = self._result
+        print(f"{self._recipe.model.path} on {self._recipe.data.eval_file}:")
+        if result.accuracy is not None and result.mean_reward is not None:
+            print(
+                f"  accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f} over {result.num_scored} rows"
+            )
+        for reason, number in result.unscored.items():
+            print(f"  not scored: {number} rows ({reason})")
+        print(f"  {result.num_rows} rows in {result.seconds:.1f} s")
+        return FINISHED if result.num_scored else FAILED

@@ -1,0 +1,218 @@
+"""The feed: dataset → `prompts`. Shuffles by seed and epoch, admits groups under the limiter, and says when there are no more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos.codec import encode_group
+from protos.nouns import SamplingParameters, TrajectoryGroup
+from services.buffer.buffer import Admission, Buffer
+from services.config import Recipe
+from services.dataset import Dataset, PromptBuilder, Row, RowFault
+from services.front import ServiceFront
+from services.process import stop_event
+
+_CHUNK_GROUPS = 64  # most groups of one admission; keeps a single call to Redis small
+_SHORTEST_POLL_SECONDS = 0.005
+_LONGEST_POLL_SECONDS = 0.02
+_MOST_FAULTS_TOLD = 20
+_IDLE_POLL_SECONDS = 0.25  # once exhausted: only a dropped group can make work
+
+
+def epoch_order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
+    """The rows of a pass over the data, shuffled by (seed, epoch); the same on every machine and after every restart."""
+    entropy = [seed & (2**64 - 1), epoch]  # two's complement: a negative seed is one as well
+    # Raw bits of PCG64 are promised to stay the same in every numpy; `Generator.permutation` is not.
+    keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
+    return np.argsort(keys, kind="stable")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A group ready for admission; `position` counts rows from the run's start, skipped ones included."""
+
+    position: int
+    group_id: str
+    payload: bytes
+
+
+class PromptStream:
+    """The endless (or `max_epochs` long) sequence of prompts from a position on, prepared ahead of need."""
+
+    def __init__(
+        self, dataset: Dataset, builder: PromptBuilder, *, seed: int, shuffle: bool, max_epochs: int, position: int
+    ) -> None:
+        self.faults: dict[int, RowFault] = {}
+        self._dataset = dataset
+        self._builder = builder
+        self._seed = seed
+        self._shuffle = shuffle
+        self._end = max_epochs * len(dataset) if max_epochs else None
+        self._next = position
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+        self._ready: deque[Prepared] = deque()
+
+    @property
+    def finished(self) -> bool:
+        """True when the last epoch has nothing left."""
+        return not self._ready and self._end is not None and self._next >= self._end
+
+    def prepare(self, num_groups: int) -> None:
+        """Builds prompts until `num_groups` are ready or the last epoch ends.
+
+        Raises:
+            DataError: no row of the file can be used (ModelError if the chat template is why).
+        """
+        while len(self._ready) < num_groups and (self._end is None or self._next < self._end):
+            epoch, place = divmod(self._next, len(self._dataset))
+            group = self._build(epoch, self._row_index(epoch, place))
+            if group is not None:
+                self._ready.append(Prepared(self._next, group.group_id, encode_group(group)))
+            elif len(self.faults) == len(self._dataset):
+                raise self._builder.nothing_usable(self._dataset.file, self.faults)
+            self._next += 1
+
+    def run(self, num_groups: int) -> list[Prepared]:
+        """The next groups, at most so many, whose positions follow each other without a gap.
+
+        The buffer keeps one cursor and counts back from it when it admits a part: a skipped row in between would mislead it.
+        """
+        self.prepare(num_groups)
+        ready: list[Prepared] = []
+        for prepared in self._ready:
+            if len(ready) == num_groups or (ready and prepared.position != ready[-1].position + 1):
+                break
+            ready.append(prepared)
+        return ready
+
+    def advance(self, num_groups: int) -> None:
+        """Forgets the first so many groups: they are admitted."""
+        for _ in range(num_groups):
+            self._ready.popleft()
+
+    def _row_index(self, epoch: int, place: int) -> int:
+        if not self._shuffle:
+            return place
+        if self._order[0] != epoch:
+            self._order = (epoch, epoch_order(self._seed, epoch, len(self._dataset)))
+        return int(self._order[1][place])
+
+    def _build(self, epoch: int, index: int) -> TrajectoryGroup | None:
+        if index in self.faults:
+            return None
+        row = self._dataset.row(index)
+        prompt = self._builder.build(row, epoch) if isinstance(row, Row) else row
+        if isinstance(prompt, RowFault):
+            self.faults[index] = prompt
+            if len(self.faults) <= _MOST_FAULTS_TOLD:
+                last = "; further ones are only counted" if len(self.faults) == _MOST_FAULTS_TOLD else ""
+                print(f"feed: row {index} is skipped: {prompt.reason}: {prompt.detail}{last}", flush=True)
+            return None
+        return TrajectoryGroup(prompt)
+
+
+class Feed:
+    """Admits the stream's groups as credits come free, until the run has what it needs or the data ends."""
+
+    def __init__(self, buffer: Buffer, stream: PromptStream) -> None:
+        self._buffer = buffer
+        self._stream = stream
+        self._exhausted = ""
+        self.admitted = 0
+        self.waiting_seconds = 0.0
+        self.activity = "starting"
+
+    def run(self, stop: threading.Event) -> None:
+        """Feeds until told to stop. Exhausted, it stays: a group dropped later is replaced."""
+        poll = _SHORTEST_POLL_SECONDS
+        while not stop.is_set():
+            admission = self._buffer.admission()
+            if self._admit(admission):
+                poll = _SHORTEST_POLL_SECONDS
+                continue
+            started = time.monotonic()
+            self._stream.prepare(_CHUNK_GROUPS)  # in the wait, so that returning credits find their groups ready
+            stop.wait(_IDLE_POLL_SECONDS if self._exhausted else poll)
+            self.waiting_seconds += time.monotonic() - started
+            poll = min(2 * poll, _LONGEST_POLL_SECONDS)
+
+    def _admit(self, admission: Admission) -> bool:
+        """One step; False if there is nothing to do but wait."""
+        if admission.wanted <= 0:
+            self._mark_exhausted("target", "the run has all the groups it needs")
+            return False
+        self._exhausted = self._exhausted if self._exhausted == "dataset" else ""
+        if self._stream.finished:
+            self._mark_exhausted("dataset", "the last epoch is over (data.max_epochs)")
+            return False
+        if admission.free <= 0:
+            self.activity = "waiting for credits"
+            return False
+        groups = self._stream.run(min(admission.free, admission.wanted, _CHUNK_GROUPS))
+        if not groups:
+            return self._stream.finished  # the last rows were skipped; the next step says so
+        number = self._buffer.admit([(group.group_id, group.payload) for group in groups], groups[-1].position + 1)
+        self._stream.advance(number)
+        self.admitted += number
+        self.activity = "admitting"
+        return number > 0
+
+    def _mark_exhausted(self, why: str, activity: str) -> None:
+        if self._exhausted != why and self._buffer.mark_exhausted("target" if why == "target" else "dataset"):
+            self._exhausted = why
+            print(f"feed: exhausted ({why}): {activity}; {self.admitted} groups admitted by this process", flush=True)
+        self.activity = activity
+
+    def figures(self) -> dict[str, float]:
+        """Sums since the process's start, for heartbeat and Info."""
+        skipped = Counter(fault.reason for fault in self._stream.faults.values())
+        return {
+            "admitted": self.admitted,
+            "waiting_seconds": self.waiting_seconds,
+            "rows_skipped": skipped.total(),
+            **{f"rows_skipped:{reason}": number for reason, number in skipped.items()},
+        }
+
+
+def open_stream(recipe: Recipe, position: int) -> PromptStream:
+    """The training prompts of a recipe from a position on. Raises DataError or ModelError as their parts do."""
+    dataset = Dataset(recipe.data.train_file)
+    builder = PromptBuilder(
+        model_path=recipe.model.path,
+        chat_template=recipe.model.chat_template,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        num_samples=recipe.rollout.samples_per_prompt,
+        sampling=SamplingParameters(
+            temperature=recipe.rollout.temperature,
+            max_tokens=recipe.rollout.max_response_tokens,
+            stop=recipe.rollout.stop,
+        ),
+    )
+    return PromptStream(
+        dataset,
+        builder,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        max_epochs=recipe.data.max_epochs,
+        position=position,
+    )
+
+
+def main(recipe: Recipe, redis_url: str) -> None:
+    """Runs the feed until SIGTERM.
+
+    Raises:
+        UserError: dataset, model folder or chat template cannot be used; a port is in use.
+        TandemError: Redis is gone.
+    """
+    stop = stop_event()
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    feed = Feed(buffer, open_stream(recipe, buffer.admission().cursor))
+    with ServiceFront("feed", recipe, buffer, figures=feed.figures, activity=lambda: feed.activity):
+        feed.run(stop)

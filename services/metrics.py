@@ -1,0 +1,202 @@
+"""What a run writes about itself: metrics.jsonl and evaluations.jsonl (one JSON object a line), and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from protos.nouns import RowHeader, TrainBatch
+
+Line = dict[str, Any]
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+# What a sampler's heartbeat says about itself, and the name of its sum over all samplers in metrics.jsonl.
+SAMPLER_FIGURES = {
+    "sampled_tokens": "sampler_tokens",
+    "busy_seconds": "sampler_busy_seconds",
+    "idle_seconds": "sampler_idle_seconds",
+}
+
+
+class JsonLines:
+    """An append-only file of JSON objects. A last line torn by a crash is ignored by `read` and cut off by `keep`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Adds one object; readers see whole lines only."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def read(self) -> list[Line]:
+        """Every whole line; none if the file is not there yet."""
+        if not self.path.exists():
+            return []
+        texts = self.path.read_text(encoding="utf-8").split("\n")
+        return [json.loads(text) for text in texts[:-1]]  # what follows the last newline is torn or empty
+
+    def keep(self, wanted: Callable[[Line], bool]) -> None:
+        """Rewrites the file with the wanted lines only, in one rename."""
+        if not self.path.exists():
+            return
+        kept = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in self.read() if wanted(line))
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(kept, encoding="utf-8")
+        os.replace(temporary, self.path)
+
+
+class MetricsLog:
+    """The lines of a run's trained batches, in their order, on disk and (if asked) as TensorBoard scalars."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+        self.lines = JsonLines(folder / METRICS_FILE)
+        self.evaluations = JsonLines(folder / EVALUATIONS_FILE)
+        self.last: Line = {}
+        self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=10) if tensorboard else None
+
+    def rewind(self, checkpoint_version: int, last_recorded: int) -> None:
+        """Forgets the lines that the retraining of recorded batches will write again.
+
+        Evaluations up to the last recorded batch stay: retraining gives those versions the same weights again.
+        """
+        self.lines.keep(lambda line: line["step"] <= checkpoint_version)
+        self.evaluations.keep(lambda line: line["version"] <= last_recorded)
+        kept = self.lines.read()
+        self.last = kept[-1] if kept else {}
+        if self._events is not None:  # a START event makes TensorBoard discard the steps from here on
+            start = SessionLog(status=SessionLog.START)
+            self._events.add_event(Event(wall_time=time.time(), step=checkpoint_version + 1, session_log=start))
+
+    def add(self, line: Line) -> None:
+        """Writes one batch's line; its `step` is the policy version the batch made."""
+        self.last = line
+        self.lines.append(line)
+        self._scalars(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
+
+    def add_evaluation(self, line: Line) -> None:
+        """Writes one evaluation, `{version, accuracy, …}`."""
+        self.evaluations.append(line)
+        self._scalars(
+            line["version"], {f"evaluation/{name}": value for name, value in line.items() if name != "version"}
+        )
+
+    def close(self) -> None:
+        """Flushes the events."""
+        if self._events is not None:
+            self._events.close()
+
+    def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._events is None:
+            return
+        scalars = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        ]
+        self._events.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+
+class PhaseClock:
+    """Seconds by phase since the last lap. Time outside every phase shows only in the total."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._started = time.monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the block's duration to the phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.monotonic() - began
+
+    def lap(self) -> dict[str, float]:
+        """`seconds_<phase>` and `seconds_total` since the last lap."""
+        now = time.monotonic()
+        figures = {f"seconds_{name}": seconds for name, seconds in self._seconds.items()} | {
+            "seconds_total": now - self._started
+        }
+        self._seconds.clear()
+        self._started = now
+        return figures
+
+
+class SamplerTotals:
+    """Sums over samplers that come, go and restart, counted from the first observation on (heartbeats restart at 0)."""
+
+    def __init__(self, figures: Mapping[str, Mapping[str, float]], base: Mapping[str, Any]) -> None:
+        self._seen = {name: dict(values) for name, values in figures.items()}
+        self.totals = {total: float(base.get(total, 0.0)) for total in SAMPLER_FIGURES.values()}
+
+    def update(self, figures: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """The sums after these heartbeats, by name of metrics.jsonl."""
+        for sampler, values in figures.items():
+            before = self._seen.get(sampler, {})
+            for figure, total in SAMPLER_FIGURES.items():
+                now, then = values.get(figure, 0.0), before.get(figure, 0.0)
+                self.totals[total] += now - then if now >= then else now
+            self._seen[sampler] = dict(values)
+        return dict(self.totals)
+
+
+def trajectories(headers: Iterable[RowHeader]) -> dict[tuple[str, int], list[RowHeader]]:
+    """The segments of every trajectory that can be trained (policy, with a reward), by group and trajectory."""
+    found: dict[tuple[str, int], list[RowHeader]] = {}
+    for header in headers:
+        if header.role == "policy" and header.reward is not None:
+            found.setdefault((header.group_id, header.trajectory_id), []).append(header)
+    return found
+
+
+def oldest_version(segments: Sequence[RowHeader]) -> int:
+    """The version that sampled the oldest token of a trajectory (or of a whole group)."""
+    return min(span.policy_version for segment in segments for span in segment.spans)
+
+
+def batch_figures(batch: TrainBatch) -> Line:
+    """What a batch's headers say: rewards, lengths (sampled tokens), and staleness against the version at its start.
+
+    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run.
+    """
+    found = list(trajectories(batch.headers).values())
+    start = batch.policy_version - 1
+    rewards = np.array([segments[0].reward for segments in found], np.float64)
+    staleness = np.array([start - oldest_version(segments) for segments in found])
+    lengths = np.array([sum(segment.num_loss_tokens for segment in segments) for segments in found])
+    versions = [{span.policy_version for segment in segments for span in segment.spans} for segments in found]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "staleness_mean": float(staleness.mean()),
+        "staleness_p99": percentile_99(np.bincount(staleness)),
+        "staleness_max": int(staleness.max()),
+        "staleness_counts": np.bincount(staleness).tolist(),
+        "multi_version_fraction": float(np.mean([len(seen) > 1 for seen in versions])),
+        "length_limited_fraction": float(np.mean([segments[-1].finish_reason == "length" for segments in found])),
+        "response_length_mean": float(lengths.mean()),
+        "num_loss_tokens": int(lengths.sum()),
+        "num_tokens": int(sum(segment.num_tokens for segments in found for segment in segments)),
+        "num_groups": len(batch.group_ids),
+    }
+
+
+def percentile_99(counts: Sequence[int] | np.ndarray[Any, Any]) -> int:
+    """The smallest value k such that 99 % of the observations are ≤ k; `counts[k]` observations have value k."""
+    cumulative = np.cumsum(counts)
+    return int(np.searchsorted(cumulative, 0.99 * cumulative[-1]))

@@ -1,0 +1,208 @@
+"""What can be said of a model folder without loading it: files, architecture, tokenizer, chat template, size. Imports no torch."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import re
+import struct
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from protos.errors import ModelError
+from services.config import Recipe
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_TIMEOUT_SECONDS = 3.0
+_TEMPLATE_REMEDY = "set model.chat_template to a file with a Jinja template"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """`num_parameters` counts what the weight files hold (tied weights once)."""
+
+    architecture: str
+    num_parameters: int
+
+
+def check_model(recipe: Recipe) -> ModelFacts | None:
+    """Checks `[model]` against what sampler, trainer and feed will need of it; None for a hub model not on this disk yet.
+
+    Raises:
+        ModelError: the first fault found, in one line.
+    """
+    _check_given_template(recipe.model.chat_template)
+    folder = _model_folder(recipe.model.path)
+    if folder is None:
+        return None
+    config = _read_json(folder / "config.json", f"model.path {folder}")
+    architecture = _architecture(folder, config)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"model.path {folder}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save it there beside the model"
+        )
+    if not recipe.model.chat_template and not _has_template(folder):
+        raise ModelError(f"model.path {folder}: its tokenizer has no chat template; {_TEMPLATE_REMEDY}")
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and recipe.max_model_tokens > longest:
+        raise ModelError(
+            f"model.path {folder}: it reads at most {longest} tokens, data.max_prompt_tokens + rollout.max_response_tokens is "
+            f"{recipe.max_model_tokens}; lower one of them"
+        )
+    return ModelFacts(architecture, _count_parameters(folder, config))
+
+
+def known_architectures() -> frozenset[str]:
+    """The text models of the installed vLLM, read from its source: importing it takes seconds. Empty if vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    registry = Path(spec.submodule_search_locations[0]) / "model_executor" / "models" / "registry.py"
+    if not registry.is_file():
+        return frozenset()
+    for node in ast.parse(registry.read_text(encoding="utf-8")).body:
+        target = (
+            node.targets[0]
+            if isinstance(node, ast.Assign)
+            else node.target
+            if isinstance(node, ast.AnnAssign)
+            else None
+        )
+        if isinstance(target, ast.Name) and target.id == "_TEXT_GENERATION_MODELS":
+            value = node.value  # type: ignore[attr-defined]
+            if isinstance(value, ast.Dict):
+                return frozenset(
+                    key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+                )
+    return frozenset()
+
+
+def _model_folder(path: str) -> Path | None:
+    """The folder of the model; None if a hub has it and this disk does not."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"model.path {path} is a file; name the Hugging Face folder that holds config.json")
+    cache = Path(
+        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    )
+    if not _HUB_NAME.fullmatch(path):
+        raise ModelError(
+            f"model.path {path}: no such folder; name a Hugging Face folder, or a hub name like Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    snapshots = sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))
+    if snapshots:
+        return snapshots[-1].parent
+    _ask_hub(path)
+    return None
+
+
+def _ask_hub(name: str) -> None:
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    why = "HF_HUB_OFFLINE is set"
+    if os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+        try:
+            request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/config.json", method="HEAD")
+            with urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_SECONDS):
+                return
+        except urllib.error.HTTPError as error:
+            why = f"{endpoint} answers {error.code} for it"
+        except (OSError, ValueError) as error:
+            why = f"{endpoint} cannot be reached: {getattr(error, 'reason', error)}"
+    raise ModelError(
+        f"model.path {name}: no such folder here, and no hub gives it ({why}); download it and name its folder"
+    )
+
+
+def _read_json(file: Path, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{what}: no {file.name} in it; name the Hugging Face folder that holds one") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{what}: {file.name} cannot be read ({error}); save the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{what}: {file.name} is not a JSON object; save the model again")
+    return value
+
+
+def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        raise ModelError(
+            f'model.path {folder}: config.json names no architecture; add e.g. "architectures": ["Qwen2ForCausalLM"]'
+        )
+    known = known_architectures()
+    if known and named[0] not in known:
+        near = difflib.get_close_matches(named[0], known, n=1)
+        raise ModelError(
+            f"model.path {folder}: the installed vLLM knows no text model {named[0]}"
+            + (f" (the nearest is {near[0]})" if near else "")
+            + "; choose a causal language model it supports"
+        )
+    return named[0]
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and bool(_read_json(settings, f"model.path {folder}").get("chat_template"))
+
+
+def _check_given_template(file: str) -> None:
+    if not file:
+        return
+    import jinja2
+
+    try:
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template {file}: cannot be read ({getattr(error, 'strerror', error)}); {_TEMPLATE_REMEDY}"
+        ) from None
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(
+            f"model.chat_template {file}, line {error.lineno}: {error.message}; mend the template"
+        ) from None
+
+
+def _count_parameters(folder: Path, config: Mapping[str, Any]) -> int:
+    shards = sorted(folder.glob("*.safetensors"))
+    if shards:
+        return sum(_count_safetensors(shard) for shard in shards)
+    pickles = [*folder.glob("pytorch_model*.bin")]
+    if not pickles:
+        raise ModelError(
+            f"model.path {folder}: no weights (*.safetensors) in it; save the model again, or name another folder"
+        )
+    width = 4 if config.get("torch_dtype", config.get("dtype")) in (None, "float32") else 2
+    return sum(file.stat().st_size for file in pickles) // width
+
+
+def _count_safetensors(file: Path) -> int:
+    """Numbers in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    try:
+        with open(file, "rb") as data:
+            (length,) = struct.unpack("<Q", data.read(8))
+            if length > file.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(data.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        if 8 + length + end > file.stat().st_size:
+            raise ValueError("it is cut short")
+        return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise ModelError(
+            f"model.path {file.parent}: {file.name} is no whole safetensors file ({error}); copy or save it again"
+        ) from None

@@ -1,0 +1,75 @@
+"""Which part of the machine each service of a local run gets: GPUs, cores, threads. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from services.config import Recipe
+
+
+def gpu_ids() -> tuple[str, ...]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a machine without."""
+    present = [file for file in Path("/dev").glob("nvidia*") if file.name.removeprefix("nvidia").isdigit()]
+    if not present:
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(str(index) for index in range(len(present)))
+    return tuple(part.strip() for part in visible.split(",") if part.strip())
+
+
+def gpus_wanted(recipe: Recipe) -> int:
+    """GPUs a local run spreads over where there are any: one in all with `ipc`, else one a rank and one a worker of a sampler."""
+    if recipe.weights.backend == "ipc":
+        return 1
+    return recipe.trainer.num_ranks + recipe.rollout.num_replicas * recipe.rollout.tensor_parallel_size
+
+
+def place(recipe: Recipe, name: str) -> Mapping[str, str]:
+    """Environment that puts the service `name` (feed, rollout-<replica>, reward, trainer) where it belongs.
+
+    The trainer takes the first GPUs and the samplers the following ones; without GPUs, samplers side by side get a core each,
+    since vLLM would put them all on core 0. What the user's environment already says is left alone.
+    """
+    gpus = gpu_ids()
+    wanted = (
+        _gpu_environment(recipe, name, gpus)
+        if gpus
+        else _cpu_environment(recipe, name, sorted(os.sched_getaffinity(0)))
+    )
+    return {
+        key: os.environ.get(key, value) if key != "CUDA_VISIBLE_DEVICES" else value for key, value in wanted.items()
+    }
+
+
+def _gpu_environment(recipe: Recipe, name: str, gpus: tuple[str, ...]) -> dict[str, str]:
+    service, replica = _split(name)
+    width = recipe.rollout.tensor_parallel_size
+    if service not in ("rollout", "trainer"):
+        mine: tuple[str, ...] = ()
+    elif recipe.weights.backend == "ipc" or len(gpus) == 1:
+        mine = gpus[:1]
+    elif service == "trainer":
+        mine = gpus[: recipe.trainer.num_ranks]
+    else:
+        first = recipe.trainer.num_ranks + replica * width
+        mine = gpus[first : first + width]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+
+def _cpu_environment(recipe: Recipe, name: str, cores: list[int]) -> dict[str, str]:
+    # One OpenMP thread a process: two under contention fell from 10 k to 1 k tokens/s, and a replay needs the same count.
+    environment = {"OMP_NUM_THREADS": "1"}
+    service, replica = _split(name)
+    width = recipe.rollout.tensor_parallel_size
+    if service == "rollout" and recipe.rollout.num_replicas * width > 1:
+        workers = range(replica * width, (replica + 1) * width)
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[worker % len(cores)]) for worker in workers)
+    return environment
+
+
+def _split(name: str) -> tuple[str, int]:
+    service, _, replica = name.partition("-")
+    return service, int(replica or 0)

@@ -1,0 +1,295 @@
+"""Bad input found before anything starts. Every fault is one UserError: the thing, the place, the remedy. Imports no torch, no vllm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
+from services.config import Recipe, load_resolved
+from services.model_check import ModelFacts, check_model
+from services.placement import gpu_ids, gpus_wanted
+from services.run_folder import CONFIG_FILE, cannot_write, external_redis_url, running
+
+ENGINE_BYTES = 1e9
+"""Resident memory of one engine beside its weights and its KV cache; the same holds for one rank of the trainer."""
+OPTIMIZER_BYTES_PER_PARAMETER = 12
+"""float32 master weight and the two moments of AdamW."""
+TRAINING_BYTES_PER_PARAMETER = 16
+REDIS_SECONDS = 2.0
+_PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4
+_PROBE_BYTES = 1 << 20
+
+_FIXED_ON_RESUME = (
+    "run.run_id",
+    "run.seed",
+    "run.groups_per_batch",
+    "model.path",
+    "data.train_file",
+    "data.max_prompt_tokens",
+    "data.shuffle",
+    "trainer.num_ranks",
+    "trainer.num_nodes",
+    "trainer.zero_stage",
+    "trainer.dtype",
+)
+"""What the groups, batches and checkpoints already written depend on."""
+
+
+def check_recipe(recipe: Recipe, *, resume: bool) -> None:
+    """Everything that can be known to be wrong before a run starts, the cheapest checks first.
+
+    Raises:
+        UserError: the first fault found, in one line.
+    """
+    check_run_folder(recipe, resume=resume)
+    check_dataset(recipe)
+    facts = check_model(recipe)
+    check_backend(recipe)
+    check_ports(recipe)
+    check_disk(recipe, facts)
+    check_memory(recipe, facts)
+    check_redis(recipe)
+    check_reward(recipe)
+
+
+def check_service(recipe: Recipe, service: str, replica: int) -> None:
+    """The part of it that concerns one service started by hand with `tandem serve`.
+
+    Raises:
+        UserError: as `check_recipe`.
+    """
+    if service in ("feed", "trainer"):
+        check_dataset(recipe)
+    if service != "reward":
+        check_model(recipe)
+    if service in ("rollout", "trainer"):
+        check_backend(recipe)
+    if service == "reward":
+        check_reward(recipe)
+    if external_redis_url(recipe):
+        check_redis(recipe)
+    name = f"{service}-{replica}" if service == "rollout" else service
+    for key, owner, port in _ports(recipe):
+        if owner == name:
+            _check_port(recipe.run.host, key, port)
+
+
+def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
+    """A new run needs a folder without a run in it; a resumed one needs its run there, made with a recipe that still fits."""
+    folder = recipe.folder
+    config = folder / CONFIG_FILE
+    owner = running(folder)
+    if owner is not None:
+        raise RunExistsError(
+            f"run folder {folder}: another supervisor (pid {owner.pid}) runs in it; stop that one first, or choose another run.folder"
+        )
+    if not resume:
+        if config.exists():
+            raise RunExistsError(
+                f"run folder {folder} holds a run already; add --resume to go on with it, or choose another run.run_id, "
+                "or delete the folder"
+            )
+        return
+    if not config.is_file():
+        raise ConfigError(
+            f"run folder {folder} holds no run to resume ({CONFIG_FILE} is missing); start it without --resume"
+        )
+    before, now = _flat(load_resolved(config)), _flat(recipe)
+    for key in _FIXED_ON_RESUME:
+        if before[key] != now[key]:
+            raise ConfigError(
+                f"{key} was {before[key]!r} in the run of {folder} and is {now[key]!r} now: a resumed run cannot change it; "
+                "set it back, or start a new run"
+            )
+
+
+def check_dataset(recipe: Recipe) -> None:
+    """The files of `[data]` are there and open as datasets."""
+    from services.dataset import check_file
+
+    for file in filter(None, (recipe.data.train_file, recipe.data.eval_file)):
+        check_file(file)
+
+
+def check_backend(recipe: Recipe) -> None:
+    """The weights can travel on this machine's devices."""
+    backend, gpus = recipe.weights.backend, gpu_ids()
+    if backend in ("nccl", "ipc") and not gpus:
+        raise ConfigError(
+            f"weights.backend={backend} needs a GPU and this machine shows none; set weights.backend=gloo or disk"
+        )
+    wanted = gpus_wanted(recipe)
+    if backend == "nccl" and wanted > len(gpus):
+        raise ConfigError(
+            f"weights.backend=nccl needs {wanted} GPUs (trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size), "
+            f"this machine shows {len(gpus)}; lower these, or share one GPU with weights.backend=ipc"
+        )
+    if recipe.trainer.num_nodes > 1 and not external_redis_url(recipe):
+        raise ConfigError(
+            "trainer.num_nodes > 1 needs a Redis that every machine reaches; set run.redis_url or TANDEM_REDIS_URL, "
+            "an embedded one listens on a unix socket"
+        )
+
+
+def check_ports(recipe: Recipe) -> None:
+    """Every port the recipe names is free and named once."""
+    taken: dict[int, str] = {}
+    for key, owner, port in _ports(recipe):
+        if port in taken:
+            raise ConfigError(
+                f"{key}: port {port} of {owner} is also that of {taken[port]}; choose another, or 0 for a free one"
+            )
+        taken[port] = owner
+        _check_port(recipe.run.host, key, port)
+
+
+def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
+    """The run folder can be written, and its disk holds roughly what the run will write."""
+    place = recipe.folder
+    while not place.exists():
+        place = place.parent
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(20, "not a folder", str(place))
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".tandem-probe-") as probe:
+            probe.write(b"\0" * _PROBE_BYTES)
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise cannot_write(place, error) from None
+    need, free = disk_need_bytes(recipe, facts), shutil.disk_usage(place).free
+    if free < need:
+        raise EnvironmentLackError(
+            f"{place}: {_size(free)} free, and the run writes about {_size(need)} (checkpoints, exports, batches, Redis); "
+            "free space there, lower trainer.keep_checkpoints or raise trainer.export_every, or choose another run.folder"
+        )
+
+
+def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
+    """A rough figure: checkpoints and exports exactly, payloads for answers of half the longest length."""
+    run, trainer = recipe.run, recipe.trainer
+    group = (
+        recipe.rollout.samples_per_prompt
+        * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens)
+        / 2
+        * 12
+    )
+    payloads = group * (run.total_batches * run.groups_per_batch + 3 * recipe.credits)
+    if facts is None:
+        return payloads
+    checkpoints = min(
+        trainer.keep_checkpoints + 1, 1 + run.total_batches // (trainer.checkpoint_every or run.total_batches + 1)
+    )
+    exports = 1 + (run.total_batches // trainer.export_every if trainer.export_every else 0)
+    return payloads + facts.num_parameters * (
+        checkpoints * OPTIMIZER_BYTES_PER_PARAMETER + exports * _weight_bytes(recipe)
+    )
+
+
+def worst_case_redis_bytes(recipe: Recipe) -> int:
+    """Payloads of all credits with every answer as long as it may be: id, log-prob and mask of a token, and its text."""
+    return recipe.credits * recipe.rollout.samples_per_prompt * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
+
+
+def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
+    """Without a GPU, engines and trainer fit into the memory that is free now."""
+    if gpu_ids() or facts is None:
+        return
+    rollout, trainer = recipe.rollout, recipe.trainer
+    weights = facts.num_parameters * _weight_bytes(recipe)
+    # Weights count twice in a sampler: a staged update holds the next version beside the one in use.
+    engines = rollout.num_replicas * (rollout.kv_cache_bytes + 2 * weights + ENGINE_BYTES)
+    training = facts.num_parameters * TRAINING_BYTES_PER_PARAMETER + trainer.num_ranks * ENGINE_BYTES
+    free = free_memory_bytes()
+    if engines + training > free:
+        raise EnvironmentLackError(
+            f"memory: {rollout.num_replicas} engine(s) with rollout.kv_cache_bytes={rollout.kv_cache_bytes} need about "
+            f"{_size(engines)} and the trainer {_size(training)}, {_size(free)} are free; "
+            "lower rollout.kv_cache_bytes or rollout.num_replicas, or end other programs"
+        )
+
+
+def free_memory_bytes() -> float:
+    """What this process and its children may still take: the machine's free memory, or the rest of its cgroup's limit."""
+    import psutil
+
+    free = float(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = float((group / "memory.current").read_text())
+        reclaimable = sum(
+            float(line.split()[1])
+            for line in (group / "memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        )
+    except OSError:
+        return free
+    return free if limit == "max" else min(free, float(limit) - used + reclaimable)
+
+
+def check_redis(recipe: Recipe) -> None:
+    """The Redis the user named answers; without one, there is a redis-server to start."""
+    url = external_redis_url(recipe)
+    if not url:
+        from services.buffer.redis_server import find_redis_server
+
+        find_redis_server()
+        return
+    from services.buffer.buffer import Buffer
+
+    try:
+        Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS).close()
+    except UnavailableError as error:
+        raise EnvironmentLackError(str(error)) from None
+
+
+def check_reward(recipe: Recipe) -> None:
+    """The scorer exists, imports, and takes its arguments."""
+    from reward.registry import validate
+
+    validate(recipe.reward)
+
+
+def _ports(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
+    """(key, service, port) of every port that is not left to chance."""
+    if recipe.rollout.port:
+        for replica in range(max(recipe.rollout.num_replicas, 1)):
+            yield "rollout.port", f"rollout-{replica}", recipe.rollout.port + replica
+    if recipe.reward.port:
+        yield "reward.port", "reward", recipe.reward.port
+    if recipe.trainer.port:
+        yield "trainer.port", "trainer", recipe.trainer.port
+
+
+def _check_port(host: str, key: str, port: int) -> None:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise EnvironmentLackError(
+            f"{key}: cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error}); "
+            f"end what uses it, choose another {key}, or 0 for a free one"
+        ) from None
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _weight_bytes(recipe: Recipe) -> int:
+    return 4 if recipe.trainer.dtype == "float32" else 2
+
+
+def _flat(recipe: Recipe) -> dict[str, object]:
+    return {
+        f"{section}.{key}": value
+        for section, values in recipe.model_dump(mode="json").items()
+        for key, value in values.items()
+    }

@@ -1,0 +1,319 @@
+"""The reward service: claims generated groups, scores them, completes them. The same scorer answers `RewardService.Score`.
+
+A failure is not a score: a row whose scorer hung, crashed or was out of reach is scored again, up to `reward.max_attempts`, and
+keeps its reason after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import grpc
+
+from protos import reward_pb2, reward_pb2_grpc
+from protos.codec import decode_group, encode_group, encode_headers, group_headers
+from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.errors import DataError
+from protos.nouns import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
+from reward.config import RewardConfig
+from reward.registry import InProcessScorer, RunningScorer, build_scorer
+from services.buffer.buffer import Buffer, Claim, Released
+from services.config import Recipe
+from services.front import ServiceFront
+from services.process import stop_event
+
+SERVICE_NAME = "reward"
+"""In the registry, and as holder of leases: a service that starts anew takes back what its predecessor held."""
+
+_CLAIM_SECONDS = 0.5  # longest wait of one claim, and so of a stop
+_RETRY_PAUSE_SECONDS = 0.5  # before a group is scored again after an infrastructure failure
+_GROUPS_PER_CLAIM = 16  # for scorers that take no time; what may hang is claimed one by one
+_RETRIED: frozenset[UnscoredReason] = frozenset(
+    {"timeout", "crashed", "infrastructure"}
+)  # the others would only come again
+_NOT_AN_ANSWER = Unscored("invalid_input", "sampling ended in an error, there is no answer to judge")
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the scoring of one group got; saved with the lease, so that the next holder goes on from there."""
+
+    attempts: int = 0
+    scores: dict[int, Score] = field(default_factory=dict)
+    """By trajectory id."""
+
+    def open_rows(self, rows: Iterable[Trajectory]) -> list[Trajectory]:
+        """The rows that have no score and may still get one."""
+        return [row for row in rows if not _failed(row) and not _settled(self.scores.get(row.trajectory_id))]
+
+    def record(self, rows: Sequence[Trajectory], results: Sequence[Score]) -> None:
+        """Enters the results of one attempt."""
+        self.attempts += 1
+        self.scores.update({row.trajectory_id: result for row, result in zip(rows, results, strict=True)})
+
+    def score_of(self, row: Trajectory) -> Score:
+        """The row's score, or the last reason why it has none."""
+        return _NOT_AN_ANSWER if _failed(row) else self.scores[row.trajectory_id]
+
+    def to_bytes(self) -> bytes:
+        """As JSON, for the buffer."""
+        scores = {
+            number: [score.value, dict(score.breakdown)] if isinstance(score, Scored) else [score.reason, score.detail]
+            for number, score in self.scores.items()
+        }
+        return json.dumps({"attempts": self.attempts, "scores": scores}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | None) -> Progress:
+        """What `to_bytes` wrote; a fresh start for None."""
+        if data is None:
+            return cls()
+        saved = json.loads(data)
+        scores: dict[int, Score] = {
+            int(number): Unscored(cast(UnscoredReason, first), second)
+            if isinstance(first, str)
+            else Scored(first, second)
+            for number, (first, second) in saved["scores"].items()
+        }
+        return cls(saved["attempts"], scores)
+
+
+def _settled(score: Score | None) -> bool:
+    return isinstance(score, Scored) or (isinstance(score, Unscored) and score.reason not in _RETRIED)
+
+
+def _failed(row: Trajectory) -> bool:
+    return row.finish_reason in ("error", "abort")
+
+
+def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
+    """What the scorer is asked about one trajectory."""
+    return ScoreItem(prompt.data_source, trajectory.text, prompt.ground_truth, prompt.extra_info)
+
+
+def scored_row(trajectory: Trajectory, score: Score) -> ScoredTrajectory:
+    """The trajectory with its reward (what it earned on its way plus the score) or its reason."""
+    if isinstance(score, Unscored):
+        return ScoredTrajectory(trajectory, None, unscored_reason=score.reason, unscored_detail=score.detail)
+    earned = trajectory.earned_reward
+    breakdown = {**score.breakdown, "earned": earned, "scorer": score.value} if earned else score.breakdown
+    return ScoredTrajectory(trajectory, earned + score.value, breakdown)
+
+
+def enough_scored(rows: Iterable[ScoredTrajectory], min_scored_samples: int) -> bool:
+    """True if a group may go on: every row has a reward, or at least `min_scored_samples` (if above 0) policy rows have."""
+    found = list(rows)
+    if min_scored_samples == 0:
+        return all(row.reward is not None for row in found)
+    return sum(row.reward is not None for row in found if row.trajectory.role == "policy") >= min_scored_samples
+
+
+def verdict(failures: Iterable[Unscored]) -> tuple[UnscoredReason, Literal["infrastructure", "data"]]:
+    """The reason that most rows share, and whose failure it is."""
+    reasons = Counter(failure.reason for failure in failures)
+    (reason, _), *_ = reasons.most_common(1)
+    return reason, "infrastructure" if set(reasons) == {"infrastructure"} else "data"
+
+
+class RewardStage:
+    """Scores the ring's groups: threads that each claim, score, complete, and one that keeps the leases."""
+
+    def __init__(self, buffer: Buffer, scorer: RunningScorer, config: RewardConfig) -> None:
+        self._buffer = buffer
+        self._scorer = scorer
+        self._config = config
+        self._in_process = isinstance(scorer, InProcessScorer)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._held: dict[str, Claim] = {}
+        self._figures: Counter[str] = Counter()
+        self._seconds = {"waiting": 0.0, "scoring": 0.0}
+        self._failure: BaseException | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Works until told to stop; groups not finished by then go back to the buffer. Raises what a thread of it raised."""
+        number = 1 if self._in_process else self._config.num_workers
+        threads = [threading.Thread(target=self._work, name=f"reward-{n}", daemon=True) for n in range(number)]
+        for thread in threads:
+            thread.start()
+        renew_every = self._config.lease_seconds / 3
+        renew_at = time.monotonic() + renew_every
+        while not stop.wait(0.1) and not self._stop.is_set():
+            if time.monotonic() >= renew_at:
+                renew_at = time.monotonic() + renew_every
+                self._renew_leases()
+        self._stop.set()
+        self._scorer.close()  # ends what hangs
+        for thread in threads:
+            thread.join(timeout=_CLAIM_SECONDS + 5.0)
+        if self._failure is not None:
+            raise self._failure
+
+    def figures(self) -> dict[str, float]:
+        """Sums since the process's start, for heartbeat and Info."""
+        with self._lock:
+            return {
+                **dict(self._figures),
+                **{f"{name}_seconds": seconds for name, seconds in self._seconds.items()},
+                "groups_held": len(self._held),
+                "workers_replaced": getattr(self._scorer, "replaced_workers", 0),
+            }
+
+    def activity(self) -> str:
+        """What the stage does, in a line."""
+        with self._lock:
+            return f"scoring {len(self._held)} groups" if self._held else "waiting for generated groups"
+
+    def _work(self) -> None:
+        try:
+            while not self._stop.is_set():
+                started = time.monotonic()
+                number = _GROUPS_PER_CLAIM if self._in_process else 1
+                claims = self._buffer.claim(
+                    "generated", SERVICE_NAME, number, self._config.lease_seconds, _CLAIM_SECONDS
+                )
+                claimed = time.monotonic()
+                with self._lock:
+                    self._held.update({claim.group_id: claim for claim in claims})
+                    self._seconds["waiting"] += claimed - started
+                for claim in claims:
+                    self._process(claim)
+                    with self._lock:
+                        del self._held[claim.group_id]
+                with self._lock:
+                    self._seconds["scoring"] += time.monotonic() - claimed
+        except BaseException as error:  # a bug ends the service: `run` raises it
+            self._failure = error
+            self._stop.set()
+
+    def _renew_leases(self) -> None:
+        with self._lock:
+            claims = list(self._held.values())
+        if claims:
+            self._buffer.renew(claims, self._config.lease_seconds)
+
+    def _process(self, claim: Claim) -> None:
+        try:
+            group = decode_group(claim.payload)
+            if not group.rows:
+                raise DataError("it has no trajectories")
+        except DataError as error:
+            print(f"reward: group {claim.group_id} cannot be scored: {error}", flush=True)
+            self._release(claim, "undecodable", "data")
+            return
+        rows = [row for row in group.rows if isinstance(row, Trajectory)]
+        progress = Progress.from_bytes(claim.partial)
+        pending = progress.open_rows(rows)
+        if pending and progress.attempts < self._config.max_attempts:
+            results = self._scorer.score([score_item(group.prompt, row) for row in pending])
+            if self._stop.is_set() and any(isinstance(result, Unscored) for result in results):
+                self._release(claim, "shutdown", "voluntary")
+                return
+            progress.record(pending, results)
+        rows_now = [scored_row(row, progress.score_of(row)) for row in rows]
+        failures = [
+            Unscored(row.unscored_reason, row.unscored_detail) for row in rows_now if row.unscored_reason is not None
+        ]
+        more = progress.attempts < self._config.max_attempts and progress.open_rows(rows)
+        if not more and enough_scored(rows_now, self._config.min_scored_samples):
+            group = TrajectoryGroup(group.prompt, tuple(rows_now))
+            self._complete(claim, group, Counter(failure.reason for failure in failures))
+        else:
+            self._give_back(claim, progress, failures, pause=bool(more))
+
+    def _give_back(self, claim: Claim, progress: Progress, failures: Sequence[Unscored], *, pause: bool) -> None:
+        """Returns the group with what is scored of it: behind the others, which need not wait for its next time-out, or dropped.
+
+        A group without attempts left comes back without being scored until its budget is spent in the buffer.
+        """
+        reason, kind = verdict(failures)
+        self._buffer.renew([claim], self._config.lease_seconds, {claim.group_id: progress.to_bytes()})
+        if kind == "infrastructure" and pause:
+            self._stop.wait(_RETRY_PAUSE_SECONDS * progress.attempts)
+        if self._release(claim, reason, kind) == "dropped":
+            detail = next(failure.detail for failure in failures if failure.reason == reason)
+            print(
+                f"reward: group {claim.group_id} is dropped: {len(failures)} rows unscored ({reason}: {detail})",
+                flush=True,
+            )
+
+    def _complete(self, claim: Claim, group: TrajectoryGroup, unscored: Mapping[UnscoredReason, int]) -> None:
+        accepted = self._buffer.complete(claim, encode_group(group), encode_headers(group_headers(group)))
+        with self._lock:
+            if not accepted:
+                self._figures["groups_refused"] += 1
+                return
+            self._figures["groups_scored"] += 1
+            self._figures["rows_scored"] += len(group.rows) - sum(unscored.values())
+            self._figures.update({f"rows_unscored:{reason}": number for reason, number in unscored.items()})
+
+    def _release(self, claim: Claim, reason: str, kind: Literal["infrastructure", "data", "voluntary"]) -> Released:
+        outcome = self._buffer.release(claim, reason, kind)
+        with self._lock:
+            self._figures[f"groups_{outcome}"] += 1
+        return outcome
+
+
+class ScoreServicer(reward_pb2_grpc.RewardServiceServicer):
+    """gRPC `RewardService`: the scorer of the ring, for evaluation and for anybody else."""
+
+    def __init__(self, scorer: RunningScorer) -> None:
+        self._scorer = scorer
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
+        """One result an item, in order; an item whose JSON cannot be read is unscored (`invalid_input`)."""
+        read = [_read_item(item) for item in request.items]
+        items = [item for item in read if isinstance(item, ScoreItem)]
+        scores = iter(await asyncio.to_thread(self._scorer.score, items))
+        results = (next(scores) if isinstance(one, ScoreItem) else one for one in read)
+        return reward_pb2.ScoreReply(items=[_reply_item(result) for result in results])
+
+
+def _read_item(item: reward_pb2.ScoreRequest.Item) -> ScoreItem | Unscored:
+    try:
+        ground_truth = json.loads(item.ground_truth) if item.ground_truth else None
+        extra_info = json.loads(item.extra_info) if item.extra_info else {}
+    except ValueError as error:
+        return Unscored("invalid_input", f"ground_truth and extra_info are JSON texts: {error}")
+    if not isinstance(extra_info, dict):
+        return Unscored("invalid_input", f"extra_info is a JSON object, not {extra_info!r:.80}")
+    return ScoreItem(item.data_source, item.solution, ground_truth, extra_info)
+
+
+def _reply_item(score: Score) -> reward_pb2.ScoreReply.Item:
+    reply = reward_pb2.ScoreReply
+    if isinstance(score, Scored):
+        return reply.Item(scored=reply.Scored(value=score.value, breakdown=score.breakdown))
+    return reply.Item(unscored=reply.Unscored(reason=score.reason, detail=score.detail))
+
+
+def main(recipe: Recipe, redis_url: str) -> None:
+    """Runs the reward service until SIGTERM.
+
+    Raises:
+        UserError: the scorer cannot be built; the port is in use.
+        TandemError: Redis is gone.
+    """
+    stop = stop_event()
+    buffer = Buffer(redis_url, recipe.run.run_id)
+    with closing(build_scorer(recipe.reward)) as scorer:
+        stage = RewardStage(buffer, scorer, recipe.reward)
+        with ServiceFront(
+            SERVICE_NAME,
+            recipe,
+            buffer,
+            figures=stage.figures,
+            activity=stage.activity,
+            port=recipe.reward.port,
+            register=lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(ScoreServicer(scorer), server),
+            service_names=["tandem.v1.RewardService"],
+        ):
+            stage.run(stop)

@@ -1,0 +1,177 @@
+"""The run folder: which supervisor owns it, where a running run is reached, and which folder a bare command means."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from protos.errors import ConfigError, EnvironmentLackError, RunExistsError
+from services.config import Recipe
+
+CONFIG_FILE = "config.json"
+LOCK_FILE = "supervisor.lock"
+_FULL_DISK_BYTES = 1 << 20
+_LOCK_WAIT_SECONDS = (
+    1.0  # `running` holds a shared lock for an instant; a supervisor that starts just then waits for it
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunAddress:
+    """Where a running run is reached. `control` is the supervisor's gRPC address, "" until it listens."""
+
+    pid: int
+    run_id: str
+    redis_url: str
+    control: str = ""
+
+
+class RunLock:
+    """Holds a run folder for one supervisor; the kernel lets go of it however that supervisor ends.
+
+    Entering raises:
+        RunExistsError: another supervisor holds the folder.
+        EnvironmentLackError: the folder cannot be created or written, or its disk is full.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> RunLock:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._folder / LOCK_FILE, "a+", encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(self._folder, error) from None
+        deadline = time.monotonic() + _LOCK_WAIT_SECONDS
+        while not _try_lock(self._file, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                owner = running(self._folder)
+                self._file.close()
+                raise RunExistsError(
+                    f"run folder {self._folder}: another supervisor{f' (pid {owner.pid})' if owner else ''} runs in it; "
+                    "stop that one first, or choose another run.folder"
+                )
+            time.sleep(0.02)
+        self._file.truncate(0)
+        return self
+
+    def publish(self, address: RunAddress) -> None:
+        """Tells other processes where the run is reached."""
+        assert self._file is not None
+        self._file.seek(0)
+        self._file.truncate(0)
+        self._file.write(json.dumps(asdict(address)))
+        self._file.flush()
+
+    def __exit__(self, *_exception: object) -> None:
+        assert self._file is not None
+        try:
+            self._file.truncate(0)
+        finally:
+            self._file.close()
+
+
+def running(folder: Path) -> RunAddress | None:
+    """Where the run of this folder is reached, or None if no supervisor holds the folder (or it is just starting)."""
+    try:
+        file = open(folder / LOCK_FILE, encoding="utf-8")  # noqa: SIM115 (closed by the with below)
+    except OSError:
+        return None
+    with file:
+        if _try_lock(file, fcntl.LOCK_SH):
+            return None
+        try:
+            return RunAddress(**json.loads(file.read()))
+        except (json.JSONDecodeError, TypeError):
+            return None
+
+
+def find_run(argument: str | None) -> Path:
+    """The run folder meant: the one given, else the one under `runs/` that was started last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if argument:
+        folder = Path(argument)
+        if not (folder / CONFIG_FILE).is_file():
+            raise ConfigError(f"{folder} is not a run folder: it holds no {CONFIG_FILE}; `tandem run` writes one")
+        return folder
+    found = sorted(Path("runs").glob(f"*/{CONFIG_FILE}"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise ConfigError("no run found under runs/; name a run folder, or start one with `tandem demo`")
+    return found[-1].parent
+
+
+def external_redis_url(recipe: Recipe) -> str:
+    """The Redis the user named, in the recipe or in TANDEM_REDIS_URL; "" for an embedded one."""
+    return recipe.run.redis_url or os.environ.get("TANDEM_REDIS_URL", "")
+
+
+def redis_url_of(recipe: Recipe) -> str:
+    """The Redis of a run: the one named, else the embedded one of the supervisor that runs in the run folder.
+
+    Raises:
+        EnvironmentLackError: none is named and no supervisor runs there.
+    """
+    url = external_redis_url(recipe)
+    if url:
+        return url
+    address = running(recipe.folder)
+    if address is None:
+        raise EnvironmentLackError(
+            f"no Redis: nothing runs in {recipe.folder}; start `tandem run` first, or set run.redis_url or TANDEM_REDIS_URL"
+        )
+    return address.redis_url
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replaces a file's text in one step, so that no reader sees half of it.
+
+    Raises:
+        EnvironmentLackError: it cannot be written.
+    """
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+    except OSError as error:
+        raise cannot_write(file, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> EnvironmentLackError:
+    """The one line for a file or folder that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EnvironmentLackError(f"{path}: the disk is full; free space there, or choose another run.folder")
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return EnvironmentLackError(
+            f"{path}: a file stands where a folder is needed; move it away, or choose another run.folder"
+        )
+    return EnvironmentLackError(
+        f"{path}: cannot be written ({error.strerror}); mend that, or choose another run.folder"
+    )
+
+
+def disk_full(folder: Path) -> bool:
+    """True if next to nothing fits on the folder's disk any more."""
+    return shutil.disk_usage(folder).free < _FULL_DISK_BYTES
+
+
+def _try_lock(file: IO[str], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

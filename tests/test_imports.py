@@ -1,0 +1,99 @@
+"""What is light stays light: the contract, every configuration and every `--help` load no torch, no vllm, and little else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEADLINE_SECONDS = 60.0
+
+LEARNING = {"torch", "vllm", "transformers", "deepspeed", "tensorboard"}
+WIRES = {"grpc", "redis", "google.protobuf"}
+LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "services.config"}  # pydantic is typer's own doing
+
+COMMANDS = [
+    [],
+    ["demo"],
+    ["run"],
+    ["serve"],
+    ["sft"],
+    ["eval"],
+    ["replay"],
+    ["status"],
+    ["ledger"],
+    ["doctor"],
+    ["config"],
+    ["data"],
+    ["data", "check"],
+]
+
+
+def loaded_by(code: str) -> set[str]:
+    """Names of all modules in a fresh process after running `code`."""
+    program = f"import sys, json\n{code}\njson.dump(sorted(sys.modules), sys.__stdout__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "protos.nouns",
+        "protos.errors",
+        "protos.contracts",
+        "protos.codec",
+        "protos.manifest",
+        "rollout.config",
+        "reward.config",
+        "trainer.config",
+        "services.config",
+        "services.config_docs",
+        "services.preflight",
+        "services.supervisor",
+        "services.doctor",
+    ],
+)
+def test_the_contract_and_every_configuration_load_no_torch_and_no_vllm(module: str) -> None:
+    assert not loaded_by(f"import {module}") & LEARNING
+
+
+@pytest.mark.parametrize("module", ["rollout.config", "reward.config", "trainer.config", "services.config"])
+def test_configurations_load_no_wires(module: str) -> None:
+    assert not loaded_by(f"import {module}") & (WIRES | {"numpy", "pyarrow"})
+
+
+def test_a_run_is_checked_without_torch() -> None:
+    """`tandem run` says within a second what is wrong: its checks import neither torch nor transformers nor vllm."""
+    code = """
+import pathlib, tempfile
+from tests.run_inputs import recipe_of, small_values
+from services.preflight import check_recipe
+with tempfile.TemporaryDirectory() as folder:
+    check_recipe(recipe_of(small_values(pathlib.Path(folder))), resume=False)
+"""
+    assert not loaded_by(code) & LEARNING
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_loads_next_to_nothing(command: list[str]) -> None:
+    code = f"""
+import contextlib, io
+sys.argv = ["tandem", *{command!r}, "--help"]
+from services import cli
+with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+    cli.main()
+assert "Usage: tandem" in said.getvalue()
+"""
+    assert not loaded_by(code) & (LEARNING | WIRES | LIBRARIES)
+
+
+def test_packages_are_empty_so_that_importing_one_module_loads_one_module() -> None:
+    for package in ("protos", "rollout", "reward", "trainer", "services"):
+        assert (ROOT / package / "__init__.py").read_text() == ""

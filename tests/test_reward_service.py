@@ -1,0 +1,327 @@
+"""The reward service against a real Redis and over gRPC: rewards are added, failures keep their reason, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protos import common_pb2, common_pb2_grpc, reward_pb2, reward_pb2_grpc
+from protos.contracts import Scored, Unscored
+from protos.nouns import (
+    ScoredTrajectory,
+    UnscoredReason,
+)
+from reward.config import RewardConfig
+from reward.registry import RunningScorer, build_scorer
+from services.buffer.buffer import Buffer
+from services.config import dump_recipe, parse_recipe
+from services.reward_service import Progress, RewardStage, enough_scored, scored_row
+from services.rpc import connect
+from tests.redis_ring import claim, running_redis
+from tests.reward_ring import ScriptedScorer, answers, collect, eventually, generate, rewards, run_of, trajectory
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_redis(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@contextmanager
+def scoring(buffer: Buffer, scorer: RunningScorer, **config: Any) -> Iterator[RewardStage]:
+    stop = threading.Event()
+    stage = RewardStage(buffer, scorer, RewardConfig(**config))
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            stage.run(stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield stage
+    finally:
+        stop.set()
+        thread.join(timeout=20.0)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def test_rewards_are_added_to_what_was_earned(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    rows = [trajectory(0, "1", earned=0.25), trajectory(1, "2"), trajectory(2, "1", role="baseline")]
+    (group_id,) = generate(buffer, [rows])
+    with scoring(buffer, build_scorer(RewardConfig())) as stage:
+        group = collect(buffer, 1)[group_id]
+        assert rewards(group) == [1.25, 0.0, 1.0]
+        assert group.scored_rows[0].breakdown == {"earned": 0.25, "scorer": 1.0}
+        assert [row.trajectory.role for row in group.scored_rows] == ["policy", "policy", "baseline"]
+        np.testing.assert_array_equal(group.scored_rows[0].trajectory.segments[0].ids, [1, 2, 3])
+        eventually(lambda: stage.figures()["groups_held"] == 0)
+    assert stage.figures()["groups_scored"] == 1 and stage.figures()["rows_scored"] == 3
+    assert buffer.verify() == []
+
+
+def test_a_failed_row_is_scored_again_and_the_others_are_not(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    scorer = ScriptedScorer()
+    ids = generate(buffer, [answers("1", "timeout*1", "2"), answers("crashed*2", "1", "1")])
+    with scoring(buffer, scorer):
+        groups = collect(buffer, 2)
+    assert [rewards(groups[one]) for one in ids] == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+    assert (
+        scorer.asked.count("2") == 1 and scorer.asked.count("timeout*1") == 2 and scorer.asked.count("crashed*2") == 3
+    )
+    assert buffer.counts()["dropped"] == 0 and buffer.verify() == []
+
+
+def test_spent_attempts_drop_the_group_with_its_reason(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    scorer = ScriptedScorer()
+    generate(
+        buffer,
+        [answers("1", "timeout*9"), answers("crashed*9", "1"), answers("1", "1"), answers("invalid_input*9", "1")],
+    )
+    with scoring(buffer, scorer, max_attempts=2):
+        assert len(collect(buffer, 1)) == 1
+        eventually(lambda: buffer.counts()["dropped"] == 3)
+    counts = buffer.counts()
+    assert (counts["dropped:timeout"], counts["dropped:crashed"], counts["dropped:invalid_input"]) == (1, 1, 1)
+    assert scorer.asked.count("timeout*9") == 2 and scorer.asked.count("invalid_input*9") == 1  # what is bad stays bad
+    assert buffer.verify() == []
+
+
+def test_enough_scored_rows_go_on_without_the_others(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    ids = generate(buffer, [answers("1", "timeout*9", "2"), answers("1", "crashed*9", "timeout*9")])
+    with scoring(buffer, ScriptedScorer(), min_scored_samples=2, max_attempts=2):
+        group = collect(buffer, 1)[ids[0]]
+        eventually(lambda: buffer.counts()["dropped"] == 1)
+    assert rewards(group) == [1.0, None, 0.0]
+    assert (
+        group.scored_rows[1].unscored_reason == "timeout" and group.scored_rows[1].unscored_detail == "scripted timeout"
+    )
+    assert buffer.verify() == []
+
+
+def test_infrastructure_failures_have_their_own_budget(redis_url: str) -> None:
+    buffer = run_of(redis_url, infrastructure=1, data=9)
+    generate(buffer, [answers("infrastructure*9", "1")])
+    with scoring(buffer, ScriptedScorer(), max_attempts=2):
+        eventually(lambda: buffer.counts().get("dropped:infrastructure") == 1)
+    assert buffer.verify() == []
+
+
+def test_an_answer_that_ended_in_an_error_is_not_judged(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    scorer = ScriptedScorer()
+    rows = [*answers("1", "1"), trajectory(2, "2", finish_reason="error"), trajectory(3, "2", finish_reason="length")]
+    (group_id,) = generate(buffer, [rows])
+    with scoring(buffer, scorer, min_scored_samples=2):
+        group = collect(buffer, 1)[group_id]
+    assert rewards(group) == [1.0, 1.0, None, 0.0] and group.scored_rows[2].unscored_reason == "invalid_input"
+    assert len(scorer.asked) == 3
+
+
+def test_a_payload_that_cannot_be_read_is_dropped(redis_url: str) -> None:
+    buffer = run_of(redis_url, data=0)
+    buffer.admit([("0-0", b"")], 1)
+    (one,) = claim(buffer, "prompts")
+    buffer.complete(one, b"no arrow")
+    ids = generate(buffer, [answers("1")])
+    with scoring(buffer, build_scorer(RewardConfig())):
+        assert list(collect(buffer, 1)) == ids
+        eventually(lambda: buffer.counts().get("dropped:undecodable") == 1)
+    assert buffer.verify() == []
+
+
+def test_leases_are_kept_while_a_scorer_takes_its_time(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    generate(buffer, [answers(*["slow"] * 8), answers("1")])
+    with scoring(buffer, ScriptedScorer(), lease_seconds=0.6):
+        collect(buffer, 2)
+    counts = buffer.counts()
+    assert counts["leases_expired"] == 0 and counts["stale_results_refused"] == 0 and counts["dropped"] == 0
+
+
+def test_a_stop_gives_groups_back_unharmed(redis_url: str) -> None:
+    buffer = run_of(redis_url, infrastructure=0, data=0)
+    generate(buffer, [answers("1", "wait"), answers("1")])
+    started = time.monotonic()
+    with scoring(buffer, ScriptedScorer()):
+        eventually(lambda: buffer.counts()["generated_leased"] > 0)
+    assert time.monotonic() - started < 5.0
+    counts = buffer.counts()
+    assert counts["generated_leased"] == counts["dropped"] == 0
+    assert counts["generated_waiting"] + counts["scored_waiting"] == 2
+    with scoring(buffer, build_scorer(RewardConfig())):
+        collect(buffer, 2)
+    assert buffer.verify() == []
+
+
+def test_a_bug_ends_the_service(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    generate(buffer, [answers("bug")])
+    with pytest.raises(ZeroDivisionError), scoring(buffer, ScriptedScorer()) as stage:
+        eventually(lambda: stage.figures()["groups_held"] == 1)
+        time.sleep(0.3)
+
+
+def test_progress_survives_its_bytes() -> None:
+    progress = Progress(2, {0: Scored(0.5, {"a": 1.0}), 3: Unscored("timeout", "10 s")})
+    assert Progress.from_bytes(progress.to_bytes()) == progress
+    assert Progress.from_bytes(None) == Progress()
+
+
+@pytest.mark.parametrize(
+    ("found", "minimum", "enough"), [("rr", 0, True), ("ru", 0, False), ("ru", 1, True), ("uu", 1, False)]
+)
+def test_enough_scored(found: str, minimum: int, enough: bool) -> None:
+    reason: UnscoredReason = "timeout"
+    rows: list[ScoredTrajectory] = [
+        scored_row(trajectory(n, ""), Scored(1.0) if kind == "r" else Unscored(reason)) for n, kind in enumerate(found)
+    ]
+    baseline = scored_row(trajectory(9, "", role="baseline"), Scored(1.0))
+    assert enough_scored(rows, minimum) == enough
+    if minimum:
+        assert enough_scored([*rows, baseline], minimum) == enough  # a baseline is no sample
+
+
+FUNCTION = """
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "hang" and extra_info["n"] % 2 == 0:
+        time.sleep(600)
+    if solution_str == "die":
+        os._exit(9)
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
+"""
+
+
+@pytest.fixture
+def service(redis_url: str, tmp_path: Path) -> Iterator[tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]]:
+    """A run and the way to start its reward service as the process it is."""
+    (tmp_path / "score.py").write_text(FUNCTION)
+    buffer = run_of(redis_url)
+    reward = {
+        "scorer": f"{tmp_path}/score.py:compute_score",
+        "timeout_seconds": 1.0,
+        "num_workers": 2,
+        "max_attempts": 2,
+    }
+    recipe = parse_recipe(
+        {"run": {"run_id": buffer.run_id}, "model": {"path": "x"}, "data": {"train_file": "x"}, "reward": reward}
+    )
+    (tmp_path / "config.json").write_text(dump_recipe(recipe))
+    code = (
+        "from services.config import load_resolved\nfrom services.process import run_service\n"
+        "from services.reward_service import main\n"
+        f"run_service(lambda: main(load_resolved({str(tmp_path / 'config.json')!r}), {redis_url!r}))"
+    )
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[1]))
+        return started[-1]
+
+    yield buffer, start
+    for process in started:
+        process.kill()
+        process.wait(timeout=10.0)
+
+
+def test_the_service_as_a_process(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
+    buffer, start = service
+    process = start()
+    ids = generate(buffer, [answers("1", "2"), answers("1", "die"), answers("hang", "1"), answers("2", "1")])
+    groups = collect(buffer, 2, seconds=30.0)
+    assert [rewards(groups[ids[n]]) for n in (0, 3)] == [[1.0, 0.0], [0.0, 1.0]]
+    assert groups[ids[0]].scored_rows[0].breakdown == {"acc": 1.0}
+    eventually(lambda: buffer.counts()["dropped"] == 2)
+    assert buffer.counts()["dropped:timeout"] == buffer.counts()["dropped:crashed"] == 1
+    with connect(buffer.services()["reward"]) as channel:
+        reply = reward_pb2_grpc.RewardServiceStub(channel).Score(score_request(), timeout=20.0)
+        info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=10.0)
+    assert [item.WhichOneof("result") for item in reply.items] == [
+        "scored",
+        "unscored",
+        "unscored",
+        "scored",
+        "unscored",
+    ]
+    assert [reply.items[n].unscored.reason for n in (1, 2, 4)] == ["invalid_input", "crashed", "invalid_input"]
+    assert (reply.items[0].scored.value, dict(reply.items[0].scored.breakdown)) == (1.0, {"acc": 1.0})
+    assert reply.items[3].scored.value == 0.0
+    assert info.service == "reward" and info.figures["groups_scored"] == 2 and info.figures["workers_replaced"] >= 3
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10.0) == 0
+    assert buffer.verify() == []
+
+
+def score_request() -> reward_pb2.ScoreRequest:
+    item = reward_pb2.ScoreRequest.Item
+    return reward_pb2.ScoreRequest(
+        items=[
+            item(solution="1", ground_truth=json.dumps("1"), extra_info="{}"),
+            item(solution="1", ground_truth="not json"),
+            item(solution="die", ground_truth=json.dumps("1")),
+            item(solution="3", ground_truth=json.dumps("1")),
+            item(solution="1", ground_truth=json.dumps("1"), extra_info="[]"),
+        ]
+    )
+
+
+def test_killed_in_the_middle_it_loses_nothing(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
+    buffer, start = service
+    first = start()
+    eventually(lambda: "reward" in buffer.services())
+    generate(buffer, [answers("hang"), answers("hang")])
+    eventually(lambda: buffer.counts()["generated_leased"] > 0)
+    first.kill()
+    first.wait(timeout=10.0)
+    generate(buffer, [answers("1")])
+    start()
+    collect(buffer, 2, seconds=30.0)  # the second `hang` hangs only in groups of even number
+    eventually(lambda: buffer.counts().get("dropped:timeout") == 1)
+    assert buffer.counts()["leases_expired"] == 0, "the new process took its predecessor's leases back at once"
+    assert buffer.verify() == []
+
+
+def test_a_scorer_that_cannot_be_built_ends_the_process_with_one_line(redis_url: str, tmp_path: Path) -> None:
+    buffer = run_of(redis_url)
+    recipe = {
+        "run": {"run_id": buffer.run_id},
+        "model": {"path": "x"},
+        "data": {"train_file": "x"},
+        "reward": {"scorer": "exat"},
+    }
+    (tmp_path / "config.json").write_text(dump_recipe(parse_recipe(recipe)))
+    code = (
+        "from services.config import load_resolved\nfrom services.process import run_service\n"
+        "from services.reward_service import main\n"
+        f"run_service(lambda: main(load_resolved({str(tmp_path / 'config.json')!r}), {redis_url!r}))"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith(
+        "tandem: reward.scorer 'exat' is unknown; did you mean exact?"
+    )
+    assert done.stderr.count("\n") == 1

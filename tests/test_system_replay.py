@@ -1,0 +1,104 @@
+"""A run can be trained again from what it wrote: bit for bit at S = 0 and S = 4, at one rank and at two."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.buffer.redis_server import start_redis
+from services.config import load_resolved
+from tests.reference_loop import train_reference
+from tests.test_reference_loop import relative_update_error
+from tests.whole_run import WholeRun
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+
+def multi_version_share(run: WholeRun) -> float:
+    rows = [row.trajectory for _version, row in run.trained_rows()]
+    return sum(len({s.policy_version for segment in row.segments for s in segment.spans}) > 1 for row in rows) / len(
+        rows
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_asynchronous_run_replays_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+    run = WholeRun(tmp_path, tied=tied)
+    run.finish()
+    assert min(row.trajectory.segments[0].num_loss_tokens for _, row in run.trained_rows()) >= 256
+    assert multi_version_share(run) >= 0.2
+    assert run.summary()["mean_staleness"] >= 1.0
+    done = run.tandem("replay", str(run.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_against_the_reference_loop(run)
+
+
+def check_against_the_reference_loop(run: WholeRun) -> None:
+    """The same bits from a loop that knows nothing of the services, and the same update from plain torch."""
+    recipe = load_resolved(run.folder / "config.json")
+    start = load_file(run.model / "model.safetensors")
+    trained = load_file(run.folder / "hf" / "model.safetensors")
+    arguments = (run.folder, run.model, recipe.trainer, recipe.run.total_batches)
+    same = train_reference(*arguments, "deepspeed")
+    assert set(same) == set(trained) and all(torch.equal(same[name], trained[name]) for name in trained)
+    assert relative_update_error(trained, train_reference(*arguments, "torch"), start) <= 1e-4
+
+
+def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replays(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, run={"staleness_budget": 0, "total_batches": 10})
+    run.finish()
+    for version, row in run.trained_rows():
+        spans = [span for segment in row.trajectory.segments for span in segment.spans]
+        assert {span.policy_version for span in spans} == {version - 1}
+    assert run.summary()["observed_max_staleness"] == 0
+    done = run.tandem("replay", str(run.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_two_ranks_of_zero_3_train_and_replay(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, trainer={"num_ranks": 2}, run={"total_batches": 5})
+    run.finish()
+    done = run.tandem("replay", str(run.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_trainer_spread_over_two_hosts(tmp_path: Path) -> None:
+    """Two torchrun agents that meet at a rendezvous and share nothing but Redis and the run folder; both on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    redis = start_redis(tmp_path / "shared")
+    trainer = {"num_nodes": 2, "rendezvous": rendezvous}
+    run = WholeRun(tmp_path, trainer=trainer, run={"total_batches": 4, "redis_url": redis.url})
+    supervisor = run.start("run", str(run.recipe))
+    other = run.start("serve", "trainer", str(run.recipe))
+    try:
+        assert supervisor.wait(200) == 0, (run.scratch / "run.out").read_text()[-3000:] + run.logs()
+        assert other.wait(30) == 0
+        assert run.summary()["train_steps"] == 4
+        done = run.tandem("replay", str(run.folder))
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        for process in (supervisor, other):
+            process.terminate()
+            process.wait(20)
+        redis.stop()
+
+
+def test_several_optimizer_steps_a_batch_replay(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, trainer={"optimizer_steps_per_batch": 2}, run={"total_batches": 5})
+    run.finish()
+    done = run.tandem("replay", str(run.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.summary()["optimizer_steps"] == 10
+
+
+def test_weights_travel_through_the_disk_as_well(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, weights={"backend": "disk"}, run={"total_batches": 5})
+    run.finish()
+    assert run.summary()["weight_updates"] == 5
+    assert run.summary()["groups"]["dropped"] == 0

@@ -1,0 +1,60 @@
+"""Checkpoints: `checkpoints/<version>` holds DeepSpeed's files, the ranks' random states, and `state.json` that says what it is.
+
+The version is that of the last batch the weights contain. The folder appears whole or not at all. Finding checkpoints needs no torch;
+`trainer.checkpoint_io` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import DataError
+
+STATE_FILE = "state.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What `state.json` says."""
+
+    batch_version: int
+    optimizer_step: int
+    world_size: int
+    zero_stage: int
+    dtype: str
+    trainer: dict[str, Any]
+    """The trainer's configuration, for the reader; a resumed run uses its own."""
+
+
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(version, folder) of every finished checkpoint inside the folder `checkpoints`, ascending."""
+    entries = ((entry.name, entry) for entry in Path(checkpoints).glob("[0-9]*") if (entry / STATE_FILE).exists())
+    return sorted((int(name), entry) for name, entry in entries if name.isdigit())
+
+
+def latest_checkpoint(checkpoints: Path) -> tuple[int, Path] | None:
+    """The newest finished checkpoint, or None."""
+    found = list_checkpoints(checkpoints)
+    return found[-1] if found else None
+
+
+def prune_checkpoints(checkpoints: Path, keep: int) -> None:
+    """Deletes all but the newest `keep`."""
+    for _, folder in list_checkpoints(checkpoints)[:-keep]:
+        shutil.rmtree(folder)
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """What the checkpoint says of itself. Raises DataError if it is not a finished checkpoint of a known format."""
+    try:
+        values = json.loads((Path(folder) / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"checkpoint {folder} cannot be read: {error}") from error
+    if values.pop("format") > FORMAT:
+        raise DataError(f"checkpoint {folder} was written by a newer Tandem: update this one")
+    return CheckpointState(**values)

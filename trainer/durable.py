@@ -1,0 +1,97 @@
+"""Folders that are there whole or not at all: written under another name, forced to disk, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protos.errors import EnvironmentLackError
+
+_SUFFIX = ".partial"
+
+
+def partial_folder(folder: Path) -> Path:
+    """Where `folder` is written until it is complete. Readers that look for version numbers never match this name."""
+    return folder.with_name(folder.name + _SUFFIX)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder to write to; at the end it is on disk and bears the name `folder`, in place of one that was there.
+
+    If the block raises, nothing remains.
+
+    Raises:
+        EnvironmentLackError: the disk is full.
+    """
+    begun = begin_folder(folder)
+    try:
+        with disk_full_named(folder):
+            yield begun
+            finish_folder(folder)
+    except BaseException:
+        shutil.rmtree(begun, ignore_errors=True)
+        raise
+
+
+def begin_folder(folder: Path) -> Path:
+    """An empty partial folder, rid of what an earlier crash left in it."""
+    begun = partial_folder(folder)
+    shutil.rmtree(begun, ignore_errors=True)
+    with disk_full_named(folder):
+        begun.mkdir(parents=True)
+    return begun
+
+
+def finish_folder(folder: Path) -> None:
+    """Forces everything in the partial folder to disk and gives it its name, also durably."""
+    begun = partial_folder(folder)
+    for root, _, names in os.walk(begun):
+        for name in names:
+            _fsync(Path(root, name))
+        _fsync(Path(root))
+    if folder.exists():  # a folder cannot be renamed over another: for an instant there is none of that name
+        retired = folder.with_name(folder.name + ".retired")
+        shutil.rmtree(retired, ignore_errors=True)
+        folder.rename(retired)
+        begun.rename(folder)
+        shutil.rmtree(retired)
+    else:
+        begun.rename(folder)
+    _fsync(folder.parent)
+
+
+@contextmanager
+def disk_full_named(folder: Path) -> Iterator[None]:
+    """Turns what a full disk raises (torch's and safetensors' writers included) into one clear line."""
+    try:
+        yield
+    except Exception as error:
+        if _is_disk_full(error, folder):
+            raise EnvironmentLackError(
+                f"no space left on the disk of {folder}: free some, or set run.folder elsewhere"
+            ) from error
+        raise
+
+
+def _is_disk_full(error: Exception, folder: Path) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    if "No space left on device" in str(error):
+        return True
+    # torch.save reports only that its writer failed: look at the disk itself.
+    if isinstance(error, RuntimeError) and folder.parent.exists():
+        return shutil.disk_usage(folder.parent).free < 1 << 20
+    return False
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,70 @@
+"""The plan of a batch: which row is trained in which optimizer step, on which rank, in which micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protos.nouns import PlannedRow, RowHeader, TrainBatch
+from trainer.packing import deal, pack
+
+
+def is_trained(header: RowHeader) -> bool:
+    """True for rows that the policy sampled, that have a reward and at least one loss token."""
+    return header.role == "policy" and header.reward is not None and header.num_loss_tokens > 0
+
+
+def plan_batch(
+    headers: Sequence[RowHeader],
+    group_ids: Sequence[str],
+    *,
+    policy_version: int,
+    incarnation: int,
+    world_size: int,
+    tokens_per_micro_batch: int,
+    optimizer_steps: int,
+) -> TrainBatch:
+    """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one a group), each into micro-batches, and these over ranks.
+
+    A pure function: the same headers give the same plan. Every rank gets the same number of micro-batches a step; one that
+    has fewer rows trains empty ones. Rows of one micro-batch stand in the plan in the order in which they are stacked.
+
+    Raises:
+        DataError: a row exceeds `tokens_per_micro_batch`.
+    """
+    assert group_ids, "a batch has at least one group"
+    num_steps = min(optimizer_steps, len(group_ids))
+    plan: list[PlannedRow] = []
+    num_micro_batches = []
+    for step in range(num_steps):
+        first, last = step * len(group_ids) // num_steps, (step + 1) * len(group_ids) // num_steps
+        members = set(group_ids[first:last])
+        rows = [header for header in headers if header.group_id in members and is_trained(header)]
+        bins = pack([row.num_tokens for row in rows], tokens_per_micro_batch, multiple_of=world_size)
+        costs = [len(bin_rows) * max(rows[row].num_tokens for row in bin_rows) for bin_rows in bins]
+        hands = deal(costs, world_size)
+        num_micro_batches.append(max(1, *map(len, hands)))
+        plan += [
+            PlannedRow(rows[row].group_id, rows[row].trajectory_id, rows[row].segment, step, rank, micro_batch)
+            for rank, hand in enumerate(hands)
+            for micro_batch, number in enumerate(hand)
+            for row in bins[number]
+        ]
+    return TrainBatch(
+        policy_version=policy_version,
+        incarnation=incarnation,
+        group_ids=tuple(group_ids),
+        headers=tuple(headers),
+        plan=tuple(plan),
+        num_micro_batches=tuple(num_micro_batches),
+    )
+
+
+def padding_fraction(batch: TrainBatch) -> float:
+    """The share of padding in the tokens that all forward passes of this batch together see (empty micro-batches not counted)."""
+    lengths = {(h.group_id, h.trajectory_id, h.segment): h.num_tokens for h in batch.headers}
+    cells: dict[tuple[int, int, int], list[int]] = {}
+    for row in batch.plan:
+        cell = cells.setdefault((row.optimizer_step, row.rank, row.micro_batch), [])
+        cell.append(lengths[row.group_id, row.trajectory_id, row.segment])
+    area = sum(len(cell) * max(cell) for cell in cells.values())
+    return 1.0 - sum(map(sum, cells.values())) / area if area else 0.0

@@ -1,0 +1,241 @@
+"""The sending end of a weight update: gathers the policy bucket by bucket, sends each once, and keeps a copy for those who come late."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+import torch
+from safetensors.torch import save_file
+
+from protos.errors import EnvironmentLackError, WeightTransferError
+from protos.manifest import bucket_file, plan_buckets, with_digests
+from protos.nouns import WeightManifest
+from protos.weight_group import (
+    Meeting,
+    Rendezvous,
+    WeightGroup,
+    bucket_tensors,
+    empty_bucket,
+    export_cuda_bucket,
+    fill_bucket,
+)
+
+_CPU = torch.device("cpu")
+
+
+class WeightSource(Protocol):
+    """What the sender needs of a learner. `gather` is collective: every rank enters it with the same names."""
+
+    rank: int
+
+    def parameter_specs(self) -> Sequence[tuple[str, str | torch.dtype, Sequence[int]]]: ...
+
+    def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCopy:
+    """All buckets (digests included) of one version in host memory; never written again."""
+
+    manifest: WeightManifest
+    buffers: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOffer:
+    """A late joiner's private transfer: it joins `meeting` as rank 1 …, then updates with `manifest`. `finished` tells the outcome."""
+
+    meeting: Meeting
+    manifest: WeightManifest
+    finished: Future[None]
+
+
+class WeightSender:
+    """Rank 0 sends; every trainer rank constructs one and enters `broadcast`.
+
+    The flow of a version: `manifest`, then for `gloo` and `nccl` (with a group open, see `prepare` and `connect`) the samplers are told
+    to update while all ranks enter `broadcast`; for `disk` and `ipc` `broadcast` comes first and the samplers fetch what its manifest
+    names (`fetched_by_samplers`). `release` ends the version: samplers have answered or been left out.
+    """
+
+    def __init__(self, source: WeightSource, *, bucket_bytes: int, device: torch.device = _CPU) -> None:
+        self._source = source
+        self._device = device
+        specs = [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in source.parameter_specs()]
+        self._buckets = plan_buckets(specs, bucket_bytes)
+        self._copy: WeightCopy | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._group: WeightGroup | None = None
+        self._exported: list[torch.Tensor] = []
+
+    @staticmethod
+    def fetched_by_samplers(backend: str) -> bool:
+        """True if samplers read what `broadcast` has left for them, instead of taking part in it."""
+        return backend in ("disk", "ipc")
+
+    @property
+    def copy(self) -> WeightCopy | None:
+        """What late joiners are served from: the newest version, on rank 0."""
+        return self._copy
+
+    def manifest(
+        self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
+    ) -> WeightManifest:
+        """A version before it is sent. Not `changed`: it equals the one before and has no buckets. `location`: `disk`'s folder."""
+        return WeightManifest(incarnation, policy_version, backend, self._buckets if changed else (), location)
+
+    def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> Meeting:
+        """Rank 0: closes the group before and listens for a new one of `world_size` ranks, itself included.
+
+        Returns at once, so that the samplers can be told where to join; `connect` waits for them.
+        """
+        self.close()
+        self._rendezvous = Rendezvous(host, f"weights-{uuid4().hex[:12]}", world_size, backend, timeout_seconds)
+        return self._rendezvous.meeting
+
+    def connect(self, timeout_seconds: float) -> None:
+        """Rank 0: waits until every rank of the prepared group has come. Raises WeightTransferError at the deadline."""
+        assert self._rendezvous is not None, "prepare comes before connect"
+        device = self._device if self._rendezvous.meeting.backend == "nccl" else _CPU
+        self._group = self._rendezvous.connect(device, timeout_seconds)
+
+    def broadcast(self, manifest: WeightManifest, timeout_seconds: float) -> WeightManifest:
+        """All ranks: gathers every bucket; rank 0 sends it over the open group, if there is one, and keeps it.
+
+        Returns the manifest with digests (and location), on rank 0; other ranks get theirs back as it was.
+
+        Raises:
+            WeightTransferError: on rank 0, after every bucket was gathered (so ranks stay in step and the copy is whole). The group is
+                closed; samplers that took part may have failed and can be served from the copy.
+        """
+        buffers: list[torch.Tensor] = []
+        digests: list[str] = []
+        fault: WeightTransferError | None = None
+        deadline = time.monotonic() + timeout_seconds
+        exported = manifest.backend == "ipc"
+        on_gpu = exported or (self._group is not None and self._group.meeting.backend == "nccl")
+        for spec in manifest.buckets:
+            with self._source.gather([tensor.name for tensor in spec.tensors]) as tensors:
+                if self._source.rank != 0:
+                    continue
+                buffer = empty_bucket(spec, self._device if on_gpu else _CPU)
+                digests.append(fill_bucket(spec, tensors, buffer))
+            if fault is None:
+                fault = self._send(manifest, buffer, max(deadline - time.monotonic(), 0.001))
+            if exported:
+                self._exported.append(buffer)
+            buffers.append(buffer.to(_CPU))
+        if self._source.rank != 0:
+            return manifest
+        sent = with_digests(manifest, digests)
+        self._keep(sent, buffers)
+        if manifest.backend == "disk" and manifest.buckets:
+            sent = self.write_copy(Path(manifest.location))
+        if exported:
+            sent = replace(sent, location=json.dumps([export_cuda_bucket(buffer) for buffer in self._exported]))
+        if fault is not None:
+            raise fault
+        return sent
+
+    def release(self) -> None:
+        """Rank 0: gives GPU memory lent by `ipc` back, after every sampler has answered or been left out."""
+        if self._exported:
+            self._exported.clear()
+            torch.cuda.ipc_collect()
+
+    def offer_copy(self, host: str, tensor_parallel_size: int, timeout_seconds: float) -> CopyOffer:
+        """Rank 0: serves one late joiner from the copy, over a gloo group of its own, in a thread beside training.
+
+        Nothing here touches the trainer's communicators. Tell the sampler the meeting and the manifest, then look at `finished`.
+        """
+        copy = self._copy
+        assert copy is not None, "a copy exists once a version was broadcast"
+        rendezvous = Rendezvous(host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds)
+        finished: Future[None] = Future()
+
+        def serve() -> None:
+            try:
+                group = rendezvous.connect(_CPU, timeout_seconds)
+                try:
+                    for buffer in copy.buffers:
+                        group.broadcast(buffer, timeout_seconds)
+                finally:
+                    group.close()
+            except WeightTransferError as error:
+                finished.set_exception(error)
+            else:
+                finished.set_result(None)
+
+        threading.Thread(target=serve, name="weight-copy", daemon=True).start()
+        return CopyOffer(rendezvous.meeting, replace(copy.manifest, backend="gloo", location=""), finished)
+
+    def write_copy(self, folder: Path) -> WeightManifest:
+        """Rank 0: writes the copy as safetensors, one file a bucket; returns its `disk` manifest. The folder appears whole or not at all.
+
+        Raises:
+            EnvironmentLackError: the disk is full or the folder cannot be written.
+        """
+        copy = self._copy
+        assert copy is not None, "a copy exists once a version was broadcast"
+        folder = folder.absolute()
+        unfinished = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
+        try:
+            unfinished.mkdir(parents=True)
+            for number, (spec, buffer) in enumerate(zip(copy.manifest.buckets, copy.buffers, strict=True)):
+                file = unfinished / bucket_file(number)
+                save_file(dict(bucket_tensors(spec, buffer)), file)
+                _sync(file)
+            _sync(unfinished)
+            shutil.rmtree(folder, ignore_errors=True)
+            unfinished.rename(folder)
+            _sync(folder.parent)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise EnvironmentLackError(
+                f"weights cannot be written to {folder}: {error}; free space or choose another folder"
+            ) from error
+        return replace(copy.manifest, backend="disk", location=str(folder))
+
+    def close(self) -> None:
+        """Rank 0: closes the open group, if any; samplers still in it see its end at once."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._rendezvous = None
+
+    def _send(
+        self, manifest: WeightManifest, buffer: torch.Tensor, timeout_seconds: float
+    ) -> WeightTransferError | None:
+        if self._group is None or self.fetched_by_samplers(manifest.backend):
+            return None
+        try:
+            self._group.broadcast(buffer, timeout_seconds)
+        except WeightTransferError as error:
+            self.close()
+            return error
+        return None
+
+    def _keep(self, sent: WeightManifest, buffers: Sequence[torch.Tensor]) -> None:
+        if sent.buckets:
+            self._copy = WeightCopy(sent, tuple(buffers))
+        elif self._copy is not None:  # the weights are those of the version before; only the number is new
+            renamed = replace(self._copy.manifest, incarnation=sent.incarnation, policy_version=sent.policy_version)
+            self._copy = WeightCopy(renamed, self._copy.buffers)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
