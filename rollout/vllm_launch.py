@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -86,6 +87,7 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
     method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
     if fork:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # not earlier: creating the configuration resets it
+        gc.freeze()  # the engine collects garbage several times as it starts; what it inherits is none
     try:
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, enable_log_requests=False)
     except (RuntimeError, ValueError) as error:

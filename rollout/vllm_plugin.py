@@ -47,6 +47,7 @@ def extend_engine_core() -> None:
     engine_core.weight_job_progress = _weight_job_progress
     engine_core.apply_staged_weights = _apply_staged_weights
     engine_core.add_request = _salted(EngineCore.add_request)
+    engine_core.__init__ = _collecting_once_started(EngineCore.__init__)
     run = EngineCoreProc.run_engine_core
 
     @functools.wraps(run)
@@ -89,6 +90,18 @@ def _apply_staged_weights(core: EngineCore, stamp: str) -> float:
         if request.num_computed_tokens == 0:
             request.skip_reading_prefix_cache = True  # its salt names the version before
     return time.perf_counter() - started
+
+
+def _collecting_once_started(init: Any) -> Any:
+    @functools.wraps(init)
+    def start(core: EngineCore, *args: Any, **kwargs: Any) -> None:
+        gc.disable()  # what is imported here stays, and vLLM freezes it at the end of this
+        try:
+            init(core, *args, **kwargs)
+        finally:
+            gc.enable()
+
+    return start
 
 
 def _salted(add_request: Any) -> Any:

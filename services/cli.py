@@ -292,16 +292,21 @@ def data_check(
 
 
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
+    from services.process import starting
+
     if service is Service.feed:
-        from services import feed_service
+        with starting():
+            from services import feed_service
 
         feed_service.main(recipe, redis_url)
     elif service is Service.rollout:
-        from services import rollout_service
+        with starting():
+            from services import rollout_service
 
         rollout_service.main(recipe, redis_url, replica)
     elif service is Service.reward:
-        from services import reward_service
+        with starting():
+            from services import reward_service
 
         reward_service.main(recipe, redis_url)
     else:

@@ -22,7 +22,7 @@ from rollout.config import RolloutConfig
 from rollout.engine import EngineFigures, SamplerEngine
 from services.buffer.buffer import Buffer, Claim, FailureKind
 from services.config import Recipe
-from services.process import stop_event
+from services.process import starting, stop_event
 from services.rollout_server import start_rollout_server
 
 _CLAIM_SECONDS = 0.5  # longest wait of one claim, and so of a stop
@@ -295,14 +295,15 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
     started_at = time.time()
     config = recipe.rollout
     # First of all: the engine's process is forked, and must not inherit gRPC's threads or Redis' sockets.
-    engine = await SamplerEngine.start(
-        config,
-        model_path=recipe.model.path,
-        dtype=recipe.trainer.dtype,
-        max_model_tokens=recipe.max_model_tokens,
-        seed=recipe.run.seed,
-        shares_gpu=recipe.weights.backend == "ipc",
-    )
+    with starting():
+        engine = await SamplerEngine.start(
+            config,
+            model_path=recipe.model.path,
+            dtype=recipe.trainer.dtype,
+            max_model_tokens=recipe.max_model_tokens,
+            seed=recipe.run.seed,
+            shares_gpu=recipe.weights.backend == "ipc",
+        )
     try:
         buffer = Buffer(redis_url, recipe.run.run_id)
         stage = RolloutStage(buffer, engine, config, f"rollout-{replica}")
