@@ -6,7 +6,7 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system check bench protos docs lock clean distclean
+.PHONY: help setup demo test test-system check bench staleness protos docs lock clean distclean
 .PHONY: check-ruff check-format check-types check-imports check-protos check-docs
 
 help:  ## this list
@@ -47,6 +47,9 @@ check-docs:
 
 bench: setup  ## how much of the time sampling and training overlap (writes JSON)
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+staleness: setup  ## what staleness costs, with and without off-policy correction: 60 whole runs, resumable (writes JSON)
+	@$(BIN)/python benchmarks/staleness.py $(ARGS)
 
 protos: setup  ## regenerate the stubs of protos/*.proto
 	@deploy/protos.sh

@@ -1,10 +1,10 @@
 """How much of the time do sampling and training overlap? Runs one recipe at S = 0, 1, 2, 4 and writes JSON.
 
-    python benchmarks/overlap.py [--batches 30] [--output benchmarks/records/overlap.json]
+    python benchmarks/overlap.py [--batches 30] [--repeats 3] [--output benchmarks/records/overlap.json]
 
 First the balance is measured: at S = 0 nothing overlaps, so a batch's wait for scored groups is its generation time and the rest is its
 training time. The number of answers a prompt is raised (an engine's step costs little more with more sequences in it, training's does)
-until the two are equal within 10 %. Then
+until the two are equal within 10 %. Then all budgets are run in turn, `--repeats` times over, and the medians of the repeats give
 
     ideal = 1 / max(generation, training)    efficiency = steps per minute / ideal steps per minute
 
@@ -45,13 +45,16 @@ RUN_DEADLINE_SECONDS = 900.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "overlap.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-overlap-") as scratch:
         folder = Path(scratch)
         _build_model(folder / "model")
-        results = {shape: _workload(folder, shape, arguments.batches) for shape in arguments.workloads}
+        results = {
+            shape: _workload(folder, shape, arguments.batches, arguments.repeats) for shape in arguments.workloads
+        }
     record = {
         "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
         "cores": os.cpu_count(),
@@ -63,18 +66,25 @@ def main() -> int:
     return 0
 
 
-def _workload(folder: Path, shape: str, batches: int) -> dict[str, Any]:
+def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str, Any]:
     samples = _balance(folder, shape)
-    lines = {budget: _run(folder, shape, budget, batches, samples) for budget in BUDGETS}
-    generation, training = _phases(lines[0])
+    runs: dict[int, list[list[dict[str, Any]]]] = {budget: [] for budget in BUDGETS}
+    for _ in range(repeats):
+        for budget in BUDGETS:
+            runs[budget].append(_run(folder, shape, budget, batches, samples))
+    phases = [_phases(lines) for lines in runs[0]]
+    generation = statistics.median(generation for generation, _ in phases)
+    training = statistics.median(training for _, training in phases)
     ideal = 60.0 / max(generation, training)
-    synchronous = _figures(lines[0])["steps_per_minute"]
+    synchronous = statistics.median(_figures(lines)["steps_per_minute"] for lines in runs[0])
     rows: list[dict[str, Any]] = []
     for budget in BUDGETS:
-        measured = _figures(lines[budget])
+        figures = [_figures(lines) for lines in runs[budget]]
+        measured = {name: statistics.median(one[name] for one in figures) for name in figures[0]}
         measured["efficiency"] = measured["steps_per_minute"] / ideal
         measured["speed_up"] = measured["steps_per_minute"] / synchronous
-        rows.append({"staleness_budget": budget, **measured})
+        every = [one["steps_per_minute"] for one in figures]
+        rows.append({"staleness_budget": budget, **measured, "steps_per_minute_of_repeats": every})
         print(
             f"{shape:9} S={budget}  {measured['steps_per_minute']:6.1f} steps/min  speed-up {measured['speed_up']:.2f}  "
             f"efficiency {measured['efficiency']:.2f}  idle: sampler {measured['sampler_idle_fraction']:.2f} "

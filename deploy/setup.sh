@@ -167,7 +167,7 @@ step "check of the imports" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFI
 import torch, transformers.models.qwen2.modeling_qwen2, deepspeed, redis, grpc, pyarrow.parquet, vllm.v1.engine.async_llm
 import torch.distributed.run, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2
 import services.rollout_service, services.reward_service, services.feed_service, services.trainer_service
-import pytest, tensorboard.compat.proto
+import peft, pytest, tensorboard.compat.proto
 $CHECK"
 
 if [ -n "$LOCK" ]; then

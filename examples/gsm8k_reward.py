@@ -10,8 +10,17 @@ _ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    wrong: float = 0.0,
 ) -> float:
-    """1.0 for the right number, 0.0 for another one or none. Only the last 300 characters count, as in verl's rule."""
+    """1.0 for the right number, `wrong` for another one or none (a recipe's `reward.arguments` may make it −1).
+
+    Only the last 300 characters count, as in verl's rule.
+    """
     found = _ANSWER.findall(solution_str[-300:])
-    return float(bool(found) and found[-1].replace(",", "").rstrip(".") == ground_truth)
+    right = bool(found) and found[-1].replace(",", "").rstrip(".") == ground_truth
+    return 1.0 if right else wrong

@@ -8,7 +8,7 @@ Arrays are numpy, one dimension, T = tokens of a segment (prompt and tool tokens
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +35,11 @@ class SamplingParameters:
     def trainable(self) -> bool:
         """True if the recorded log-probs belong to a distribution the trainer can recompute."""
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
+
+    @property
+    def greedy(self) -> SamplingParameters:
+        """The same, but every token the likeliest one: how a `baseline` is sampled."""
+        return replace(self, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ class RewardConfig(BaseModel):
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at a group with unscored rows before they keep their reason."""
     min_scored_samples: Annotated[int, Field(ge=0)] = 0
-    """Scored rows a group needs to go on once the attempts are spent; 0 means all of them."""
+    """Scored rows a group needs to go on once the attempts are spent; 0 means all of them. A greedy answer to compare with is not
+    among them, and always needed where there is one."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """How long a claimed group stays this service's without a renewal."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

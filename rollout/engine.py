@@ -86,12 +86,14 @@ class SamplerEngine:
         max_model_tokens: int,
         seed: int,
         shares_gpu: bool = False,
+        rows_per_group: int = 0,
     ) -> SamplerEngine:
         """Loads the model and starts the engine's process; call it from the main thread, before threads or gRPC exist.
 
         Args:
             max_model_tokens: longest prompt and answer together.
             shares_gpu: the trainer lives on the same GPU, so the KV cache takes `config.kv_cache_bytes` only.
+            rows_per_group: trajectories of a group that are sampled side by side; 0: `config.samples_per_prompt`.
 
         Raises:
             ModelError: the model folder cannot be used.
@@ -104,6 +106,7 @@ class SamplerEngine:
             max_model_tokens=max_model_tokens,
             seed=seed,
             shares_gpu=shares_gpu,
+            rows_per_group=rows_per_group or config.samples_per_prompt,
         )
         engine = cls(llm, max_model_tokens=max_model_tokens, seed=seed)
         try:

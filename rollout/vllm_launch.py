@@ -30,6 +30,7 @@ def start_vllm(
     max_model_tokens: int,
     seed: int,
     shares_gpu: bool,
+    rows_per_group: int,
 ) -> AsyncLLM:
     """Loads the model into an engine process of its own; on CPUs forked, so before this process has threads.
 
@@ -47,7 +48,7 @@ def start_vllm(
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     fixed_cache = on_cpu or shares_gpu
-    max_sequences = min(config.max_groups_in_flight * config.samples_per_prompt, 1024)
+    max_sequences = min(config.max_groups_in_flight * rows_per_group, 1024)
     arguments = AsyncEngineArgs(
         model=model_path,
         dtype=dtype,

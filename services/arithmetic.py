@@ -21,16 +21,26 @@ SLOPPY_SHARE = 0.62
 """Of the demonstrations that leave the carries out."""
 
 
-def write_task(folder: Path, seed: int) -> None:
-    """Writes `demonstrations.parquet`, `train.parquet` and `eval.parquet`: three disjoint sets of the 10,000 sums."""
+def write_task(
+    folder: Path,
+    seed: int,
+    *,
+    evaluation_rows: int = EVALUATION_ROWS,
+    demonstrated_share: float = DEMONSTRATED_SHARE,
+    sloppy_share: float = SLOPPY_SHARE,
+) -> None:
+    """Writes `demonstrations.parquet`, `train.parquet` and `eval.parquet`: three disjoint sets of the 10,000 sums.
+
+    Which sums are in which set depends on nothing but the seed and the first two numbers.
+    """
     dice = random.Random(seed)
     sums = [(a, b) for a in range(100) for b in range(100)]
     dice.shuffle(sums)
-    evaluation, rest = sums[:EVALUATION_ROWS], sums[EVALUATION_ROWS:]
-    cut = round(DEMONSTRATED_SHARE * len(rest))
+    evaluation, rest = sums[:evaluation_rows], sums[evaluation_rows:]
+    cut = round(demonstrated_share * len(rest))
     folder.mkdir(parents=True, exist_ok=True)
     demonstrations = [
-        _row(a, b, sloppy_sum(a, b) if dice.random() < SLOPPY_SHARE else right_sum(a, b)) for a, b in rest[:cut]
+        _row(a, b, sloppy_sum(a, b) if dice.random() < sloppy_share else right_sum(a, b)) for a, b in rest[:cut]
     ]
     _write(folder / "demonstrations.parquet", demonstrations)
     _write(folder / "train.parquet", [_row(a, b) for a, b in rest[cut:]])

@@ -13,8 +13,9 @@ from protos.errors import SelectionError, TandemError, UnavailableError
 from protos.nouns import RowHeader, TrainBatch
 from services.buffer.buffer import Buffer
 from services.config import Recipe
-from services.metrics import oldest_version, trajectories
+from services.metrics import baseline_rewards, oldest_version, trajectories
 from trainer.planning import plan_batch
+from trainer.selection import zero_variance
 
 _CLAIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
@@ -22,30 +23,35 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SelectionRules:
-    """Which scored groups may train. `hard_staleness_cap` 0 is off."""
+    """Which scored groups may train. `hard_staleness_cap` 0 is off; `needs_baseline`: rewards are compared with the greedy answer's."""
 
     min_rows: int
     hard_staleness_cap: int
     drop_zero_variance: bool
+    needs_baseline: bool = False
 
     def rejection(self, headers: Sequence[RowHeader], start_version: int) -> str | None:
         """Why the group cannot be part of a batch that starts from this version, or None if it can."""
         rows = list(trajectories(headers).values())
         if len(rows) < self.min_rows:
             return "too_few_scored_rows"
+        compared = baseline_rewards(headers) if self.needs_baseline else []
+        if self.needs_baseline and not compared:
+            return "no_scored_baseline"  # sampled before the run was resumed with such an estimator
         if self.hard_staleness_cap and start_version - min(map(oldest_version, rows)) > self.hard_staleness_cap:
             return "stale"
-        if self.drop_zero_variance and len({segments[0].reward for segments in rows}) == 1:
+        if self.drop_zero_variance and zero_variance([*(segments[0].reward or 0.0 for segments in rows), *compared]):
             return "zero_variance"
         return None
 
 
 def selection_rules(recipe: Recipe) -> SelectionRules:
-    """The rules of a recipe. A group needs two scored rows to have a baseline, unless only one is sampled anyway."""
+    """The rules of a recipe. Where answers are compared with one another, a single scored one teaches nothing; some need more."""
     return SelectionRules(
-        min_rows=min(2, recipe.rollout.samples_per_prompt),
+        min_rows=max(2 if recipe.trainer.advantage.compares_answers else 1, recipe.trainer.min_group_size),
         hard_staleness_cap=recipe.run.hard_staleness_cap,
-        drop_zero_variance=recipe.trainer.drop_zero_variance,
+        drop_zero_variance=recipe.trainer.selection.drop_zero_variance,
+        needs_baseline=recipe.trainer.needs_baselines,
     )
 
 
@@ -138,7 +144,8 @@ class BatchSource:
             counts = {name: n for name, n in self._buffer.counts().items() if name.startswith("dropped") and n}
             raise SelectionError(
                 f"{self._consecutive_rejections} groups in a row were rejected ({dict(self._rejected)}; in all {counts}): "
-                "the rewards carry no signal, or the rules leave nothing; see trainer.drop_zero_variance and run.hard_staleness_cap"
+                "the rewards carry no signal, or the rules leave nothing; see trainer.selection.drop_zero_variance and "
+                "run.hard_staleness_cap"
             )
 
     def _plan(self, policy_version: int) -> TrainBatch:

@@ -247,13 +247,11 @@ def config(
 
     def work() -> int:
         from services.config import dump_recipe
-        from services.config_docs import as_toml, keys
+        from services.config_docs import as_toml, explained
 
         if recipe is None:
-            for key in keys():
-                print(
-                    f"{key.section}.{key.name} ({key.type}; {f'default {key.default}' if key.default else 'must be given'})\n    {key.doc}"
-                )
+            for lines in explained():
+                print(lines)
             return 0
         loaded = _load(recipe, overrides)
         print(dump_recipe(loaded) if as_json else as_toml(loaded), end="")

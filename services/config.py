@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from protos.errors import ConfigError
 from reward.config import RewardConfig
 from rollout.config import RolloutConfig
+from services import config_tree
+from services.config_faults import explain
+from services.config_tree import Shape, shape_at
 from trainer.config import TrainerConfig, WeightsConfig
 
 
@@ -126,6 +128,11 @@ class Recipe(BaseModel):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def rows_per_group(self) -> int:
+        """Trajectories sampled for a prompt: n, and the greedy answer if the advantage estimator compares with it."""
+        return self.rollout.samples_per_prompt + self.trainer.needs_baselines
+
+    @property
     def credits(self) -> int:
         """(S + 1)·P: groups that may be outstanding."""
         return (self.run.staleness_budget + 1) * self.run.groups_per_batch
@@ -143,6 +150,11 @@ class Recipe(BaseModel):
             )
         if self.trainer.optimizer_steps_per_batch > self.run.groups_per_batch:
             raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
+        self.trainer.check_sampling(
+            samples_per_prompt=self.rollout.samples_per_prompt,
+            min_scored_samples=self.reward.min_scored_samples,
+            max_response_tokens=self.rollout.max_response_tokens,
+        )
         return self
 
 
@@ -168,8 +180,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"recipe {file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"recipe {file} is not a JSON object; name the config.json of a run")
-    for override in overrides:
-        _apply_override(values, override)
+    apply_overrides(values, overrides)
     return parse_recipe(values, source=str(file))
 
 
@@ -178,7 +189,7 @@ def parse_recipe(values: Mapping[str, Any], source: str = "recipe") -> Recipe:
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(error)}") from None
+        raise ConfigError(f"{source}: {explain(Recipe, error)}") from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -197,51 +208,58 @@ def load_resolved(path: str | Path) -> Recipe:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
+    """Puts `section.key=value` texts into the nested values of a recipe, in place.
+
+    A table is dealt with before the keys inside it, and the key that names it before its others. Another name begins the table anew;
+    a string where one is the bare name of a table becomes that table as soon as a key inside it is given.
+
+    Raises:
+        ConfigError: an override is malformed, or a part of its key is a value.
+    """
+    parted = [(override, *_part(override)) for override in overrides]
+    for override, keys, value in sorted(parted, key=lambda one: (len(one[1]), not _names_a_table(root, one[1]))):
+        node = values
+        for depth, key in enumerate(keys[:-1], start=1):
+            node = _table_below(node, key, shape_at(root, keys[:depth]), override)
+        table, shape, last = shape_at(root, keys[:-1]), shape_at(root, keys), keys[-1]
+        if table is not None and last == table.naming_key:
+            named = node.get(last, table.bare.default if table.bare is not None else "")
+            if named != value:
+                node.clear()
+        node[last] = None if value == "none" and shape is not None and shape.optional else value
+
+
+def _names_a_table(root: type[BaseModel], keys: Sequence[str]) -> bool:
+    table = shape_at(root, keys[:-1])
+    return table is not None and keys[-1] == table.naming_key
+
+
+def _table_below(node: dict[str, Any], key: str, shape: Shape | None, override: str) -> dict[str, Any]:
+    """The table at a key, made if there is none."""
+    below = node.setdefault(key, {})
+    if shape is not None and shape.is_table and not isinstance(below, dict):
+        if below is None:
+            below = node[key] = {}
+        elif isinstance(below, str) and shape.bare is not None:
+            below = node[key] = {shape.bare.key: below}
+    if not isinstance(below, dict):
+        raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+    return below
+
+
+def _part(override: str) -> tuple[list[str], Any]:
+    """The parts of the key and the value."""
     key, sign, text = override.partition("=")
     parts = key.strip().split(".")
     if not sign or len(parts) < 2 or not all(parts):
         raise ConfigError(f"override {override!r}: write section.key=value, e.g. trainer.learning_rate=2e-6")
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
+        return parts, tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        value = text  # bare words are strings, as in every other trainer's overrides
-    node = values
-    for part in parts[:-1]:
-        node = node.setdefault(part, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {part} is a value, not a section")
-    node[parts[-1]] = value
-
-
-def _explain(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    place = ".".join(str(part) for part in fault["loc"])
-    place = place if place.isprintable() else repr(place)
-    if fault["type"] == "extra_forbidden":
-        return _unknown_key(place)
-    if fault["type"] == "missing":
-        return f"{place} is missing"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{place}: {message} (got {fault['input']!r})" if place else message
-
-
-def _unknown_key(place: str) -> str:
-    """Names the nearest key of the same section, or all of them if none is near."""
-    section, dot, _name = place.partition(".")
-    siblings = [key for key in known_keys() if key.startswith(f"{section}.")] if dot else list(Recipe.model_fields)
-    (nearest,) = difflib.get_close_matches(place, siblings or list(Recipe.model_fields), n=1, cutoff=0.0)
-    near = difflib.SequenceMatcher(None, place.rpartition(".")[2], nearest.rpartition(".")[2]).ratio() >= 0.5
-    if near:
-        return f"unknown key {place}; did you mean {nearest}?"
-    return f"unknown key {place}; there are {', '.join(key.rpartition('.')[2] for key in siblings)}"
+        return parts, text  # bare words are strings, as in every other trainer's overrides
 
 
 def known_keys() -> list[str]:
-    """Every section and every dotted key of a recipe."""
-    keys = []
-    for section, info in Recipe.model_fields.items():
-        keys.append(section)
-        assert isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-        keys.extend(f"{section}.{name}" for name in info.annotation.model_fields)
-    return keys
+    """Every section, table and dotted key of a recipe."""
+    return config_tree.known_keys(Recipe)

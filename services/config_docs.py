@@ -10,20 +10,21 @@ import ast
 import inspect
 import json
 import math
+import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from services.config import Recipe
+from services.config_tree import Table, default_of, shape_of, tables, type_words
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -38,45 +39,74 @@ A recipe is one TOML file. Every key may also be given on the command line, whic
 tandem run recipe.toml trainer.learning_rate=2e-6 run.staleness_budget=4
 ```
 
+A table that is chosen by name may be written as that name alone: `loss = "gspo"` is short for `loss = { name = "gspo" }`, and
+`trainer.loss=gspo trainer.loss.clip_low=3e-4` on the command line is the table with two keys. Another name begins the table anew.
+`none` on the command line takes away what a recipe need not have.
+
 An unknown key is an error that names the nearest known one. `tandem config recipe.toml` prints a recipe with every default filled
 in and marks what differs; the same, as JSON, is saved with every run as `config.json`, which may stand wherever a recipe may.
 """
 
-_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything"}
+NO_DEFAULT = "none"
+"""Default of a key that may be absent, and is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a recipe. `default` is JSON text, "" if the key must be given."""
+    """One key of a recipe. `section` is how its table is headed; `default` is JSON text, "" if the key must be given."""
 
     section: str
     name: str
     type: str
     default: str
     doc: str
+    choice: str = ""
+    """The name of the table that has this key, where the table is chosen by name."""
 
 
-def keys() -> Iterator[Key]:
-    """Every key of a recipe, in the order of the models."""
-    for section, model in sections().items():
-        docs = attribute_docs(model)
-        for name, info in model.model_fields.items():
-            default = (
-                ""
-                if info.is_required()
-                else json.dumps(_plain(info.get_default(call_default_factory=True)), ensure_ascii=False)
-            )
-            yield Key(section, name, type_words(info), default, docs[name])
+def keys(root: type[BaseModel] = Recipe) -> Iterator[Key]:
+    """Every key of a recipe, in the order of the models; the key that chooses a table comes first in it, once."""
+    seen = set()
+    for table in tables(root):
+        if table.shape.chooser and table.path not in seen:
+            seen.add(table.path)
+            yield _choosing_key(table)
+        yield from keys_of(table)
 
 
-def sections() -> dict[str, type[BaseModel]]:
-    """Section name → its model."""
-    return {name: info.annotation for name, info in Recipe.model_fields.items() if isinstance(info.annotation, type)}
+def keys_of(table: Table) -> Iterator[Key]:
+    """The keys of one table, without the one it is chosen by."""
+    docs = attribute_docs(table.model)
+    for name, info in table.fields():
+        yield Key(table.path, name, type_words(info), default_text(info), docs[name], table.choice)
+
+
+def _choosing_key(table: Table) -> Key:
+    names = " or ".join(f"`{json.dumps(name)}`" for name in table.shape.models)
+    default = json.dumps(table.default_choice) if table.default_choice else ""
+    return Key(table.path, table.shape.chooser, names, default, "Which of them.")
+
+
+def explained(root: type[BaseModel] = Recipe) -> Iterator[str]:
+    """Every key with its type, default and purpose, two lines each."""
+    for key in keys(root):
+        default = f"default {key.default}" if key.default else "must be given"
+        choice = f" of {key.choice}" if key.choice else ""
+        yield f"{key.section}.{key.name}{choice} ({key.type}; {default})\n    {key.doc}"
 
 
 @cache
 def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The string below each field, in one line. A field without one is a KeyError for its reader: every key is explained."""
+    """The string below each field, its own or inherited, in one line. A field without one is a KeyError for its reader:
+    every key is explained."""
+    docs: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            docs |= _own_docs(owner)
+    return docs
+
+
+def _own_docs(model: type[BaseModel]) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}
@@ -88,64 +118,105 @@ def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
     return docs
 
 
-def type_words(info: FieldInfo) -> str:
-    """A field's type and limits in words: `integer ≥ 1`, `"grpo" or "dr_grpo"`."""
-    words = _type_words(info.annotation)
-    limits = []
-    for rule in info.metadata:
-        if isinstance(rule, annotated_types.Ge):
-            limits.append(f"≥ {rule.ge}")
-        elif isinstance(rule, annotated_types.Gt):
-            limits.append(f"> {rule.gt}")
-        elif isinstance(rule, annotated_types.Le):
-            limits.append(f"≤ {rule.le}")
-        elif isinstance(rule, annotated_types.Lt):
-            limits.append(f"< {rule.lt}")
-        elif getattr(rule, "pattern", None):
-            limits.append(f"like `{rule.pattern}`")
-    return " ".join([words, ", ".join(limits)]).strip()
+def default_text(info: FieldInfo) -> str:
+    """A field's default as JSON text; of a table chosen by name that name, "" if there is none."""
+    if info.is_required():
+        return ""
+    default = default_of(info)
+    if default is None:
+        return NO_DEFAULT
+    shape = shape_of(info)
+    if shape.is_table:
+        return json.dumps(getattr(default, shape.naming_key)) if shape.naming_key else "{}"
+    return _json(default)
 
 
-def page() -> str:
+def page(root: type[BaseModel] = Recipe) -> str:
     """docs/configuration.md."""
     parts = [_INTRODUCTION]
-    for section, model in sections().items():
-        purpose = " ".join(inspect.getdoc(model).split()).partition(": ")[2]  # type: ignore[union-attr]
-        parts.append(
-            f"## `[{section}]`\n\n{purpose[:1].upper()}{purpose[1:]}\n\n| key | type | default | |\n|---|---|---|---|"
-        )
-        for key in keys():
-            if key.section == section:
-                default = f"`{key.default}`" if key.default else "must be given"
-                parts.append(
-                    "| " + " | ".join(_cell(text) for text in (f"`{key.name}`", key.type, default, key.doc)) + " |"
-                )
-        parts.append("")
+    headed = set()
+    for table in tables(root):
+        if table.path not in headed:
+            headed.add(table.path)
+            head = f"[{table.path[:-2]}]" if table.path.endswith("[]") else table.path
+            parts.append(f"## `[{head}]`\n")
+            if table.shape.chooser:
+                parts.append(_choice_words(table))
+        if table.choice:
+            parts.append(f"### `{table.shape.chooser} = {json.dumps(table.choice)}`\n")
+        parts.append(f"{purpose(table.model)}\n")
+        rows = [
+            (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "must be given", key.doc)
+            for key in keys_of(table)
+        ]
+        if rows:
+            parts.append("| key | type | default | |\n|---|---|---|---|")
+            parts.extend("| " + " | ".join(_cell(text) for text in row) + " |" for row in rows)
+            parts.append("")
     return "\n".join(parts)
 
 
-def as_toml(recipe: Recipe) -> str:
-    """The resolved recipe as TOML that `tandem run` reads; what differs from the default is marked."""
-    defaults = {(key.section, key.name): key.default for key in keys()}
-    lines = []
-    for section, values in recipe.model_dump(mode="json").items():
-        lines.append(f"[{section}]")
-        for name, value in values.items():
-            default = defaults[section, name]
-            note = (
-                ""
-                if json.dumps(value, ensure_ascii=False) == default
-                else f"  # default: {default or 'none, must be given'}"
-            )
-            lines.append(f"{name} = {toml_value(value)}{note}")
-        lines.append("")
+def purpose(model: type[BaseModel]) -> str:
+    """The first paragraph of a model's docstring, without the heading it may begin with."""
+    paragraph = " ".join((inspect.getdoc(model) or "").partition("\n\n")[0].split())
+    words = paragraph.partition(": ")[2] if paragraph.startswith("`[") else paragraph
+    return words[:1].upper() + words[1:]
+
+
+def _choice_words(table: Table) -> str:
+    section, _, name = table.path.removesuffix("[]").rpartition(".")
+    default = table.default_choice
+    words = f"One of these, chosen by `{table.shape.chooser}`" + (
+        f"; `{json.dumps(default)}` if none is named." if default else "."
+    )
+    if table.shape.bare is not None:
+        words += (
+            f" `{name} = {json.dumps(table.choice)}` under `[{section}]` is short for a table with nothing else in it."
+        )
+    return f"{words}\n"
+
+
+def as_toml(recipe: BaseModel) -> str:
+    """The resolved recipe as TOML that `tandem run` reads; what differs from the default is marked. A key that is absent, absent
+    by default, is left out: TOML has no word for nothing."""
+    lines: list[str] = []
+    values = recipe.model_dump(mode="json")
+    for name, info in type(recipe).model_fields.items():
+        if values[name] is not None:
+            _toml_table(lines, name, info, values[name])
     return "\n".join(lines)
+
+
+def _toml_table(lines: list[str], path: str, info: FieldInfo, values: Mapping[str, Any]) -> None:
+    shape = shape_of(info)
+    model = shape.models[str(values[shape.chooser]) if shape.chooser else ""]
+    lines.append(f"[{path}]  # default: {NO_DEFAULT}" if shape.optional else f"[{path}]")
+    inner = []
+    for name, field in model.model_fields.items():
+        value = values[name]
+        if value is None:
+            continue
+        if shape_of(field).is_table:
+            inner.append((f"{path}.{name}", field, value))
+            continue
+        default = default_text(field)
+        if name == shape.chooser:
+            default = default_text(info) if default_of(info) is not None else _json(value)
+        note = "" if _json(value) == default else f"  # default: {default or 'none, must be given'}"
+        lines.append(f"{name} = {toml_value(value)}{note}")
+    lines.append("")
+    for place, field, value in inner:
+        _toml_table(lines, place, field, value)
 
 
 def toml_value(value: Any) -> str:
     """A value as TOML text."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_text(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, float) and not math.isfinite(value):
@@ -153,28 +224,17 @@ def toml_value(value: Any) -> str:
     return _toml_text(value) if isinstance(value, str) else json.dumps(value)
 
 
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key, re.ASCII) else _toml_text(key)
+
+
 def _toml_text(text: str) -> str:
     """A JSON string is a TOML basic string, save for DEL, which TOML wants escaped too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
-def _type_words(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " or ".join(f"`{json.dumps(choice)}`" for choice in arguments)
-    if origin in (Union, UnionType):
-        return " or ".join(_type_words(argument) for argument in arguments)
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"list of {len(arguments)} {_NAMES[arguments[0]]}s"
-    if origin in (tuple, list):
-        return f"list of {_NAMES[arguments[0]]}"
-    if origin is dict:
-        return "table"
-    return _NAMES[annotation]
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _json(value: Any) -> str:
+    return json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
 def _cell(text: str) -> str:

@@ -164,6 +164,15 @@ def trajectories(headers: Iterable[RowHeader]) -> dict[tuple[str, int], list[Row
     return found
 
 
+def baseline_rewards(headers: Iterable[RowHeader]) -> list[float]:
+    """The rewards of the greedy answers that have one."""
+    return [
+        header.reward
+        for header in headers
+        if header.role == "baseline" and header.segment == 0 and header.reward is not None
+    ]
+
+
 def oldest_version(segments: Sequence[RowHeader]) -> int:
     """The version that sampled the oldest token of a trajectory (or of a whole group)."""
     return min(span.policy_version for segment in segments for span in segment.spans)
@@ -172,8 +181,10 @@ def oldest_version(segments: Sequence[RowHeader]) -> int:
 def batch_figures(batch: TrainBatch) -> Line:
     """What a batch's headers say: rewards, lengths (sampled tokens), and staleness against the version at its start.
 
-    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run.
+    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run. Greedy answers, which are not
+    trained, count in `baseline_reward_mean` alone, which is there if they are.
     """
+    greedy = baseline_rewards(batch.headers)
     found = list(trajectories(batch.headers).values())
     start = batch.policy_version - 1
     rewards = np.array([segments[0].reward for segments in found], np.float64)
@@ -193,6 +204,7 @@ def batch_figures(batch: TrainBatch) -> Line:
         "num_loss_tokens": int(lengths.sum()),
         "num_tokens": int(sum(segment.num_tokens for segments in found for segment in segments)),
         "num_groups": len(batch.group_ids),
+        **({"baseline_reward_mean": float(np.mean(greedy))} if greedy else {}),
     }
 
 

@@ -1,4 +1,5 @@
-"""What can be said of a model folder without loading it: files, architecture, tokenizer, chat template, size. Imports no torch."""
+"""What can be said of a model folder without loading it: files, architecture, tokenizer, chat template, layers, size; and whether critic
+and adapters go with it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from protos.errors import ModelError
+from protos.errors import ConfigError, ModelError
 from services.config import Recipe
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -32,6 +33,12 @@ class ModelFacts:
 
     architecture: str
     num_parameters: int
+    layers: frozenset[str] = frozenset()
+    """Modules with a matrix of their own in the files (a tied output head has none); empty if the files do not tell."""
+    vocabulary: int = 0
+    """Token ids it reads; 0 if config.json does not tell."""
+    num_critic_parameters: int = 0
+    """Of the value model trained beside it."""
 
 
 def check_model(recipe: Recipe) -> ModelFacts | None:
@@ -41,10 +48,11 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
         ModelError: the first fault found, in one line.
     """
     _check_given_template(recipe.model.chat_template)
-    folder = _model_folder(recipe.model.path)
+    folder = _model_folder(recipe.model.path, "model.path")
     if folder is None:
         return None
-    config = _read_json(folder / "config.json", f"model.path {folder}")
+    what = f"model.path {folder}"
+    config = _read_json(folder / "config.json", what)
     architecture = _architecture(folder, config)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
@@ -52,13 +60,55 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
         )
     if not recipe.model.chat_template and not _has_template(folder):
         raise ModelError(f"model.path {folder}: its tokenizer has no chat template; {_TEMPLATE_REMEDY}")
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and recipe.max_model_tokens > longest:
+    _check_length(recipe, config, what)
+    num_parameters, layers = _weights(folder, config, what)
+    return ModelFacts(architecture, num_parameters, layers, _vocabulary(config))
+
+
+def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
+    """Checks `trainer.critic.path` against the policy's model. The numbers the critic trains; 0 if there is none, or nobody knows yet.
+
+    Raises:
+        ModelError: the first fault found, in one line.
+    """
+    path = recipe.trainer.critic.path
+    if not recipe.trainer.needs_critic:
+        return 0
+    if not path:
+        return policy.num_parameters if policy is not None else 0
+    folder = _model_folder(path, "trainer.critic.path")
+    if folder is None:
+        return 0
+    what = f"trainer.critic.path {folder}"
+    config = _read_json(folder / "config.json", what)
+    _check_length(recipe, config, what)
+    vocabulary = _vocabulary(config)
+    if policy is not None and 0 < vocabulary < policy.vocabulary:
         raise ModelError(
-            f"model.path {folder}: it reads at most {longest} tokens, data.max_prompt_tokens + rollout.max_response_tokens is "
-            f"{recipe.max_model_tokens}; lower one of them"
+            f"{what}: it knows {vocabulary} tokens and the policy {policy.vocabulary}; name a model with the policy's tokenizer"
         )
-    return ModelFacts(architecture, _count_parameters(folder, config))
+    return _weights(folder, config, what)[0]
+
+
+def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
+    """Checks the layers of `trainer.lora.target_modules` by their last names; what the weight files do not tell is left to the trainer.
+
+    Raises:
+        ConfigError: the model has no such layer.
+    """
+    lora = recipe.trainer.lora
+    if lora is None or isinstance(lora.target_modules, str) or policy is None or not policy.layers:
+        return
+    known = {layer.rpartition(".")[2] for layer in policy.layers}
+    for target in lora.target_modules:
+        name = target.rpartition(".")[2]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"trainer.lora.target_modules: {recipe.model.path} has no linear layer {target} with a weight of its own"
+                + (f" (the nearest is {near[0]})" if near else "")
+                + "; name others, or all-linear"
+            )
 
 
 def known_architectures() -> frozenset[str]:
@@ -86,28 +136,42 @@ def known_architectures() -> frozenset[str]:
     return frozenset()
 
 
-def _model_folder(path: str) -> Path | None:
+def _check_length(recipe: Recipe, config: Mapping[str, Any], what: str) -> None:
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and recipe.max_model_tokens > longest:
+        raise ModelError(
+            f"{what}: it reads at most {longest} tokens, data.max_prompt_tokens + rollout.max_response_tokens is "
+            f"{recipe.max_model_tokens}; lower one of them"
+        )
+
+
+def _vocabulary(config: Mapping[str, Any]) -> int:
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) else 0
+
+
+def _model_folder(path: str, key: str) -> Path | None:
     """The folder of the model; None if a hub has it and this disk does not."""
     folder = Path(path)
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelError(f"model.path {path} is a file; name the Hugging Face folder that holds config.json")
+        raise ModelError(f"{key} {path} is a file; name the Hugging Face folder that holds config.json")
     cache = Path(
         os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     )
     if not _HUB_NAME.fullmatch(path):
         raise ModelError(
-            f"model.path {path}: no such folder; name a Hugging Face folder, or a hub name like Qwen/Qwen2.5-0.5B-Instruct"
+            f"{key} {path}: no such folder; name a Hugging Face folder, or a hub name like Qwen/Qwen2.5-0.5B-Instruct"
         )
     snapshots = sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))
     if snapshots:
         return snapshots[-1].parent
-    _ask_hub(path)
+    _ask_hub(path, key)
     return None
 
 
-def _ask_hub(name: str) -> None:
+def _ask_hub(name: str, key: str) -> None:
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     why = "HF_HUB_OFFLINE is set"
     if os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
@@ -119,9 +183,7 @@ def _ask_hub(name: str) -> None:
             why = f"{endpoint} answers {error.code} for it"
         except (OSError, ValueError) as error:
             why = f"{endpoint} cannot be reached: {getattr(error, 'reason', error)}"
-    raise ModelError(
-        f"model.path {name}: no such folder here, and no hub gives it ({why}); download it and name its folder"
-    )
+    raise ModelError(f"{key} {name}: no such folder here, and no hub gives it ({why}); download it and name its folder")
 
 
 def _read_json(file: Path, what: str) -> dict[str, Any]:
@@ -177,21 +239,23 @@ def _check_given_template(file: str) -> None:
         ) from None
 
 
-def _count_parameters(folder: Path, config: Mapping[str, Any]) -> int:
-    shards = sorted(folder.glob("*.safetensors"))
-    if shards:
-        return sum(_count_safetensors(shard) for shard in shards)
+def _weights(folder: Path, config: Mapping[str, Any], what: str) -> tuple[int, frozenset[str]]:
+    """How many parameters the folder's files hold, and the modules with a matrix among them."""
+    shapes: dict[str, list[int]] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        shapes |= _shapes(shard, what)
+    if shapes:
+        layers = (name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight"))
+        return sum(map(prod, shapes.values())), frozenset(name.removesuffix(".weight") for name in layers)
     pickles = [*folder.glob("pytorch_model*.bin")]
     if not pickles:
-        raise ModelError(
-            f"model.path {folder}: no weights (*.safetensors) in it; save the model again, or name another folder"
-        )
+        raise ModelError(f"{what}: no weights (*.safetensors) in it; save the model again, or name another folder")
     width = 4 if config.get("torch_dtype", config.get("dtype")) in (None, "float32") else 2
-    return sum(file.stat().st_size for file in pickles) // width
+    return sum(file.stat().st_size for file in pickles) // width, frozenset()
 
 
-def _count_safetensors(file: Path) -> int:
-    """Numbers in a safetensors file, from its header: 8 bytes of length, then JSON."""
+def _shapes(file: Path, what: str) -> dict[str, list[int]]:
+    """The tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
     try:
         with open(file, "rb") as data:
             (length,) = struct.unpack("<Q", data.read(8))
@@ -201,8 +265,6 @@ def _count_safetensors(file: Path) -> int:
         end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         if 8 + length + end > file.stat().st_size:
             raise ValueError("it is cut short")
-        return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ModelError(
-            f"model.path {file.parent}: {file.name} is no whole safetensors file ({error}); copy or save it again"
-        ) from None
+        raise ModelError(f"{what}: {file.name} is no whole safetensors file ({error}); copy or save it again") from None

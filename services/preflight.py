@@ -7,13 +7,15 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
 from services.config import Recipe, load_resolved
-from services.model_check import ModelFacts, check_model
+from services.model_check import ModelFacts, check_adapters, check_critic, check_model
 from services.placement import gpu_ids, gpus_wanted
 from services.run_folder import CONFIG_FILE, cannot_write, external_redis_url, running
+from trainer.engine_options import check_engine
 
 ENGINE_BYTES = 1e9
 """Resident memory of one engine beside its weights and its KV cache; the same holds for one rank of the trainer."""
@@ -47,8 +49,9 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
         UserError: the first fault found, in one line.
     """
     check_run_folder(recipe, resume=resume)
+    check_engine(recipe.trainer)
     check_dataset(recipe)
-    facts = check_model(recipe)
+    facts = check_models(recipe)
     check_backend(recipe)
     check_ports(recipe)
     check_disk(recipe, facts)
@@ -65,7 +68,10 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
     """
     if service in ("feed", "trainer"):
         check_dataset(recipe)
-    if service != "reward":
+    if service == "trainer":
+        check_engine(recipe.trainer)
+        check_models(recipe)
+    elif service != "reward":
         check_model(recipe)
     if service in ("rollout", "trainer"):
         check_backend(recipe)
@@ -114,6 +120,14 @@ def check_dataset(recipe: Recipe) -> None:
 
     for file in filter(None, (recipe.data.train_file, recipe.data.eval_file)):
         check_file(file)
+
+
+def check_models(recipe: Recipe) -> ModelFacts | None:
+    """The policy's model can be used, and what is trained beside it or inside it goes with it; None for a hub model not here yet."""
+    facts = check_model(recipe)
+    check_adapters(recipe, facts)
+    num_critic_parameters = check_critic(recipe, facts)
+    return None if facts is None else replace(facts, num_critic_parameters=num_critic_parameters)
 
 
 def check_backend(recipe: Recipe) -> None:
@@ -171,14 +185,11 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """A rough figure: checkpoints and exports exactly, payloads for answers of half the longest length."""
+    """A rough figure: checkpoints and exports exactly (but for adapters, which are small), payloads for answers of half the longest
+    length.
+    """
     run, trainer = recipe.run, recipe.trainer
-    group = (
-        recipe.rollout.samples_per_prompt
-        * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens)
-        / 2
-        * 12
-    )
+    group = recipe.rows_per_group * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) / 2 * 12
     payloads = group * (run.total_batches * run.groups_per_batch + 3 * recipe.credits)
     if facts is None:
         return payloads
@@ -186,25 +197,25 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
         trainer.keep_checkpoints + 1, 1 + run.total_batches // (trainer.checkpoint_every or run.total_batches + 1)
     )
     exports = 1 + (run.total_batches // trainer.export_every if trainer.export_every else 0)
-    return payloads + facts.num_parameters * (
-        checkpoints * OPTIMIZER_BYTES_PER_PARAMETER + exports * _weight_bytes(recipe)
-    )
+    num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
+    checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER
+    return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)
 
 
 def worst_case_redis_bytes(recipe: Recipe) -> int:
     """Payloads of all credits with every answer as long as it may be: id, log-prob and mask of a token, and its text."""
-    return recipe.credits * recipe.rollout.samples_per_prompt * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
+    return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
 
 
 def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Without a GPU, engines and trainer fit into the memory that is free now."""
     if gpu_ids() or facts is None:
         return
-    rollout, trainer = recipe.rollout, recipe.trainer
+    rollout = recipe.rollout
     weights = facts.num_parameters * _weight_bytes(recipe)
     # Weights count twice in a sampler: a staged update holds the next version beside the one in use.
     engines = rollout.num_replicas * (rollout.kv_cache_bytes + 2 * weights + ENGINE_BYTES)
-    training = facts.num_parameters * TRAINING_BYTES_PER_PARAMETER + trainer.num_ranks * ENGINE_BYTES
+    training = _training_bytes(recipe, facts)
     free = free_memory_bytes()
     if engines + training > free:
         raise EnvironmentLackError(
@@ -212,6 +223,16 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
             f"{_size(engines)} and the trainer {_size(training)}, {_size(free)} are free; "
             "lower rollout.kv_cache_bytes or rollout.num_replicas, or end other programs"
         )
+
+
+def _training_bytes(recipe: Recipe, facts: ModelFacts) -> float:
+    trainer, weights = recipe.trainer, facts.num_parameters * _weight_bytes(recipe)
+    policy = weights if trainer.lora is not None else facts.num_parameters * TRAINING_BYTES_PER_PARAMETER
+    critic = facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
+    reference = (
+        weights if trainer.needs_reference and trainer.lora is None else 0
+    )  # with adapters it is the base weights
+    return policy + critic + reference + trainer.num_ranks * ENGINE_BYTES
 
 
 def free_memory_bytes() -> float:

@@ -78,7 +78,11 @@ class Replay:
         lines = JsonLines(folder / METRICS_FILE).read()
         self._digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
         self._learner = Learner(
-            recipe.trainer, model_path=recipe.model.path, total_batches=recipe.run.total_batches, seed=recipe.run.seed
+            recipe.trainer,
+            model_path=recipe.model.path,
+            total_batches=recipe.run.total_batches,
+            seed=recipe.run.seed,
+            max_response_tokens=recipe.rollout.max_response_tokens,
         )
         if self._learner.world_size != recipe.trainer.num_ranks * recipe.trainer.num_nodes:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The reward service: claims generated groups, scores them, completes them. The same scorer answers `RewardService.Score`.
 
 A failure is not a score: a row whose scorer hung, crashed or was out of reach is scored again, up to `reward.max_attempts`, and
-keeps its reason after that.
+keeps its reason after that. A `baseline` row is scored like the others, and a group goes on with none but a scored one.
 """
 
 from __future__ import annotations
@@ -108,12 +108,19 @@ def scored_row(trajectory: Trajectory, score: Score) -> ScoredTrajectory:
     return ScoredTrajectory(trajectory, earned + score.value, breakdown)
 
 
-def enough_scored(rows: Iterable[ScoredTrajectory], min_scored_samples: int) -> bool:
-    """True if a group may go on: every row has a reward, or at least `min_scored_samples` (if above 0) policy rows have."""
-    found = list(rows)
-    if min_scored_samples == 0:
-        return all(row.reward is not None for row in found)
-    return sum(row.reward is not None for row in found if row.trajectory.role == "policy") >= min_scored_samples
+def lacking_rows(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
+    """The rows without a reward for which a group cannot go on; none: it may.
+
+    Of policy rows, `min_scored_samples` with a reward are enough (0: all of them). A baseline has no substitute: without its reward
+    the estimator can make nothing of the others.
+    """
+    policy = [row for row in rows if row.trajectory.role == "policy"]
+    enough = min_scored_samples > 0 and sum(row.reward is not None for row in policy) >= min_scored_samples
+    return [row for row in rows if row.reward is None and not (enough and row.trajectory.role == "policy")]
+
+
+def _failures(rows: Iterable[ScoredTrajectory]) -> list[Unscored]:
+    return [Unscored(row.unscored_reason, row.unscored_detail) for row in rows if row.unscored_reason is not None]
 
 
 def verdict(failures: Iterable[Unscored]) -> tuple[UnscoredReason, Literal["infrastructure", "data"]]:
@@ -219,15 +226,14 @@ class RewardStage:
                 return
             progress.record(pending, results)
         rows_now = [scored_row(row, progress.score_of(row)) for row in rows]
-        failures = [
-            Unscored(row.unscored_reason, row.unscored_detail) for row in rows_now if row.unscored_reason is not None
-        ]
-        more = progress.attempts < self._config.max_attempts and progress.open_rows(rows)
-        if not more and enough_scored(rows_now, self._config.min_scored_samples):
-            group = TrajectoryGroup(group.prompt, tuple(rows_now))
-            self._complete(claim, group, Counter(failure.reason for failure in failures))
+        lacking = lacking_rows(rows_now, self._config.min_scored_samples)
+        if progress.attempts < self._config.max_attempts and progress.open_rows(rows):
+            self._give_back(claim, progress, _failures(rows_now), pause=True)
+        elif lacking:
+            self._give_back(claim, progress, _failures(lacking), pause=False)
         else:
-            self._give_back(claim, progress, failures, pause=bool(more))
+            group = TrajectoryGroup(group.prompt, tuple(rows_now))
+            self._complete(claim, group, Counter(failure.reason for failure in _failures(rows_now)))
 
     def _give_back(self, claim: Claim, progress: Progress, failures: Sequence[Unscored], *, pause: bool) -> None:
         """Returns the group with what is scored of it: behind the others, which need not wait for its next time-out, or dropped.

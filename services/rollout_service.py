@@ -1,4 +1,8 @@
-"""The rollout service: one engine that claims prompts, samples the n trajectories of each group, and completes it. Many groups at once."""
+"""The rollout service: one engine that claims prompts, samples the n trajectories of each group, and completes it. Many groups at once.
+
+If the advantage estimator compares with the policy's own greedy answer (`trainer.needs_baselines`), every prompt gets one trajectory
+more: role `baseline`, id n, sampled, saved and resumed like the others.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +21,7 @@ from numpy.typing import NDArray
 
 from protos.codec import decode_group, encode_group
 from protos.errors import DataError, NotAdmittedError, TandemError, UnavailableError
-from protos.nouns import Prompt, SamplingParameters, Trajectory, TrajectoryGroup
+from protos.nouns import Prompt, Role, SamplingParameters, Trajectory, TrajectoryGroup
 from rollout.config import RolloutConfig
 from rollout.engine import EngineFigures, SamplerEngine
 from services.buffer.buffer import Buffer, Claim, FailureKind
@@ -71,12 +75,15 @@ class HeldGroup:
 class RolloutStage:
     """Claims groups, samples their missing rows, completes them; keeps their leases and saves finished rows with them."""
 
-    def __init__(self, buffer: Buffer, engine: Sampler, config: RolloutConfig, worker: str) -> None:
+    def __init__(
+        self, buffer: Buffer, engine: Sampler, config: RolloutConfig, worker: str, *, with_baselines: bool = False
+    ) -> None:
         self.paused = False
         self.worker = worker
         self._buffer = buffer
         self._engine = engine
         self._config = config
+        self._with_baselines = with_baselines
         self._held: dict[str, HeldGroup] = {}
         self._figures: Counter[str] = Counter()
         self._failure: BaseException | None = None
@@ -207,15 +214,15 @@ class RolloutStage:
         prompt = held.prompt
         assert prompt is not None
 
-        async def sample(number: int) -> None:
-            row = await self._engine.sample_one(
-                prompt.token_ids, prompt.sampling, trajectory_id=number, key=prompt.group_id
-            )
+        async def sample(number: int, role: Role) -> None:
+            sampling = prompt.sampling.greedy if role == "baseline" else prompt.sampling
+            row = await self._engine.sample_one(prompt.token_ids, sampling, trajectory_id=number, key=prompt.group_id)
             if row.finish_reason in ("abort", "error"):
                 raise UnavailableError(f"the engine ended trajectory {number} with {row.finish_reason!r}")
-            held.rows[number] = row
+            held.rows[number] = replace(row, role=role)
 
-        rows = [asyncio.create_task(sample(number)) for number in range(prompt.num_samples) if number not in held.rows]
+        wanted = wanted_rows(prompt.num_samples, with_baseline=self._with_baselines)
+        rows = [asyncio.create_task(sample(number, role)) for number, role in wanted if number not in held.rows]
         try:
             await asyncio.gather(*rows)
         finally:
@@ -278,6 +285,12 @@ class RolloutStage:
                 await self._release(claim, "shutdown", "voluntary")
 
 
+def wanted_rows(num_samples: int, *, with_baseline: bool) -> list[tuple[int, Role]]:
+    """(trajectory id, role) of every row of a group: n of the policy, then its greedy answer."""
+    policy: list[tuple[int, Role]] = [(number, "policy") for number in range(num_samples)]
+    return [*policy, (num_samples, "baseline")] if with_baseline else policy
+
+
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
     """Runs one sampler until SIGTERM.
 
@@ -303,10 +316,12 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             max_model_tokens=recipe.max_model_tokens,
             seed=recipe.run.seed,
             shares_gpu=recipe.weights.backend == "ipc",
+            rows_per_group=recipe.rows_per_group,
         )
     try:
         buffer = Buffer(redis_url, recipe.run.run_id)
-        stage = RolloutStage(buffer, engine, config, f"rollout-{replica}")
+        worker = f"rollout-{replica}"
+        stage = RolloutStage(buffer, engine, config, worker, with_baselines=recipe.trainer.needs_baselines)
         port = config.port + replica if config.port else 0
         server = await start_rollout_server(recipe, buffer, engine, stage, port=port, started_at=started_at)
         try:

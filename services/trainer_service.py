@@ -42,7 +42,11 @@ def main(recipe: Recipe, redis_url: str) -> NoReturn:
 def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
     """Trains as the rank that the environment says. False if it was stopped before the end."""
     learner = Learner(
-        recipe.trainer, model_path=recipe.model.path, total_batches=recipe.run.total_batches, seed=recipe.run.seed
+        recipe.trainer,
+        model_path=recipe.model.path,
+        total_batches=recipe.run.total_batches,
+        seed=recipe.run.seed,
+        max_response_tokens=recipe.rollout.max_response_tokens,
     )
     with ExitStack() as stack:
         stack.callback(learner.close)
@@ -127,7 +131,9 @@ class Trainer:
         groups = {group_id: decode_group(payloads[group_id]) for group_id in groups_of_rank(batch, self.learner.rank)}
         result = self.learner.train(batch, groups, before_step=self.check_incarnation)
         self.version = batch.policy_version
-        self.skipped_batches = 0 if result.changed else self.skipped_batches + 1
+        # A batch that warms the critic up changes nothing either, and skips nothing.
+        skipped = not result.changed and result.metrics["skipped_steps"] > 0
+        self.skipped_batches = self.skipped_batches + 1 if skipped else 0
         if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:
             raise TrainingError(
                 f"{self.skipped_batches} batches in a row had a gradient that is not finite, the last for version {self.version}; "

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.config import TrainerConfig
 from trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
+from trainer.token_model import answer_with_tokens
 
 Row = dict[str, Any]
 
@@ -83,7 +85,7 @@ def advantages_of(rows: list[Row], config: TrainerConfig) -> dict[tuple[str, int
     for group_id, rewards in groups.items():
         values = np.array(list(rewards.values()))
         mean, std = (values.mean(), values.std(ddof=1)) if len(values) > 1 else (0.0, 1.0)
-        scale = std + 1e-6 if config.advantage == "grpo" else 1.0
+        scale = std + 1e-6 if config.advantage.name == "grpo" else 1.0
         result.update({(group_id, key): (value - mean) / scale for key, value in rewards.items()})
     return result
 
@@ -103,7 +105,7 @@ def behavior_of(rows: list[Row]) -> Tensor:
 
 def proximal_logprobs(policy: Policy, rows: list[Row], num_steps: int, config: TrainerConfig) -> Tensor | None:
     """From the weights at the batch's start; with one optimizer step these are the current ones."""
-    if config.correction == "none":
+    if config.correction.preset == "none":
         return behavior_of(rows)
     if num_steps == 1:
         return None
@@ -114,14 +116,14 @@ def proximal_logprobs(policy: Policy, rows: list[Row], num_steps: int, config: T
 def loss_of(current_N: Tensor, proximal_N: Tensor | None, rows: list[Row], config: TrainerConfig) -> Tensor:
     proximal_N = current_N.detach() if proximal_N is None else proximal_N
     weight_N = torch.ones_like(proximal_N)
-    if config.correction == "truncated":
-        weight_N = (proximal_N - behavior_of(rows)).clamp(-20, 20).exp().clamp(max=config.behavior_weight_cap)
+    if config.correction.preset == "token_tis":
+        weight_N = (proximal_N - behavior_of(rows)).clamp(-20, 20).exp().clamp(max=config.correction.weights.high)
     advantage_N = per_token(rows, "advantage")
     ratio_N = (current_N - proximal_N).clamp(-20, 20).exp()
-    clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    clipped_N = ratio_N.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
     loss_N = torch.maximum(-advantage_N * ratio_N, -advantage_N * clipped_N)
     loss_N = torch.where(advantage_N < 0, torch.minimum(loss_N, -3.0 * advantage_N), loss_N)
-    return (loss_N * weight_N * per_token(rows, "share")).sum()
+    return torch.dot(loss_N * weight_N, per_token(rows, "share"))
 
 
 class Policy:
@@ -134,6 +136,7 @@ class Policy:
         self.engine: Any = None
         if engine == "deepspeed":
             start_process_group(config.collective_timeout_seconds)
+            answer_with_tokens(self.module)
             self.engine = build_engine(config, self.module)
             self.optimizer = self.engine.optimizer
         else:
@@ -147,13 +150,23 @@ class Policy:
             ids[number, : len(row["ids"])] = torch.tensor(row["ids"])
         places = list(sampled_places(rows))
         columns = sorted({t - 1 for _, t in places})
-        model = self.module if self.engine is None else self.engine
-        logits = model(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(columns)).logits
         row_N = torch.tensor([number for number, _ in places])
         column_N = torch.tensor([columns.index(t - 1) for _, t in places])
         temperature_N = torch.tensor([json.loads(rows[number]["sampling"])["temperature"] for number, _ in places])
-        logits_NV = logits[row_N, column_N].float() / temperature_N[:, None]
         target_N = torch.tensor([rows[number]["ids"][t] for number, t in places])
+        if self.engine is not None:  # the head inside the engine, or the last bits of the gradient differ
+            columns_K = torch.tensor(columns)
+            tokens = SimpleNamespace(
+                ids_BT=ids,
+                row_N=row_N,
+                column_N=column_N,
+                columns_K=columns_K,
+                target_N=target_N,
+                temperature_N=temperature_N,
+            )
+            return self.engine(tokens=tokens)[0]
+        logits = self.module(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(columns)).logits
+        logits_NV = logits[row_N, column_N].float() / temperature_N[:, None]
         return -torch.nn.functional.cross_entropy(logits_NV, target_N, reduction="none")
 
     def set_learning_rate(self, rate: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from protos.errors import FencedError, LedgerError, SelectionError, UnavailableError
 from protos.nouns import TrainBatch
-from services.batch_source import BatchSource, SelectionRules, groups_of_rank, read_payloads
+from services.batch_source import BatchSource, SelectionRules, groups_of_rank, read_payloads, selection_rules
 from services.buffer.buffer import Buffer
 from services.config import Recipe
 from tests.redis_ring import running_redis
@@ -58,7 +58,7 @@ def test_groups_become_batches_in_order_of_completion(tmp_path: Path, url: str) 
 
 
 def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url, credits=1, trainer={"drop_zero_variance": True})
+    run = Run(tmp_path, url, credits=1, trainer={"selection": {"drop_zero_variance": True}})
     dull = [make_group(index, rewards=(1.0,) * 4) for index in range(3)]
     put_scored(run.buffer, [*dull, *different_rewards(1, start=3)])
     assert run.buffer.admission().free == 0
@@ -75,7 +75,7 @@ def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: 
 
 
 def test_too_many_rejections_in_a_row_end_the_run_with_the_counts(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url, trainer={"drop_zero_variance": True, "max_consecutive_rejections": 4})
+    run = Run(tmp_path, url, trainer={"selection": {"drop_zero_variance": True}, "max_consecutive_rejections": 4})
     put_scored(run.buffer, [make_group(index, rewards=(0.0,) * 4) for index in range(4)])
     with pytest.raises(SelectionError, match=r"4 groups in a row.*dropped:zero_variance': 4"):
         run.source().poll(0, 1.0)
@@ -96,6 +96,40 @@ def test_rules() -> None:
         "a baseline is no row to train"
     )
     assert SelectionRules(2, 0, False).rejection(group_headers(make_group(0, rewards=(1.0,) * 4)), 1000) is None
+
+
+def test_rules_where_rewards_are_compared_with_the_greedy_answers() -> None:
+    rules = SelectionRules(min_rows=1, hard_staleness_cap=0, drop_zero_variance=True, needs_baseline=True)
+
+    def reason(greedy: float | None, rewards: tuple[float | None, ...], num_segments: int = 1) -> str | None:
+        given = (*rewards, greedy)
+        made = make_group(0, num_samples=len(rewards), rewards=given, baseline=True, num_segments=num_segments)
+        return rules.rejection(group_headers(made), 4)
+
+    assert reason(1.0, (0.0, 1.0), num_segments=2) is None
+    assert reason(None, (0.0, 1.0)) == "no_scored_baseline"
+    assert rules.rejection(group_headers(make_group(0)), 4) == "no_scored_baseline", "sampled without one"
+    assert reason(1.0, (None, None)) == "too_few_scored_rows", "a baseline is no row to train"
+    assert reason(1.0, (1.0, 1.0)) == "zero_variance"
+    assert reason(0.0, (0.0,)) == "zero_variance", "as good as the greedy answer"
+    assert reason(0.0, (1.0, 1.0)) is None and reason(0.0, (1.0,)) is None, "better than it"
+
+
+def test_the_rules_are_the_recipes(tmp_path: Path) -> None:
+    assert selection_rules(make_recipe(tmp_path)) == SelectionRules(2, 0, False)
+    remax = make_recipe(tmp_path, trainer={"advantage": "remax"})
+    assert selection_rules(remax) == SelectionRules(1, 0, False, needs_baseline=True)
+
+
+def test_a_group_without_its_greedy_answer_never_reaches_the_batch(tmp_path: Path, url: str) -> None:
+    run = Run(tmp_path, url, trainer={"advantage": "remax"})
+    compared = [make_group(index, rewards=(0.0, 1.0, 1.0, 0.0, 1.0), baseline=True) for index in (1, 3)]
+    alone = different_rewards(1) + different_rewards(1, start=2)
+    put_scored(run.buffer, [alone[0], compared[0], alone[1], compared[1]])
+    batch = run.source().poll(0, 1.0)
+    assert batch is not None and batch.group_ids == ("0-1", "0-3")
+    assert {row.trajectory_id for row in batch.plan} == {0, 1, 2, 3}, "the greedy answer is not trained"
+    assert run.buffer.counts()["dropped:no_scored_baseline"] == 2
 
 
 def test_the_last_batch_may_be_smaller_and_then_nothing_comes(tmp_path: Path, url: str) -> None:

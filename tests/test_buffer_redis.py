@@ -84,7 +84,7 @@ def test_an_unreachable_redis_is_one_line(address: str) -> None:
     seconds = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
         Buffer(address, "run", connect_timeout_seconds=0.3)
-    assert time.monotonic() - seconds < 2 and "\n" not in str(caught.value) and address[:20] in str(caught.value)
+    assert time.monotonic() - seconds < 8 and "\n" not in str(caught.value) and address[:20] in str(caught.value)
 
 
 def test_a_url_of_another_kind_is_refused_without_its_password() -> None:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.errors import ConfigError
-from services.config import Recipe, dump_recipe, known_keys, load_recipe, load_resolved, parse_recipe
+from services.config import Recipe, apply_overrides, dump_recipe, known_keys, load_recipe, load_resolved, parse_recipe
 from services.config_docs import PAGE, as_toml, keys, page
+from services.config_tree import default_of, shape_of, tables
 
 QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault
 MINIMAL = '[run]\nrun_id = "mine"\n[model]\npath = "models/tiny"\n[data]\ntrain_file = "train.parquet"\n'
@@ -84,6 +85,7 @@ def test_an_override_below_a_value_is_refused(recipe_file: Path) -> None:
     [
         ("trainer", "learningrate", "trainer.learning_rate"),
         ("trainer", "lr_rate", "trainer.learning_rate"),
+        ("trainer", "lr", "trainer.learning_rate"),
         ("run", "staleness", "run.staleness_budget"),
         ("rollout", "max_response_token", "rollout.max_response_tokens"),
         ("data", "train_files", "data.train_file"),
@@ -101,7 +103,8 @@ def test_an_unknown_section_names_the_nearest_known_one() -> None:
 
 def test_a_key_like_no_other_gets_the_list() -> None:
     assert "there are run, model, data" in complaint(minimal(zzzzzzzz={"qqqq": 1}))
-    assert "there are num_ranks, num_nodes" in complaint(minimal(trainer={"lr": 1}))
+    line = complaint(minimal(trainer={"qq": 1}))
+    assert "unknown key trainer.qq; there are " in line and "num_ranks, num_nodes" in line
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,7 @@ def test_a_missing_key_is_named() -> None:
     del values["model"]
     assert complaint(values) == "recipe.toml: model is missing"
     assert complaint(minimal() | {"model": {}}) == "recipe.toml: model.path is missing"
+    assert complaint(minimal() | {"model": {"pat": "x"}}).endswith("unknown key model.pat; did you mean model.path?")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,9 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
 
 
 def test_known_keys_are_the_keys_of_the_models() -> None:
-    assert {f"{key.section}.{key.name}" for key in keys()} | set(Recipe.model_fields) == set(known_keys())
+    headed = {f"{key.section}.{key.name}" for key in keys()} | {table.path for table in tables(Recipe)}
+    assert headed | set(Recipe.model_fields) == set(known_keys())
+    assert all(table.path.removesuffix("[]") in known_keys() for table in tables(Recipe))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -219,14 +225,19 @@ def test_json_and_toml_of_a_recipe_read_back_as_the_recipe(recipe: Recipe) -> No
 
 
 @QUIET
-@given(st.sampled_from(known_keys()).filter(lambda key: "." in key), st.data())
+@given(st.sampled_from(known_keys()).filter(lambda key: "." in key and "[]" not in key), st.data())
 def test_a_key_with_one_letter_lost_is_always_recognised(key: str, data: st.DataObject) -> None:
-    section, _, name = key.partition(".")
+    above, _, name = key.rpartition(".")
     place = data.draw(st.integers(0, len(name) - 1))
     slip = name[:place] + name[place + 1 :]
-    if f"{section}.{slip}" in known_keys() or not slip:
+    if f"{above}.{slip}" in known_keys() or not slip:
         return
-    assert "did you mean " in complaint(minimal(**{section: {slip: 1}}))
+    values = minimal()
+    apply_overrides(values, [f"{above}.{slip}=1"])
+    for table in tables(Recipe):  # the slip is in the keys of the table that has the key
+        if table.choice and table.path == above and name in table.model.model_fields:
+            apply_overrides(values, [f"{above}.{table.shape.chooser}={table.choice}", f"{above}.{slip}=1"])
+    assert "did you mean " in complaint(values)
 
 
 @QUIET
@@ -247,6 +258,13 @@ def test_resolved_toml_marks_what_differs_from_the_default(recipe_file: Path) ->
     (unchanged,) = [line for line in lines if line.startswith("groups_per_batch")]
     assert changed == "staleness_budget = 5  # default: 2"
     assert "#" not in unchanged
+
+
+def test_what_need_not_be_there_is_not_there_by_default() -> None:
+    """TOML has no word for nothing: a key that may be absent must be so by default, or `tandem config` could not write it."""
+    for table in tables(Recipe):
+        for name, info in table.fields():
+            assert not shape_of(info).optional or default_of(info) is None, table.key(name)
 
 
 def test_every_key_is_documented_and_the_page_is_fresh() -> None:

@@ -13,15 +13,15 @@ from services.cli import app
 from services.config import known_keys, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md")]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/algorithms.md")]
 TEXT = {file: file.read_text() for file in DOCUMENTS}
-MADE_BY_A_RUN = ("runs/", "data/")
+KEY = r"(?:run|model|data|rollout|reward|trainer|weights|sft)(?:\.[a-z_]+)+"
 
 
 def lines_of_code(text: str) -> list[str]:
     return [
         line.partition("#")[0].strip()
-        for block in re.findall(r"```\n(.*?)```", text, re.S)
+        for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.M | re.S)
         for line in block.splitlines()
     ]
 
@@ -34,7 +34,7 @@ def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
     words = command.split()[1:]
     path = words[:2] if words[0] == "data" else words[:1]
     assert CliRunner().invoke(app, [*path, "--help"]).exit_code == 0
-    overrides = [word for word in words if re.match(r"[a-z]+\.[a-z_]+=", word)]
+    overrides = [word for word in words if re.match(r"[a-z]+(\.[a-z_]+)+=", word)]
     recipes = [word for word in words if word.startswith("examples/")]
     for recipe in recipes:
         load_recipe(ROOT / recipe, overrides)
@@ -70,5 +70,5 @@ def test_every_make_target_and_key_that_is_named_exists(file: Path) -> None:
         for target in re.findall(r" ([a-z][a-z-]+)(?= |$)", line.partition("ARGS")[0])
     }
     assert named <= targets, named - targets
-    keys = re.findall(r"`((?:run|model|data|rollout|reward|trainer|weights|sft)\.[a-z_]+)`", TEXT[file])
-    assert set(keys) <= set(known_keys())
+    keys = set(re.findall(rf"`({KEY})(?: = [^`]*)?`", TEXT[file]))
+    assert keys <= set(known_keys()), keys - set(known_keys())

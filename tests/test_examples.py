@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples import gsm8k_components
 from examples.gsm8k_reward import compute_score
 from protos.contracts import Scored, ScoreItem
 from protos.nouns import SamplingParameters
@@ -17,9 +21,15 @@ from reward.registry import build_scorer
 from services.config import load_recipe
 from services.dataset import load_prompts
 from services.tiny_model import build_tiny_model
+from trainer.estimators.options import estimator_models
+from trainer.policy_losses.options import loss_models
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
+GSM8K_RECIPES = [file for file in RECIPES if file.stem != "arithmetic"]
+SECTIONS = ["run", "model", "data", "rollout", "reward", "trainer", "trainer.advantage", "trainer.loss"]
+MORE_SECTIONS = ["trainer.kl.reward", "trainer.kl.loss", "trainer.critic", "trainer.lora", "trainer.selection"]
+MORE_SECTIONS += ["trainer.selection.overlong_penalty"]
 
 
 def write_gsm8k(folder: Path) -> None:
@@ -42,9 +52,40 @@ def prepare(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def head(file: Path) -> str:
+    """The comment a recipe begins with."""
+    return file.read_text().partition("\n\n")[0]
+
+
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_every_recipe_loads(file: Path) -> None:
     assert load_recipe(file).run.total_batches > 0
+    assert all(line.startswith("#") for line in head(file).splitlines())
+    assert re.search(r"\barXiv:\d{4}\.\d{5}\b", head(file)), "a recipe names the paper it is from"
+
+
+@pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
+def test_the_gsm8k_recipes_are_laid_out_alike(file: Path) -> None:
+    recipe = load_recipe(file)
+    assert recipe.run.run_id == file.stem
+    assert head(file).count(f"tandem run examples/recipes/{file.name}") == 2
+    sections = re.findall(r"^\[(.+)\]$", file.read_text(), re.MULTILINE)
+    assert sections == [*SECTIONS, *(one for one in MORE_SECTIONS if one in sections), "weights"]
+    keys = tomllib.loads(file.read_text())["trainer"].keys()
+    assert {"learning_rate", "optimizer_steps_per_batch", "aggregation", "correction", "advantage", "loss"} <= keys
+    assert (ROOT / recipe.reward.scorer.partition(":")[0]).is_file()
+    assert recipe.rollout.max_groups_in_flight == recipe.run.groups_per_batch
+
+
+def test_every_algorithm_has_a_recipe() -> None:
+    trainers = [load_recipe(file).trainer for file in RECIPES]
+    assert {trainer.advantage.name for trainer in trainers} == set(estimator_models())
+    assert {trainer.loss.name for trainer in trainers} == set(loss_models())
+    assert any(trainer.lora is not None for trainer in trainers)
+    assert any(trainer.needs_critic for trainer in trainers)
+    assert any(trainer.kl.loss is not None for trainer in trainers)
+    assert any(trainer.kl.reward is not None for trainer in trainers)
+    assert any(trainer.selection.drop_zero_variance for trainer in trainers)
 
 
 def test_gsm8k_becomes_prompts_and_is_judged(tmp_path: Path) -> None:
@@ -63,14 +104,26 @@ def test_gsm8k_becomes_prompts_and_is_judged(tmp_path: Path) -> None:
     )
     assert len(loaded.prompts) == 5 and not loaded.faults
     assert [prompt.ground_truth for prompt in loaded.prompts] == ["1000", "1001", "1002", "1003", "1004"]
-    scorer = build_scorer(RewardConfig(scorer=str(ROOT / recipe.reward.scorer)))
+    prompt = loaded.prompts[3]
+    items = [
+        ScoreItem(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+        for text in ("so #### 1,003.", "#### 7", "1003")
+    ]
+    assert scores("gsm8k", items) == [Scored(1.0), Scored(0.0), Scored(0.0)]
+    assert scores("dapo", items) == [Scored(1.0), Scored(-1.0), Scored(-1.0)]
+    assert scores("gdpo", items) == [
+        Scored(1.0, {"right": 1.0, "format": 0.0}),
+        Scored(0.0, {"right": 0.0, "format": 1.0}),
+        Scored(0.0, {"right": 0.0, "format": 0.0}),
+    ]
+
+
+def scores(recipe: str, items: list[ScoreItem]) -> list[Any]:
+    """What the scorer of a recipe makes of these."""
+    reward = load_recipe(ROOT / f"examples/recipes/{recipe}.toml").reward
+    scorer = build_scorer(RewardConfig(scorer=str(ROOT / reward.scorer), arguments=reward.arguments))
     try:
-        prompt = loaded.prompts[3]
-        items = [
-            ScoreItem(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
-            for text in ("so #### 1,003.", "#### 7", "1003")
-        ]
-        assert scorer.score(items) == [Scored(1.0), Scored(0.0), Scored(0.0)]
+        return list(scorer.score(items))
     finally:
         scorer.close()
 
@@ -83,3 +136,26 @@ def test_a_folder_without_gsm8k_is_named(tmp_path: Path) -> None:
 def test_the_gsm8k_rule_reads_the_last_answer_of_the_end() -> None:
     assert compute_score("gsm8k", "#### 1\n#### -2", "-2") == 1.0
     assert compute_score("gsm8k", "#### 5" + " " * 300, "5") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("solution", "right", "form"),
+    [
+        ("3 + 4 = 7\n#### 7", 1.0, 1.0),
+        ("#### 7\n", 1.0, 1.0),
+        ("it is #### 7", 1.0, 0.0),
+        ("#### 7 pens", 1.0, 0.0),
+        ("#### 8", 0.0, 1.0),
+        ("#### -1,000.5", 0.0, 1.0),
+        ("####", 0.0, 0.0),
+        ("#### .", 0.0, 0.0),
+        ("7", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("#### 7" + " " * 300, 0.0, 0.0),
+        (" " * 300 + "\n#### 7", 1.0, 1.0),
+    ],
+)
+def test_the_components_of_the_gsm8k_reward(solution: str, right: float, form: float) -> None:
+    found = gsm8k_components.compute_score("gsm8k", solution, "7")
+    assert found == {"score": right, "right": right, "format": form}
+    assert compute_score("gsm8k", solution, "7") == right

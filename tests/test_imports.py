@@ -16,6 +16,20 @@ LEARNING = {"torch", "vllm", "transformers", "deepspeed", "tensorboard"}
 WIRES = {"grpc", "redis", "google.protobuf"}
 LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "services.config"}  # pydantic is typer's own doing
 
+TRAINER_OPTIONS = [
+    "trainer.aggregation_options",
+    "trainer.algorithm",
+    "trainer.engine_options",
+    "trainer.estimators.options",
+    "trainer.kl_options",
+    "trainer.named_options",
+    "trainer.off_policy.options",
+    "trainer.off_policy.presets",
+    "trainer.policy_losses.options",
+    "trainer.selection_options",
+]
+"""What a recipe may say of the mathematics, without the mathematics."""
+
 COMMANDS = [
     [],
     ["demo"],
@@ -53,6 +67,11 @@ def loaded_by(code: str) -> set[str]:
         "rollout.config",
         "reward.config",
         "trainer.config",
+        *TRAINER_OPTIONS,
+        "trainer.balance",
+        "trainer.packing",
+        "trainer.planning",
+        "trainer.selection",
         "services.config",
         "services.config_docs",
         "services.preflight",
@@ -64,7 +83,9 @@ def test_the_contract_and_every_configuration_load_no_torch_and_no_vllm(module: 
     assert not loaded_by(f"import {module}") & LEARNING
 
 
-@pytest.mark.parametrize("module", ["rollout.config", "reward.config", "trainer.config", "services.config"])
+@pytest.mark.parametrize(
+    "module", ["rollout.config", "reward.config", "trainer.config", *TRAINER_OPTIONS, "services.config"]
+)
 def test_configurations_load_no_wires(module: str) -> None:
     assert not loaded_by(f"import {module}") & (WIRES | {"numpy", "pyarrow"})
 
@@ -96,4 +117,4 @@ assert "Usage: tandem" in said.getvalue()
 
 def test_packages_are_empty_so_that_importing_one_module_loads_one_module() -> None:
     for package in ("protos", "rollout", "reward", "trainer", "services"):
-        assert (ROOT / package / "__init__.py").read_text() == ""
+        assert all(file.read_text() == "" for file in (ROOT / package).rglob("__init__.py"))

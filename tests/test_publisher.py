@@ -180,7 +180,7 @@ def test_without_samplers_a_version_is_published_at_once(ring: Ring) -> None:
     began = time.monotonic()
     assert ring.publish(0).acknowledged == 0
     assert ring.publish(1).stall_seconds is None
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 4.5  # the deadline is 5
     assert ring.buffer.published_version() == 1
 
 
@@ -266,7 +266,7 @@ def test_one_that_is_being_caught_up_is_not_waited_for(ring: Ring) -> None:
     eventually(lambda: late.joins == 1)
     began = time.monotonic()
     assert ring.publish(1).acknowledged == 0
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 4.5  # the deadline is 5
     late.hold.set()
     eventually(lambda: ring.registered("rollout-0").state == "LIVE")
     assert (late.version, late.value) == (1, 1.0), "version 0 came too late to be admitted with"

@@ -55,7 +55,7 @@ def test_it_starts_at_once_keeps_its_data_and_stops(tmp_path: Path) -> None:
         server.stop()
         server.stop()
         assert not server.alive and not psutil.pid_exists(pid)
-    assert min(seconds) < 0.3, seconds  # 0.04 on a quiet machine
+    assert min(seconds) < 5, seconds  # 0.04 on a quiet machine; the deadline is 10
     assert (tmp_path / "logs" / "redis.log").stat().st_size > 0
     assert not (tmp_path / "redis" / "redis.sock").exists()
 
@@ -98,7 +98,7 @@ def test_a_stopped_server_that_hangs_is_killed(tmp_path: Path, monkeypatch: pyte
     os.kill(server.pid, signal.SIGSTOP)
     begun = time.monotonic()
     server.stop()
-    assert time.monotonic() - begun < 2 and not psutil.pid_exists(server.pid)
+    assert time.monotonic() - begun < 20 and not psutil.pid_exists(server.pid)
 
 
 _PARENT = """

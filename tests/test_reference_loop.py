@@ -30,7 +30,7 @@ CONFIGS = {
         weight_decay=0.01,
     ),
     "uncorrected, stage 0": TrainerConfig(
-        learning_rate=1e-3, correction="none", zero_stage=0, gradient_clip=0.1, clip_high=0.3
+        learning_rate=1e-3, correction="none", zero_stage=0, gradient_clip=0.1, loss={"clip_high": 0.3}
     ),
 }
 
@@ -46,7 +46,7 @@ def relative_update_error(got: dict[str, Tensor], want: dict[str, Tensor], start
 def test_recorded_batches_give_the_learners_weights(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     model = build_tiny_model(tmp_path / "model", tied=name != "uncorrected, stage 0")
-    learner = Learner(config, model_path=str(model), total_batches=NUM_BATCHES, seed=0)
+    learner = Learner(config, model_path=str(model), total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
     names = [spec[0] for spec in learner.parameter_specs()]
     with learner.gather(names) as tensors:
         start = {name: tensor.clone() for name, tensor in tensors.items()}

@@ -18,15 +18,12 @@ import pytest
 
 from protos import common_pb2, common_pb2_grpc, reward_pb2, reward_pb2_grpc
 from protos.contracts import Scored, Unscored
-from protos.nouns import (
-    ScoredTrajectory,
-    UnscoredReason,
-)
+from protos.nouns import ScoredTrajectory, Trajectory
 from reward.config import RewardConfig
 from reward.registry import RunningScorer, build_scorer
 from services.buffer.buffer import Buffer
 from services.config import dump_recipe, parse_recipe
-from services.reward_service import Progress, RewardStage, enough_scored, scored_row
+from services.reward_service import Progress, RewardStage, lacking_rows, scored_row
 from services.rpc import connect
 from tests.redis_ring import claim, running_redis
 from tests.reward_ring import ScriptedScorer, answers, collect, eventually, generate, rewards, run_of, trajectory
@@ -119,6 +116,39 @@ def test_enough_scored_rows_go_on_without_the_others(redis_url: str) -> None:
     assert buffer.verify() == []
 
 
+def with_greedy(policy: list[Trajectory], text: str) -> list[Trajectory]:
+    """The rows with a greedy answer after them."""
+    return [*policy, trajectory(len(policy), text, role="baseline")]
+
+
+def test_a_greedy_answer_is_scored_again_like_the_others(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    (group_id,) = generate(buffer, [with_greedy(answers("1", "2"), "timeout*2")])
+    with scoring(buffer, ScriptedScorer(), min_scored_samples=1):
+        group = collect(buffer, 1)[group_id]
+    assert rewards(group) == [1.0, 0.0, 1.0] and group.scored_rows[2].trajectory.role == "baseline"
+    assert buffer.verify() == []
+
+
+def test_without_a_scored_greedy_answer_the_group_is_dropped_for_its_reason(redis_url: str) -> None:
+    buffer = run_of(redis_url)
+    generate(
+        buffer,
+        [
+            with_greedy(answers("1", "2"), "crashed*9"),  # all policy rows have a reward
+            with_greedy(answers("1", "timeout*9", "timeout*9"), "invalid_input*9"),  # enough of them have
+            with_greedy(answers("1", "timeout*9"), "2"),  # the greedy answer does not count among these
+        ],
+    )
+    with scoring(buffer, ScriptedScorer(), max_attempts=2, min_scored_samples=1) as stage:
+        (group,) = collect(buffer, 1).values()
+        eventually(lambda: buffer.counts()["dropped"] == 2)
+    assert rewards(group) == [1.0, None, 0.0]
+    counts = buffer.counts()
+    assert (counts["dropped:crashed"], counts["dropped:invalid_input"]) == (1, 1)
+    assert stage.figures()["groups_scored"] == 1 and buffer.verify() == []
+
+
 def test_infrastructure_failures_have_their_own_budget(redis_url: str) -> None:
     buffer = run_of(redis_url, infrastructure=1, data=9)
     generate(buffer, [answers("infrastructure*9", "1")])
@@ -189,17 +219,20 @@ def test_progress_survives_its_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "minimum", "enough"), [("rr", 0, True), ("ru", 0, False), ("ru", 1, True), ("uu", 1, False)]
+    ("found", "minimum", "lacking"),
+    [("rr", 0, []), ("ru", 0, [1]), ("ru", 1, []), ("uu", 1, [0, 1]), ("ruu", 2, [1, 2])],
 )
-def test_enough_scored(found: str, minimum: int, enough: bool) -> None:
-    reason: UnscoredReason = "timeout"
-    rows: list[ScoredTrajectory] = [
-        scored_row(trajectory(n, ""), Scored(1.0) if kind == "r" else Unscored(reason)) for n, kind in enumerate(found)
-    ]
-    baseline = scored_row(trajectory(9, "", role="baseline"), Scored(1.0))
-    assert enough_scored(rows, minimum) == enough
-    if minimum:
-        assert enough_scored([*rows, baseline], minimum) == enough  # a baseline is no sample
+def test_rows_that_a_group_cannot_go_on_without(found: str, minimum: int, lacking: list[int]) -> None:
+    def row(number: int, scored: bool, role: str = "policy") -> ScoredTrajectory:
+        return scored_row(trajectory(number, "", role=role), Scored(1.0) if scored else Unscored("timeout"))
+
+    def numbers(rows: list[ScoredTrajectory]) -> list[int]:
+        return [one.trajectory.trajectory_id for one in lacking_rows(rows, minimum)]
+
+    rows = [row(number, kind == "r") for number, kind in enumerate(found)]
+    assert numbers(rows) == lacking
+    assert numbers([*rows, row(9, True, "baseline")]) == lacking, "a baseline is no sample"
+    assert numbers([*rows, row(9, False, "baseline")]) == [*lacking, 9], "and nothing stands in for it"
 
 
 FUNCTION = """

@@ -33,7 +33,7 @@ def test_the_ring_turns(tmp_path: Path) -> None:
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
     assert all(line["num_groups"] == P and line["staleness_max"] <= S + 1 for line in lines)
-    assert all(line["samplers_acknowledged"] == 1 and line["weight_stall_seconds"] < 1.0 for line in lines[1:])
+    assert all(line["samplers_acknowledged"] == 1 and line["weight_stall_seconds"] > 0 for line in lines[1:])
     assert len({line["weights_digest"] for line in lines}) == TOTAL, "every batch changed the weights"
     assert lines[-1]["sampler_tokens"] > lines[0]["sampler_tokens"]
 

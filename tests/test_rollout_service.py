@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class ToldEngine:
         self.is_dead = self.hangs = False
         self.policy_version = 0
         self.asked: list[tuple[str, int]] = []
+        self.sampled_with: dict[tuple[str, int], SamplingParameters] = {}
         self.cancelled: list[tuple[str, int]] = []
         self.may_answer: Callable[[str, int], bool] = lambda key, number: True
         self.error: Exception | None = None
@@ -72,6 +74,7 @@ class ToldEngine:
         self, prompt_ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = ""
     ) -> Trajectory:
         self.asked.append((key, trajectory_id))
+        self.sampled_with[key, trajectory_id] = sampling
         try:
             if self.error is not None:
                 raise self.error
@@ -97,11 +100,13 @@ def run_stage(
     engine: ToldEngine,
     until: Callable[[], bool],
     act: Callable[[RolloutStage], Awaitable[None]] | None = None,
+    *,
+    with_baselines: bool = False,
 ) -> RolloutStage:
     """Runs a stage until the condition holds (then `act`), stops it, and raises what it raised."""
 
     async def main() -> RolloutStage:
-        stage = RolloutStage(buffer, engine, CONFIG, SAMPLER)
+        stage = RolloutStage(buffer, engine, CONFIG, SAMPLER, with_baselines=with_baselines)
         stop = threading.Event()
         running = asyncio.create_task(stage.run(stop))
         deadline = time.monotonic() + TIMEOUT
@@ -151,6 +156,51 @@ def test_leases_are_renewed_and_a_stop_gives_back_what_is_finished(buffer: Buffe
     run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 2)
     assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2), ("0-1", 1)], "only what was missing"
     assert [rows_of(claim.payload) for claim in buffer.claim("generated", "reward", 2, 10.0, 0)] == [[0, 1, 2]] * 2
+
+
+def sampled(buffer: Buffer, number: int = 1) -> list[list[tuple[int, str, float]]]:
+    """(trajectory id, role, temperature) of every row of the next sampled groups."""
+    groups = [decode_group(claim.payload) for claim in buffer.claim("generated", "reward", number, 10.0, 0)]
+    rows = [[row for row in group.rows if isinstance(row, Trajectory)] for group in groups]
+    return [[(row.trajectory_id, row.role, row.sampling.temperature) for row in each] for each in rows]
+
+
+def test_a_greedy_answer_more_is_sampled_where_the_estimator_compares_with_it(buffer: Buffer) -> None:
+    offer(buffer, prompt(0), prompt(1, num_samples=1))
+    engine = ToldEngine()
+    run_stage(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 2, with_baselines=True)
+    policy = [(0, "policy", 1.0), (1, "policy", 1.0), (2, "policy", 1.0)]
+    assert sorted(sampled(buffer, 2)) == [[(0, "policy", 1.0), (1, "baseline", 0.0)], [*policy, (3, "baseline", 0.0)]]
+    assert engine.sampled_with["0-0", 3] == replace(prompt(0).sampling, temperature=0.0), "nothing else is different"
+    assert engine.sampled_with["0-0", 2] == prompt(0).sampling
+
+
+@pytest.mark.parametrize("finished", [{3}, {0, 2}], ids=["the baseline was finished", "it was not"])
+def test_a_greedy_answer_is_saved_and_resumed_like_the_others(buffer: Buffer, finished: set[int]) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: number in finished
+    run_stage(buffer, engine, lambda: len(engine.asked) == 4, with_baselines=True)
+    successor = ToldEngine()
+    run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1, with_baselines=True)
+    assert {number for _, number in successor.asked} == {0, 1, 2, 3} - finished
+    (rows,) = sampled(buffer)
+    assert [role for _, role, _ in rows] == ["policy"] * 3 + ["baseline"]
+
+
+def test_a_greedy_answer_that_the_engine_ended_is_not_passed_on(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    answer = engine.sample_one
+
+    async def sample_one(ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = "") -> Trajectory:
+        row = await answer(ids, sampling, trajectory_id=trajectory_id, key=key)
+        return replace(row, finish_reason="abort") if trajectory_id == 3 else row
+
+    engine.sample_one = sample_one  # type: ignore[method-assign]
+    dropped = "dropped:sampling_failed"
+    run_stage(buffer, engine, lambda: buffer.counts().get(dropped, 0) == 1, with_baselines=True)
+    assert buffer.counts()["generated_waiting"] == 0
 
 
 def test_a_holder_that_dies_loses_only_what_it_had_not_finished(buffer: Buffer) -> None:

@@ -89,6 +89,18 @@ def test_figures_of_a_batch() -> None:
     assert figures["num_groups"] == 2
 
 
+def test_greedy_answers_are_a_figure_of_their_own() -> None:
+    def figures(*baselines: float) -> dict[str, object]:
+        rewards = (0.0, 1.0, 1.0, 1.0)
+        groups = [
+            make_group(index, versions=(3,), rewards=(*rewards, *greedy), baseline=bool(greedy), num_segments=2)
+            for index, greedy in enumerate([[one] for one in baselines] or [[], []])
+        ]
+        return batch_figures(make_batch(groups, policy_version=5)[0])
+
+    assert figures(1.0, 0.5) == {**figures(), "baseline_reward_mean": 0.75}
+
+
 def test_percentile() -> None:
     assert percentile_99([1]) == 0
     assert percentile_99([99, 1]) == 0

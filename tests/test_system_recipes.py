@@ -1,21 +1,37 @@
-"""Every shipped recipe runs: the demo as a user sees it, GSM8K on a stand-in for its model and file."""
+"""Every shipped recipe runs: the demo as a user sees it, those for GSM8K on a stand-in for its model and file."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from services.arithmetic import EVALUATION_ROWS
+from services.config import Recipe, load_recipe
 from services.tiny_model import build_tiny_model
-from tests.test_examples import prepare, write_gsm8k
+from tests.test_examples import GSM8K_RECIPES, prepare, write_gsm8k
 from tests.whole_run import ROOT, environment
 
 pytestmark = pytest.mark.system
+
+RUNS_SIDE_BY_SIDE = 2
+"""A run on the stand-in is start-up: a dozen processes, mostly one at work at a time."""
+FIGURES: dict[str, Callable[[Recipe], bool]] = {
+    "reward_kl": lambda recipe: recipe.trainer.kl.reward is not None,
+    "reference_kl": lambda recipe: recipe.trainer.kl.loss is not None,
+    "value_loss": lambda recipe: recipe.trainer.needs_critic,
+    "baseline_reward_mean": lambda recipe: recipe.trainer.needs_baselines,
+    "clipped_fraction": lambda recipe: recipe.trainer.loss.name not in ("reinforce", "sapo", "dro", "kl_cov"),
+}
+"""Which figures a batch that trains the policy has with which recipes, and not with the others."""
 
 
 def tandem(folder: Path, *arguments: str, deadline: float) -> subprocess.CompletedProcess[str]:
@@ -55,21 +71,86 @@ def test_the_demo_learns_and_its_control_does_not(tmp_path: Path, seed: int) -> 
     assert abs(figures["final_accuracy"] - figures["initial_accuracy"]) <= 0.03
 
 
-@pytest.mark.timeout(300)
-def test_the_gsm8k_recipe_runs_on_a_stand_in(tmp_path: Path) -> None:
-    write_gsm8k(tmp_path / "raw")
-    assert prepare(tmp_path / "raw", tmp_path / "data" / "gsm8k").returncode == 0
-    build_tiny_model(tmp_path / "model")
+def stand_in(recipe: Recipe) -> list[str]:
+    """Overrides that make a recipe for GSM8K a matter of seconds on the tiny model, which never answers right."""
+    trainer, answers = recipe.trainer, min(recipe.rollout.samples_per_prompt, 4)
     small = [
         "model.path=model",
-        "trainer.dtype=float32",
-        "weights.backend=gloo",
         "run.total_batches=2",
-        "run.groups_per_batch=2",
-        "rollout.max_response_tokens=64",
-        "trainer.drop_zero_variance=false",
-        f'reward.scorer="{ROOT}/examples/gsm8k_reward.py:compute_score"',
+        f"run.groups_per_batch={8 // answers}",
+        f"rollout.samples_per_prompt={answers}",
+        "rollout.max_response_tokens=32",
+        "rollout.max_groups_in_flight=8",
+        f"rollout.kv_cache_bytes={64 << 20}",
+        "trainer.dtype=float32",
+        f"trainer.optimizer_steps_per_batch={min(trainer.optimizer_steps_per_batch, 2)}",
+        "weights.backend=gloo",
     ]
-    done = tandem(tmp_path, "run", str(ROOT / "examples/recipes/gsm8k.toml"), *small, deadline=240)
+    if trainer.selection.overlong_penalty is not None:
+        small.append("trainer.selection.overlong_penalty.buffer_tokens=8")
+    if trainer.needs_critic:
+        small.append("trainer.critic.warmup_batches=1")
+    if recipe.run.run_id == "gsm8k":  # this one as it is shipped: with its own reward, evaluations and TensorBoard
+        scorer = f"{ROOT}/{recipe.reward.scorer}"
+        return [*small, f'reward.scorer="{scorer}"', "trainer.selection.drop_zero_variance=false"]
+    function = "components" if trainer.needs_components else "compute_score"
+    scorer = f"{ROOT}/tests/stand_in_rewards.py:{function}"
+    return [*small, f'reward.scorer="{scorer}"', "data.eval_file=", "run.metrics_to_tensorboard=false"]
+
+
+Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gsm8k")
+    write_gsm8k(folder / "raw")
+    assert prepare(folder / "raw", folder / "data" / "gsm8k").returncode == 0
+    build_tiny_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, gsm8k_folder: Path) -> Iterator[Runs]:
+    """The runs of all recipes that are tested, side by side."""
+
+    def start(file: Path) -> subprocess.CompletedProcess[str]:
+        return tandem(gsm8k_folder, "run", str(file), *stand_in(load_recipe(file)), deadline=150)
+
+    tested = {item.callspec.params.get("file") for item in request.session.items if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(RUNS_SIDE_BY_SIDE) as pool:
+        yield {file.stem: pool.submit(start, file) for file in GSM8K_RECIPES if file in tested}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
+def test_every_gsm8k_recipe_takes_two_steps(file: Path, runs: Runs, gsm8k_folder: Path) -> None:
+    done = runs[file.stem].result()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert summary(tmp_path / "runs" / "gsm8k")["train_steps"] == 2
+    run, recipe = gsm8k_folder / "runs" / file.stem, load_recipe(file)
+    assert summary(run)["train_steps"] == 2
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert math.isfinite(line["loss"]) and line["skipped_steps"] == 0
+        assert line["staleness_max"] <= recipe.run.staleness_budget
+    assert {name: name in lines[1] for name in FIGURES} == {name: there(recipe) for name, there in FIGURES.items()}
+    check_what_is_special(file.stem, lines, run)
+
+
+def check_what_is_special(name: str, lines: list[dict[str, Any]], run: Path) -> None:
+    """What a recipe did that others do not."""
+    first, last = lines
+    if name == "gsm8k":
+        assert last["reward_mean"] == 0.0 and last["zero_variance_groups"] == last["num_groups"]
+        assert len((run / "evaluations.jsonl").read_text().splitlines()) == 2
+        return
+    assert last["grad_norm"] > 0 and last["advantage_abs_mean"] > 0 and last["trained_tokens"] > 0
+    assert first["weights_digest"] != last["weights_digest"]
+    if name in ("dapo", "topr"):
+        assert last["reward_mean"] < 0, "a wrong answer costs 1"
+    if name == "ppo":
+        assert first["trained_tokens"] == 0 and first["value_loss"] > 0, "the critic warms up alone"
+    if name == "lora":
+        assert (run / "hf-adapter" / "adapter_model.safetensors").is_file()

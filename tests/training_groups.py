@@ -9,6 +9,7 @@ import numpy as np
 from protos.codec import encode_group, group_headers
 from protos.nouns import (
     Prompt,
+    Role,
     SamplingParameters,
     ScoredTrajectory,
     Segment,
@@ -48,7 +49,9 @@ def make_group(
     rewards: Sequence[float | None] | None = None,
     baseline: bool = False,
 ) -> TrajectoryGroup:
-    """A scored group; `rewards` None draws 0 or 1, a None inside is an unscored row; `baseline` adds a row that is not trained."""
+    """A scored group; `rewards` None draws 0 or 1, a None inside is an unscored row; `baseline` adds a greedy row, which is not
+    trained, its reward drawn unless `rewards` has one more.
+    """
     random = np.random.default_rng([seed, index])
     sampling = SamplingParameters(temperature=temperature, max_tokens=max_sampled)
     prompt_ids = random.integers(3, NUM_TOKENS_KNOWN, random.integers(2, 8)).astype(np.int32)
@@ -56,10 +59,10 @@ def make_group(
     for number in range(num_samples + baseline):
         lengths = random.integers(1, max_sampled + 1, num_segments)
         segments = tuple(make_segment(random, prompt_ids, int(length), versions) for length in lengths)
-        trajectory = Trajectory(
-            number, "baseline" if number == num_samples else "policy", segments, "stop", "", sampling
-        )
-        reward = float(random.integers(0, 2)) if rewards is None or number == num_samples else rewards[number]
+        role: Role = "baseline" if number == num_samples else "policy"
+        drawn = sampling.greedy if role == "baseline" else sampling
+        trajectory = Trajectory(number, role, segments, "stop", "", drawn)
+        reward = float(random.integers(0, 2)) if rewards is None or number >= len(rewards) else rewards[number]
         rows.append(ScoredTrajectory(trajectory, reward, {}, None if reward is not None else "timeout"))
     return TrajectoryGroup(Prompt(0, index, prompt_ids, num_samples, sampling), tuple(rows))
 

@@ -8,48 +8,68 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, distributed
 
-_SUMS = ("tokens", "loss", "clipped", "kl", "weight", "weight_squared", "truncated")
+from trainer.off_policy.diagnostics import CorrectionSums
+from trainer.off_policy.options import CorrectionOptions
 
 
-class TokenSums:
-    """Sums over loss tokens on one rank, until `reduce` adds them up over all. The device is not synchronised before."""
+class BatchSums:
+    """Sums on one rank, until `reduce` adds them up over all. The device is not synchronised before."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        self._max_weight = torch.zeros(1, dtype=torch.float64, device=device)
+    def __init__(self, correction: CorrectionOptions, device: torch.device) -> None:
+        self._device = device
+        self._correction = CorrectionSums.zeros(correction, device)
+        self._sums: dict[str, Tensor] = {}
+        self._is_share: set[str] = set()
 
-    def add(self, sums: Mapping[str, Tensor], weights_N: Tensor) -> None:
-        """Adds one micro-batch: the sums of `policy_loss` and `correction_sums`, and the behavior weights."""
-        values = {
-            **sums,
-            "tokens": torch.tensor(float(weights_N.numel()), dtype=torch.float64, device=weights_N.device),
-        }
-        self._sums += torch.stack([values[name] for name in _SUMS])
-        if weights_N.numel():
-            self._max_weight = torch.maximum(self._max_weight, weights_N.max().double())
+    def add_correction(self, sums: CorrectionSums) -> None:
+        """Adds what the off-policy correction of some tokens found."""
+        moved = CorrectionSums(sums.tests, sums.sums_SK.to(self._device), sums.maxima_SM.to(self._device))
+        self._correction = self._correction + moved
+
+    def add_marks(self, loss: Tensor, marks: Mapping[str, Tensor], num_tokens: int) -> None:
+        """Adds one micro-batch: its part of the loss, and the marks of its kept tokens."""
+        self._add("tokens", torch.tensor(float(num_tokens)))
+        self._add("loss", loss.detach())
+        for name, values_N in marks.items():
+            if values_N.dtype == torch.bool:
+                self._is_share.add(name)
+            self._add(f"mark/{name}", values_N.double().sum())
+
+    def add_value(self, loss: Tensor, clipped_N: Tensor) -> None:
+        """Adds one micro-batch of the critic."""
+        self._add("value_tokens", torch.tensor(float(clipped_N.numel())))
+        self._add("value_loss", loss.detach())
+        self._add("value_clipped", clipped_N.double().sum())
+
+    def _add(self, name: str, value: Tensor) -> None:
+        value = value.to(self._device, torch.float64)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def reduce(self) -> dict[str, float]:
-        """The figures of the batch; every rank enters and gets the same.
+        """The figures of the batch; every rank enters and gets the same. Every rank has added the same kinds of sums.
 
-        `behavior_proximal_kl`: mean of e^z − 1 − z with z = log π_proximal − log π_behavior (k3, estimates KL(behavior ‖ proximal)).
-        `effective_sample_size`: ⟨w⟩²/⟨w²⟩ of the truncated weights, 1 if all are equal. `truncated_fraction`: tokens whose ratio was
-        above the cap. `clipped_fraction`: tokens whose importance ratio the loss clipped. `loss` sums over optimizer steps.
+        `loss` and `value_loss` sum over optimizer steps; marks are means over the tokens that were trained (`clipped_fraction`: tokens
+        whose gradient the loss bounded); the rest is trainer/off_policy/diagnostics.py's.
         """
+        names = sorted(self._sums)
+        values = torch.stack([self._sums[name] for name in names])
+        correction = self._correction
         if distributed.get_world_size() > 1:
-            distributed.all_reduce(self._sums)
-            distributed.all_reduce(self._max_weight, distributed.ReduceOp.MAX)
-        sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
-        tokens = max(1.0, sums["tokens"])
-        squared = sums["weight_squared"]
-        return {
-            "loss": sums["loss"],
-            "behavior_proximal_kl": sums["kl"] / tokens,
-            "effective_sample_size": sums["weight"] ** 2 / (tokens * squared) if squared else 1.0,
-            "truncated_fraction": sums["truncated"] / tokens,
-            "clipped_fraction": sums["clipped"] / tokens,
-            "behavior_weight_mean": sums["weight"] / tokens,
-            "behavior_weight_max": float(self._max_weight),
-        }
+            distributed.all_reduce(values)
+            distributed.all_reduce(correction.sums_SK)
+            distributed.all_reduce(correction.maxima_SM, distributed.ReduceOp.MAX)
+        sums = dict(zip(names, values.tolist(), strict=True))
+        num_tokens = sums.get("tokens", 0.0)  # none in a batch that trains the critic alone
+        tokens = max(1.0, num_tokens)
+        figures = {"loss": sums.get("loss", 0.0), "trained_tokens": num_tokens, **correction.figures()}
+        for name in names:
+            if name.startswith("mark/"):
+                mark = name.removeprefix("mark/")
+                figures[f"{mark}_fraction" if mark in self._is_share else mark] = sums[name] / tokens
+        if "value_loss" in sums:
+            figures["value_loss"] = sums["value_loss"]
+            figures["value_clipped_fraction"] = sums["value_clipped"] / max(1.0, sums["value_tokens"])
+        return figures
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Checkpoints: `checkpoints/<version>` holds DeepSpeed's files, the ranks' random states, and `state.json` that says what it is.
+"""Checkpoints: `checkpoints/<version>` holds DeepSpeed's files (a folder an engine), the ranks' random states, and `state.json` that
+says what it is.
 
 The version is that of the last batch the weights contain. The folder appears whole or not at all. Finding checkpoints needs no torch;
 `trainer.checkpoint_io` writes and reads them.
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from protos.errors import DataError
 
 STATE_FILE = "state.json"
-FORMAT = 1
+FORMAT = 2
+"""1 knew no second engine and did not say what was trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class CheckpointState:
     dtype: str
     trainer: dict[str, Any]
     """The trainer's configuration, for the reader; a resumed run uses its own."""
+    trained_elements: dict[str, int] = field(default_factory=dict)
+    """Engine (`engine` is the policy's) → numbers it trains; what is frozen (LoRA's base weights) is not in the checkpoint."""
+    kl_coefficients: dict[str, float] = field(default_factory=dict)
+    """What the KL penalties cost by now."""
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:

@@ -6,8 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from trainer.algorithm import AlgorithmConfig
+from trainer.engine_options import LoraOptions
 
-class TrainerConfig(BaseModel):
+
+class TrainerConfig(AlgorithmConfig):
     """`[trainer]`: how the policy learns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -20,10 +23,20 @@ class TrainerConfig(BaseModel):
     """`host:port` of torchrun's rendezvous, needed when num_nodes > 1."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
     """DeepSpeed ZeRO stage."""
+    offload_optimizer: bool = False
+    """The optimizer's state lives in host memory and its step is taken there; needs zero_stage ≥ 1, in bfloat16 3."""
+    offload_parameters: bool = False
+    """The engine's weights live in host memory between their uses; needs zero_stage = 3."""
+    offload_reference: bool = False
+    """Likewise for the frozen reference policy, which is partitioned whatever zero_stage says."""
+    gradient_checkpointing: bool = False
+    """Activations inside a layer are computed again in the backward pass instead of kept."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the forward and backward pass, and of the engine's weights; the optimizer's state is float32."""
     learning_rate: Annotated[float, Field(ge=0.0)] = 1e-6
     """Peak learning rate of AdamW; 0 is a control run."""
+    lora: LoraOptions | None = None
+    """Train low-rank adapters alone."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after the warm-up; cosine falls to a tenth at the last batch."""
     warmup_batches: Annotated[int, Field(ge=0)] = 0
@@ -38,20 +51,6 @@ class TrainerConfig(BaseModel):
     """Optimizer steps a batch is cut into, by group."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
     """Most tokens (padding included) of one forward pass on one rank."""
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """GRPO divides by the group's standard deviation, Dr.GRPO does not."""
-    clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
-    """Lower clip of the importance ratio (1 − clip_low)."""
-    clip_high: Annotated[float, Field(ge=0.0)] = 0.2
-    """Upper clip of the importance ratio (1 + clip_high)."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """What a batch's loss averages over: all its loss tokens, or each trajectory's mean."""
-    correction: Literal["truncated", "none"] = "truncated"
-    """Decoupled PPO with the truncated behavior weight, or no correction (proximal = behavior)."""
-    behavior_weight_cap: Annotated[float, Field(gt=0.0)] = 2.0
-    """C: behavior weights above it are cut to it."""
-    drop_zero_variance: bool = False
-    """Groups whose rewards are all equal are dropped as they are claimed, and their credits return (DAPO)."""
     max_consecutive_rejections: Annotated[int, Field(ge=1)] = 1000
     """Groups rejected in a row by selection before the run fails with the counts."""
     max_skipped_batches: Annotated[int, Field(ge=1)] = 5

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine: process group, model, optimizer. Nothing is compiled here, neither by DeepSpeed nor by torch."""
+"""The DeepSpeed engines: process group, model, optimizer. Nothing is compiled here, neither by DeepSpeed nor by torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ import deepspeed
 import deepspeed.comm.comm as deepspeed_comm
 from torch import distributed, nn
 
+from protos.errors import ConfigError
 from trainer.config import TrainerConfig
+from trainer.engine_options import check_engine
 
 _MAX_BUCKET_ELEMENTS = 200_000_000
 _MAX_PERSISTENT_ELEMENTS = 100_000
@@ -51,8 +53,10 @@ class ClippingAdamW(torch.optim.AdamW):
         super().step(closure)
 
 
-def engine_config(config: TrainerConfig, num_parameters: int) -> dict[str, Any]:
+def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
     """DeepSpeed's configuration. The caller owns the accumulation boundary: any number of backward calls, then one step."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     bare = config.zero_stage == 0 and config.dtype == "float32"
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -62,13 +66,19 @@ def engine_config(config: TrainerConfig, num_parameters: int) -> dict[str, Any]:
         if bare
         else config.gradient_clip,  # ClippingAdamW does it where DeepSpeed's optimizers do not
         "steps_per_print": 10**9,
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's CPU Adam would be compiled (84 s), torch's fused one is as fast
         "zero_optimization": {
             "stage": config.zero_stage,
             "overlap_comm": torch.cuda.is_available(),
             "contiguous_gradients": True,
-            "reduce_bucket_size": min(num_parameters, _MAX_BUCKET_ELEMENTS),
+            "reduce_bucket_size": min(num_trained or num_parameters, _MAX_BUCKET_ELEMENTS),
         },
     }
+    in_host_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if config.offload_optimizer:
+        values["zero_optimization"]["offload_optimizer"] = in_host_memory
+    if config.offload_parameters:
+        values["zero_optimization"]["offload_param"] = in_host_memory
     if config.zero_stage == 3:
         # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; relative to the model it shards small models, too.
         threshold = min(num_parameters // 1000, _MAX_PERSISTENT_ELEMENTS)
@@ -82,22 +92,47 @@ def engine_config(config: TrainerConfig, num_parameters: int) -> dict[str, Any]:
 
 
 def build_engine(config: TrainerConfig, model: nn.Module) -> Any:
-    """The DeepSpeed engine around a model, with AdamW at learning rate 0 until one is set."""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    """The DeepSpeed engine around a model, with AdamW at learning rate 0 until one is set. Frozen parameters stay frozen.
+
+    Raises:
+        ConfigError: settings that do not go together, or a model without gradient checkpointing that is to have it.
+    """
+    check_engine(config)
+    if config.gradient_checkpointing:
+        _recompute_activations(model)
     arguments: dict[str, Any] = {
         "lr": 0.0,
         "betas": config.adam_betas,
         "weight_decay": config.weight_decay,
         "fused": True,
     }
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer
     if config.zero_stage == 0 and config.dtype == "float32":
-        optimizer = ClippingAdamW(model.parameters(), **arguments)
+        optimizer = ClippingAdamW(trained, **arguments)
         optimizer.max_norm = config.gradient_clip
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), **arguments)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config(config, num_parameters))
+        optimizer = torch.optim.AdamW(trained, **arguments)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config(config, model))
     return engine
+
+
+def build_frozen_engine(config: TrainerConfig, model: nn.Module, *, offload: bool) -> Any:
+    """A ZeRO-3 engine of a model that is only evaluated: no gradients, no optimizer. `offload`: its weights live in host memory."""
+    model.requires_grad_(False).eval()
+    frozen = config.model_copy(update={"zero_stage": 3, "offload_parameters": offload, "offload_optimizer": False})
+    engine, *_ = deepspeed.initialize(model=model, config=engine_config(frozen, model))
+    return engine
+
+
+def _recompute_activations(model: nn.Module) -> None:
+    try:
+        # Not reentrant: with adapters, no input of the first layer requires a gradient.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.gradient_checkpointing: {type(model).__name__} does not support it; switch it off"
+        ) from error
 
 
 def start_process_group(timeout_seconds: float) -> torch.device:

@@ -31,6 +31,11 @@ ParameterSpec = tuple[str, str, tuple[int, ...]]
 Gather = Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]]
 
 
+def parameter_spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
+    """What a reader of the weights must know of a parameter, partitioned or not; `name` is Hugging Face's."""
+    return name, str(parameter.dtype).removeprefix("torch."), tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool) -> dict[str, torch.Tensor]:
     """Copies of all parameters in host memory, gathered some at a time; all ranks enter, those that do not `keep` get none."""
     weights: dict[str, torch.Tensor] = {}

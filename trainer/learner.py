@@ -1,6 +1,6 @@
 """The learner: one rank of the policy's training. It turns planned batches into new weights, and knows neither Redis nor gRPC.
 
-N: loss tokens of a micro-batch, flat.
+N: loss tokens, flat: of the batch, or of a micro-batch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,52 @@ from torch import Tensor, distributed
 
 from protos.errors import DataError
 from protos.nouns import StepResult, TrainBatch, TrajectoryGroup
-from trainer.advantages import batch_advantages, num_zero_variance_groups
-from trainer.batch_metrics import TokenSums, finite
+from trainer.batch_layout import BatchLayout
+from trainer.batch_metrics import finite
+from trainer.batch_rewards import StartColumns, Targets, learning_targets, reward_components
 from trainer.batch_rows import rank_micro_batches
+from trainer.batch_start import look, rank_columns
 from trainer.checkpoint import CheckpointState, prune_checkpoints
 from trainer.checkpoint_io import load_checkpoint, save_checkpoint
 from trainer.config import TrainerConfig
-from trainer.corrections import behavior_weights, correction_sums
+from trainer.critic import Critic
 from trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
-from trainer.export import ParameterSpec, collect_weights, write_export
-from trainer.losses import ClipRange, policy_loss
+from trainer.export import ParameterSpec, collect_weights, parameter_spec, write_export
+from trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
 from trainer.micro_batch import MicroBatch, token_logprobs
 from trainer.model import load_model, model_folder
+from trainer.objective import BatchObjective, Needs
 from trainer.planning import padding_fraction
+from trainer.reference import ReferencePolicy
 from trainer.schedule import learning_rate
+from trainer.token_model import token_answers
 
 
 class Learner:
     """One of `world_size` ranks, as torchrun's environment variables say (none set: the only one). All ranks call the same methods.
 
-    `optimizer_step` counts the steps that were taken; skipped ones are not among them.
+    `optimizer_step` counts the policy's steps that were taken; skipped ones are not among them.
     """
 
-    def __init__(self, config: TrainerConfig, *, model_path: str, total_batches: int, seed: int) -> None:
-        """Joins the process group and loads the model.
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        model_path: str,
+        total_batches: int,
+        seed: int,
+        max_response_tokens: int,
+    ) -> None:
+        """Joins the process group and loads the model, and what the algorithm wants beside it: critic, reference policy.
 
         Raises:
             ModelError: there is no such model, or it cannot be loaded.
+            ConfigError: settings of the engine that do not go together.
         """
         self._config = config
         self._total_batches = total_batches
+        self._seed = seed
+        self._max_response_tokens = max_response_tokens
         self._source = model_folder(model_path)
         self.device = start_process_group(config.collective_timeout_seconds)
         self.rank = distributed.get_rank()
@@ -55,9 +72,32 @@ class Learner:
         self.optimizer_step = 0
         torch.manual_seed(seed)
         self._model = load_model(self._source, config.dtype)
+        self._adapters = self._add_adapters()
         self._engine = build_engine(config, self._model)
         self._parameters = dict(self._model.named_parameters())  # tied weights once, under the first of their names
-        self._clip = ClipRange(config.clip_low, config.clip_high)
+        self._critic = self._load_critic()
+        self._reference = self._load_reference()
+        self._coefficients = first_coefficients(config.kl)
+
+    def _add_adapters(self) -> Any:
+        if self._config.lora is None:
+            return None
+        from trainer.lora import Adapters  # loads PEFT, 2 s that only runs with adapters spend
+
+        return Adapters(self._model, self._config.lora, seed=self._seed, zero_stage=self._config.zero_stage)
+
+    def _load_critic(self) -> Critic | None:
+        if not self._config.needs_critic:
+            return None
+        path = self._config.critic.path
+        return Critic(self._config, self._config.critic, model_folder(path) if path else self._source)
+
+    def _load_reference(self) -> ReferencePolicy | None:
+        if not self._config.needs_reference:
+            return None
+        if self._adapters is not None:
+            return ReferencePolicy.base_weights(self._engine, self._adapters)
+        return ReferencePolicy.frozen_copy(self._config, self._source)
 
     def train(
         self,
@@ -66,41 +106,46 @@ class Learner:
         *,
         before_step: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Takes the batch's optimizer steps. `groups` holds at least those whose rows this rank trains; `before_step` is called
-        before each of them, and what it raises prevents it.
+        """Takes the batch's optimizer steps. `groups` holds at least those whose rows this rank trains, on rank 0 all of them;
+        `before_step` is called before each step, and what it raises prevents it.
 
         Raises:
-            DataError: on every rank, if any rank's rows cannot be trained; the weights are untouched.
+            DataError: on every rank, if any rank's rows cannot be trained, or their rewards cannot be learned from; the weights are
+                untouched.
         """
         steps = self._micro_batches(batch, groups)
         rate = self._set_learning_rate(batch.policy_version)
         began = time.monotonic()
-        proximal = self._proximal_logprobs(steps)
-        forward_proximal_seconds = time.monotonic() - began
-        sums = TokenSums(self.device)
-        norms: list[float] = []
-        for micro_batches, proximal_logprobs in zip(steps, proximal, strict=True):
-            for micro_batch, proximal_N in zip(micro_batches, proximal_logprobs, strict=True):
-                loss = self._loss(micro_batch, proximal_N, sums)
-                # DeepSpeed averages over ranks, the shares are of the whole: times the ranks.
-                self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
-            before_step()
-            self._engine.step()
-            if self._engine.was_step_applied():
-                norms.append(float(self._engine.get_global_grad_norm()))
+        layout = BatchLayout.of(batch, rank=self.rank)
+        start = self._look(layout, steps)
+        forward_seconds = time.monotonic() - began
+        targets = learning_targets(
+            layout,
+            batch.headers,
+            start,
+            self._config,
+            components=self._components(groups),
+            reward_kl_coefficient=self._coefficients.reward,
+            max_response_tokens=self._max_response_tokens,
+            seed=self._batch_seed(batch),
+        )
+        objective = self._objective(batch, layout, start, targets, len(steps))
+        norms, critic_norms = self._take_steps(objective, layout, steps, batch.policy_version, before_step)
         self.optimizer_step += len(norms)
-        figures = sums.reduce()
+        figures = objective.sums.reduce()
         metrics = {
             **figures,
+            **targets.figures,
             "loss": figures["loss"] / len(steps),
             "grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "learning_rate": rate,
-            "skipped_steps": len(steps) - len(norms),
+            "skipped_steps": 0 if self._warms_up(batch.policy_version) else len(steps) - len(norms),
+            **self._critic_figures(critic_norms, len(steps)),
             "num_micro_batches": sum(batch.num_micro_batches),
             "padding_fraction": padding_fraction(batch),
-            **self._advantage_figures(batch),
-            "seconds_forward_proximal": forward_proximal_seconds,
-            "seconds_train": time.monotonic() - began - forward_proximal_seconds,
+            **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
+            "seconds_forward_proximal": forward_seconds,
+            "seconds_train": time.monotonic() - began - forward_seconds,
         }
         return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=finite(metrics))
 
@@ -108,12 +153,119 @@ class Learner:
         failure: DataError | None = None
         steps: list[list[MicroBatch]] = []
         try:
-            steps = rank_micro_batches(batch, groups, rank=self.rank, config=self._config, device=self.device)
+            steps = rank_micro_batches(batch, groups, rank=self.rank, device=self.device)
         except DataError as error:
             failure = error
         if not self.all_agree(failure is None):
             raise failure or DataError(f"batch {batch.policy_version}: the rows of another rank cannot be trained")
         return steps
+
+    def _look(self, layout: BatchLayout, steps: Sequence[Sequence[MicroBatch]]) -> StartColumns:
+        needs = Needs.of(self._config, len(steps))
+        return look(
+            layout,
+            steps,
+            needs,
+            policy=self._engine,
+            reference=self._reference,
+            critic=self._critic,
+            reads_batch=self._config.correction.needs_whole_batch or needs.every_step,
+            device=self.device,
+        )
+
+    def _objective(
+        self, batch: TrainBatch, layout: BatchLayout, start: StartColumns, targets: Targets, num_steps: int
+    ) -> BatchObjective:
+        return BatchObjective(
+            self._config,
+            layout,
+            start,
+            targets,
+            policy_version=batch.policy_version,
+            num_steps=num_steps,
+            coefficients=self._coefficients,
+            max_response_tokens=self._max_response_tokens,
+            seed=self._batch_seed(batch),
+            device=self.device,
+            counts_whole_batch=self.rank == 0,
+        )
+
+    def _components(self, groups: Mapping[str, TrajectoryGroup]) -> dict[tuple[str, int], dict[str, float]]:
+        """Rank 0 has every group; the other ranks hear of those they do not train."""
+        if not self._config.needs_components:
+            return {}
+        own = [[*key, parts] for key, parts in reward_components(groups).items()] if self.rank == 0 else None
+        return {(group_id, number): parts for group_id, number, parts in self.broadcast_object(own)}
+
+    def _take_steps(
+        self,
+        objective: BatchObjective,
+        layout: BatchLayout,
+        steps: Sequence[Sequence[MicroBatch]],
+        policy_version: int,
+        before_step: Callable[[], None],
+    ) -> tuple[list[float], list[float]]:
+        """The optimizer steps; the gradient norm of each the policy took, and of each the critic took."""
+        norms: list[float] = []
+        critic_norms: list[float] = []
+        every_step = Needs.of(self._config, len(steps)).every_step
+        entropy = self._config.entropy_coefficient > 0
+        for step, micro_batches in enumerate(steps):
+            current_N = None
+            if every_step:
+                cells = {(step, number): micro_batch for number, micro_batch in enumerate(micro_batches)}
+                with torch.no_grad():
+                    current_N = rank_columns(layout, cells, lambda one: token_logprobs(self._engine, one), self.device)
+            plan = objective.begin_step(step, current_N)
+            for number, micro_batch in enumerate(micro_batches):
+                if not self._warms_up(policy_version):
+                    outputs = token_answers(self._engine, micro_batch, entropy=entropy)
+                    loss = objective.policy_loss(plan, step, number, micro_batch, outputs)
+                    # DeepSpeed averages over ranks, the shares are of the whole: times the ranks.
+                    self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
+                if self._critic is not None:
+                    values_N = self._critic.values(micro_batch)
+                    self._critic.backward(objective.value_loss(plan, step, number, values_N))
+            before_step()
+            critic_norm = None if self._critic is None else self._critic.step()
+            if critic_norm is not None:
+                critic_norms.append(critic_norm)
+            if not self._warms_up(policy_version):
+                self._engine.step()
+                if self._engine.was_step_applied():
+                    norms.append(float(self._engine.get_global_grad_norm()))
+        return norms, critic_norms
+
+    def _warms_up(self, policy_version: int) -> bool:
+        """Whether this batch trains the critic alone."""
+        return self._critic is not None and policy_version <= self._config.critic.warmup_batches
+
+    def _critic_figures(self, norms: Sequence[float], num_steps: int) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        norm = sum(norms) / len(norms) if norms else 0.0
+        return {"critic_grad_norm": norm, "critic_skipped_steps": num_steps - len(norms)}
+
+    def _batch_seed(self, batch: TrainBatch) -> int:
+        return (self._seed * 1_000_003 + batch.policy_version * 1_009) % (1 << 31)
+
+    def _adapt_kl(self, figures: Mapping[str, float], reward_kl: float, num_trajectories: int) -> dict[str, float]:
+        """Steers the coefficients towards their targets; the figures of the penalties there are."""
+        kl, used = self._config.kl, self._coefficients
+        measured = figures["trained_tokens"] > 0  # not while the critic warms up alone: then that coefficient stays
+        self._coefficients = next_coefficients(
+            used,
+            kl,
+            reward_kl=reward_kl,
+            loss_kl=figures.get("reference_kl", math.nan) if measured else math.nan,
+            num_trajectories=num_trajectories,
+        )
+        result: dict[str, float] = {}
+        if kl.reward is not None:
+            result |= {"reward_kl": reward_kl, "reward_kl_coefficient": used.reward}
+        if kl.loss is not None:
+            result |= {"loss_kl_coefficient": used.loss}
+        return result
 
     def _set_learning_rate(self, policy_version: int) -> float:
         rate = learning_rate(
@@ -126,39 +278,6 @@ class Learner:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
         return rate
-
-    def _proximal_logprobs(self, steps: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor | None]]:
-        """Of every micro-batch, from the weights at the batch's start; None where they are the current ones anyway, or not needed."""
-        if len(steps) == 1 or self._config.correction == "none":
-            return [[None] * len(micro_batches) for micro_batches in steps]
-        with torch.no_grad():
-            return [
-                [token_logprobs(self._engine, micro_batch) for micro_batch in micro_batches] for micro_batches in steps
-            ]
-
-    def _loss(self, batch: MicroBatch, proximal_N: Tensor | None, sums: TokenSums) -> Tensor:
-        current_N = token_logprobs(self._engine, batch)
-        recomputed_N = current_N.detach() if proximal_N is None else proximal_N
-        if self._config.correction == "truncated":
-            cap, proximal_N = self._config.behavior_weight_cap, recomputed_N
-            weights_N = behavior_weights(recomputed_N, batch.behavior_logprobs_N, cap=cap)
-        else:
-            cap, proximal_N = math.inf, batch.behavior_logprobs_N
-            weights_N = torch.ones_like(recomputed_N)
-        loss, loss_sums = policy_loss(
-            current_N, proximal_N, batch.advantages_N, weights_N, batch.shares_N, clip=self._clip
-        )
-        sums.add(
-            {**loss_sums, **correction_sums(recomputed_N, batch.behavior_logprobs_N, weights_N, cap=cap)}, weights_N
-        )
-        return loss
-
-    def _advantage_figures(self, batch: TrainBatch) -> dict[str, float]:
-        advantages = batch_advantages(batch.headers, self._config.advantage).values()
-        return {
-            "advantage_abs_mean": sum(map(abs, advantages)) / max(1, len(advantages)),
-            "zero_variance_groups": num_zero_variance_groups(batch.headers),
-        }
 
     def save(self, folder: Path, batch_version: int) -> None:
         """Writes a checkpoint that contains every batch up to `batch_version`, and prunes its elder siblings.
@@ -173,8 +292,11 @@ class Learner:
             zero_stage=self._config.zero_stage,
             dtype=self._config.dtype,
             trainer=self._config.model_dump(mode="json"),
+            kl_coefficients=asdict(self._coefficients),
         )
-        save_checkpoint(self._engine, Path(folder), state, rank=self.rank, barrier=self.barrier)
+        save_checkpoint(
+            self._engine, Path(folder), state, rank=self.rank, barrier=self.barrier, beside=self._engines_beside()
+        )
         if self.rank == 0:
             prune_checkpoints(Path(folder).parent, self._config.keep_checkpoints)
 
@@ -192,12 +314,18 @@ class Learner:
             zero_stage=self._config.zero_stage,
             dtype=self._config.dtype,
             rank=self.rank,
+            beside=self._engines_beside(),
         )
         self.optimizer_step = state.optimizer_step
+        self._coefficients = resumed_coefficients(self._config.kl, state.kl_coefficients)
         return state.batch_version
 
+    def _engines_beside(self) -> dict[str, Any]:
+        return {} if self._critic is None else {"critic": self._critic.engine}
+
     def export(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder, in place of an earlier one of that name.
+        """Writes the policy as a Hugging Face folder, in place of an earlier one of that name; adapters are merged into it, and
+        alone beside it, as `<folder>-adapter`.
 
         Raises:
             EnvironmentLackError: the disk is full.
@@ -205,18 +333,28 @@ class Learner:
         weights = collect_weights(self.parameter_specs(), self.gather, keep=self.rank == 0)
         if self.rank == 0:
             write_export(self._model, weights, self._source, Path(folder))
+        if self._adapters is not None:
+            gather = self._adapters.gather_adapters
+            adapters = collect_weights(self._adapters.adapter_specs(), gather, keep=self.rank == 0)
+            if self.rank == 0:
+                beside = Path(folder).with_name(f"{Path(folder).name}-adapter")
+                self._adapters.write_adapters(adapters, str(self._source), beside)
         self.barrier()
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """(Hugging Face name, dtype as "float32", shape) of every parameter, tied ones once; the same on all ranks."""
-        return [
-            (name, str(parameter.dtype).removeprefix("torch."), tuple(getattr(parameter, "ds_shape", parameter.shape)))
-            for name, parameter in self._parameters.items()
-        ]
+        if self._adapters is not None:
+            return list(self._adapters.specs())
+        return [parameter_spec(name, parameter) for name, parameter in self._parameters.items()]
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """The whole tensors of these parameters, on every rank, to be read inside the block. All ranks enter with the same names."""
+        """The whole tensors of these parameters, adapters merged, on every rank, to be read inside the block. All ranks enter with the
+        same names."""
+        if self._adapters is not None:
+            with self._adapters.gather(names) as merged:
+                yield merged
+            return
         chosen = {name: self._parameters[name] for name in names}
         with whole_parameters(list(chosen.values()), self._config.zero_stage):
             yield {name: parameter.detach() for name, parameter in chosen.items()}
@@ -248,5 +386,8 @@ class Learner:
 
     def close(self) -> None:
         """Leaves the process group. The learner is of no use afterwards."""
+        for beside in (self._reference, self._critic):
+            if beside is not None:
+                beside.close()
         self._engine.destroy()
         leave_process_group()

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from protos.errors import DataError
 from protos.nouns import Segment, Trajectory
+from trainer.token_model import token_answers
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A segment with what its loss tokens have in common."""
+    """A segment, the temperature it was sampled at, and the rewards that fell on its tokens on the way, (T,), if any did."""
 
     segment: Segment
-    temperature: float
-    advantage: float
-    share: float
-    """What each loss token counts in the loss of the optimizer step."""
+    temperature: float = 1.0
+    token_rewards: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,13 @@ class MicroBatch:
     target_N: Tensor
     temperature_N: Tensor
     behavior_logprobs_N: Tensor
-    advantages_N: Tensor
-    shares_N: Tensor
+    versions_N: Tensor
+    """The version that sampled each token; 0 where nothing says so (supervised rows)."""
+    response_column_N: Tensor
+    """Where a token stands in its row's response, tool tokens counted."""
+    token_rewards_N: Tensor
+    lengths_B: Tensor
+    """Loss tokens of each row."""
 
 
 def check_trainable(trajectory: Trajectory, group_id: str) -> None:
@@ -63,7 +68,7 @@ def check_trainable(trajectory: Trajectory, group_id: str) -> None:
 def stack(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
     """The rows as one right-padded micro-batch. No rows give the empty one: a single token, no loss token, so zero loss and gradient."""
     if not rows:
-        rows = [TrainingRow(_EMPTY, temperature=1.0, advantage=0.0, share=0.0)]
+        rows = [TrainingRow(_EMPTY)]
     ids_BT = np.zeros((len(rows), max(len(row.segment.ids) for row in rows)), np.int64)
     for number, row in enumerate(rows):
         ids_BT[number, : len(row.segment.ids)] = row.segment.ids
@@ -75,8 +80,8 @@ def stack(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
     if not len(columns_K):
         columns_K = np.zeros(1, np.int64)
 
-    def per_token(values: Sequence[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), counts)).to(device)
+    def per_token(values: Sequence[NDArray[Any]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(values)).to(device)
 
     return MicroBatch(
         ids_BT=torch.from_numpy(ids_BT).to(device),
@@ -84,24 +89,35 @@ def stack(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
         row_N=torch.from_numpy(row_N).to(device),
         column_N=torch.from_numpy(column_N).to(device),
         target_N=torch.from_numpy(ids_BT[row_N, target_column_N]).to(device),
-        temperature_N=per_token([row.temperature for row in rows]),
-        behavior_logprobs_N=torch.from_numpy(
-            np.concatenate([row.segment.behavior_logprobs[columns] for row, columns in zip(rows, targets, strict=True)])
-        ).to(device),
-        advantages_N=per_token([row.advantage for row in rows]),
-        shares_N=per_token([row.share for row in rows]),
+        temperature_N=per_token(
+            [np.full(count, row.temperature, np.float32) for row, count in zip(rows, counts, strict=True)]
+        ),
+        behavior_logprobs_N=per_token(
+            [row.segment.behavior_logprobs[columns] for row, columns in zip(rows, targets, strict=True)]
+        ),
+        versions_N=per_token([_versions(row.segment, columns) for row, columns in zip(rows, targets, strict=True)]),
+        response_column_N=per_token([columns - (columns[0] if len(columns) else 0) for columns in targets]),
+        token_rewards_N=per_token([_token_rewards(row, columns) for row, columns in zip(rows, targets, strict=True)]),
+        lengths_B=torch.tensor(counts, dtype=torch.int64, device=device),
     )
+
+
+def _versions(segment: Segment, columns: NDArray[np.intp]) -> NDArray[np.int64]:
+    if not segment.spans:
+        return np.zeros(len(columns), np.int64)
+    firsts = [span.first_token for span in segment.spans]
+    versions = np.array([span.policy_version for span in segment.spans], np.int64)
+    span_of_columns = np.maximum(np.searchsorted(firsts, columns, side="right") - 1, 0)
+    return versions.take(span_of_columns)
+
+
+def _token_rewards(row: TrainingRow, columns: NDArray[np.intp]) -> NDArray[np.float32]:
+    return np.zeros(len(columns), np.float32) if row.token_rewards is None else row.token_rewards[columns]
 
 
 _EMPTY = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), ())
 
 
 def token_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """log π(token | what comes before it) of the N loss tokens, float32, under each row's temperature.
-
-    No attention mask is passed: padding is on the right and attention is causal, so no real token sees it. Logits are computed only
-    for the columns that predict a loss token of some row, and everything from the logits on is float32.
-    """
-    logits_BKV = model(input_ids=batch.ids_BT, use_cache=False, logits_to_keep=batch.columns_K).logits
-    logits_NV = logits_BKV[batch.row_N, batch.column_N].float() / batch.temperature_N[:, None]
-    return -functional.cross_entropy(logits_NV, batch.target_N, reduction="none")
+    """log π(token | what comes before it) of the N loss tokens; see trainer/token_model.py."""
+    return token_answers(model, batch).logprobs_N

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protos.nouns import PlannedRow, RowHeader, TrainBatch
-from trainer.packing import deal, pack
+from trainer.balance import deal, workload
+from trainer.packing import pack
 
 
 def is_trained(header: RowHeader) -> bool:
@@ -40,7 +41,7 @@ def plan_batch(
         members = set(group_ids[first:last])
         rows = [header for header in headers if header.group_id in members and is_trained(header)]
         bins = pack([row.num_tokens for row in rows], tokens_per_micro_batch, multiple_of=world_size)
-        costs = [len(bin_rows) * max(rows[row].num_tokens for row in bin_rows) for bin_rows in bins]
+        costs = [len(bin_rows) * workload(max(rows[row].num_tokens for row in bin_rows)) for bin_rows in bins]
         hands = deal(costs, world_size)
         num_micro_batches.append(max(1, *map(len, hands)))
         plan += [

@@ -157,7 +157,7 @@ def _step(
     rate: float,
     device: torch.device,
 ) -> float:
-    batch = stack([TrainingRow(segment, 1.0, 0.0, 0.0) for segment in segments], device)
+    batch = stack([TrainingRow(segment) for segment in segments], device)
     loss = -token_logprobs(model, batch).mean()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), _GRADIENT_CLIP)

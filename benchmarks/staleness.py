@@ -1,0 +1,325 @@
+"""What does staleness cost, and what does off-policy correction give back? Whole runs at S = 0, 1, 4, 8, some seeds each.
+
+    python benchmarks/staleness.py [--seeds 5] [--cells 4/token_tis 8/none …] [--batches 70] [--minutes 60]
+
+Every cell `S/correction` is the same recipe with another `run.staleness_budget` and `trainer.correction`: as many batches and
+optimizer steps, from the same warm start of its seed, through the real services on this machine. Accuracy is over 2,000 sums that
+neither the warm start nor the training has seen, answered greedily by the last version. Intervals are 95 %, t-distribution over seeds.
+
+The task is the demo's, made harder: a pupil who can add is then taught to forget 9 of 10 carries, so that the right answer is a
+rare one whose probability must rise tenfold. A loss that is clipped around the sampler's policy can raise it by a fifth for every
+version the sampler gets, and that is what staleness delays.
+
+The record is written after every run. Started again with the same settings, the study goes on where it stopped, and `--seeds` and `--cells`
+add to it. Exit code 1 if the default correction at S = 4 may lose 3 points or more against S = 0, or staleness was not reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.staleness_report import BEST, DEFAULT, NAIVE, Cell, page, runs_of, table, verdicts  # noqa: E402
+from protos.errors import ConfigError  # noqa: E402
+from services.arithmetic import write_task  # noqa: E402
+from services.process import die_with_parent  # noqa: E402
+from trainer.off_policy.options import correction_preset  # noqa: E402
+
+BUDGETS = (0, 1, 4, 8)
+
+QUESTIONS = 2000
+DEMONSTRATED_SHARE = 0.675  # as many demonstrations as the demo has, though twice as many sums are evaluated
+FORGETFUL_SHARE = 0.9
+FORGETTING_STEPS = 300
+MOST_STEPS = 4000  # of the first warm start, which ends when it has learned to add
+
+SETTINGS: dict[str, Any] = {
+    "batches": 70,
+    "groups_per_batch": 32,
+    "samples_per_prompt": 8,
+    "optimizer_steps_per_batch": 2,
+    "learning_rate": 2e-4,
+    "warmup_batches": 5,
+    "schedule": "cosine",
+}
+DEADLINE_SECONDS = 900.0
+FIGURES = (
+    "behavior_proximal_kl",
+    "effective_sample_size",
+    "truncated_fraction",
+    "rejected_fraction",
+    "clipped_fraction",
+    "grad_norm",
+)
+
+
+CELLS = tuple(Cell(budget, correction) for budget in BUDGETS for correction in (NAIVE, DEFAULT, BEST))
+
+
+def main() -> int:
+    arguments = _arguments()
+    settings = {**SETTINGS, "batches": arguments.batches, "questions": QUESTIONS}
+    record = _open_record(arguments.output, settings)
+    cells = tuple(dict.fromkeys(arguments.cells))
+    planned = [(seed, cell) for seed in range(arguments.seeds) for cell in _rotated(cells, seed)]
+    todo = [(seed, cell) for seed, cell in planned if not runs_of(record, cell, seed)]
+    print(f"{len(planned)} runs, {len(planned) - len(todo)} of them done", flush=True)
+    clock = _Clock(len(todo), arguments.minutes)
+    for seed, cell in todo:
+        if not clock.has_time():
+            print(f"{arguments.minutes:g} minutes are over; the same command goes on from here", flush=True)
+            break
+        clock.begin(warm_start=not (arguments.folder / f"seed-{seed}" / "model").exists())
+        _warm_start(arguments.folder / f"seed-{seed}", seed)
+        clock.warmed()
+        run = _run(arguments.folder, seed, cell, settings)
+        record["runs"].append(run)
+        _write(arguments.output, record)
+        print(clock.end() + _told(run, settings), flush=True)
+    record["verdicts"], passed = verdicts(record)
+    _write(arguments.output, record)
+    arguments.output.with_suffix(".md").write_text(page(record))
+    print("\n" + "\n".join([*table(record), "", *record["verdicts"]]))
+    print(f"\nwritten to {arguments.output} and {arguments.output.with_suffix('.md').name}")
+    return 0 if passed else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 … N − 1")
+    parser.add_argument("--cells", nargs="+", type=_cell, default=CELLS, metavar="S/CORRECTION")
+    parser.add_argument("--batches", type=int, default=SETTINGS["batches"])
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "staleness", help="warm starts and the run under way"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "staleness.json")
+    arguments = parser.parse_args()
+    arguments.folder = arguments.folder.resolve()  # the services run in the tree's root
+    return arguments
+
+
+def _cell(text: str) -> Cell:
+    budget, _, correction = text.partition("/")
+    try:
+        correction_preset(correction)
+        return Cell(int(budget), correction)
+    except (ConfigError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: write S/correction, e.g. 4/token_tis ({error})") from None
+
+
+def _rotated(cells: Sequence[Cell], seed: int) -> tuple[Cell, ...]:
+    """Another order for every seed, so that a busy hour of the machine does not fall on one cell alone."""
+    turn = seed * 5 % len(cells)
+    return (*cells[turn:], *cells[:turn])
+
+
+# The record
+
+
+def _open_record(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    command = shlex.join(["python", "benchmarks/staleness.py", *sys.argv[1:]])
+    record: dict[str, Any] = {"commands": [], "cores": os.cpu_count(), "settings": settings, "runs": []}
+    if file.exists():
+        record = json.loads(file.read_text())
+        if record["settings"] != settings:
+            raise SystemExit(
+                f"{file} is of other settings: {record['settings']}, now {settings}; name another --output"
+            )
+    record["commands"] = list(dict.fromkeys([*record["commands"], command]))
+    return record
+
+
+def _write(file: Path, record: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, file)
+
+
+# One run
+
+
+def _warm_start(folder: Path, seed: int) -> None:
+    """The seed's data and the model that all of its cells start from; nothing if they are there."""
+    model = folder / "model"
+    if model.exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    split = {"evaluation_rows": QUESTIONS, "demonstrated_share": DEMONSTRATED_SHARE}
+    write_task(folder / "data", seed, **split)
+    write_task(folder / "forgetful", seed, sloppy_share=FORGETFUL_SHARE, **split)
+    base, pupil, done = folder / "base", folder / "pupil", folder / "model.part"
+    _python("-m", "services.demo", str(base), str(seed))
+    _imitate(folder, seed, base, folder / "data", pupil, f"sft.max_steps={MOST_STEPS}")
+    forgetting = (f"sft.max_steps={FORGETTING_STEPS}", "sft.learning_rate=1e-3", "sft.target_accuracy=0")
+    _imitate(folder, seed, pupil, folder / "forgetful", done, *forgetting)
+    done.rename(model)
+
+
+def _imitate(folder: Path, seed: int, start: Path, data: Path, output: Path, *overrides: str) -> None:
+    paths = {
+        "run.folder": folder / "sft",
+        "model.path": start,
+        "data.train_file": data / "train.parquet",
+        "data.eval_file": data / "eval.parquet",
+        "sft.train_file": data / "demonstrations.parquet",
+        "sft.output": output,
+    }
+    settings = [f"{key}={value}" for key, value in paths.items()]
+    _python("-m", "services.cli", "sft", str(_DEMO), f"run.seed={seed}", *settings, *overrides)
+
+
+def _run(folder: Path, seed: int, cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+    """A whole run from the warm start, and its figures."""
+    run, start = folder / "run", folder / f"seed-{seed}"
+    shutil.rmtree(run, ignore_errors=True)
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        _RECIPE.format(
+            run=run,
+            start=start,
+            seed=seed,
+            budget=cell.budget,
+            correction=cell.correction,
+            questions=QUESTIONS,
+            **settings,
+        )
+    )
+    load, began = os.getloadavg()[0], time.monotonic()
+    _python("-m", "services.cli", "run", str(recipe))
+    seconds = time.monotonic() - began
+    summary = json.loads((run / "summary.json").read_text())
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    if (last["version"], last["num_scored"]) != (settings["batches"], QUESTIONS):
+        raise SystemExit(f"the last evaluation is of another version, or not of all questions: {last}")
+    return {
+        "seed": seed,
+        "staleness_budget": cell.budget,
+        "correction": cell.correction,
+        "accuracy": last["accuracy"],
+        "initial_accuracy": summary["initial_accuracy"],
+        "mean_staleness": summary["mean_staleness"],
+        "max_staleness": summary["observed_max_staleness"],
+        "train_steps": summary["train_steps"],
+        "optimizer_steps": summary["optimizer_steps"],
+        "seconds": round(seconds, 1),
+        "train_seconds": round(summary["train_seconds"], 1),
+        "trainer_idle_fraction": round(summary["trainer_idle_fraction"], 3),
+        "sampler_idle_fraction": round(summary["sampler_idle_fraction"], 3),
+        "load_before": round(load, 1),
+        "reward_mean": [round(line["reward_mean"], 3) for line in lines],
+        **{name: round(statistics.fmean(line.get(name, 0.0) for line in lines), 5) for name in FIGURES},
+    }
+
+
+def _python(*arguments: str) -> None:
+    """A Python of this tree, to its end; it dies with the study."""
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TANDEM_REDIS_URL": ""}
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        timeout=DEADLINE_SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=die_with_parent,
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"{shlex.join(command)} failed with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
+
+
+class _Clock:
+    """What is left of the study, from what its runs took so far."""
+
+    def __init__(self, num_runs: int, minutes: float) -> None:
+        self._num_runs = num_runs
+        self._end = time.monotonic() + 60.0 * minutes
+        self._seconds: list[float] = []
+        self._began = 0.0
+        self._warming = False
+
+    def has_time(self) -> bool:
+        """Whether one more run would end in time."""
+        return time.monotonic() + (statistics.fmean(self._seconds) if self._seconds else 0.0) <= self._end
+
+    def begin(self, *, warm_start: bool) -> None:
+        self._began = time.monotonic()
+        self._warming = warm_start
+
+    def warmed(self) -> None:
+        if self._warming:
+            print(f"warm start: {time.monotonic() - self._began:.0f} s", flush=True)
+        self._began = time.monotonic()
+
+    def end(self) -> str:
+        self._seconds.append(time.monotonic() - self._began)
+        left = (self._num_runs - len(self._seconds)) * statistics.fmean(self._seconds)
+        return f"[{len(self._seconds)}/{self._num_runs}] {left / 60:.0f} min left  "
+
+
+def _told(run: dict[str, Any], settings: dict[str, Any]) -> str:
+    wanted = settings["batches"] * settings["optimizer_steps_per_batch"]
+    skipped = "" if run["optimizer_steps"] == wanted else f"  {wanted - run['optimizer_steps']} steps skipped"
+    return (
+        f"seed {run['seed']}  S = {run['staleness_budget']} {run['correction']:12}  "
+        f"accuracy {run['initial_accuracy']:.1%} → {run['accuracy']:.1%}  "
+        f"mean staleness {run['mean_staleness']:.2f}  {run['seconds']:.0f} s, of them {run['train_seconds']:.0f} s training{skipped}"
+    )
+
+
+_DEMO = ROOT / "examples" / "recipes" / "arithmetic.toml"
+
+_RECIPE = """
+[run]
+run_id = "staleness"
+folder = "{run}"
+seed = {seed}
+total_batches = {batches}
+groups_per_batch = {groups_per_batch}
+staleness_budget = {budget}
+metrics_to_tensorboard = false
+[model]
+path = "{start}/model"
+[data]
+train_file = "{start}/data/train.parquet"
+eval_file = "{start}/data/eval.parquet"
+max_prompt_tokens = 16
+[rollout]
+samples_per_prompt = {samples_per_prompt}
+max_response_tokens = 8
+max_groups_in_flight = {groups_per_batch}
+kv_cache_bytes = 67108864
+[reward]
+scorer = "exact"
+[trainer]
+correction = "{correction}"
+learning_rate = {learning_rate}
+warmup_batches = {warmup_batches}
+schedule = "{schedule}"
+optimizer_steps_per_batch = {optimizer_steps_per_batch}
+tokens_per_micro_batch = 8192
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""What may stand where in a configuration: its sections, tables and keys, read from the annotations of the models."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
+
+from trainer.named_options import BareName
+
+NEAR = 0.5
+"""Similarity (0 to 1) above which a known word is offered for an unknown one."""
+
+_NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "nothing"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a key holds: a value (no models), a table ({"": model}), or one of several ({name: model}) chosen by its key `chooser`."""
+
+    annotation: Any
+    models: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    chooser: str = ""
+    bare: BareName | None = None
+    """What a bare string in the table's place stands for; None if a string cannot stand there."""
+    optional: bool = False
+    """Whether nothing may stand there."""
+    many: bool = False
+    """Whether it is a list of such tables."""
+    rules: tuple[Any, ...] = ()
+    """Limits and validators of the value."""
+
+    @property
+    def is_table(self) -> bool:
+        return bool(self.models) and not self.many
+
+    @property
+    def naming_key(self) -> str:
+        """The key that says which table it is, "" if none does."""
+        return self.bare.key if self.bare is not None else self.chooser
+
+    @property
+    def is_union(self) -> bool:
+        """Whether it is a value of one of several types."""
+        return not self.models and get_origin(self.annotation) in (Union, UnionType)
+
+
+def shape_of(info: FieldInfo) -> Shape:
+    """The shape of a model's field."""
+    return _shape(info.annotation, tuple(info.metadata), _text(info.discriminator))
+
+
+def shape_at(root: type[BaseModel], keys: Sequence[str]) -> Shape | None:
+    """The shape of a dotted key below `root`, of the first choice that has it; None if nobody knows it."""
+    shape = Shape(root, {"": root})
+    for key in keys:
+        found = [model.model_fields[key] for model in shape.models.values() if key in model.model_fields]
+        if not found or shape.many:
+            return None
+        shape = shape_of(found[0])
+    return shape
+
+
+def _shape(annotation: Any, rules: tuple[Any, ...], chooser: str) -> Shape:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        for rule in annotation.__metadata__:
+            if isinstance(rule, FieldInfo):
+                chooser = chooser or _text(rule.discriminator)
+                rules = (*rules, *rule.metadata)
+            else:
+                rules = (*rules, rule)
+        return _shape(arguments[0], rules, chooser)
+    if origin in (Union, UnionType):
+        members = [member for member in arguments if member is not NoneType]
+        optional = len(members) < len(arguments)
+        if len(members) == 1:
+            return replace(_shape(members[0], rules, chooser), optional=optional)
+        models = {name: member for member in members for name in _names_in(member, chooser)}
+        if models:
+            return Shape(annotation, models, chooser, _bare_name(rules), optional)
+        return Shape(annotation, optional=optional, rules=rules)
+    if origin in (tuple, list):
+        inner = _shape(arguments[0], (), "")
+        if inner.models:
+            return replace(inner, annotation=annotation, many=True)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return Shape(annotation, {"": annotation}, bare=_bare_name(rules))
+    return Shape(annotation, rules=rules)
+
+
+def _bare_name(rules: tuple[Any, ...]) -> BareName | None:
+    functions = [rule.func for rule in rules if isinstance(rule, BeforeValidator)]
+    return next((function for function in functions if isinstance(function, BareName)), None)
+
+
+def _text(discriminator: Any) -> str:
+    return discriminator if isinstance(discriminator, str) else ""
+
+
+def _names_in(member: Any, chooser: str) -> Sequence[str]:
+    """The names under which a member of a union is chosen; none if it is not chosen by name."""
+    if not chooser or not isinstance(member, type) or not issubclass(member, BaseModel):
+        return ()
+    return get_args(member.model_fields[chooser].annotation)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table of a configuration: `path` is how a recipe heads it (`a.b[]` for a list of them), `shape` what its place may hold,
+    `choice` the name it is chosen by, "" if it is no choice."""
+
+    path: str
+    model: type[BaseModel]
+    shape: Shape
+    choice: str = ""
+    default: Any = None
+    """What stands in its place if a recipe says nothing."""
+
+    @property
+    def default_choice(self) -> str:
+        """The name of the table that stands there if a recipe says nothing, "" for none."""
+        return str(getattr(self.default, self.shape.chooser, "")) if self.shape.chooser else ""
+
+    def fields(self) -> Iterator[tuple[str, FieldInfo]]:
+        """Its keys, without the one it is chosen by."""
+        for name, info in self.model.model_fields.items():
+            if name != self.shape.chooser:
+                yield name, info
+
+    def key(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+def tables(root: type[BaseModel], path: str = "") -> Iterator[Table]:
+    """Every table below `root`, its own one aside, a table before those inside it."""
+    for name, info in root.model_fields.items():
+        shape = shape_of(info)
+        inner = (f"{path}.{name}" if path else name) + ("[]" if shape.many else "")
+        for choice, model in shape.models.items():
+            yield Table(inner, model, shape, choice, default_of(info))
+            yield from tables(model, inner)
+
+
+def default_of(info: FieldInfo) -> Any:
+    """A field's default; None, too, for one that must be given."""
+    return None if info.is_required() else info.get_default(call_default_factory=True)
+
+
+def known_keys(root: type[BaseModel]) -> list[str]:
+    """Every table and every dotted key below `root`, once each."""
+    found = {name: None for name in root.model_fields}
+    for table in tables(root):
+        found[table.path] = None
+        for name in table.model.model_fields:
+            found[table.key(name)] = None
+    return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a fault lies: the place as a user writes it, the table it lies in, and what the place should hold (None: unknown key)."""
+
+    place: str
+    table: Table
+    shape: Shape | None
+
+
+def locate(root: type[BaseModel], parts: Iterable[str | int]) -> Location:
+    """The place behind pydantic's location, which counts the choices by name among its parts."""
+    shape = Shape(root, {"": root})
+    table, place = Table("", root, shape), ""
+    chosen = True  # whether `table` is what the place holds
+    for part in parts:
+        if chosen:
+            place = table.key(str(part))
+            info = table.model.model_fields.get(str(part))
+            if info is None:
+                return Location(place, table, None)
+            shape, chosen = shape_of(info), False
+            if shape.is_table and not shape.chooser:
+                table, chosen = Table(place, shape.models[""], shape), True
+        elif shape.many and isinstance(part, int):
+            place = f"{place}.{part}"
+            shape = replace(shape, many=False)
+            if not shape.chooser:
+                table, chosen = Table(place, shape.models[""], shape), True
+        elif shape.models:
+            table = Table(place, shape.models[str(part)], shape, str(part))
+            chosen = True
+        elif not (shape.is_union and isinstance(part, str)):  # else it says which of a value's types the fault is about
+            place = f"{place}.{part}"
+    return Location(place, table, shape)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word most like an unknown one, or whose initials it is; "" if none is near."""
+    best, likeness = "", NEAR
+    for candidate in known:
+        if word and word == "".join(part[:1] for part in candidate.split("_")):
+            return candidate
+        ratio = difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
+        if ratio > likeness:
+            best, likeness = candidate, ratio
+    return best
+
+
+def type_words(info: FieldInfo) -> str:
+    """A field's type and limits in words: `integer ≥ 1`, `"grpo" or "dr_grpo"`, `name or table`."""
+    shape = shape_of(info)
+    limits = []
+    for rule in shape.rules:
+        if isinstance(rule, annotated_types.Ge):
+            limits.append(f"≥ {rule.ge}")
+        elif isinstance(rule, annotated_types.Gt):
+            limits.append(f"> {rule.gt}")
+        elif isinstance(rule, annotated_types.Le):
+            limits.append(f"≤ {rule.le}")
+        elif isinstance(rule, annotated_types.Lt):
+            limits.append(f"< {rule.lt}")
+        elif getattr(rule, "pattern", None):
+            limits.append(f"like `{rule.pattern}`")
+    return " ".join([shape_words(shape), ", ".join(limits)]).strip()
+
+
+def shape_words(shape: Shape) -> str:
+    """What may stand there, in words."""
+    if shape.many:
+        return "list of tables"
+    if shape.models:
+        return f"{shape.bare.key} or table" if shape.bare is not None else "table"
+    return _words(shape.annotation)
+
+
+def _words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(choice)}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_words(argument) for argument in arguments if argument is not NoneType)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"list of {len(arguments)} {_words(arguments[0])}s"
+    if origin in (tuple, list):
+        return f"list of {_words(arguments[0])}" + ("s" if arguments[0] in (int, float) else "")
+    if origin is dict:
+        return "table"
+    return _NAMES[annotation]

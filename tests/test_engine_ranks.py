@@ -1,0 +1,85 @@
+"""Adapters, reference and critic partitioned over two ranks, all offloaded, against one rank that keeps everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from tests.engine_inputs import logprobs_of, make_micro_batches, plain_model, relative_error
+from tests.engine_rank import STEPS, Ring
+from tests.tiny_model import build_tiny_model
+from trainer.config import TrainerConfig
+
+REPOSITORY = Path(__file__).parents[1]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks left in a folder, and what each saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.engine_rank", str(model), str(folder)]
+    ranks = [
+        subprocess.Popen(command, cwd=REPOSITORY, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_offloaded_ranks_learn_as_one(two_ranks: tuple[Path, list[dict[str, Any]]], model: Path) -> None:
+    folder, seen = two_ranks
+    alone = Ring(model, TrainerConfig(zero_stage=0))
+    start = alone.weights()
+    assert all(alone.step(version) for version in range(1, STEPS + 1))
+    expected = alone.weights()
+    alone.close()
+    got = load_file(folder / "weights.safetensors")
+    for part in (True, False):
+        ours, theirs, begin = (
+            {name: tensor for name, tensor in each.items() if name.startswith("critic.") is part}
+            for each in (got, expected, start)
+        )
+        assert relative_error(ours, theirs, begin) <= 1e-4
+    num_elements = sum(tensor.numel() for tensor in plain_model(model).parameters())
+    for rank in seen:
+        assert rank["references_agree"] == [True] * STEPS
+        assert all(held < 0.01 * num_elements for held in rank["held_elements"]), "the rest is partitioned"
+
+
+def test_two_ranks_resume_bit_exactly_and_export_adapters(
+    two_ranks: tuple[Path, list[dict[str, Any]]], model: Path
+) -> None:
+    folder, seen = two_ranks
+    assert all(rank["resumed_equal"] for rank in seen)
+    merged = {
+        name: tensor for name, tensor in load_file(folder / "weights.safetensors").items() if "critic." not in name
+    }
+    adapted = PeftModel.from_pretrained(plain_model(model), str(folder / "adapters"))
+    batches = make_micro_batches()
+    plain = plain_model(model, merged)
+    assert (logprobs_of(adapted, batches) - logprobs_of(plain, batches)).abs().max() <= 2e-6
+    assert (logprobs_of(adapted, batches) - logprobs_of(plain_model(model), batches)).abs().max() > 0.05

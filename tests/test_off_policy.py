@@ -1,0 +1,359 @@
+"""Off-policy correction against golden values and by hand, and the proximal log-probs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.golden_cases import GoldenCase, golden_cases
+from trainer.off_policy.correct import Corrected, correct, correction_weight_sums
+from trainer.off_policy.diagnostics import correction_sums
+from trainer.off_policy.options import CorrectionOptions, RejectionOptions
+from trainer.off_policy.proximal import loglinear_proximal, proximal_logprobs
+from trainer.ragged import flatten, keep_tokens, spread, unflatten
+
+# ---- golden values ----
+
+LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
+
+
+def golden_options(hyper: dict[str, Any]) -> CorrectionOptions:
+    """A golden case's hyper-parameters in our words."""
+    weights: dict[str, Any] = {"level": "none"}
+    if hyper.get("rollout_is"):
+        bound = hyper["rollout_is_threshold"]
+        weights = {"level": hyper["rollout_is"], "normalize": hyper.get("rollout_is_batch_normalize", False)}
+        if isinstance(bound, str):  # lo_hi: IcePop
+            low, high = map(float, bound.split("_"))
+            weights |= {"low": low, "high": high, "outside": "zero"}
+        else:
+            weights["high"] = bound
+    modes = [mode for mode in (hyper.get("rollout_rs") or "").split(",") if mode]
+    bounds = str(hyper.get("rollout_rs_threshold")).split(",")
+    bounds = bounds * len(modes) if len(bounds) == 1 else bounds
+    rejections = [golden_rejection(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
+    return CorrectionOptions.model_validate({"weights": weights, "rejections": rejections})
+
+
+def golden_rejection(mode: str, bound: str) -> dict[str, Any]:
+    level, _, measure = mode.rpartition("_")
+    test: dict[str, Any] = {"level": LEVELS[level], "measure": measure}
+    if measure != "k1":
+        return {**test, "high": float(bound)}
+    low, high = map(float, bound.split("_")) if "_" in bound else (1 / float(bound), float(bound))
+    return {**test, "low": math.log(low), "high": math.log(high)}
+
+
+def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[str, float]) -> dict[str, float]:
+    """Ours under golden names. Where golden takes the mean over all B rows, a row without tokens counts as a log-prob of 0 there."""
+    filled = float(case.inputs["response_mask"].any(1).double().mean())
+    empty = 1.0 - filled
+    ours = {
+        "kl": figures["behavior_proximal_kl_k1"],
+        "k3_kl": figures["behavior_proximal_kl"],
+        "training_ppl": figures["proximal_perplexity"] * filled + empty,
+        "rollout_ppl": figures["behavior_perplexity"] * filled + empty,
+        "training_log_ppl": figures["proximal_log_perplexity"] * filled,
+        "rollout_log_ppl": figures["behavior_log_perplexity"] * filled,
+        "log_ppl_diff": figures["log_perplexity_difference"] * filled,
+        "log_ppl_abs_diff": figures["log_perplexity_difference_abs"] * filled,
+        "log_ppl_diff_max": max(figures["log_perplexity_difference_max"], 0.0 if empty else -math.inf),
+        "log_ppl_diff_min": min(figures["log_perplexity_difference_min"], 0.0 if empty else math.inf),
+        "ppl_ratio": figures["perplexity_ratio"] * filled + empty,
+        "chi2_token": figures["chi_squared_token"],
+        "chi2_seq": figures["chi_squared_sequence"] * filled,
+    }
+    weights = options.weights
+    if weights.level != "none":
+        share = filled if weights.level == "sequence" else 1.0
+        ours |= {
+            "rollout_is_mean": figures["behavior_weight_mean"],
+            "rollout_is_std": figures["behavior_weight_std"],
+            "rollout_is_eff_sample_size": figures["effective_sample_size"],
+            "rollout_is_ratio_fraction_high": figures["truncated_above_fraction"] * share,
+        }
+        if weights.outside == "zero":  # with truncation golden reports what is below 1/cap, which nothing bounds
+            ours["rollout_is_ratio_fraction_low"] = figures["truncated_below_fraction"] * share
+        if weights.level == "token":  # of a sequence's, golden reports the ratio here, not the weight
+            ours |= {
+                "rollout_is_max": figures["behavior_weight_max"],
+                "rollout_is_min": figures["behavior_weight_min"],
+            }
+            if weights.outside == "zero":
+                ours["rollout_is_oob_ratio"] = figures["truncated_fraction"]
+    for test in options.rejections:
+        mode = f"{next(golden for golden, level in LEVELS.items() if level == test.level)}_{test.measure}"
+        ours |= {
+            f"rollout_rs_{mode}_mean": figures[f"rejection/{test.name}/mean"],
+            f"rollout_rs_{mode}_max": figures[f"rejection/{test.name}/max"],
+            f"rollout_rs_{mode}_masked_fraction": figures[f"rejection/{test.name}/rejected_fraction"],
+            f"rollout_rs_{mode}_seq_masked_fraction": figures[f"rejection/{test.name}/touched_row_fraction"],
+        }
+        if test.level != "max":  # ours is then the row's least token, golden's the least of the rows' greatest
+            ours[f"rollout_rs_{mode}_min"] = figures[f"rejection/{test.name}/min"]
+    if options.rejections:
+        ours["rollout_rs_masked_fraction"] = figures["rejected_fraction"]
+        ours["rollout_rs_seq_masked_fraction"] = figures["touched_row_fraction"] * filled
+    return ours
+
+
+def check_figures(
+    case: GoldenCase, corrected: Corrected, columns: tuple[Tensor, Tensor, Tensor], options: CorrectionOptions
+) -> None:
+    proximal_N, behavior_N, lengths_B = columns
+    staleness_N = torch.zeros_like(proximal_N, dtype=torch.int64)
+    figures = correction_sums(corrected, proximal_N, behavior_N, lengths_B, staleness_N, options).figures()
+    for name, value in golden_figures(case, options, figures).items():
+        case.check_metric(name, value)
+    if options.weights.normalize:
+        total, count = correction_weight_sums(corrected, lengths_B, options).tolist()
+        case.check_metric("rollout_is_batch_norm_factor", total / count)
+
+
+@pytest.mark.parametrize("case", golden_cases("rollout_correction/"), ids=lambda case: case.name)
+def test_correction_agrees_with_golden_values(case: GoldenCase) -> None:
+    mask_BT = case.inputs["response_mask"]
+    proximal_N, lengths_B = flatten(case.inputs["old_log_prob"], mask_BT)
+    behavior_N, _ = flatten(case.inputs["rollout_log_prob"], mask_BT)
+    options = golden_options(case.hyper)
+    corrected = correct(proximal_N, behavior_N, lengths_B, options)
+    case.check("modified_mask", unflatten(corrected.keep_N.double(), mask_BT))
+    if "is_weights" in case.outputs:
+        case.check("is_weights", unflatten(corrected.weights_N, mask_BT))
+    check_figures(case, corrected, (proximal_N, behavior_N, lengths_B), options)
+
+
+@pytest.mark.parametrize("case", golden_cases("policy_loss/bypass_mode/"), ids=lambda case: case.name)
+def test_bypass_agrees_with_golden_values(case: GoldenCase) -> None:
+    """Weights and rejection of π_current/π_behavior, and that what is rejected leaves the loss's denominators."""
+    mask_BT = case.inputs["response_mask"]
+    behavior_N, lengths_B = flatten(case.inputs["old_log_prob"], mask_BT)
+    advantages_N, _ = flatten(case.inputs["advantages"], mask_BT)
+    current_BT = case.inputs["log_prob"].clone().requires_grad_()
+    current_N, _ = flatten(current_BT, mask_BT)
+    hyper = case.hyper["rollout_correction"]
+    options = golden_options(hyper).model_copy(update={"proximal": "bypassed"})
+    assert options.needs_ratio_free_loss == bool(hyper["rollout_is"])
+    loss_proximal_N, proximal_N = proximal_logprobs(
+        options.proximal, current_logprobs_N=current_N, behavior_logprobs_N=behavior_N
+    )
+    assert loss_proximal_N is behavior_N
+    corrected = correct(proximal_N, behavior_N, lengths_B, options)
+
+    keep_N = corrected.keep_N
+    ell_N, ratio_N, advantage_N = current_N[keep_N], (current_N - behavior_N)[keep_N].exp(), advantages_N[keep_N]
+    if hyper["loss_type"] == "reinforce":
+        losses_N = -advantage_N * ell_N * corrected.weights_N[keep_N]
+    else:  # the golden loss then leaves the weights aside
+        clipped_N = ratio_N.clamp(1 - case.hyper["clip_ratio_low"], 1 + case.hyper["clip_ratio_high"])
+        surrogate_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+        dual_N = torch.maximum(surrogate_N, case.hyper["clip_ratio_c"] * advantage_N)
+        losses_N = -torch.where(advantage_N < 0, dual_N, surrogate_N)
+    kept_B = keep_tokens(lengths_B, keep_N)
+    rows = (kept_B > 0).sum()
+    share_B = {
+        "token-mean": torch.ones_like(kept_B) / kept_B.sum(),
+        "seq-mean-token-sum": torch.ones_like(kept_B) / rows,
+        "seq-mean-token-mean": 1.0 / (rows * kept_B.clamp(min=1)),
+    }[case.hyper["loss_agg_mode"]]
+    loss = (losses_N * spread(share_B, kept_B)).sum()
+    loss.backward()
+    assert current_BT.grad is not None
+    case.check("loss", loss.detach())
+    case.check("grad_log_prob", current_BT.grad)
+    check_figures(case, corrected, (proximal_N, behavior_N, lengths_B), options)
+
+
+# ---- by hand ----
+
+
+def rows_of(*rows: list[float]) -> tuple[Tensor, Tensor]:
+    """(values_N, lengths_B) of rows."""
+    flat = [value for row in rows for value in row]
+    return torch.tensor(flat, dtype=torch.float64), torch.tensor([len(row) for row in rows])
+
+
+def run(ratios: tuple[list[float], ...], advantages: list[float] | None = None, **options: Any) -> Corrected:
+    """Corrects rows of given ratios."""
+    ratio_N, lengths_B = rows_of(*ratios)
+    behavior_N = torch.linspace(-3.0, -0.5, len(ratio_N), dtype=torch.float64)
+    advantages_N = None if advantages is None else torch.tensor(advantages)
+    given = CorrectionOptions.model_validate(options)
+    return correct(behavior_N + ratio_N.log(), behavior_N, lengths_B, given, advantages_N=advantages_N)
+
+
+def test_the_default_is_the_truncated_ratio_of_each_token_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    proximal_N, behavior_N = torch.randn(2, 1000)
+    behavior_N[0] -= 50
+    options = CorrectionOptions()
+    weights_N = correct(proximal_N, behavior_N, torch.tensor([400, 0, 600]), options).weights_N
+    assert weights_N.dtype == torch.float32
+    assert torch.equal(weights_N, (proximal_N - behavior_N).clamp(-20, 20).exp().clamp(max=2.0))
+    assert not options.needs_whole_batch
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({"level": "token", "high": 1.5}, [1.0, 1.5, 0.5, 1.5]),
+        ({"level": "sequence", "high": 8.0}, [1.0, 4.0, 4.0, 4.0]),
+        ({"level": "geometric", "high": 8.0}, [1.0, 4 ** (1 / 3), 4 ** (1 / 3), 4 ** (1 / 3)]),
+        ({"level": "token", "low": 0.75, "high": 5.0, "outside": "clamp"}, [1.0, 4.0, 0.75, 2.0]),
+        ({"level": "token", "low": 0.75, "high": 3.0, "outside": "zero"}, [1.0, 0.0, 0.0, 2.0]),
+        ({"level": "token", "high": 5.0, "normalize": True}, [1 / 1.875, 4 / 1.875, 0.5 / 1.875, 2 / 1.875]),
+        ({"level": "sequence", "high": 8.0, "normalize": True}, [0.4, 1.6, 1.6, 1.6]),
+        ({"level": "none"}, [1.0] * 4),
+    ],
+)
+def test_weights_by_hand(weights: dict[str, Any], expected: list[float]) -> None:
+    corrected = run(([1.0], [4.0, 0.5, 2.0]), weights=weights)
+    assert corrected.weights_N.tolist() == pytest.approx(expected)
+    assert corrected.keep_N.all()
+
+
+def test_normalized_weights_average_one_over_what_is_kept() -> None:
+    test = {"level": "token", "measure": "ratio", "high": 3.0}
+    corrected = run(
+        ([1.0], [4.0, 0.5, 2.0]), weights={"level": "token", "high": 9.0, "normalize": True}, rejections=[test]
+    )
+    assert corrected.keep_N.tolist() == [True, False, True, True]
+    assert float(corrected.weights_N[corrected.keep_N].mean()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("test", "kept"),
+    [
+        ({"level": "token", "measure": "ratio", "high": 3.0}, [1, 0, 1, 1]),
+        ({"level": "token", "measure": "ratio", "low": 0.75, "high": 3.0}, [1, 0, 0, 1]),
+        ({"level": "sequence", "measure": "ratio", "high": 3.9}, [1, 0, 0, 0]),
+        ({"level": "sequence", "measure": "ratio", "high": 4.1}, [1, 1, 1, 1]),
+        ({"level": "geometric", "measure": "ratio", "high": 1.58}, [1, 0, 0, 0]),
+        ({"level": "geometric", "measure": "ratio", "high": 1.59}, [1, 1, 1, 1]),
+        ({"level": "max", "measure": "ratio", "high": 3.9}, [1, 0, 0, 0]),
+        ({"level": "max", "measure": "ratio", "low": 0.6}, [1, 0, 0, 0]),
+        ({"level": "max", "measure": "ratio", "low": 0.4, "high": 4.1}, [1, 1, 1, 1]),
+        ({"level": "token", "measure": "k1", "low": -1.0}, [1, 0, 1, 1]),
+        ({"level": "token", "measure": "k1", "high": 0.5}, [1, 1, 0, 1]),
+        ({"level": "token", "measure": "k2", "high": 0.5}, [1, 0, 1, 1]),
+        ({"level": "token", "measure": "k3", "high": 0.5}, [1, 0, 1, 1]),
+        ({"level": "sequence", "measure": "k2", "high": 1.44}, [1, 0, 0, 0]),
+        ({"level": "sequence", "measure": "k2", "high": 1.45}, [1, 1, 1, 1]),
+    ],
+)
+def test_rejection_by_hand(test: dict[str, Any], kept: list[int]) -> None:
+    corrected = run(([1.0], [4.0, 0.5, 2.0]), rejections=[test])
+    assert corrected.keep_N.tolist() == [bool(keep) for keep in kept]
+
+
+def test_what_was_rejected_is_counted() -> None:
+    """Three rows: one loses a token, one all of its tokens, one nothing."""
+    options = CorrectionOptions(rejections=(RejectionOptions(high=3.0), RejectionOptions(level="max", low=0.1)))
+    ratio_N, lengths_B = rows_of([1.0, 4.0], [0.05, 1.0, 5.0], [1.0])
+    corrected = correct(ratio_N.log(), torch.zeros(6, dtype=torch.float64), lengths_B, options)
+    staleness_N = torch.tensor([0, 0, 2, 2, 2, 0])
+    figures = correction_sums(corrected, ratio_N.log(), ratio_N * 0, lengths_B, staleness_N, options).figures()
+    expected = {
+        "rejected_fraction": 4 / 6,
+        "rejected_row_fraction": 1 / 3,
+        "touched_row_fraction": 2 / 3,
+        "truncated_fraction": 2 / 6,
+        "behavior_weight_max": 2.0,
+        "behavior_weight_min": 0.05,
+        "rejection/token_ratio/rejected_fraction": 2 / 6,
+        "rejection/token_ratio/touched_row_fraction": 2 / 3,
+        "rejection/token_ratio/max": 5.0,
+        "rejection/token_ratio/min": 0.05,
+        "rejection/token_ratio/mean": 12.05 / 6,
+        "rejection/max_ratio/rejected_fraction": 3 / 6,
+        "rejection/max_ratio/touched_row_fraction": 1 / 3,
+        "rejection/max_ratio/mean": (2 * 4 + 3 * 5 + 1) / 6,
+        "rejection/max_ratio/min": 0.05,
+        "staleness_0/rejected_fraction": 1 / 3,
+        "staleness_0/rejected_row_fraction": 0.0,
+        "staleness_2/rejected_row_fraction": 1.0,
+        "staleness_2/truncated_fraction": 1 / 3,
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_catastrophic_token_rejects_its_row() -> None:
+    corrected = run(([1.0, 2e-4], [1.0, 5e-5, 3.0], [0.9]), veto=1e-4)
+    assert corrected.keep_N.tolist() == [True, True, False, False, False, True]
+    assert run(([1e-30, 1.0], [1.0]), veto=1e-12).keep_N.tolist() == [False, False, True], "beyond the clamp of weights"
+
+
+def test_only_negative_advantages_can_be_rejected() -> None:
+    test = {"level": "geometric", "measure": "k1", "high": 0.5, "negative_only": True}
+    ratios = ([0.1, 0.2], [0.1, 0.3], [0.9, 0.8])
+    corrected = run(ratios, advantages=[1.0, 1.0, -1.0, -1.0, -1.0, -1.0], rejections=[test])
+    assert corrected.keep_N.tolist() == [True, True, False, False, True, True]
+    assert CorrectionOptions(preset="opsm").needs_advantages and not CorrectionOptions().needs_advantages
+
+
+# ---- proximal log-probs ----
+
+
+@pytest.mark.parametrize(
+    ("behavior", "current", "versions", "batch_version", "expected"),
+    [
+        ([-1.0, -2.0, -3.0], [-1.5, -2.5, -3.5], [0, 0, 0], 2, [-1.25, -2.25, -3.25]),
+        ([-1.0, -2.0], [-1.5, -2.2], [0, 2], 4, [-1.375, -2.1]),
+        ([-1.0, -1.0], [-3.0, -3.0], [3, 4], 4, [-1.0, -1.0]),  # as new as the proximal policy, or newer
+    ],
+)
+def test_loglinear_is_the_published_interpolation(
+    behavior: list[float], current: list[float], versions: list[int], batch_version: int, expected: list[float]
+) -> None:
+    proximal = loglinear_proximal(
+        torch.tensor(current, requires_grad=True),
+        torch.tensor(behavior),
+        torch.tensor(versions),
+        batch_version=batch_version,
+    )
+    assert not proximal.requires_grad
+    assert proximal.tolist() == pytest.approx(expected)
+
+
+def test_loglinear_knows_how_far_the_batch_has_come() -> None:
+    current, behavior = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0])
+    stale, newer = torch.tensor([4, 3, 1]), torch.tensor([5, 6, 7])  # 0, 1 and 3 behind the batch's start; ahead of it
+
+    def at(progress: float, versions: Tensor = stale) -> list[float]:
+        return loglinear_proximal(current, behavior, versions, batch_version=5, progress=progress).tolist()
+
+    assert at(0.0) == [-2.0, -2.0, -2.0], "before the first step the current policy is the proximal one"
+    assert at(0.5) == pytest.approx([-1.0, -1.0 - 1 / 1.5, -1.0 - 3 / 3.5])
+    assert at(1.0) == pytest.approx([-1.0, -1.5, -1.75])
+    assert (at(0.0, newer), at(0.5, newer)) == ([-2.0] * 3, [-1.0] * 3)
+
+
+def test_where_proximal_logprobs_come_from() -> None:
+    current = torch.tensor([-1.0, -2.0], requires_grad=True)
+    behavior, recomputed = torch.tensor([-1.5, -1.5]), torch.tensor([-3.0, -3.0])
+
+    def pair(method: str, **more: Any) -> tuple[list[float], list[float]]:
+        found = proximal_logprobs(method, current_logprobs_N=current, behavior_logprobs_N=behavior, **more)  # type: ignore[arg-type]
+        assert not any(tensor.requires_grad for tensor in found)
+        return found[0].tolist(), found[1].tolist()
+
+    assert pair("recomputed", recomputed_N=recomputed) == ([-3.0, -3.0], [-3.0, -3.0])
+    assert pair("recomputed") == ([-1.0, -2.0], [-1.0, -2.0])
+    assert pair("bypassed") == ([-1.5, -1.5], [-1.0, -2.0])
+    assert pair("loglinear", versions_N=torch.tensor([0, 0]), batch_version=2) == ([-1.25, -1.75], [-1.25, -1.75])
+
+
+def test_mismatched_shapes_are_refused() -> None:
+    options = CorrectionOptions()
+    with pytest.raises(AssertionError):
+        correct(torch.zeros(3), torch.zeros(2), torch.tensor([3]), options)
+    with pytest.raises(AssertionError):
+        correct(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([3]), options)
+    with pytest.raises(AssertionError):
+        correct(torch.zeros(3), torch.zeros(3), torch.tensor([3.0]), options)
+    with pytest.raises(AssertionError, match="negative_only needs advantages"):
+        correct(torch.zeros(3), torch.zeros(3), torch.tensor([3]), CorrectionOptions(preset="opsm"))

@@ -1,0 +1,68 @@
+"""How the losses of tokens become the loss of an optimizer step.
+
+Every mode is a weighted sum, Σ share · loss, in which a token's share depends on its sequence only. The shares are taken from the counts
+of *all* sequences of the step, over every rank and micro-batch; what a micro-batch then adds is its part of that sum, so the step does not
+depend on how its sequences were cut or spread. Gradients of ranks are summed, not averaged.
+
+With n_i the loss tokens of sequence i (rejected ones are not counted), N = Σ n_i, S the number of sequences with n_i > 0, and h the length
+constant, a token's share is
+
+| mode                      | share        |                                       |
+|---------------------------|--------------|---------------------------------------|
+| `token-mean`              | 1/N          | DAPO, arXiv:2503.14476                |
+| `token-sum`               | 1            |                                       |
+| `seq-mean-token-sum`      | 1/S          |                                       |
+| `seq-mean-token-mean`     | 1/(S · n_i)  | GRPO, arXiv:2402.03300                |
+| `seq-mean-token-sum-norm` | 1/(S · h)    | Dr.GRPO, arXiv:2503.20783             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from trainer.aggregation_options import Aggregation
+
+
+def token_shares(
+    counts: Sequence[int] | Tensor,
+    aggregation: Aggregation,
+    *,
+    length_constant: float,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    multiplicities: Tensor | None = None,
+) -> Tensor:
+    """The share of one token of each of the R sequences, float64 (R,); 0 for a sequence without a loss token.
+
+    `counts` are the loss tokens of a sequence: of a trajectory, in all its segments together. Where these are not all the sequences of the
+    step, `num_tokens` and `num_sequences` give N and S of all of them. `length_constant` is h, above 0; the other modes do not read it.
+    `multiplicities`, (R,) at least 0: how often each sequence counts, in the loss and in its denominators, as if it were there that often.
+    """
+    counts_R = torch.as_tensor(counts, dtype=torch.float64)
+    assert counts_R.ndim == 1 and bool((counts_R >= 0).all()), "counts of loss tokens"
+    assert length_constant > 0, length_constant
+    counted_R = (counts_R > 0).double()
+    if multiplicities is not None:
+        assert multiplicities.shape == counts_R.shape and bool((multiplicities >= 0).all()), multiplicities
+        counted_R = counted_R * multiplicities
+    own_tokens, own_sequences = float(counts_R @ counted_R), float(counted_R.sum())
+    tokens = own_tokens if num_tokens is None else float(num_tokens)
+    sequences = own_sequences if num_sequences is None else float(num_sequences)
+    assert tokens >= own_tokens and sequences >= own_sequences, (tokens, sequences)
+    # Without a single loss token both totals are 0, and every share is.
+    tokens, sequences = tokens or 1.0, sequences or 1.0
+    if aggregation == "token-mean":
+        return counted_R / tokens
+    if aggregation == "token-sum":
+        return counted_R
+    if aggregation == "seq-mean-token-sum":
+        return counted_R / sequences
+    if aggregation == "seq-mean-token-mean":
+        return counted_R / (sequences * counts_R.clamp(min=1.0))
+    if aggregation == "seq-mean-token-sum-norm":
+        return counted_R / (sequences * length_constant)
+    assert_never(aggregation)

@@ -1,0 +1,129 @@
+"""What is learned from a batch: the estimator, the loss and all that stands around them, and what of it fits together. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trainer.aggregation_options import Aggregation
+from trainer.engine_options import CriticOptions
+from trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_elsewhere
+from trainer.kl_options import KlOptions
+from trainer.named_options import named
+from trainer.off_policy.options import CorrectionOptions
+from trainer.policy_losses.options import ClippedSurrogateOptions, PolicyLossOptions, loss_elsewhere
+from trainer.selection_options import SelectionOptions
+
+
+class CriticConfig(CriticOptions):
+    """The value model of PPO and how it learns; what is not said here it shares with the policy: dtype, offload, weight decay …"""
+
+    value_clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.2
+    """How far a value may move from that of the batch's start before it has no gradient; 0 switches that off."""
+    warmup_batches: Annotated[int, Field(ge=0)] = 0
+    """First batches of a run that train the critic alone; the policy is published unchanged."""
+
+
+class AlgorithmConfig(BaseModel):
+    """What is learned from a batch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    advantage: Annotated[EstimatorOptions, named("grpo", guess=estimator_elsewhere)] = GrpoOptions()
+    """How rewards become advantages."""
+    loss: Annotated[PolicyLossOptions, named("clipped_surrogate", guess=loss_elsewhere)] = ClippedSurrogateOptions()
+    """How advantages become the loss of a token."""
+    aggregation: Aggregation = "token-mean"
+    """How the tokens' losses become one: over all tokens of the batch, or over its trajectories; `-norm` divides a trajectory's sum
+    by rollout.max_response_tokens (Dr.GRPO)."""
+    correction: Annotated[CorrectionOptions, named("token_tis", key="preset")] = CorrectionOptions()
+    """What is done about samples of older versions and of another engine; a bare name is a preset's."""
+    kl: KlOptions = KlOptions()
+    """The penalty for leaving the reference policy, which is loaded only if there is one."""
+    entropy_coefficient: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    """What a nat of entropy is worth in the loss of every token; 0 is no bonus."""
+    critic: CriticConfig = CriticConfig()
+    """The value model, which only the advantage `gae` has."""
+    selection: SelectionOptions = SelectionOptions()
+    """Which groups, rows and tokens teach, and how much."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return "values" in self.advantage.needs
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy the run started from is kept beside the policy."""
+        return self.kl.reward is not None or self.kl.loss is not None
+
+    @property
+    def needs_baselines(self) -> bool:
+        """Whether every prompt is answered greedily, too."""
+        return "baselines" in self.advantage.needs
+
+    @property
+    def needs_components(self) -> bool:
+        """Whether rewards must come with their breakdown."""
+        return "components" in self.advantage.needs
+
+    @property
+    def min_group_size(self) -> int:
+        """The fewest scored answers to a prompt that the estimator can do anything with."""
+        return self.advantage.min_group_size
+
+    def check_sampling(self, *, samples_per_prompt: int, min_scored_samples: int, max_response_tokens: int) -> None:
+        """Refuses groups that are too small for the estimator (`min_scored_samples` 0: all are scored), and a penalty on more tokens than
+        an answer has.
+
+        Raises:
+            ValueError: naming what to change.
+        """
+        name = self.advantage.name
+        fewest = max(self.min_group_size, 2 if self.advantage.compares_answers else 1)
+        if samples_per_prompt < fewest:
+            raise ValueError(
+                f"trainer.advantage {name} compares {fewest} answers to a prompt or more: set rollout.samples_per_prompt "
+                f"(now {samples_per_prompt}) to {fewest} at least, or take another advantage"
+            )
+        if 0 < min_scored_samples < self.min_group_size:
+            raise ValueError(
+                f"trainer.advantage {name} compares {self.min_group_size} answers to a prompt or more: set reward.min_scored_samples "
+                f"(now {min_scored_samples}) to {self.min_group_size} at least, or to 0 for all of them"
+            )
+        penalty = self.selection.overlong_penalty
+        if penalty is not None and penalty.buffer_tokens > max_response_tokens:
+            raise ValueError(
+                f"trainer.selection.overlong_penalty.buffer_tokens ({penalty.buffer_tokens}) is above "
+                f"rollout.max_response_tokens ({max_response_tokens}): lower it"
+            )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> AlgorithmConfig:
+        if self.correction.needs_ratio_free_loss and self.loss.has_ratio:
+            raise ValueError(
+                f"correction {self.correction.preset} bypasses the proximal log-probs, so that its weights are "
+                f"π_current/π_behavior; loss {self.loss.name} has that ratio in it, too: take loss reinforce, or another correction"
+            )
+        if not self.needs_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"critic is set, but advantage {self.advantage.name} has none: take advantage gae, or leave critic out"
+            )
+        if self.needs_components:
+            self._check_components()
+        return self
+
+    def _check_components(self) -> None:
+        """An estimator that reads the rewards' components only would lose what is done to the reward itself."""
+        lost = {
+            "kl.reward": self.kl.reward,
+            "selection.overlong_penalty": self.selection.overlong_penalty,
+            "selection.reward_clip": self.selection.reward_clip,
+        }
+        for key, value in lost.items():
+            if value is not None:
+                raise ValueError(
+                    f"{key} changes the reward, and advantage {self.advantage.name} reads its components only: "
+                    f"leave {key} out, or take another advantage"
+                )

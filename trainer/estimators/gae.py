@@ -1,0 +1,36 @@
+"""Generalised advantage estimation: a critic's values turn a late reward into early differences."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainer.estimators.inputs import Estimate, EstimatorBatch
+from trainer.estimators.options import GaeOptions
+from trainer.estimators.scans import discounted_sums
+from trainer.estimators.whitening import whiten
+
+
+def gae(batch: EstimatorBatch, options: GaeOptions) -> Estimate:
+    """Δ_t = r_t + γ·V_k − V_t, Â_t = Δ_t + γλ·Â_k, k the row's next loss token (0 after the last). arXiv:1506.02438.
+
+    Gaps (tool tokens) are skipped without discount. Advantages = Wh(Â), returns = Â + V, whose Â uses `critic_lam` where that is set
+    (VC-PPO, arXiv:2503.01491). Groups play no part.
+    """
+    assert batch.values_N is not None
+    values_N = batch.values_N.double()
+    deltas_N = _temporal_differences(batch.rewards_N, values_N, batch.lengths_R, options.gamma)
+    advantages_N = discounted_sums(deltas_N, batch.lengths_R, options.gamma * options.lam)
+    if options.critic_lam is None:
+        returns_N = advantages_N + values_N
+    else:
+        returns_N = discounted_sums(deltas_N, batch.lengths_R, options.gamma * options.critic_lam).add_(values_N)
+    return Estimate(whiten(advantages_N) if options.whiten else advantages_N, returns_N)
+
+
+def _temporal_differences(rewards_N: Tensor, values_N: Tensor, lengths_R: Tensor, gamma: float) -> Tensor:
+    deltas_N = rewards_N - values_N
+    last_R = (lengths_R.cumsum(0) - 1)[lengths_R > 0]
+    last_deltas_R = deltas_N[last_R]
+    # Every token looks at its neighbour, then a row's last one is put back: it has none.
+    deltas_N[:-1].add_(values_N[1:], alpha=gamma)
+    return deltas_N.index_copy_(0, last_R, last_deltas_R)

@@ -1,0 +1,94 @@
+"""What an advantage estimator is given and what it gives back. N loss tokens, flat, of R trajectories (see trainer/ragged.py).
+
+R counts the trajectories of the whole batch, not of one rank: the loss tokens of a trajectory's segments stand one after another, and
+`groups_R` says which of them answer the same prompt. Groups may differ in size and their rows may stand anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from trainer.estimators.groups import Groups
+from trainer.ragged import row_sums, spread
+
+
+@dataclass(frozen=True)
+class EstimatorBatch:
+    """The columns an estimator may read; the registry says which of the optional ones it needs."""
+
+    rewards_N: Tensor
+    """float64; the outcome's reward is on the row's last loss token, others where they fell, KL penalties are subtracted. A row without
+    loss tokens therefore scores 0, and still counts in its group."""
+    lengths_R: Tensor
+    """int64 loss tokens of each row."""
+    groups_R: Tensor
+    """int64 label of each row's group; any numbers."""
+    baselines_R: Tensor | None = None
+    """Reward of each row's greedy answer (ReMax)."""
+    components_RC: Tensor | None = None
+    """Each row's rewards before they were added up (GDPO)."""
+    values_N: Tensor | None = None
+    """The critic's values (GAE)."""
+    logprobs_N: Tensor | None = None
+    """Proximal log-probs (the token baselines)."""
+    squared_probs_N: Tensor | None = None
+    """Σ over the vocabulary of the squared proximal probability."""
+    behavior_weights_N: Tensor | None = None
+    """What multiplies each token's loss; None stands for ones."""
+    columns_N: Tensor | None = None
+    """int64 place of each loss token in its row's response, tool tokens counted; increases within a row."""
+
+    def __post_init__(self) -> None:
+        num_rows = self.lengths_R.shape
+        assert self.rewards_N.ndim == 1 and self.rewards_N.dtype == torch.float64, self.rewards_N
+        assert self.lengths_R.ndim == 1 and self.lengths_R.dtype == torch.int64, self.lengths_R
+        assert self.groups_R.shape == num_rows and self.groups_R.dtype == torch.int64, self.groups_R
+        assert not len(self.lengths_R) or int(self.lengths_R.min()) >= 0, self.lengths_R
+        assert int(self.lengths_R.sum()) == len(self.rewards_N), (self.lengths_R.sum(), self.rewards_N.shape)
+        for column_N in (
+            self.values_N,
+            self.logprobs_N,
+            self.squared_probs_N,
+            self.behavior_weights_N,
+            self.columns_N,
+        ):
+            assert column_N is None or column_N.shape == self.rewards_N.shape, column_N
+        assert self.baselines_R is None or self.baselines_R.shape == num_rows, self.baselines_R
+        assert self.components_RC is None or self.components_RC.shape[:-1] == num_rows, self.components_RC
+
+    @cached_property
+    def scores_R(self) -> Tensor:
+        """Σ of each row's rewards."""
+        return row_sums(self.rewards_N, self.lengths_R)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The rows' groups, numbered 0 … P − 1."""
+        return Groups.of(self.groups_R)
+
+    @cached_property
+    def equal_length(self) -> int | None:
+        """The length of every row, if they share one."""
+        if not len(self.lengths_R) or int(self.lengths_R.min()) != int(self.lengths_R.max()):
+            return None
+        return int(self.lengths_R[0])
+
+    def spread(self, values_R: Tensor) -> Tensor:
+        """A value a row on every token of that row, (N,); rows of one length, which need no index, are faster."""
+        if self.equal_length is None:
+            return spread(values_R, self.lengths_R)
+        tokens_RT = values_R[:, None].expand(-1, self.equal_length)
+        return tokens_RT.clone(memory_format=torch.contiguous_format).view(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the loss multiplies, and what a critic is fitted to. float64, without gradient."""
+
+    advantages_N: Tensor
+    returns_N: Tensor | None = None
+    """Reward-to-go, of the estimators that compute it."""

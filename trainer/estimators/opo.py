@@ -1,0 +1,16 @@
+"""OPO: the baseline that minimises the gradient's variance if its norm grows with the length."""
+
+from __future__ import annotations
+
+from trainer.estimators.groups import centred
+from trainer.estimators.inputs import Estimate, EstimatorBatch
+from trainer.estimators.options import OpoOptions
+
+
+def opo(batch: EstimatorBatch, options: OpoOptions) -> Estimate:
+    """R_i − Σ_j n_j·R_j / Σ_j n_j over the group, n the loss tokens of a row. arXiv:2505.23585.
+
+    A group of one keeps its score; in a group without variance all advantages are 0.
+    """
+    lengths_R = batch.lengths_R.to(batch.rewards_N.dtype)
+    return Estimate(batch.spread(centred(batch.scores_R, batch.groups, weights_R=lengths_R)))

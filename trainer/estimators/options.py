@@ -1,0 +1,250 @@
+"""What an advantage estimator can be told, by the estimator's name, and what it asks for. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+Need = Literal["values", "baselines", "components", "logprobs", "squared_probs", "columns"]
+"""A column of `EstimatorBatch` beside rewards, lengths and groups."""
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    """What it reads beside rewards, lengths and groups. One that reads components reads nothing of the rewards."""
+    compares_answers: ClassVar[bool] = True
+    """Whether the answers to a prompt are compared with one another; if not, one will do."""
+    reads_places: ClassVar[bool] = False
+    """Whether it matters on which of a row's tokens a reward fell."""
+
+    @property
+    def min_group_size(self) -> int:
+        """The fewest scored answers to a prompt that it can do anything with."""
+        return 1
+
+
+class GrpoOptions(_Options):
+    """GRPO (arXiv:2402.03300)."""
+
+    name: Literal["grpo"] = "grpo"
+    """Picks this estimator."""
+    std_over: Literal["group", "batch"] = "group"
+    """Whose standard deviation divides: the group's, or that of all scores of the batch (Lite PPO, arXiv:2508.08221)."""
+
+
+class DrGrpoOptions(_Options):
+    """Dr.GRPO (arXiv:2503.20783): GRPO without the standard deviation. Nothing to set."""
+
+    name: Literal["dr_grpo"] = "dr_grpo"
+    """Picks this estimator."""
+
+
+class GrpoPasskOptions(_Options):
+    """Only a group's best row learns, by its distance to the second (arXiv:2503.19595)."""
+
+    name: Literal["grpo_passk"] = "grpo_passk"
+    """Picks this estimator."""
+    divide_by_std: bool = True
+    """Divide by the group's standard deviation."""
+
+    @property
+    def min_group_size(self) -> int:
+        """A best and a second."""
+        return 2
+
+
+class GpgOptions(_Options):
+    """GPG (arXiv:2504.02546)."""
+
+    name: Literal["gpg"] = "gpg"
+    """Picks this estimator."""
+    f_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """What divides every advantage."""
+
+
+class MaxrlOptions(_Options):
+    """MaxRL (arXiv:2602.02710): divides by the group's mean reward. Nothing to set."""
+
+    name: Literal["maxrl"] = "maxrl"
+    """Picks this estimator."""
+
+    @property
+    def min_group_size(self) -> int:
+        """The advantage of a single answer would always be 0."""
+        return 2
+
+
+class RlooOptions(_Options):
+    """RLOO (arXiv:2402.14740)."""
+
+    name: Literal["rloo"] = "rloo"
+    """Picks this estimator."""
+    group_of_one: Literal["score", "zero"] = "score"
+    """What the only row of a group gets: its score, as REINFORCE without a baseline, or 0."""
+
+
+class OpoOptions(_Options):
+    """OPO (arXiv:2505.23585): the baseline weighs scores by length. Nothing to set."""
+
+    name: Literal["opo"] = "opo"
+    """Picks this estimator."""
+
+
+class RemaxOptions(_Options):
+    """ReMax (arXiv:2310.10505): the greedy answer's score is the baseline. Nothing to set."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"baselines"})
+    compares_answers: ClassVar[bool] = False
+    reads_places: ClassVar[bool] = True
+
+    name: Literal["remax"] = "remax"
+    """Picks this estimator."""
+
+
+class PkpoOptions(_Options):
+    """PKPO (arXiv:2505.15201) with its loo−1 baseline: learns for the best of k answers."""
+
+    name: Literal["pkpo"] = "pkpo"
+    """Picks this estimator."""
+    k: Annotated[int, Field(ge=2)] = 4
+    """Answers the best of which counts; at most as many as a group has."""
+
+    @property
+    def min_group_size(self) -> int:
+        """k answers."""
+        return self.k
+
+
+class ReinforcePlusPlusOptions(_Options):
+    """REINFORCE++ (arXiv:2501.03262)."""
+
+    compares_answers: ClassVar[bool] = False
+    reads_places: ClassVar[bool] = True
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    """Picks this estimator."""
+    gamma: Fraction = 1.0
+    """Discount a loss token."""
+    whiten: bool = True
+    """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
+
+
+class ReinforcePlusPlusBaselineOptions(_Options):
+    """REINFORCE++ with the group's mean as the baseline (arXiv:2501.03262)."""
+
+    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    """Picks this estimator."""
+    whiten: bool = True
+    """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
+
+
+class GaeOptions(_Options):
+    """Generalised advantage estimation with a critic (arXiv:1506.02438)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"values"})
+    compares_answers: ClassVar[bool] = False
+    reads_places: ClassVar[bool] = True
+
+    name: Literal["gae"] = "gae"
+    """Picks this estimator."""
+    gamma: Fraction = 1.0
+    """Discount a loss token."""
+    lam: Fraction = 1.0
+    """λ: 0 trusts the critic, 1 the rewards."""
+    critic_lam: Fraction | None = None
+    """λ of the returns the critic is fitted to; VC-PPO (arXiv:2503.01491) takes 1.0 beside a smaller `lam`. None is `lam`."""
+    whiten: bool = True
+    """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
+
+
+class GdpoOptions(_Options):
+    """GDPO (arXiv:2601.05242): every reward component is normalised by itself."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"components"})
+
+    name: Literal["gdpo"] = "gdpo"
+    """Picks this estimator."""
+    weights: tuple[float, ...] = ()
+    """One a component, in the components' order; empty for ones."""
+    divide_by_std: bool = True
+    """Divide each component by the group's standard deviation."""
+    whiten: bool = True
+    """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
+
+
+class OptimalTokenBaselineOptions(_Options):
+    """The optimal token baseline, rows compared place by place (arXiv:2602.07078)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs", "columns"})
+    reads_places: ClassVar[bool] = True
+
+    name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    """Picks this estimator."""
+    handle_zero_tail: bool = True
+    """No baseline on the tail of a group's longest row, which would be its own baseline there."""
+
+
+class TirOptimalTokenBaselineOptions(_Options):
+    """The optimal token baseline for answers with tool calls: rows compared by rank among their loss tokens (arXiv:2602.07078)."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs"})
+    reads_places: ClassVar[bool] = True
+
+    name: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
+    """Picks this estimator."""
+    handle_zero_tail: bool = True
+    """No baseline on the tail of a group's longest row, which would be its own baseline there."""
+
+
+EstimatorOptions = Annotated[
+    GrpoOptions
+    | DrGrpoOptions
+    | GrpoPasskOptions
+    | GpgOptions
+    | MaxrlOptions
+    | RlooOptions
+    | OpoOptions
+    | RemaxOptions
+    | PkpoOptions
+    | ReinforcePlusPlusOptions
+    | ReinforcePlusPlusBaselineOptions
+    | GaeOptions
+    | GdpoOptions
+    | OptimalTokenBaselineOptions
+    | TirOptimalTokenBaselineOptions,
+    Field(discriminator="name"),
+]
+
+NAMES_ELSEWHERE = {
+    "ppo": "gae",
+    "dapo": "grpo",
+    "lite_ppo": "grpo",
+    "grpo_vectorized": "grpo",
+    "grpo_no_std": "dr_grpo",
+    "max_rl": "maxrl",
+    "rloo_vectorized": "rloo",
+    "leave_one_out": "rloo",
+    "reinforce": "reinforce_plus_plus",
+    "reinforce++": "reinforce_plus_plus",
+    "reinforce_pp": "reinforce_plus_plus",
+    "reinforce++_baseline": "reinforce_plus_plus_baseline",
+    "vc_ppo": "gae",
+    "otb": "optimal_token_baseline",
+    "tir_otb": "tir_optimal_token_baseline",
+}
+"""What other trainers and the papers call these estimators."""
+
+
+def estimator_models() -> dict[str, type[BaseModel]]:
+    """name → options model, in the order of the union."""
+    return {model.model_fields["name"].default: model for model in get_args(get_args(EstimatorOptions)[0])}
+
+
+def estimator_elsewhere(name: str) -> str | None:
+    """The estimator that others call `name`, or None."""
+    return NAMES_ELSEWHERE.get(name.lower())

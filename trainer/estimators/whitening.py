@@ -1,0 +1,42 @@
+"""Whitening: to mean 0 and variance 1 over all loss tokens of the batch, so that longer rows weigh more.
+
+    Wh(x) = (x − ⟨x⟩)/√(Var(x) + 1e-8), Var with Bessel's correction
+
+Equal values, and a single one, become 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPSILON = 1e-8
+"""Added to the variance, under the root."""
+
+
+def variance(values_N: Tensor, *, bessel: bool = True) -> Tensor:
+    """Mean squared distance from the mean; Bessel's correction divides by N − 1 instead of N. 0 for fewer than two values."""
+    centred_N = values_N - values_N.mean() if len(values_N) else values_N
+    return torch.dot(centred_N, centred_N) / max(len(values_N) - (1 if bessel else 0), 1)
+
+
+def whiten(values_N: Tensor, *, keep_mean: bool = False) -> Tensor:
+    """Wh(x), (N,); Wh(x) + ⟨x⟩ with `keep_mean`."""
+    if not len(values_N):
+        return values_N.clone()
+    mean = values_N.mean()
+    centred_N = values_N - mean
+    centred_N.mul_(_scale(torch.dot(centred_N, centred_N), len(values_N)))
+    return centred_N.add_(mean) if keep_mean else centred_N
+
+
+def whiten_rows(values_R: Tensor, lengths_R: Tensor) -> Tensor:
+    """Wh, (R,), of values that every token of a row shares: R numbers tell what whitening all N tokens would."""
+    num_tokens = int(lengths_R.sum())
+    mean = torch.dot(values_R, lengths_R.to(values_R.dtype)) / max(num_tokens, 1)
+    centred_R = values_R - mean
+    return centred_R * _scale(torch.dot(centred_R.square(), lengths_R.to(values_R.dtype)), num_tokens)
+
+
+def _scale(squares: Tensor, count: int) -> Tensor:
+    return (squares / max(count - 1, 1) + EPSILON).rsqrt()

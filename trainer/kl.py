@@ -1,0 +1,147 @@
+"""The KL penalty towards a frozen reference policy: estimates token by token, in the reward or in the loss, and its coefficient.
+
+With d = log π − log π_reference of a token that π sampled, KL(π ‖ π_reference) is estimated by (Schulman,
+"Approximating KL divergence", 2020)
+
+    k1 (kl)          d
+    abs              |d|
+    k2 (mse)         d²/2
+    k3 (low_var_kl)  e^(−d) + d − 1, d clamped to ±20 and the result to at most 10
+
+A trailing `+` keeps the value and takes the gradient of k2, d·∇log π, whose expectation under π is the gradient of the KL.
+
+N: loss tokens, flat, of R trajectories (trainer/ragged.py). Log-probs that are not finite: in the reward they are refused; in the loss
+they stay what they are, so that the gradient's norm is not finite and the optimizer step is skipped and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protos.errors import DataError
+from trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
+from trainer.ragged import row_means
+
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
+MAX_ERROR = 0.2
+"""A KL further off its target than a fifth counts as a fifth off (arXiv:1909.08593, section 2.2)."""
+MAX_HORIZONS = 2.5
+"""A batch of more horizons counts as this many, so that one update at most halves the coefficient and never turns its sign."""
+
+
+def kl_estimates(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
+    """The estimate of every token; gradient flows through `logprobs_N`, and is 0 where k3's clamps hold."""
+    assert logprobs_N.ndim == 1, logprobs_N.shape
+    assert logprobs_N.shape == reference_logprobs_N.shape, (logprobs_N.shape, reference_logprobs_N.shape)
+    difference_N = logprobs_N - reference_logprobs_N.detach()
+    values_N = _estimates(difference_N, estimator.removesuffix("+"))
+    if not estimator.endswith("+"):
+        return values_N
+    gradient_N = difference_N.square() / 2
+    return values_N.detach() + (gradient_N - gradient_N.detach())
+
+
+def _estimates(difference_N: Tensor, name: str) -> Tensor:
+    if name in ("k1", "kl"):
+        return difference_N
+    if name == "abs":
+        return difference_N.abs()
+    if name in ("k2", "mse"):
+        return difference_N.square() / 2
+    assert name in ("k3", "low_var_kl"), name
+    clamped_N = difference_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(-clamped_N) + clamped_N).clamp(max=MAX_K3)
+
+
+def kl_loss(current_logprobs_N: Tensor, reference_logprobs_N: Tensor, penalty: LossKl, *, ratio_N: Tensor) -> Tensor:
+    """What β multiplies in the loss of every token.
+
+    `ratio_N` is π_current/π_behavior with its gradient (importance ratio times behavior weight); only `penalty.unbiased` uses it:
+    E_behavior[∇(ratio·k)] = ∇KL for k1 and k3 (DeepSeek-V3.2, arXiv:2512.02556, eq. 7), however stale the sample.
+    """
+    assert ratio_N.shape == current_logprobs_N.shape, (ratio_N.shape, current_logprobs_N.shape)
+    estimates_N = kl_estimates(current_logprobs_N, reference_logprobs_N, penalty.estimator)
+    return ratio_N * estimates_N if penalty.unbiased else estimates_N
+
+
+def kl_in_reward(
+    rewards_N: Tensor,
+    logprobs_N: Tensor,
+    reference_logprobs_N: Tensor,
+    lengths_R: Tensor,
+    penalty: RewardKl,
+    *,
+    coefficient: float,
+) -> tuple[Tensor, float]:
+    """(r − β·k of every token, the mean over trajectories of each one's mean k). No gradient.
+
+    `logprobs_N` are the proximal ones. A trajectory without a loss token has mean 0 and counts; no trajectory at all gives 0.
+
+    Raises:
+        DataError: a log-prob is NaN or infinite.
+    """
+    assert rewards_N.shape == logprobs_N.shape, (rewards_N.shape, logprobs_N.shape)
+    for name, values_N in (("the policy's", logprobs_N), ("the reference policy's", reference_logprobs_N)):
+        if num_bad := int((~torch.isfinite(values_N)).sum()):
+            raise DataError(
+                f"{num_bad} of {values_N.numel()} log-probs of {name} model are NaN or infinite: its weights are broken"
+            )
+    estimates_N = kl_estimates(logprobs_N.detach(), reference_logprobs_N, penalty.estimator).to(rewards_N.dtype)
+    means_R = row_means(estimates_N, lengths_R)
+    return rewards_N - coefficient * estimates_N, float(means_R.mean()) if len(means_R) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KlCoefficients:
+    """β in the reward and in the loss; 0 where there is no such penalty. A checkpoint holds `dataclasses.asdict` of it, as JSON."""
+
+    reward: float
+    loss: float
+
+
+def first_coefficients(options: KlOptions) -> KlCoefficients:
+    """Those of the options."""
+    return KlCoefficients(
+        reward=options.reward.coefficient if options.reward else 0.0,
+        loss=options.loss.coefficient if options.loss else 0.0,
+    )
+
+
+def resumed_coefficients(options: KlOptions, saved: Mapping[str, float]) -> KlCoefficients:
+    """Those of a checkpoint where a target moves them; else those of the options, which a resumed run may have changed."""
+
+    def resumed(penalty: KlPenalty | None, name: str, first: float) -> float:
+        moved = penalty is not None and penalty.target is not None
+        return (saved.get(name) or first) if moved else first
+
+    begun = first_coefficients(options)
+    return KlCoefficients(
+        reward=resumed(options.reward, "reward", begun.reward), loss=resumed(options.loss, "loss", begun.loss)
+    )
+
+
+def next_coefficients(
+    coefficients: KlCoefficients, options: KlOptions, *, reward_kl: float, loss_kl: float, num_trajectories: int
+) -> KlCoefficients:
+    """After a batch of `num_trajectories` in which the two penalties measured these KLs (unused without a penalty or target)."""
+    return KlCoefficients(
+        reward=next_coefficient(coefficients.reward, options.reward, reward_kl, num_trajectories),
+        loss=next_coefficient(coefficients.loss, options.loss, loss_kl, num_trajectories),
+    )
+
+
+def next_coefficient(coefficient: float, penalty: KlPenalty | None, kl: float, num_trajectories: int) -> float:
+    """β·(1 + clamp(kl/target − 1, ±0.2)·n/horizon) (Ziegler et al., arXiv:1909.08593).
+
+    Without a target, and for a KL that is not finite, β stays as it is.
+    """
+    if penalty is None or penalty.target is None or not math.isfinite(kl):
+        return coefficient
+    error = min(max(kl / penalty.target - 1.0, -MAX_ERROR), MAX_ERROR)
+    return coefficient * (1.0 + error * min(num_trajectories / penalty.horizon, MAX_HORIZONS))

@@ -1,0 +1,269 @@
+"""What a batch's optimizer steps minimise: off-policy correction, denominators, policy loss, KL, entropy, value loss.
+
+`BatchObjective` holds the whole batch's columns and is the same on every rank; `policy_loss` and `value_loss` then look at one micro-batch
+at a time and add up to the loss of the optimizer step, however it was cut. No model in here.
+
+R trajectories, N loss tokens of the batch (order: trainer/batch_layout.py), M those of a micro-batch, K those of them that are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trainer.aggregation import token_shares
+from trainer.algorithm import AlgorithmConfig
+from trainer.batch_layout import BatchLayout
+from trainer.batch_metrics import BatchSums
+from trainer.batch_rewards import StartColumns, Targets
+from trainer.kl import KlCoefficients, kl_loss
+from trainer.micro_batch import MicroBatch
+from trainer.off_policy.correct import Corrected, correct
+from trainer.off_policy.diagnostics import correction_sums
+from trainer.off_policy.proximal import proximal_logprobs
+from trainer.policy_losses.inputs import LossTokens, policy_loss_sum
+from trainer.policy_losses.registry import POLICY_LOSSES, policy_loss
+from trainer.ragged import keep_tokens
+from trainer.token_logprobs import TokenStatistics
+from trainer.value_loss import clipped_value_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which forward passes without gradient a batch takes, and which columns of the whole batch its mathematics reads."""
+
+    proximal: bool
+    squared_probs: bool
+    reference: bool
+    values: bool
+    columns: bool
+    """Each token's place in its response."""
+    token_rewards: bool
+    """Rewards that fell on tokens; to an estimator that only reads a row's sum they make no difference."""
+    every_step: bool
+    """The current policy's log-probs of a step's whole part of the batch, before that step."""
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig, num_steps: int) -> Needs:
+        """Of a batch that takes so many optimizer steps. With one step the proximal log-probs are the current ones, for free."""
+        correction, needs = config.correction, config.advantage.needs
+        selects = POLICY_LOSSES[config.loss.name].select is not None
+        bypassed = correction.proximal == "bypassed"
+        return cls(
+            proximal=(num_steps > 1 and correction.proximal == "recomputed")
+            or (correction.needs_whole_batch and not bypassed)
+            or bool({"logprobs", "squared_probs"} & needs)
+            or config.kl.reward is not None,
+            squared_probs="squared_probs" in needs,
+            reference=config.needs_reference,
+            values="values" in needs,
+            columns="columns" in needs,
+            token_rewards=config.advantage.reads_places,
+            every_step=selects or (bypassed and correction.needs_whole_batch),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What holds for one optimizer step. (N,) on the CPU; only the step's own tokens mean something."""
+
+    shares_N: Tensor
+    keep_N: Tensor
+    """bool: whether the token is trained, as far as the whole batch decides it."""
+    weights_N: Tensor | None
+    """Behavior weights; None if each micro-batch is corrected by itself."""
+    chosen_N: Tensor | None
+    """bool: what the loss's selection chose; None if it has none."""
+
+
+class BatchObjective:
+    """The objective of one batch. `sums` collects what its figures are made of."""
+
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        layout: BatchLayout,
+        start: StartColumns,
+        targets: Targets,
+        *,
+        policy_version: int,
+        num_steps: int,
+        coefficients: KlCoefficients,
+        max_response_tokens: int,
+        seed: int,
+        device: torch.device,
+        counts_whole_batch: bool,
+    ) -> None:
+        """`counts_whole_batch`: this rank adds the figures of corrections made over the whole batch; exactly one rank does."""
+        self._config = config
+        self._layout = layout
+        self._start = start
+        self._targets = targets
+        self._policy_version = policy_version
+        self._num_steps = num_steps
+        self._coefficients = coefficients
+        self._max_response_tokens = max_response_tokens
+        self._seed = seed
+        self._counts_whole_batch = counts_whole_batch
+        self.sums = BatchSums(config.correction, device)
+
+    def begin_step(self, step: int, current_N: Tensor | None) -> _Step:
+        """What the micro-batches of this optimizer step have in common; `current_N` if `Needs.every_step`."""
+        layout, correction = self._layout, self._config.correction
+        places, lengths_S = layout.tokens_of(step)
+        keep_N = torch.ones(layout.num_tokens, dtype=torch.bool)
+        weights_N = None
+        if correction.needs_whole_batch:
+            corrected = self._correct_step(step, places, lengths_S, current_N)
+            keep_N[places] = corrected.keep_N
+            weights_N = torch.ones(layout.num_tokens)
+            weights_N[places] = corrected.weights_N.float()
+        keep_N &= (self._targets.counts_R > 0).repeat_interleave(layout.lengths_R)
+        chosen_N = self._choose(step, places, keep_N, weights_N, current_N)
+        return _Step(self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
+
+    def policy_loss(self, plan: _Step, step: int, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
+        """What this micro-batch adds to the step's loss; gradient flows through `outputs`."""
+        tokens, keep_M = self._loss_tokens(plan, step, number, batch, outputs.logprobs_N)
+        everything = bool(keep_M.all())  # the usual case, in which nothing is copied
+
+        def kept(values_M: Tensor) -> Tensor:
+            return values_M if everything else values_M[keep_M]
+
+        tokens = tokens if everything else _kept(tokens, keep_M)
+        terms = policy_loss(tokens, self._config.loss)
+        losses_K, marks = terms.losses_N, dict(terms.marks)
+        if self._config.kl.loss is not None:
+            assert self._start.reference_N is not None, "KL needs the reference policy"
+            reference_K = kept(self._part(self._start.reference_N, step, number, batch))
+            ratio_K = tokens.importance_ratio_N * tokens.behavior_weights_N
+            penalty_K = kl_loss(tokens.current_logprobs_N, reference_K, self._config.kl.loss, ratio_N=ratio_K)
+            losses_K = losses_K + self._coefficients.loss * penalty_K
+            marks["reference_kl"] = penalty_K.detach()
+        if outputs.entropy_N is not None:
+            entropy_K = kept(outputs.entropy_N)
+            losses_K = losses_K - self._config.entropy_coefficient * entropy_K
+            marks["entropy"] = entropy_K.detach()
+        shares_K = kept(self._part(plan.shares_N, step, number, batch).float())
+        loss = policy_loss_sum(replace(terms, losses_N=losses_K), shares_K)
+        self.sums.add_marks(loss, marks, losses_K.numel())
+        return loss
+
+    def _part(self, column_N: Tensor, step: int, number: int, batch: MicroBatch) -> Tensor:
+        """The micro-batch's part of a column, on its device."""
+        return column_N[self._layout.place_of(step, number)].to(batch.ids_BT.device)
+
+    def _loss_tokens(
+        self, plan: _Step, step: int, number: int, batch: MicroBatch, current_M: Tensor
+    ) -> tuple[LossTokens, Tensor]:
+        """(all tokens of the micro-batch, which of them are kept), corrected here unless the whole batch was."""
+        correction, behavior_M = self._config.correction, batch.behavior_logprobs_N
+
+        def part(column_N: Tensor) -> Tensor:
+            return self._part(column_N, step, number, batch)
+
+        proximal_M, numerator_M = proximal_logprobs(
+            correction.proximal,
+            current_logprobs_N=current_M,
+            behavior_logprobs_N=behavior_M,
+            recomputed_N=None if self._start.proximal_N is None else part(self._start.proximal_N),
+            versions_N=batch.versions_N,
+            batch_version=self._policy_version,
+            progress=step / self._num_steps,
+        )
+        advantages_M, keep_M = part(self._targets.advantages_N), part(plan.keep_N)
+        if plan.weights_N is None:
+            arguments = numerator_M, behavior_M, batch.lengths_B
+            corrected = correct(*arguments, correction, advantages_N=advantages_M)
+            staleness_M = self._policy_version - 1 - batch.versions_N
+            self.sums.add_correction(correction_sums(corrected, *arguments, staleness_M, correction))
+            weights_M, keep_M = corrected.weights_N, keep_M & corrected.keep_N
+        else:
+            weights_M = part(plan.weights_N)
+        tokens = LossTokens(
+            current_logprobs_N=current_M,
+            proximal_logprobs_N=proximal_M,
+            behavior_logprobs_N=behavior_M,
+            advantages_N=advantages_M,
+            behavior_weights_N=weights_M,
+            lengths_B=batch.lengths_B,
+            chosen_N=None if plan.chosen_N is None else part(plan.chosen_N),
+        )
+        return tokens, keep_M
+
+    def value_loss(self, plan: _Step, step: int, number: int, values_M: Tensor) -> Tensor:
+        """What this micro-batch adds to the critic's loss; gradient flows through `values_M`."""
+        assert self._targets.returns_N is not None and self._start.values_N is not None, "a critic comes with returns"
+        places = self._layout.place_of(step, number)
+        device = values_M.device
+        terms = clipped_value_loss(
+            values_M,
+            self._targets.returns_N[places].to(device, torch.float32),
+            self._start.values_N[places].to(device),
+            clip=self._config.critic.value_clip or math.inf,
+        )
+        loss = policy_loss_sum(terms, plan.shares_N[places].to(device, torch.float32))
+        self.sums.add_value(loss, terms.marks["clipped"])
+        return loss
+
+    def _correct_step(self, step: int, places: Tensor, lengths_S: Tensor, current_N: Tensor | None) -> Corrected:
+        """One verdict a step over all of its tokens, whichever ranks they are on."""
+        correction, start = self._config.correction, self._start
+        numerator_N = current_N if correction.proximal == "bypassed" else start.proximal_N
+        assert numerator_N is not None and start.behavior_N is not None and start.versions_N is not None
+        arguments = numerator_N[places], start.behavior_N[places], lengths_S
+        corrected = correct(*arguments, correction, advantages_N=self._targets.advantages_N[places])
+        if self._counts_whole_batch:
+            staleness = self._policy_version - 1 - start.versions_N[places]
+            self.sums.add_correction(correction_sums(corrected, *arguments, staleness, correction))
+        return corrected
+
+    def _choose(
+        self, step: int, places: Tensor, keep_N: Tensor, weights_N: Tensor | None, current_N: Tensor | None
+    ) -> Tensor | None:
+        """The loss's selection over the step's kept tokens."""
+        select = POLICY_LOSSES[self._config.loss.name].select
+        if select is None:
+            return None
+        assert current_N is not None and self._start.behavior_N is not None
+        _, lengths_S = self._layout.tokens_of(step)
+        kept_S = keep_tokens(lengths_S, keep_N[places])
+        places = places[keep_N[places]]
+        proximal_N = self._start.proximal_N if self._start.proximal_N is not None else current_N
+        if self._config.correction.proximal == "bypassed":
+            proximal_N = self._start.behavior_N
+        tokens = LossTokens(
+            current_logprobs_N=current_N[places],
+            proximal_logprobs_N=proximal_N[places],
+            behavior_logprobs_N=self._start.behavior_N[places],
+            advantages_N=self._targets.advantages_N[places],
+            behavior_weights_N=torch.ones(len(places)) if weights_N is None else weights_N[places],
+            lengths_B=kept_S,
+        )
+        chosen_N = torch.zeros(self._layout.num_tokens, dtype=torch.bool)
+        chosen_N[places] = select(tokens, self._config.loss, seed=self._seed + step)
+        return chosen_N
+
+    def _shares(self, step: int, keep_N: Tensor) -> Tensor:
+        """What each token counts in the step's loss: denominators over all of its kept tokens and trajectories."""
+        layout, counts_R = self._layout, self._targets.counts_R
+        kept_R = torch.where(layout.steps_R == step, layout.kept_of(keep_N), 0)
+        shares_R = token_shares(
+            kept_R, self._config.aggregation, length_constant=self._max_response_tokens, multiplicities=counts_R
+        )
+        return shares_R.repeat_interleave(layout.lengths_R)
+
+
+def _kept(tokens: LossTokens, keep_N: Tensor) -> LossTokens:
+    return LossTokens(
+        current_logprobs_N=tokens.current_logprobs_N[keep_N],
+        proximal_logprobs_N=tokens.proximal_logprobs_N[keep_N],
+        behavior_logprobs_N=tokens.behavior_logprobs_N[keep_N],
+        advantages_N=tokens.advantages_N[keep_N],
+        behavior_weights_N=tokens.behavior_weights_N[keep_N],
+        lengths_B=keep_tokens(tokens.lengths_B, keep_N),
+        chosen_N=None if tokens.chosen_N is None else tokens.chosen_N[keep_N],
+    )

@@ -1,0 +1,159 @@
+"""What to do about samples that another distribution than the trainer's drew. Imports no torch.
+
+A ratio is π_proximal/π_behavior, the trainer's probability over the sampler's (with `proximal = "bypassed"` π_current/π_behavior);
+z is its logarithm. Bounds always leave room for an on-policy token (ratio 1, z 0), so nothing fresh is ever weighted or rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trainer.off_policy.presets import PRESETS, PresetName
+
+
+class WeightOptions(BaseModel):
+    """The behavior weight of every token."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    level: Literal["none", "token", "sequence", "geometric"] = "token"
+    """What the weight is the ratio of: the token, its whole row (the product over the row's tokens), or the row's geometric mean; `none`
+    weighs every token 1."""
+    low: Annotated[float, Field(ge=0.0)] = 0.0
+    """Lower bound of the ratio, at most 1; 0 sets none."""
+    high: Annotated[float, Field(gt=0.0)] = 2.0
+    """Upper bound of the ratio, at least 1 (C in the papers)."""
+    outside: Literal["clamp", "zero"] = "clamp"
+    """A ratio out of bounds is cut to the nearer one (truncated importance sampling) or weighs nothing (IcePop, masked importance
+    sampling); its token stays in the denominators either way."""
+    normalize: bool = False
+    """Whether weights are divided by the batch's mean weight, over kept tokens, or over rows with one at a row's level."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> WeightOptions:
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high, got low = {self.low:g} and high = {self.high:g}")
+        if not self.low <= 1.0 <= self.high:
+            raise ValueError(
+                f"1, the ratio of a fresh token, must lie within low = {self.low:g} and high = {self.high:g}"
+            )
+        return self
+
+
+class RejectionOptions(BaseModel):
+    """One test; a token that fails it leaves the loss and its denominators."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    level: Literal["token", "sequence", "geometric", "max"] = "token"
+    """What is tested: each token; or each row, by the sum over its tokens (`sequence`), by their mean (`geometric`), or by the token
+    furthest out (`max`): a row is then kept or rejected whole."""
+    measure: Literal["ratio", "k1", "k2", "k3"] = "ratio"
+    """`ratio`: of a row, the product of its tokens' (`sequence`) or their geometric mean. Estimators of KL(behavior ‖ proximal) in nats:
+    `k1` −z, `k2` z²/2, `k3` e^z − 1 − z."""
+    low: float | None = None
+    """Least value that is kept; `k2` and `k3` have none. Of `ratio` at most 1, of `k1` at most 0."""
+    high: float | None = None
+    """Greatest value that is kept. Of `ratio` at least 1, else at least 0."""
+    negative_only: bool = False
+    """Whether only tokens with negative advantage can be rejected."""
+
+    @property
+    def name(self) -> str:
+        """What figures of this test are called."""
+        return f"{self.level}_{self.measure}" + ("_negative" if self.negative_only else "")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> RejectionOptions:
+        test = f"{self.level} {self.measure}"
+        if self.low is None and self.high is None:
+            raise ValueError(f"{test} rejects nothing: give low or high")
+        if self.measure in ("k2", "k3") and self.low is not None:
+            raise ValueError(f"{test} has no low: it is never negative, and 0 is a fresh token")
+        if self.measure == "ratio" and self.low is not None and self.low <= 0:
+            raise ValueError(f"{test}: low must be above 0, got {self.low:g}; leave it out to set none")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(f"{test}: low must be below high, got low = {self.low:g} and high = {self.high:g}")
+        fresh = 1.0 if self.measure == "ratio" else 0.0
+        if (self.low is not None and self.low > fresh) or (self.high is not None and self.high < fresh):
+            raise ValueError(f"{test}: {fresh:g}, the value of a fresh token, must lie within the bounds")
+        return self
+
+
+class CorrectionOptions(BaseModel):
+    """Off-policy correction: the default is decoupled PPO with truncated token weights (arXiv:2505.24298)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    preset: PresetName = "token_tis"
+    """A published combination; the other keys are what it says unless they are given."""
+    proximal: Literal["recomputed", "loglinear", "bypassed"] = "recomputed"
+    """Where proximal log-probs come from: a forward pass at the batch's start, interpolation between the sampler's and the current ones by
+    version, or the sampler's themselves (then the ratio here is π_current/π_behavior)."""
+    weights: WeightOptions = WeightOptions()
+    """The behavior weight of every token."""
+    rejections: tuple[RejectionOptions, ...] = ()
+    """Tests a token must all pass to be trained."""
+    veto: Annotated[float, Field(ge=0.0)] = 0.0
+    """A token whose ratio is below it rejects its whole row, below 1; 0 switches that off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        preset = values.get("preset", "token_tis")
+        if not isinstance(preset, str) or preset not in PRESETS:
+            return values  # the field's own check says so
+        return _merged(PRESETS[preset], values)
+
+    @field_validator("veto")
+    @classmethod
+    def _below_one(cls, value: float) -> float:
+        if value >= 1.0:
+            raise ValueError("must be below 1, the ratio of a fresh token")
+        return value
+
+    @model_validator(mode="after")
+    def _distinct(self) -> CorrectionOptions:
+        names = [rejection.name for rejection in self.rejections]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"rejections: {name} is there twice; give both bounds at once")
+        return self
+
+    @property
+    def tests(self) -> dict[str, RejectionOptions]:
+        """Every test by its name, the veto among them."""
+        tests = {rejection.name: rejection for rejection in self.rejections}
+        if self.veto:
+            tests["veto"] = RejectionOptions(level="max", measure="ratio", low=self.veto)
+        return tests
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether weights or the loss's denominators depend on other rows of the batch. If not, each micro-batch can be corrected in the
+        pass that trains it."""
+        return self.weights.normalize or bool(self.tests)
+
+    @property
+    def needs_advantages(self) -> bool:
+        """Whether a test looks at advantages."""
+        return any(test.negative_only for test in self.tests.values())
+
+    @property
+    def needs_ratio_free_loss(self) -> bool:
+        """Whether the weight already is π_current/π_behavior, so that a loss with that ratio inside would count it twice."""
+        return self.proximal == "bypassed" and self.weights.level != "none"
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, tables inside them likewise."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged

@@ -1,0 +1,66 @@
+"""Behavior weights: the ratio π_proximal/π_behavior of a token, a row, or a row's geometric mean, bounded and detached.
+
+Decoupled PPO (arXiv:2110.00641, for language models AReaL arXiv:2505.24298) splits the importance ratio in two:
+π_current/π_behavior = π_current/π_proximal · π_proximal/π_behavior. The loss clips the first; the second is the behavior weight,
+a constant of the optimisation. With z the log-ratio of a token:
+
+    token      u = e^z                     low variance, biased: ignores the other tokens of the row
+    sequence   u = e^(Σ_row z)             unbiased, variance grows exponentially with the row's length
+    geometric  u = e^(mean_row z)          the row's ratio, normalised by its length
+
+    truncated  w = min(max(u, low), high)  TIS: IMPALA arXiv:1802.01561, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+                                           Training" (Yao et al. 2025)
+    zeroed     w = u·[low ≤ u ≤ high]      IcePop arXiv:2510.18855 (tokens); masked importance sampling (rows; Liu, Li et al. 2025,
+                                           "When Speed Kills Stability")
+
+N loss tokens, flat, of B rows (see trainer/ragged.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.off_policy.options import WeightOptions
+from trainer.policy_losses.inputs import MAX_LOG_RATIO
+from trainer.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
+
+
+def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
+    """u of every token, (N,), before any bound but one: its logarithm is clamped to ±20, so that no token gives inf. `none`: 1.
+    A row's log-ratio is summed in float64, so that long rows lose nothing."""
+    if level == "none":
+        return torch.ones_like(log_ratio_N)
+    if level == "token":
+        return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
+    reduced = row_sums if level == "sequence" else row_means
+    log_ratio_B = reduced(log_ratio_N.double(), lengths_B).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return spread(log_ratio_B.exp().to(log_ratio_N.dtype), lengths_B)
+
+
+def bounded(ratio_N: Tensor, options: WeightOptions) -> Tensor:
+    """w of every token, (N,), truncated or zeroed outside the bounds: a tensor of its own."""
+    if options.level == "none":
+        return ratio_N.clone()
+    if options.outside == "clamp":
+        return ratio_N.clamp(options.low, options.high)
+    return torch.where((ratio_N >= options.low) & (ratio_N <= options.high), ratio_N, 0.0)
+
+
+def weight_sums(weights_N: Tensor, keep_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
+    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token where the weight is the row's. They add up over
+    micro-batches and ranks; the quotient is what normalised weights are divided by."""
+    kept_N, weights_N = keep_N.double(), weights_N.double()
+    if level not in ("sequence", "geometric"):
+        return torch.stack([torch.dot(weights_N, kept_N), kept_N.sum()])
+    kept_B = keep_tokens(lengths_B, keep_N) > 0
+    weights_B = torch.where(kept_B, row_maxima(weights_N, lengths_B), 0.0)  # a row's tokens weigh the same
+    return torch.stack([weights_B.sum(), kept_B.double().sum()])
+
+
+def normalized(weights_N: Tensor, sums: Tensor) -> Tensor:
+    """The weights over their mean, which `weight_sums` of the whole batch give. A mean of 0 (all weights zeroed, nothing kept) leaves
+    them as they are."""
+    assert sums.shape == (2,), sums.shape
+    mean = sums[0] / sums[1].clamp(min=1)
+    return (weights_N / torch.where(mean > 0, mean, 1.0)).to(weights_N.dtype)

@@ -1,0 +1,42 @@
+"""GMPO: the geometric instead of the arithmetic mean of the tokens' ratios (arXiv:2507.20673).
+
+With δ = log π_current − log π_proximal, clipped a token at a time on the side that its advantage pushes to,
+
+    x = min(δ, high) if A > 0, max(δ, −low) if A < 0, 0 if A = 0,
+
+and ⟨·⟩ the mean over a row's n loss tokens, every token of the row has the loss
+
+    L = −⟨A⟩ · exp⟨x⟩ · exp⟨log w⟩.
+
+Behavior weights w are averaged geometrically as well, since what they correct is. `seq-mean-token-mean` is the paper's aggregation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.policy_losses.inputs import LossTerms, LossTokens
+from trainer.policy_losses.options import GmpoOptions
+from trainer.ragged import row_means, spread
+
+SMALLEST_WEIGHT = 1e-10
+"""Added to a weight before its logarithm: a weight of 0 takes a row of n tokens down by e^(23/n), not to 0."""
+
+LARGEST_EXPONENT = 64.0
+"""The paper bounds no token that runs away against its advantage. e^64 is the most a row's ratio may be, lest float32 give inf."""
+
+
+def gmpo(tokens: LossTokens, options: GmpoOptions) -> LossTerms:
+    """`clipped`: tokens cut at the top (A > 0); `clipped_lower`: at the bottom (A < 0). A row is a segment."""
+    log_ratio_N, lengths_B = tokens.log_ratio_N, tokens.lengths_B
+    sign_N = tokens.advantages_N.sign()
+    # sign · min(sign·δ, limit) is the formula above: the limit is `high` where the sign is 1, `low` where it is −1.
+    limit_N = (options.clip_high - options.clip_low) / 2 * sign_N + (options.clip_high + options.clip_low) / 2
+    signed_N = sign_N * log_ratio_N
+    clipped_log_ratio_N = sign_N * torch.minimum(signed_N, limit_N)
+    log_weight_N = (tokens.behavior_weights_N + SMALLEST_WEIGHT).log()
+    exponent_B = row_means(clipped_log_ratio_N + log_weight_N, lengths_B).clamp(max=LARGEST_EXPONENT)
+    losses_B = -row_means(tokens.advantages_N, lengths_B) * exponent_B.exp()
+    cut_N = signed_N.detach() > limit_N
+    marks = {"clipped": cut_N & (sign_N > 0), "clipped_lower": cut_N & (sign_N < 0)}
+    return LossTerms(spread(losses_B, lengths_B), marks)

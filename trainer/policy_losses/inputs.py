@@ -1,0 +1,65 @@
+"""What a policy loss is given and what it gives back. N loss tokens, flat, of B rows (see trainer/ragged.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to ±20 before the exponential, so that no token gives inf."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """The loss tokens of whole rows: of a micro-batch, or of the batch where a selection looks at all of it.
+
+    Only `current_logprobs_N` carries gradient. Tokens that the off-policy correction rejected are not here, nor in any denominator.
+    """
+
+    current_logprobs_N: Tensor
+    proximal_logprobs_N: Tensor
+    behavior_logprobs_N: Tensor
+    advantages_N: Tensor
+    behavior_weights_N: Tensor
+    lengths_B: Tensor
+    chosen_N: Tensor | None = None
+    """bool: what the loss's batch-wide selection chose; None for a loss that has none."""
+
+    def __post_init__(self) -> None:
+        shape = self.current_logprobs_N.shape
+        assert len(shape) == 1, shape
+        for other in (
+            self.proximal_logprobs_N,
+            self.behavior_logprobs_N,
+            self.advantages_N,
+            self.behavior_weights_N,
+            *(() if self.chosen_N is None else (self.chosen_N,)),
+        ):
+            assert other.shape == shape, (other.shape, shape)
+
+    @property
+    def log_ratio_N(self) -> Tensor:
+        """log π_current − log π_proximal, as it is."""
+        return self.current_logprobs_N - self.proximal_logprobs_N
+
+    @property
+    def importance_ratio_N(self) -> Tensor:
+        """π_current/π_proximal, the logarithm clamped to ±20."""
+        return self.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """The loss of every token, behavior weights applied, aggregation not; and marks whose mean over tokens is reported."""
+
+    losses_N: Tensor
+    marks: dict[str, Tensor] = field(default_factory=dict)
+    """name → float or bool of every token, detached; `clipped`: tokens whose gradient the loss bounded."""
+
+
+def policy_loss_sum(terms: LossTerms, shares_N: Tensor) -> Tensor:
+    """Σ share · loss: what a micro-batch adds to the loss of its optimizer step (see trainer/aggregation.py)."""
+    assert terms.losses_N.shape == shares_N.shape, (terms.losses_N.shape, shares_N.shape)
+    return torch.dot(terms.losses_N, shares_N)

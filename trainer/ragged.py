@@ -1,0 +1,96 @@
+"""Rows of different lengths without padding: the N loss tokens of B rows stand flat, one row after another.
+
+`lengths_B` (int64, sums to N) says where each row ends; a row may be empty. What a loss or an estimator does a row at a time goes
+through the functions here, so nothing in them depends on padding, and rows can be cut or reordered freely.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+
+def row_sums(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Σ over each row, (B,); 0 for an empty one. Differentiable."""
+    assert values_N.ndim == 1 and lengths_B.ndim == 1, (values_N.shape, lengths_B.shape)
+    assert int(lengths_B.sum()) == len(values_N), (int(lengths_B.sum()), values_N.shape)
+    sums_B: Tensor = _RowSums.apply(values_N, lengths_B)  # type: ignore[no-untyped-call]
+    return sums_B
+
+
+def row_means(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """Mean over each row, (B,); 0 for an empty one. Differentiable."""
+    return row_sums(values_N, lengths_B) / lengths_B.clamp(min=1)
+
+
+def spread(values_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """A value a row on every token of that row, (N,). Differentiable."""
+    assert values_B.shape == lengths_B.shape, (values_B.shape, lengths_B.shape)
+    values_N: Tensor = _Spread.apply(values_B, lengths_B)  # type: ignore[no-untyped-call]
+    return values_N
+
+
+def _suits_numpy(values: Tensor) -> bool:
+    return values.is_cpu and values.dtype != torch.bfloat16
+
+
+class _RowSums(Function):
+    """Each of the two is the other's gradient, which costs a fraction of what autograd makes of the operations inside."""
+
+    @staticmethod
+    def forward(ctx: Any, values_N: Tensor, lengths_B: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths_B)
+        if _suits_numpy(values_N):
+            # A third of the time, and pairwise: a thirtieth of the rounding error. An empty row has no place to start at.
+            filled_B = lengths_B > 0
+            starts = (lengths_B.cumsum(0) - lengths_B)[filled_B].numpy()
+            sums_B = values_N.new_zeros(len(lengths_B))
+            if len(starts):
+                sums_B[filled_B] = torch.from_numpy(np.add.reduceat(values_N.detach().numpy(), starts))
+            return sums_B
+        return torch.segment_reduce(values_N, "sum", lengths=lengths_B, unsafe=True, initial=0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient_B: Tensor) -> tuple[Tensor, None]:
+        return spread(gradient_B[0], *ctx.saved_tensors), None
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, values_B: Tensor, lengths_B: Tensor) -> Tensor:
+        ctx.save_for_backward(lengths_B)
+        if _suits_numpy(values_B):
+            # Where rows differ in length, numpy repeats 40 times as fast.
+            return torch.from_numpy(np.repeat(values_B.detach().numpy(), lengths_B.numpy()))
+        return values_B.repeat_interleave(lengths_B)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient_N: Tensor) -> tuple[Tensor, None]:
+        return row_sums(gradient_N[0], *ctx.saved_tensors), None
+
+
+def flatten(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """(values_N, lengths_B) of the places where the mask is not 0. Differentiable."""
+    assert values_BT.shape == mask_BT.shape, (values_BT.shape, mask_BT.shape)
+    return values_BT[mask_BT.bool()], mask_BT.bool().sum(1)
+
+
+def unflatten(values_N: Tensor, mask_BT: Tensor) -> Tensor:
+    """The inverse of `flatten`, 0 where the mask is 0."""
+    values_BT = torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device)
+    return values_BT.masked_scatter(mask_BT.bool(), values_N)
+
+
+def keep_tokens(lengths_B: Tensor, keep_N: Tensor) -> Tensor:
+    """The rows' lengths, (B,) int64, once only the tokens with `keep_N` (bool) are left."""
+    return row_sums(keep_N.double(), lengths_B).long()
+
+
+def row_maxima(values_N: Tensor, lengths_B: Tensor) -> Tensor:
+    """The greatest value of each row, (B,); −inf for an empty one. Floating point only."""
+    assert values_N.ndim == 1 and lengths_B.ndim == 1, (values_N.shape, lengths_B.shape)
+    return torch.segment_reduce(values_N, "max", lengths=lengths_B, unsafe=True, initial=-torch.inf)

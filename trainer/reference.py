@@ -1,0 +1,67 @@
+"""The reference policy: what the KL penalty holds the policy to. It never learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import TrainerConfig
+from trainer.engine import build_frozen_engine
+from trainer.micro_batch import MicroBatch, token_logprobs
+from trainer.model import load_model
+
+if TYPE_CHECKING:
+    from trainer.lora import Adapters
+
+LogprobsOf = Callable[[nn.Module, MicroBatch], Tensor]
+
+
+class ReferencePolicy:
+    """A policy that stays what it was. Made by `frozen_copy`, or where the policy has adapters by `base_weights`, which costs no
+    memory.
+    """
+
+    def __init__(
+        self, engine: Any, policy_set_aside: Callable[[], AbstractContextManager[Any]], *, owned: bool
+    ) -> None:
+        self._engine = engine
+        self._policy_set_aside = policy_set_aside
+        self._owned = owned
+
+    @classmethod
+    def frozen_copy(cls, config: TrainerConfig, folder: Path) -> ReferencePolicy:
+        """The model of a folder in a ZeRO-3 engine of its own, without optimizer; with `offload_reference` in host memory.
+
+        The folder is what the run started from, also when it resumes. All ranks enter, the process group joined.
+
+        Raises:
+            ModelError: transformers cannot load it.
+        """
+        model = load_model(folder, config.dtype)
+        engine = build_frozen_engine(config, model, offload=config.offload_reference)
+        return cls(engine, nullcontext, owned=True)
+
+    @classmethod
+    def base_weights(cls, engine: Any, adapters: Adapters) -> ReferencePolicy:
+        """The policy's own engine with its adapters off. It lasts as long as that engine, whose owner closes it."""
+        return cls(engine, adapters.disabled, owned=False)
+
+    @torch.no_grad()
+    def logprobs(self, micro_batches: Sequence[MicroBatch], logprobs_of: LogprobsOf = token_logprobs) -> list[Tensor]:
+        """log π_reference of the N loss tokens of every micro-batch, without gradient, under each row's temperature.
+
+        All ranks enter, with equally many micro-batches; never between a forward pass of the policy and its backward.
+        `logprobs_of` is what the policy's own are computed by, so that equal weights give equal numbers.
+        """
+        with self._policy_set_aside():
+            return [logprobs_of(self._engine, micro_batch) for micro_batch in micro_batches]
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        if self._owned:
+            self._engine.destroy()

@@ -1,0 +1,181 @@
+"""Log-probabilities of chosen tokens, the entropy and Σπ² of their distributions, without ever holding all logits.
+
+N tokens over a vocabulary of V make N·V logits: at 4,096 tokens of 151,936 that is 2.5 GB in float32, several times over with the softmax
+and its gradient. Here a chunk of tokens at a time is taken through the output head; the backward pass does it again and turns each chunk
+into its part of the gradients at once. With z the logits divided by the temperature, π = softmax(z), H its entropy, S = Σπ²:
+
+    ∂ log π(y)/∂z = 1[y] − π        ∂H/∂z = −π·(log π + H)        ∂S/∂z = 2π·(π − S)
+
+N tokens, H hidden size, V vocabulary. From the logits on everything is float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+_CHUNK_LOGITS = 1 << 25
+"""Logits of one chunk: 128 MiB in float32, of which at most three copies are alive."""
+
+
+class TokenStatistics(NamedTuple):
+    """Of N tokens: log π(token), and if asked for the entropy of the distribution it came from (nats) and Σ over the vocabulary of π²."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+    squared_probs_N: Tensor | None
+
+
+def token_statistics(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    temperature_N: Tensor,
+    *,
+    entropy: bool = False,
+    squared_probs: bool = False,
+) -> TokenStatistics:
+    """The statistics of softmax((hidden·weightᵀ + bias)/temperature) at the targets.
+
+    Gradient flows to hidden states, weight and bias, from all three; not twice (no second derivatives). No token gives empty statistics and
+    zero gradients. Hidden states that are not finite, and a temperature of 0, give NaN: the optimizer step is then skipped and counted.
+    """
+    num_tokens, hidden_size = hidden_NH.shape
+    assert weight_VH.ndim == 2 and weight_VH.shape[1] == hidden_size, (weight_VH.shape, hidden_NH.shape)
+    assert bias_V is None or bias_V.shape == weight_VH.shape[:1], (bias_V, weight_VH.shape)
+    assert target_N.shape == temperature_N.shape == (num_tokens,), (target_N.shape, temperature_N.shape, num_tokens)
+    arguments = hidden_NH, weight_VH, bias_V, target_N, temperature_N, entropy, squared_probs
+    return TokenStatistics(*_ChunkedStatistics.apply(*arguments))  # type: ignore[no-untyped-call]
+
+
+def statistics_from_logits(
+    logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, *, entropy: bool = False, squared_probs: bool = False
+) -> TokenStatistics:
+    """The same of logits that exist already; for models that do more to them than their output head does."""
+    logprobs_NV = functional.log_softmax(_wide(logits_NV) / temperature_N[:, None], dim=-1)
+    return TokenStatistics(
+        logprobs_N=logprobs_NV.gather(1, target_N[:, None]).squeeze(1),
+        entropy_N=-(logprobs_NV.exp() * logprobs_NV).sum(-1) if entropy else None,
+        squared_probs_N=(2 * logprobs_NV).exp().sum(-1) if squared_probs else None,
+    )
+
+
+class _ChunkedStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        temperature_N: Tensor,
+        entropy: bool,
+        squared_probs: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=_wide_type(hidden_NH))
+        entropy_N = torch.empty_like(logprobs_N) if entropy else None
+        squared_N = torch.empty_like(logprobs_N) if squared_probs else None
+        for part in _chunks(len(hidden_NH), len(weight_VH)):
+            logprobs_CV = _logprobs(hidden_NH[part], weight_VH, bias_V, temperature_N[part])
+            logprobs_N[part] = logprobs_CV.gather(1, target_N[part, None]).squeeze(1)
+            if entropy_N is None and squared_N is None:
+                continue
+            probs_CV = logprobs_CV.exp()
+            if squared_N is not None:
+                squared_N[part] = torch.linalg.vector_norm(probs_CV, dim=-1).square()
+            if entropy_N is not None:
+                entropy_N[part] = -probs_CV.mul_(logprobs_CV).sum(-1)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, temperature_N, entropy_N, squared_N)
+        return logprobs_N, entropy_N, squared_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, target_N, temperature_N, entropy_N, squared_N = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = _wide_type(hidden_NH)
+        hidden_grad = torch.empty_like(hidden_NH) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
+        bias_grad = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        for part in _chunks(len(hidden_NH), len(weight_VH)):
+            slopes_CV = _logit_gradient(
+                _logprobs(hidden_NH[part], weight_VH, bias_V, temperature_N[part]),
+                target_N[part],
+                [None if gradient is None else gradient[part] for gradient in gradients],
+                None if entropy_N is None else entropy_N[part],
+                None if squared_N is None else squared_N[part],
+            )
+            slopes_CV /= temperature_N[part, None]
+            if bias_grad is not None:
+                bias_grad += slopes_CV.sum(0)
+            slopes_CV = slopes_CV.to(hidden_NH.dtype)
+            if hidden_grad is not None:
+                torch.mm(slopes_CV, weight_VH, out=hidden_grad[part])
+            if weight_grad is not None and wide == hidden_NH.dtype:
+                weight_grad.addmm_(slopes_CV.T, hidden_NH[part])
+            elif weight_grad is not None:  # chunks are summed in float32, or every one would round the sum
+                weight_grad += slopes_CV.T @ hidden_NH[part]
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.to(weight_VH.dtype),
+            None if bias_grad is None else bias_grad.to(bias_V.dtype),
+            *[None] * 4,
+        )
+
+
+def _logit_gradient(
+    logprobs_CV: Tensor,
+    target_C: Tensor,
+    gradients: list[Tensor | None],
+    entropy_C: Tensor | None,
+    squared_C: Tensor | None,
+) -> Tensor:
+    # Σ of the three formulas above, each times its gradient; overwrites `logprobs_CV` where it can.
+    of_logprob_C, of_entropy_C, of_squared_C = gradients
+    if of_entropy_C is None and of_squared_C is None:
+        slopes_CV = logprobs_CV.exp_()
+        if of_logprob_C is not None:
+            slopes_CV *= -of_logprob_C[:, None]
+        else:
+            slopes_CV.zero_()
+    else:
+        probs_CV = logprobs_CV.exp()
+        slopes_CV = logprobs_CV
+        if of_entropy_C is not None and entropy_C is not None:
+            slopes_CV += entropy_C[:, None]
+            slopes_CV *= -of_entropy_C[:, None]
+        else:
+            slopes_CV.zero_()
+        if of_squared_C is not None and squared_C is not None:
+            slopes_CV.addcmul_(probs_CV, 2 * of_squared_C[:, None])
+            slopes_CV -= (2 * of_squared_C * squared_C)[:, None]
+        if of_logprob_C is not None:
+            slopes_CV -= of_logprob_C[:, None]
+        slopes_CV *= probs_CV
+    if of_logprob_C is not None:
+        slopes_CV[torch.arange(len(target_C), device=target_C.device), target_C] += of_logprob_C
+    return slopes_CV
+
+
+def _logprobs(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor) -> Tensor:
+    logits_CV = _wide(functional.linear(hidden_CH, weight_VH, bias_V))
+    return functional.log_softmax(logits_CV.div_(temperature_C[:, None]), dim=-1)
+
+
+def _wide_type(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(_wide_type(values))
+
+
+def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:
+    size = max(1, _CHUNK_LOGITS // vocabulary)
+    return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
