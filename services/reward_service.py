@@ -140,7 +140,9 @@ class RewardStage:
         self._in_process = isinstance(scorer, InProcessScorer)
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._held: dict[str, Claim] = {}
+        self._held: dict[
+            int, Claim
+        ] = {}  # by token: a group given back may be claimed again before its first claim is forgotten
         self._figures: Counter[str] = Counter()
         self._seconds = {"waiting": 0.0, "scoring": 0.0}
         self._failure: BaseException | None = None
@@ -189,12 +191,12 @@ class RewardStage:
                 )
                 claimed = time.monotonic()
                 with self._lock:
-                    self._held.update({claim.group_id: claim for claim in claims})
+                    self._held.update({claim.token: claim for claim in claims})
                     self._seconds["waiting"] += claimed - started
                 for claim in claims:
                     self._process(claim)
                     with self._lock:
-                        del self._held[claim.group_id]
+                        del self._held[claim.token]
                 with self._lock:
                     self._seconds["scoring"] += time.monotonic() - claimed
         except BaseException as error:  # a bug ends the service: `run` raises it

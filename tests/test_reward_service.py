@@ -87,6 +87,25 @@ def test_a_failed_row_is_scored_again_and_the_others_are_not(redis_url: str) -> 
     assert buffer.counts()["dropped"] == 0 and buffer.verify() == []
 
 
+def test_a_group_given_back_is_claimed_again_before_its_first_claim_is_forgotten(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, scorer = run_of(redis_url), ScriptedScorer()
+    release = buffer.release
+
+    def slow_release(*arguments: Any) -> Any:
+        outcome = release(*arguments)
+        eventually(lambda: scorer.asked.count("timeout*1") == 2)  # the other thread holds it by now
+        return outcome
+
+    monkeypatch.setattr(buffer, "release", slow_release)
+    ids = generate(buffer, [answers("timeout*1")])
+    with scoring(buffer, scorer, num_workers=2) as stage:
+        assert rewards(collect(buffer, 1)[ids[0]]) == [1.0]
+        eventually(lambda: stage.figures()["groups_held"] == 0)
+    assert buffer.verify() == []
+
+
 def test_spent_attempts_drop_the_group_with_its_reason(redis_url: str) -> None:
     buffer = run_of(redis_url)
     scorer = ScriptedScorer()
