@@ -9,6 +9,7 @@ every write fsynced, as runs have it (the disk's time), and without (the buffer'
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 import uuid
@@ -135,6 +136,7 @@ def report(url: str) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
         server = start_redis(Path(folder))
         try:

@@ -34,9 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 BUDGETS = (0, 1, 2, 4)
 WORKLOADS = ("fixed", "lognormal")
-GROUPS, MEAN_ANSWER, PROMPT_TOKENS = 5, 96, 16
+GROUPS, MEAN_ANSWER, PROMPT_TOKENS = 5, 288, 16
 LOGNORMAL_SIGMA = 0.6
-LONGEST_ANSWER = 384
+LONGEST_ANSWER = 960
 WARM_UP_BATCHES = 5
 TOLERANCE = 0.1
 RUN_DEADLINE_SECONDS = 900.0
@@ -161,7 +161,7 @@ def _run(folder: Path, shape: str, budget: int, batches: int, samples: int) -> l
 
 def _write_data(file: Path, shape: str) -> None:
     dice = random.Random(0)
-    mu = 4.4  # median e^4.4 = 81 and sigma 0.6 give a mean of 97 tokens, as long as the fixed answers
+    mu = 5.48  # median e^5.48 = 240 and sigma 0.6 give a mean of 287 tokens, as long as the fixed answers
     rows = []
     for index in range(2000):
         length = (
