@@ -81,6 +81,12 @@ class WeightTransferError(TandemError):
     grpc_code = "DATA_LOSS"
 
 
+class BaseLackError(WeightTransferError):
+    """Adapters came without the base weights they belong to, and the sampler has no such weights."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
 class SelectionError(TandemError):
     """Too many groups in a row were rejected by selection; carries the counts in its message."""
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import prod
+from typing import Any
 
 from protos.errors import DataError, SchemaVersionError
-from protos.nouns import BucketSpec, TensorSpec, WeightManifest
+from protos.nouns import AdapterSpec, BucketSpec, TensorSpec, WeightManifest
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+LORA_A, LORA_B = ".lora_A", ".lora_B"
+"""What the factors of an adapted matrix have behind its name."""
 ALIGNMENT = 16
 """Every tensor starts at, and every bucket ends at, a multiple of it: so a bucket can be viewed as any dtype in place."""
 ITEM_BYTES = {
@@ -64,6 +67,13 @@ def with_digests(manifest: WeightManifest, digests: Sequence[str]) -> WeightMani
     return replace(manifest, buckets=buckets)
 
 
+def with_base(manifest: WeightManifest) -> WeightManifest:
+    """An adapter-only version for a sampler that lacks the base: those buckets first."""
+    assert manifest.adapters is not None, "whole weights need no base"
+    adapters = replace(manifest.adapters, brings_base=True)
+    return replace(manifest, buckets=adapters.base + manifest.buckets, adapters=adapters)
+
+
 def bucket_file(number: int) -> str:
     """Name of a bucket's safetensors file inside the folder of a `disk` transfer."""
     return f"bucket-{number:05d}.safetensors"
@@ -88,25 +98,29 @@ def decode_manifest(data: bytes) -> WeightManifest:
             raise SchemaVersionError(
                 f"weight manifest has schema version {version}, this software reads up to {MANIFEST_VERSION}"
             )
-        buckets = tuple(
-            BucketSpec(
-                num_bytes=int(bucket["num_bytes"]),
-                tensors=tuple(
-                    TensorSpec(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in bucket["tensors"]
-                ),
-                digest=str(bucket["digest"]),
-            )
-            for bucket in values.pop("buckets")
-        )
-        manifest = WeightManifest(**values, buckets=buckets)
+        buckets = _buckets(values.pop("buckets"))
+        if adapters := values.pop("adapters", None):
+            adapters = AdapterSpec(**{**adapters, "base": _buckets(adapters["base"])})
+        manifest = WeightManifest(**values, buckets=buckets, adapters=adapters)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, SchemaVersionError):
             raise
         raise DataError(f"weight manifest of {len(data)} bytes cannot be read: {error!r}") from error
-    for bucket in manifest.buckets:
+    for bucket in manifest.buckets + (manifest.adapters.base if manifest.adapters else ()):
         for tensor in bucket.tensors:
             _check_tensor(tensor, bucket)
     return manifest
+
+
+def _buckets(values: Sequence[Mapping[str, Any]]) -> tuple[BucketSpec, ...]:
+    return tuple(
+        BucketSpec(
+            num_bytes=int(bucket["num_bytes"]),
+            tensors=tuple(TensorSpec(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in bucket["tensors"]),
+            digest=str(bucket["digest"]),
+        )
+        for bucket in values
+    )
 
 
 def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
@@ -120,8 +134,9 @@ def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
 
 
 def weights_digest(manifest: WeightManifest) -> str:
-    """One hex string for all weights of the version: equal manifests of equal weights agree in it."""
+    """One hex string for all weights of the version, which travelled without its base if it has one: equal manifests of equal weights
+    agree in it."""
     joined = hashlib.blake2b(digest_size=16)
-    for bucket in manifest.buckets:
+    for bucket in (manifest.adapters.base if manifest.adapters else ()) + manifest.buckets:
         joined.update(bytes.fromhex(bucket.digest))
     return joined.hexdigest()

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 Role = Literal["policy", "baseline"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
+Packing = Literal["padded", "flat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,8 @@ class TrainBatch:
     plan: tuple[PlannedRow, ...]
     num_micro_batches: tuple[int, ...]
     """Per optimizer step, the same on every rank; ranks with fewer rows pad with zero-weight micro-batches."""
+    packing: Packing = "padded"
+    """How the rows of a micro-batch lie: each in a line of its own, padded to the longest, or end to end in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,19 @@ class BucketSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """What the buckets of an adapter-only version are: two factors of each adapted matrix W, `W.lora_A` (rank, in) and `W.lora_B`
+    (out, rank). The weights are W + scaling·B·A, and the rest of the base as it is."""
+
+    rank: int
+    scaling: float
+    base: tuple[BucketSpec, ...]
+    """The base weights with their digests."""
+    brings_base: bool = False
+    """The base travels, too: its buckets come first, for a sampler that lacks them."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
     """What one version's broadcast consists of. No buckets: the version equals the one before it."""
 
@@ -216,3 +232,5 @@ class WeightManifest:
     buckets: tuple[BucketSpec, ...]
     location: str = ""
     """`disk`: the folder that holds the safetensors files; `ipc`: the handles, encoded; else empty."""
+    adapters: AdapterSpec | None = None
+    """None: the buckets hold whole weights."""

@@ -100,6 +100,15 @@ def view_as(data: torch.Tensor, offset: int, num_bytes: int, dtype: str, shape: 
     return data[offset : offset + num_bytes].view(getattr(torch, dtype)).view(tuple(shape))
 
 
+def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """base + scaling·B·A, rounded once, to the base's dtype. Trainer and samplers merge by it, so their weights are the same bits."""
+    dtype = torch.promote_types(base.dtype, torch.float32)
+    merged = lora_b.to(dtype) @ lora_a.to(dtype)
+    merged *= scaling
+    merged += base
+    return merged.to(base.dtype)
+
+
 def bucket_tensors(spec: BucketSpec, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and views of the tensors inside a bucket."""
     for tensor in spec.tensors:

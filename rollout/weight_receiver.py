@@ -1,7 +1,8 @@
 """The receiving end of a weight update: everything arrives and is checked in a thread while the engine samples, then is applied at once.
 
 `StagedReceiver` knows nothing of vLLM. `WeightReceiver` is vLLM's worker extension: one a tensor-parallel worker.
-Staging takes memory for one copy of the weights on the worker's device (none for `ipc`, which reads the trainer's).
+Staging takes memory for one copy of the weights on the worker's device (none for `ipc`, which reads the trainer's). Of adapters
+alone, the whole weights are made here, in that thread, and staged as if they had come.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from protos.weight_group import (
     fill_bucket,
     import_cuda_bucket,
 )
+from rollout.base_weights import BaseWeights, check_factors, local_folder
 
 
 @dataclass
@@ -56,10 +58,16 @@ class StagedReceiver:
 
     A version whose bucket fails its digest, or whose sender is gone, is dropped whole. `expected` maps the names of the model's
     parameters to their shapes; a manifest with other ones is refused before anything is received. None skips that check.
+    `folder` is where the base of adapters may lie.
     """
 
     def __init__(
-        self, device: torch.device, rank: int, expected: Mapping[str, tuple[int, ...]] | None, optional: frozenset[str]
+        self,
+        device: torch.device,
+        rank: int,
+        expected: Mapping[str, tuple[int, ...]] | None,
+        optional: frozenset[str],
+        folder: Path | None = None,
     ) -> None:
         self._device = device
         self._rank = rank
@@ -67,7 +75,8 @@ class StagedReceiver:
         self._optional = optional
         self._group: WeightGroup | None = None
         self._job: Job | None = None
-        self._staged: list[tuple[BucketSpec, torch.Tensor]] = []
+        self._base = BaseWeights(folder)
+        self._staged: list[tuple[str, torch.Tensor]] = []
 
     def start_join(self, meeting: Mapping[str, Any], first_rank: int, timeout_seconds: float) -> None:
         """Enters a group as rank `first_rank` + this worker's; the group before it is left."""
@@ -86,7 +95,7 @@ class StagedReceiver:
     def take(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors of the staged version, which the receiver forgets."""
         staged, self._staged = self._staged, []
-        return [pair for spec, buffer in staged for pair in bucket_tensors(spec, buffer)]
+        return staged
 
     def _start(self, timeout_seconds: float, work: Callable[[Job], None]) -> None:
         job = Job(time.monotonic() + timeout_seconds, self._job.thread if self._job else None)
@@ -128,7 +137,7 @@ class StagedReceiver:
             self._check_names(manifest)
         sources = {"disk": self._from_disk, "ipc": self._from_ipc}
         arrivals = sources.get(manifest.backend, self._from_group)(job, manifest, group_name)
-        staged: list[tuple[BucketSpec, torch.Tensor]] = []
+        arrived: list[tuple[str, torch.Tensor]] = []
         fault: WeightTransferError | None = None
         for number, (spec, buffer) in enumerate(arrivals):
             place = f"version {manifest.policy_version}, bucket {number + 1} of {len(manifest.buckets)} by {manifest.backend}"
@@ -138,16 +147,21 @@ class StagedReceiver:
                 fault = (
                     fault or error
                 )  # go on receiving: a group whose member stops reading fails for every other member
-            staged.append((spec, buffer.to(self._device)))
+            arrived += bucket_tensors(spec, buffer if manifest.adapters else buffer.to(self._device))
         if fault is not None:
             raise fault
+        if manifest.adapters is not None:
+            arrived = self._base.merged(manifest.adapters, dict(arrived), self._device)
         if self._job is job:  # else a newer job took over meanwhile
-            self._staged = staged
+            self._staged = arrived
 
     def _check_names(self, manifest: WeightManifest) -> None:
+        if manifest.adapters is not None:
+            check_factors(manifest)
         if self._expected is None:
             return
-        sent = {tensor.name: tensor.shape for bucket in manifest.buckets for tensor in bucket.tensors}
+        whole = manifest.adapters.base if manifest.adapters else manifest.buckets
+        sent = {tensor.name: tensor.shape for bucket in whole for tensor in bucket.tensors}
         missing = sorted(self._expected.keys() - sent.keys() - self._optional)
         unknown = sorted(sent.keys() - self._expected.keys() - self._optional)
         other = sorted(name for name, shape in sent.items() if self._expected.get(name, shape) != shape)
@@ -220,9 +234,13 @@ def _receiver_of(worker: Any) -> StagedReceiver:
     receiver: StagedReceiver | None = getattr(worker, "_tandem_receiver", None)
     if receiver is None:
         tied = _is_tied(worker.vllm_config)
-        expected = checkpoint_shapes(Path(worker.vllm_config.model_config.model))
+        model = worker.vllm_config.model_config.model
         receiver = StagedReceiver(
-            worker.device, worker.rank, expected, frozenset({"lm_head.weight"}) if tied else frozenset()
+            worker.device,
+            worker.rank,
+            checkpoint_shapes(Path(model)),
+            frozenset({"lm_head.weight"}) if tied else frozenset(),
+            local_folder(model),
         )
         worker._tandem_receiver = receiver
     return receiver

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protos.errors import SelectionError, TandemError, UnavailableError
-from protos.nouns import RowHeader, TrainBatch
+from protos.nouns import Packing, RowHeader, TrainBatch
 from services.buffer.buffer import Buffer
 from services.config import Recipe
 from services.metrics import baseline_rewards, oldest_version, trajectories
@@ -63,13 +63,20 @@ class BatchSource:
     """
 
     def __init__(
-        self, buffer: Buffer, recipe: Recipe, incarnation: int, world_size: int, stop: threading.Event
+        self,
+        buffer: Buffer,
+        recipe: Recipe,
+        incarnation: int,
+        world_size: int,
+        stop: threading.Event,
+        packing: Packing = "padded",
     ) -> None:
         self._buffer = buffer
         self._recipe = recipe
         self._incarnation = incarnation
         self._world_size = world_size
         self._stop = stop
+        self._packing = packing
         self._rules = selection_rules(recipe)
         self._survivors: dict[str, tuple[RowHeader, ...]] = {}
         self._consecutive_rejections = 0
@@ -160,6 +167,7 @@ class BatchSource:
             world_size=self._world_size,
             tokens_per_micro_batch=self._recipe.trainer.tokens_per_micro_batch,
             optimizer_steps=self._recipe.trainer.optimizer_steps_per_batch,
+            packing=self._packing,
         )
 
 

@@ -211,10 +211,12 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     """Without a GPU, engines and trainer fit into the memory that is free now."""
     if gpu_ids() or facts is None:
         return
-    rollout = recipe.rollout
+    rollout, lora = recipe.rollout, recipe.trainer.lora
     weights = facts.num_parameters * _weight_bytes(recipe)
-    # Weights count twice in a sampler: a staged update holds the next version beside the one in use.
-    engines = rollout.num_replicas * (rollout.kv_cache_bytes + 2 * weights + ENGINE_BYTES)
+    # Weights count twice in a sampler: a staged update holds the next version beside the one in use. Adapters that travel alone
+    # are merged into a third copy, the base; it is a mapped file at best, but has to be in memory all the same.
+    copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
+    engines = rollout.num_replicas * (rollout.kv_cache_bytes + copies * weights + ENGINE_BYTES)
     training = _training_bytes(recipe, facts)
     free = free_memory_bytes()
     if engines + training > free:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from protos.errors import UnavailableError, WeightTransferError
+from protos.errors import BaseLackError, UnavailableError, WeightTransferError
 from protos.manifest import encode_manifest, weights_digest
 from protos.nouns import WeightManifest
 from protos.weight_group import Meeting
@@ -23,6 +23,7 @@ from services.rpc import connect, from_rpc_error
 from trainer.weight_sender import WeightSender
 
 WEIGHTS_FOLDER = "weights"
+WITH_BASE_FOLDER = "with-base"
 _PING_SECONDS = 2.0
 _GRACE_SECONDS = 5.0  # the sampler's own deadline names the cause, so ours comes later
 _LOOK_SECONDS = 0.25
@@ -34,9 +35,13 @@ Member = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What publishing a version took. Seconds are the slowest sampler's; None if no sampler acknowledged any."""
+    """What publishing a version took. Seconds are the slowest sampler's; None if no sampler acknowledged any.
+
+    `num_bytes` is the version's size as it travels, 0 if the weights are those of the one before.
+    """
 
     acknowledged: int
+    num_bytes: int
     transfer_seconds: float | None
     stall_seconds: float | None
     weights_digest: str
@@ -45,6 +50,7 @@ class Publication:
         """By name of metrics.jsonl."""
         return {
             "samplers_acknowledged": self.acknowledged,
+            "weight_bytes": self.num_bytes,
             "weight_transfer_seconds": self.transfer_seconds,
             "weight_stall_seconds": self.stall_seconds,
             "weights_digest": self.weights_digest,
@@ -71,6 +77,7 @@ class Publisher:
         self._joined: frozenset[Member] = frozenset()
         self._group_name = ""
         self._failed: set[Member] = set()
+        self._lack_base: set[Member] = set()
         self._busy: set[Member] = set()
         self._patience: dict[Member, tuple[int, float]] = {}
         self._newest: WeightManifest | None = None
@@ -104,6 +111,7 @@ class Publisher:
         replies = [reply for _, reply in acknowledged]
         return Publication(
             acknowledged=len(replies),
+            num_bytes=_copy_bytes(self._sender) if changed else 0,
             transfer_seconds=max((reply.transfer_seconds for reply in replies), default=None),
             stall_seconds=max((reply.stall_seconds for reply in replies), default=None),
             weights_digest=copy_digest(self._sender),
@@ -232,7 +240,11 @@ class Publisher:
         try:
             return call.result()
         except grpc.RpcError as error:
-            self._note_failure(sampler, f"{failure}: {from_rpc_error(error)}")
+            cause = from_rpc_error(error)
+            self._note_failure(sampler, f"{failure}: {cause}")
+            if isinstance(cause, BaseLackError):
+                with self._lock:
+                    self._lack_base.add(_member(sampler))
             return None
 
     def _note_failure(self, sampler: Sampler, words: str) -> None:
@@ -302,22 +314,40 @@ class Publisher:
             print(f"weights: sampler {sampler.id} caught up with version {manifest.policy_version}", flush=True)
 
     def _send_newest(self, sampler: Sampler) -> WeightManifest | None:
-        """The manifest that the sampler acknowledged, or None."""
+        """The manifest that the sampler acknowledged, or None. If it says that it lacks the adapters' base, that goes with them."""
         if not self._answering([sampler]):
             return None
+        for brings_base in (False, True):
+            if brings_base == self._lacks_base(sampler):
+                manifest = self._send_copy(sampler, brings_base)
+                if manifest is not None:
+                    with self._lock:
+                        self._lack_base.discard(_member(sampler))
+                    return manifest
+        return None
+
+    def _lacks_base(self, sampler: Sampler) -> bool:
+        with self._lock:
+            return _member(sampler) in self._lack_base
+
+    def _send_copy(self, sampler: Sampler, brings_base: bool) -> WeightManifest | None:
         if self._backend == "disk":
-            manifest, group_name = self._newest, ""
-            assert manifest is not None
-        else:
-            offer = self._sender.offer_copy(self._host, sampler.tensor_parallel_size, self._deadline_seconds)
-            manifest, group_name = offer.manifest, offer.meeting.group_name
-            if (
-                self._answer(sampler, self._join(sampler, offer.meeting, 1, self._deadline_seconds), "did not join")
-                is None
-            ):
-                return None
-        call = self._update(sampler, manifest, group_name)
-        return None if self._acknowledgement(sampler, call, manifest) is None else manifest
+            return self._send_folder(sampler, brings_base)
+        seconds = self._deadline_seconds
+        offer = self._sender.offer_copy(self._host, sampler.tensor_parallel_size, seconds, brings_base=brings_base)
+        if self._answer(sampler, self._join(sampler, offer.meeting, 1, seconds), "did not join") is None:
+            return None
+        call = self._update(sampler, offer.manifest, offer.meeting.group_name)
+        return None if self._acknowledgement(sampler, call, offer.manifest) is None else offer.manifest
+
+    def _send_folder(self, sampler: Sampler, brings_base: bool) -> WeightManifest | None:
+        manifest, beside = self._newest, self._folder / WITH_BASE_FOLDER
+        assert manifest is not None
+        if brings_base:
+            manifest = self._sender.write_copy(beside, brings_base=True)
+        reply = self._acknowledgement(sampler, self._update(sampler, manifest), manifest)
+        shutil.rmtree(beside, ignore_errors=True)
+        return None if reply is None else manifest
 
 
 class SamplerLines:
@@ -356,6 +386,11 @@ def copy_digest(sender: WeightSender) -> str:
     """The digest of the newest version's weights; it stays the same over versions that changed nothing."""
     assert sender.copy is not None, "a version was broadcast"
     return weights_digest(sender.copy.manifest)
+
+
+def _copy_bytes(sender: WeightSender) -> int:
+    assert sender.copy is not None, "a version was broadcast"
+    return sum(bucket.num_bytes for bucket in sender.copy.manifest.buckets)
 
 
 def _member(sampler: Sampler) -> Member:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from protos.nouns import StepResult, TrainBatch
+from protos.nouns import Packing, StepResult, TrainBatch
 from services.batch_source import BatchSource
 from services.buffer.buffer import Buffer
 from services.config import Recipe
@@ -36,7 +36,9 @@ class RankZero:
     Making one begins a new incarnation: from then on every earlier trainer of the run is fenced.
     """
 
-    def __init__(self, recipe: Recipe, buffer: Buffer, world_size: int, stop: threading.Event) -> None:
+    def __init__(
+        self, recipe: Recipe, buffer: Buffer, world_size: int, packing: Packing, stop: threading.Event
+    ) -> None:
         self._recipe = recipe
         self._buffer = buffer
         self._stop = stop
@@ -49,7 +51,7 @@ class RankZero:
         self._metrics.rewind(self.lineage.checkpoint_version, self.lineage.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
         self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
-        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop)
+        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
         self._watchdog = Watchdog(buffer, self._hungry_since, recipe.run.groups_per_batch)
         self._publisher: Publisher | None = None

@@ -89,7 +89,10 @@ class Replay:
                 f"{folder} was trained by another number of ranks than WORLD_SIZE={self._learner.world_size}"
             )
         self._sender = WeightSender(
-            self._learner, bucket_bytes=recipe.weights.bucket_bytes, device=self._learner.device
+            self._learner,
+            bucket_bytes=recipe.weights.bucket_bytes,
+            device=self._learner.device,
+            adapters=self._learner.travelling_adapters,
         )
 
     def run(self) -> int:

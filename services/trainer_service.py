@@ -52,8 +52,9 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
         stack.callback(learner.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
         stack.callback(buffer.close)
-        rank_zero = RankZero(recipe, buffer, learner.world_size, stop) if learner.rank == 0 else None
-        if rank_zero is not None:
+        rank_zero = None
+        if learner.rank == 0:
+            rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packing, stop)
             stack.callback(rank_zero.close)
         return Trainer(recipe, buffer, learner, rank_zero).run()
 
@@ -66,7 +67,12 @@ class Trainer:
         self.buffer = buffer
         self.learner = learner
         self.rank_zero = rank_zero
-        self.sender = WeightSender(learner, bucket_bytes=recipe.weights.bucket_bytes, device=learner.device)
+        self.sender = WeightSender(
+            learner,
+            bucket_bytes=recipe.weights.bucket_bytes,
+            device=learner.device,
+            adapters=learner.travelling_adapters,
+        )
         self.clock = PhaseClock()
         self.version = 0
         self.saved_version = -1

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
+from protos.manifest import encode_manifest
 from tests.engine_inputs import NUM_TOKENS, advantages, make_micro_batches, policy_step, weights_of
 from trainer.checkpoint import CheckpointState
 from trainer.checkpoint_io import load_checkpoint, save_checkpoint
@@ -22,6 +23,7 @@ from trainer.export import collect_weights
 from trainer.lora import Adapters
 from trainer.model import load_model
 from trainer.reference import ReferencePolicy
+from trainer.weight_sender import WeightSender
 
 STEPS = 3
 
@@ -39,6 +41,8 @@ class Ring:
         self.base = ReferencePolicy.base_weights(self.policy, self.adapters)
         self.copy = ReferencePolicy.frozen_copy(config, model)
         self.critic = Critic(config, CriticOptions(learning_rate=1e-2), model)
+        self.parameter_specs = self.adapters.specs
+        self.gather = self.adapters.gather
 
     def step(self, version: int) -> bool:
         """A step of policy and critic; True if both references said the same before it."""
@@ -84,6 +88,10 @@ def main(model: Path, folder: Path) -> None:
     if ring.rank == 0:
         ring.adapters.write_adapters(trained, str(model), folder / "adapters")
         save_file(weights, folder / "weights.safetensors")
+    sender = WeightSender(ring, bucket_bytes=1 << 13, adapters=ring.adapters)
+    version = sender.broadcast(sender.manifest(1, STEPS, "disk", location=str(folder / "version")), 10.0)
+    if ring.rank == 0:
+        (folder / "manifest.json").write_bytes(encode_manifest(version))
     load_checkpoint(ring.policy, folder / "000002", **known, **both)
     ring.step(STEPS)
     again = ring.weights()

@@ -49,8 +49,9 @@ WHOLE_BATCH: dict[str, TrainerConfig] = {
         selection={"filtration": {"method": "best_random", "resample": True}, "overlong_filter": True},
         aggregation="seq-mean-token-sum-norm",
     ),
-    "token baselines, kl_cov, bypassed": TrainerConfig(
+    "token baselines, kl_cov, bypassed, rows end to end": TrainerConfig(
         **_WHOLE,
+        packing="flat",
         advantage="optimal_token_baseline",
         correction={"preset": "bypass_geo_rs", "rejections": [{"level": "geometric", "low": 0.9, "high": 1.1}]},
         loss={"name": "kl_cov", "fraction": 0.2},
@@ -87,9 +88,11 @@ def train_whole_batch(
             world_size=learner.world_size,
             tokens_per_micro_batch=config.tokens_per_micro_batch,
             optimizer_steps=config.optimizer_steps_per_batch,
+            packing=learner.packing,
         )
         own = {row.group_id for row in batch.plan if learner.rank in (0, row.rank)}
-        assert learner.rank == 0 or version == 1 or len(own) < len(by_id), "a rank hears of groups it does not train"
+        hears_of_more = learner.rank == 0 or version == 1 or config.packing == "flat" or len(own) < len(by_id)
+        assert hears_of_more, "a rank hears of groups it does not train"
         metrics = dict(learner.train(batch, {group_id: by_id[group_id] for group_id in own}).metrics)
     weights = all_weights(learner)
     if learner._critic is not None:

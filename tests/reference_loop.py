@@ -35,6 +35,7 @@ def train_reference(
     policy = Policy(model_path, config, engine)
     for folder in sorted((run_folder / "batches").iterdir()):
         plan = json.loads((folder / "plan.json").read_text())
+        assert plan["packing"] == "padded", "rows end to end are not in here"
         policy.set_learning_rate(learning_rate(plan["policy_version"], config, total_batches))
         steps = read_rows(folder, plan, config)
         proximal = [[proximal_logprobs(policy, rows, len(steps), config) for rows in cells] for cells in steps]
@@ -157,7 +158,7 @@ class Policy:
         if self.engine is not None:  # the head inside the engine, or the last bits of the gradient differ
             columns_K = torch.tensor(columns)
             tokens = SimpleNamespace(
-                ids_BT=ids,
+                inputs={"input_ids": ids},
                 row_N=row_N,
                 column_N=column_N,
                 columns_K=columns_K,

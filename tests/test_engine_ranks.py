@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from rollout.weight_receiver import StagedReceiver
 from tests.engine_inputs import logprobs_of, make_micro_batches, plain_model, relative_error
 from tests.engine_rank import STEPS, Ring
+from tests.test_weight_group import wait
 from tests.tiny_model import build_tiny_model
 from trainer.config import TrainerConfig
 
@@ -68,6 +71,18 @@ def test_two_offloaded_ranks_learn_as_one(two_ranks: tuple[Path, list[dict[str, 
     for rank in seen:
         assert rank["references_agree"] == [True] * STEPS
         assert all(held < 0.01 * num_elements for held in rank["held_elements"]), "the rest is partitioned"
+
+
+def test_the_adapters_two_ranks_send_are_merged_into_their_weights(
+    two_ranks: tuple[Path, list[dict[str, Any]]], model: Path
+) -> None:
+    folder, _ = two_ranks
+    receiver = StagedReceiver(torch.device("cpu"), 0, None, frozenset(), model)
+    receiver.start_receive((folder / "manifest.json").read_bytes(), "", 10.0)
+    assert wait(receiver)["error"] is None
+    received, expected = dict(receiver.take()), load_file(folder / "weights.safetensors")
+    assert received.keys() == {name for name in expected if not name.startswith("critic.")}
+    assert all(tensor.equal(expected[name]) for name, tensor in received.items())
 
 
 def test_two_ranks_resume_bit_exactly_and_export_adapters(

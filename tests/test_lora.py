@@ -13,8 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from protos.errors import ConfigError
+from protos.manifest import encode_manifest
 from protos.weight_group import bucket_tensors
+from rollout.weight_receiver import StagedReceiver
 from tests.engine_inputs import equal, logprobs_of, make_micro_batches, plain_model, policy_step, weights_of
+from tests.test_weight_group import wait
 from tests.tiny_model import build_tiny_model
 from trainer.checkpoint import CheckpointState, read_state
 from trainer.checkpoint_io import load_checkpoint, save_checkpoint
@@ -164,6 +167,22 @@ def test_samplers_get_merged_weights_bucket_by_bucket(model: Path) -> None:
     for spec, buffer in zip(sender.copy.manifest.buckets, sender.copy.buffers, strict=True):
         received.update(bucket_tensors(spec, buffer))
     assert equal({name: tensor.clone() for name, tensor in received.items()}, policy.merged())
+    policy.engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_samplers_get_adapters_alone_and_can_merge_them(model: Path, stage: int, dtype: str, tmp_path: Path) -> None:
+    policy = Policy(model, zero_stage=stage, dtype=dtype)
+    sender = WeightSender(policy, bucket_bytes=1 << 13, adapters=policy.adapters)
+    receiver = StagedReceiver(torch.device("cpu"), 0, None, frozenset(), model)
+    for version in range(3):
+        location = str(tmp_path / str(version))
+        sent = sender.broadcast(sender.manifest(1, version, "disk", location=location), 10.0)
+        receiver.start_receive(encode_manifest(sent), "", 10.0)
+        assert wait(receiver)["error"] is None
+        assert equal(dict(receiver.take()), policy.merged())
+        policy_step(policy.engine, make_micro_batches(version))
     policy.engine.destroy()
 
 

@@ -105,10 +105,11 @@ def test_what_is_trained_beside_the_policy_counts_in_memory_and_on_disk(
     penalty = {"kl": {"loss": {"coefficient": 0.1}}}
     assert fits(plain, facts, engine + 16.1) and not fits(plain, facts, engine + 15)
     assert fits(plain, with_critic, engine + 32.1) and not fits(plain, with_critic, engine + 31)
-    assert fits(adapters, facts, engine + 4.1)
+    assert fits(adapters, facts, engine + 8.1) and not fits(adapters, facts, engine + 7), "a sampler keeps the base"
+    assert fits(recipe_of(values, trainer={"lora": {"broadcast": "merged"}}), facts, engine + 4.1)
     held_to_the_first = recipe_of(values, trainer=penalty)
     assert fits(held_to_the_first, facts, engine + 20.1) and not fits(held_to_the_first, facts, engine + 19)
-    assert fits(recipe_of(values, trainer={**penalty, "lora": {}}), facts, engine + 4.1), "the base weights are held to"
+    assert fits(recipe_of(values, trainer={**penalty, "lora": {}}), facts, engine + 8.1), "the base weights are held to"
 
 
 def test_a_greedy_answer_more_is_a_payload_more(values: Values) -> None:

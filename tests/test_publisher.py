@@ -56,17 +56,18 @@ class Weights:
 class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
     """A sampler without an engine: it receives with the real receiver and keeps what it was told to apply."""
 
-    def __init__(self, buffer: Buffer, sampler_id: str) -> None:
+    def __init__(self, buffer: Buffer, sampler_id: str, receiver: StagedReceiver | None = None) -> None:
         self.id = sampler_id
         self.version = -1
         self.value = float("nan")
+        self.applied: dict[str, torch.Tensor] = {}
         self.updates = 0
         self.joins = 0
         self.fault: Exception | None = None
         self.hold = threading.Event()
         self.hold.set()
         self._buffer = buffer
-        self._receiver = StagedReceiver(CPU, 0, None, frozenset())
+        self._receiver = receiver or StagedReceiver(CPU, 0, None, frozenset())
         self._server = ServerThread(
             "127.0.0.1",
             0,
@@ -78,6 +79,11 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
 
     def start(self) -> None:
         self._buffer.register_sampler(self.id, self._server.address, 1)
+
+    def restart(self, receiver: StagedReceiver) -> None:
+        """As a new process would come back: with nothing."""
+        self.version, self._receiver, self.applied = -1, receiver, {}
+        self.start()
 
     def stop(self) -> None:
         self._server.stop(grace_seconds=0.0)
@@ -100,7 +106,8 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
         manifest = decode_manifest(request.manifest)
         self._receiver.start_receive(request.manifest, request.group_name, request.timeout_seconds)
         digests = await self._end_of_job()
-        for _, tensor in self._receiver.take():
+        self.applied |= self._receiver.take()
+        for tensor in self.applied.values():
             self.value = float(tensor.flatten()[0])
         self.version = manifest.policy_version
         self.updates += 1

@@ -14,7 +14,7 @@ from services import replay
 from services.config import Recipe
 from tests.redis_ring import running_redis
 from tests.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, same_environment, train
-from trainer.batch_record import record_folder
+from trainer.batch_record import read_record, record_folder
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,16 @@ def environment() -> Iterator[None]:
 def test_a_replay_ends_with_the_same_weights(trained: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main(trained.folder) == 0
     assert "3 versions compared: equal bit for bit" in capsys.readouterr().out
+
+
+def test_rows_end_to_end_are_planned_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_redis(tmp_path) as url:
+        recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer={"packing": "flat"})
+        put_scored(make_run(url, recipe), different_rewards(2 * P))
+        assert train(recipe, url)
+    assert read_record(recipe.folder, 2)[0].packing == "flat"
+    assert replay.main(recipe.folder) == 0
+    assert "2 versions compared: equal bit for bit" in capsys.readouterr().out
 
 
 def test_another_batch_gives_other_weights_at_its_version(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

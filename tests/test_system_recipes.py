@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from safetensors.torch import load_file
 
 from services.arithmetic import EVALUATION_ROWS
 from services.config import Recipe, load_recipe
@@ -153,4 +154,5 @@ def check_what_is_special(name: str, lines: list[dict[str, Any]], run: Path) -> 
     if name == "ppo":
         assert first["trained_tokens"] == 0 and first["value_loss"] > 0, "the critic warms up alone"
     if name == "lora":
-        assert (run / "hf-adapter" / "adapter_model.safetensors").is_file()
+        adapters = load_file(run / "hf-adapter" / "adapter_model.safetensors")
+        assert last["weight_bytes"] == sum(tensor.nbytes for tensor in adapters.values()), "they travel alone"

@@ -13,7 +13,7 @@ from services.buffer.redis_server import start_redis
 from services.config import load_resolved
 from tests.reference_loop import train_reference
 from tests.test_reference_loop import relative_update_error
-from tests.whole_run import WholeRun
+from tests.whole_run import WholeRun, service_process
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -62,6 +62,27 @@ def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replay
 def test_two_ranks_of_zero_3_train_and_replay(tmp_path: Path) -> None:
     run = WholeRun(tmp_path, trainer={"num_ranks": 2}, run={"total_batches": 5})
     run.finish()
+    done = run.tandem("replay", str(run.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_adapters_travel_alone_whoever_is_killed(tmp_path: Path) -> None:
+    lora = {"lora": {"rank": 2}, "learning_rate": 1e-2, "checkpoint_every": 3}
+    run = WholeRun(tmp_path, trainer=lora, run={"total_batches": 8, "staleness_budget": 0})
+    supervisor = run.start("run", str(run.recipe))
+    for moment, service in ((2, "rollout"), (5, "trainer")):
+        run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
+        service_process(supervisor, service).kill()
+    assert supervisor.wait(200) == 0, (run.scratch / "run.out").read_text()[-3000:] + run.logs()
+    adapters = sum(
+        tensor.nbytes for tensor in load_file(run.folder / "hf-adapter" / "adapter_model.safetensors").values()
+    )
+    whole = (run.folder / "hf" / "model.safetensors").stat().st_size
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == list(range(1, 9)) and 4 * adapters < whole
+    assert {line["weight_bytes"] for line in lines if not line.get("replayed")} == {adapters}
+    # At S = 0 samplers and trainer have the same weights; merged, or beside the base as PEFT computes.
+    assert all(line["behavior_proximal_kl"] < 1e-9 for line in lines)
     done = run.tandem("replay", str(run.folder))
     assert done.returncode == 0, done.stdout + done.stderr
 

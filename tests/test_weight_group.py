@@ -122,7 +122,7 @@ def test_manifests_that_cannot_be_right_are_refused(source: Tensors) -> None:
     manifest = WeightSender(source, bucket_bytes=400).manifest(1, 3, "gloo")
     data = encode_manifest(manifest)
     with pytest.raises(SchemaVersionError, match="99"):
-        decode_manifest(data.replace(b'"schema_version":1', b'"schema_version":99'))
+        decode_manifest(data.replace(b'"schema_version":2', b'"schema_version":99'))
     with pytest.raises(DataError, match="does not fit"):
         decode_manifest(data.replace(b'"offset":0', b'"offset":4096'))
     for broken in (b"", b"[]", b"{}", data[:-3], data.replace(b'"dtype"', b'"kind"')):

@@ -61,8 +61,8 @@ class Ring:
         self.version = -1
         self.group_name = ""
 
-    def join(self) -> None:
-        meeting = self.sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
+    def join(self, tensor_parallel_size: int = 1) -> None:
+        meeting = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo", TIMEOUT)
         joined = self.engine.submit("join_weight_group", meeting, 1, TIMEOUT)
         self.sender.connect(TIMEOUT)
         joined.result(TIMEOUT)

@@ -8,6 +8,7 @@ import numpy as np
 
 from protos.codec import encode_group, group_headers
 from protos.nouns import (
+    Packing,
     Prompt,
     Role,
     SamplingParameters,
@@ -74,6 +75,7 @@ def make_batch(
     world_size: int = 1,
     tokens_per_micro_batch: int = 128,
     optimizer_steps: int = 1,
+    packing: Packing = "padded",
 ) -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
     """The groups as a planned batch, and by their ids."""
     by_id = {group.group_id: group for group in groups}
@@ -85,6 +87,7 @@ def make_batch(
         world_size=world_size,
         tokens_per_micro_batch=tokens_per_micro_batch,
         optimizer_steps=optimizer_steps,
+        packing=packing,
     )
     return batch, by_id
 

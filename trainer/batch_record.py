@@ -114,6 +114,7 @@ def batch_to_json(batch: TrainBatch) -> dict[str, Any]:
         "incarnation": batch.incarnation,
         "group_ids": list(batch.group_ids),
         "num_micro_batches": list(batch.num_micro_batches),
+        "packing": batch.packing,
         "plan_columns": list(PlannedRow.__dataclass_fields__),
         "plan": [[getattr(row, name) for name in PlannedRow.__dataclass_fields__] for row in batch.plan],
         "headers": json.loads(encode_headers(batch.headers)),
@@ -129,6 +130,7 @@ def batch_from_json(values: Mapping[str, Any]) -> TrainBatch:
         headers=decode_headers(json.dumps(values["headers"])),
         plan=tuple(PlannedRow(**dict(zip(values["plan_columns"], row, strict=True))) for row in values["plan"]),
         num_micro_batches=tuple(values["num_micro_batches"]),
+        packing=values.get("packing", "padded"),  # records of before there was a choice
     )
 
 

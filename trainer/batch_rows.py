@@ -36,7 +36,7 @@ def rank_micro_batches(
             TrainingRow(segment, row.trajectory.sampling.temperature, token_rewards)
         )
     return [
-        [stack(cells.get((step, number), ()), device) for number in range(count)]
+        [stack(cells.get((step, number), ()), device, packing=batch.packing) for number in range(count)]
         for step, count in enumerate(batch.num_micro_batches)
     ]
 

@@ -51,6 +51,9 @@ class TrainerConfig(AlgorithmConfig):
     """Optimizer steps a batch is cut into, by group."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
     """Most tokens (padding included) of one forward pass on one rank."""
+    packing: Literal["auto", "padded", "flat"] = "auto"
+    """Rows of a forward pass padded to the longest, or end to end without padding; `auto` is flat on GPUs whose variable-length attention
+    suits model and dtype, else padded."""
     max_consecutive_rejections: Annotated[int, Field(ge=1)] = 1000
     """Groups rejected in a row by selection before the run fails with the counts."""
     max_skipped_batches: Annotated[int, Field(ge=1)] = 5

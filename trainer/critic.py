@@ -37,9 +37,9 @@ class Critic:
     def values(self, batch: MicroBatch) -> Tensor:
         """V of the N loss tokens, float32, with gradient unless it is off: predicted, as their log-probs are, at the column before.
 
-        So it is the value of the state in which the token was chosen. No attention mask, for the reason that `token_logprobs` gives.
+        So it is the value of the state in which the token was chosen.
         """
-        values_BT = self.engine(input_ids=batch.ids_BT, use_cache=False).logits.squeeze(-1)
+        values_BT = self.engine(**batch.inputs, use_cache=False).logits.squeeze(-1)
         return values_BT[batch.row_N, batch.columns_K[batch.column_N]].float()
 
     def backward(self, loss: Tensor) -> None:

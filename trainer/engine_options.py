@@ -26,6 +26,8 @@ class LoraOptions(BaseModel):
     """The adapters' part is scaled by alpha/rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers that get adapters, by the end of their names; `all-linear` is all but the output head."""
+    broadcast: Literal["adapter", "merged"] = "adapter"
+    """What samplers get of a version: `adapter` A and B, which each merges into base weights it keeps; `merged` all weights."""
 
 
 class CriticOptions(BaseModel):

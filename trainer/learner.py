@@ -5,7 +5,6 @@ N: loss tokens, flat: of the batch, or of a micro-batch.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from protos.errors import DataError
 from protos.nouns import StepResult, TrainBatch, TrajectoryGroup
@@ -30,20 +29,23 @@ from trainer.config import TrainerConfig
 from trainer.critic import Critic
 from trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
 from trainer.export import ParameterSpec, collect_weights, parameter_spec, write_export
+from trainer.flat_rows import refuse_mixing, settle_packing
 from trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
 from trainer.micro_batch import MicroBatch, token_logprobs
 from trainer.model import load_model, model_folder
 from trainer.objective import BatchObjective, Needs
 from trainer.planning import padding_fraction
+from trainer.rank import Rank
 from trainer.reference import ReferencePolicy
 from trainer.schedule import learning_rate
 from trainer.token_model import token_answers
 
 
-class Learner:
+class Learner(Rank):
     """One of `world_size` ranks, as torchrun's environment variables say (none set: the only one). All ranks call the same methods.
 
-    `optimizer_step` counts the policy's steps that were taken; skipped ones are not among them.
+    `optimizer_step` counts the policy's steps that were taken; skipped ones are not among them. `packing` is how fresh batches are to be
+    planned; a recorded one is trained as its plan says.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Learner:
         """Joins the process group and loads the model, and what the algorithm wants beside it: critic, reference policy.
 
         Raises:
-            ModelError: there is no such model, or it cannot be loaded.
+            ModelError: there is no such model, it cannot be loaded, or it lets rows mix that are to lie end to end.
             ConfigError: settings of the engine that do not go together.
         """
         self._config = config
@@ -66,9 +68,7 @@ class Learner:
         self._seed = seed
         self._max_response_tokens = max_response_tokens
         self._source = model_folder(model_path)
-        self.device = start_process_group(config.collective_timeout_seconds)
-        self.rank = distributed.get_rank()
-        self.world_size = distributed.get_world_size()
+        super().__init__(start_process_group(config.collective_timeout_seconds))
         self.optimizer_step = 0
         torch.manual_seed(seed)
         self._model = load_model(self._source, config.dtype)
@@ -78,6 +78,14 @@ class Learner:
         self._critic = self._load_critic()
         self._reference = self._load_reference()
         self._coefficients = first_coefficients(config.kl)
+        self.packing = settle_packing(config.packing, self._engines(), self)
+
+    def _engines(self) -> list[Any]:
+        return [
+            self._engine,
+            *self._engines_beside().values(),
+            *(self._reference.engines if self._reference is not None else ()),
+        ]
 
     def _add_adapters(self) -> Any:
         if self._config.lora is None:
@@ -112,6 +120,7 @@ class Learner:
         Raises:
             DataError: on every rank, if any rank's rows cannot be trained, or their rewards cannot be learned from; the weights are
                 untouched.
+            ModelError: likewise, if they lie end to end in the plan and a model lets such rows mix.
         """
         steps = self._micro_batches(batch, groups)
         rate = self._set_learning_rate(batch.policy_version)
@@ -150,6 +159,8 @@ class Learner:
         return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=finite(metrics))
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
+        if batch.packing == "flat" and self.packing == "padded":  # recorded where it was not
+            refuse_mixing(self._engines(), self)
         failure: DataError | None = None
         steps: list[list[MicroBatch]] = []
         try:
@@ -341,6 +352,12 @@ class Learner:
                 self._adapters.write_adapters(adapters, str(self._source), beside)
         self.barrier()
 
+    @property
+    def travelling_adapters(self) -> Any:
+        """The adapters, if samplers get them alone (see `AdapterSource`); None if they get all weights."""
+        lora = self._config.lora
+        return self._adapters if lora is not None and lora.broadcast == "adapter" else None
+
     def parameter_specs(self) -> list[ParameterSpec]:
         """(Hugging Face name, dtype as "float32", shape) of every parameter, tied ones once; the same on all ranks."""
         if self._adapters is not None:
@@ -358,31 +375,6 @@ class Learner:
         chosen = {name: self._parameters[name] for name in names}
         with whole_parameters(list(chosen.values()), self._config.zero_stage):
             yield {name: parameter.detach() for name, parameter in chosen.items()}
-
-    def all_agree(self, ok: bool) -> bool:
-        """True on every rank if `ok` is on every rank."""
-        if self.world_size == 1:
-            return ok
-        votes = torch.tensor([int(ok)], device=self.device)
-        distributed.all_reduce(votes, distributed.ReduceOp.MIN)
-        return bool(votes.item())
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank, which must be JSON: nothing on the wire is pickled."""
-        if self.world_size == 1:
-            return value
-        data = json.dumps(value).encode() if self.rank == 0 else b""
-        size = torch.tensor([len(data)], device=self.device)
-        distributed.broadcast(size, 0)
-        content = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
-        if self.rank == 0:
-            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        distributed.broadcast(content, 0)
-        return json.loads(bytes(content.cpu().numpy()))
-
-    def barrier(self) -> None:
-        """Waits for all ranks."""
-        self.all_agree(True)
 
     def close(self) -> None:
         """Leaves the process group. The learner is of no use afterwards."""

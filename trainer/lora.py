@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) inside the policy: W + (alpha/rank)·B·A, only A and B trained, by PEFT.
 
 PEFT puts its layers into the Hugging Face model itself, so that model goes on being what the engine runs, and with the adapters
-off it is the reference policy. What leaves the trainer bears the base model's names: nobody outside need know of adapters.
+off it is the reference policy. What leaves the trainer bears the base model's names: nobody outside need know of PEFT's.
 Importing this module loads PEFT (2 s): do so only where a run has adapters.
 """
 
@@ -20,6 +20,8 @@ from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor, nn
 
 from protos.errors import ConfigError
+from protos.manifest import LORA_A, LORA_B
+from protos.weight_group import merge_adapter
 from trainer.durable import whole_folder
 from trainer.engine import whole_parameters
 from trainer.engine_options import LoraOptions
@@ -31,7 +33,9 @@ _PEFT_PREFIX = "base_model.model."
 
 
 class Adapters:
-    """The adapters of one model. `specs` and `gather` show its weights merged, `adapter_specs` and `gather_adapters` the adapters alone."""
+    """The adapters of one model. `specs` and `gather` show its weights merged, `gather_base` without them, `adapter_specs` and
+    `gather_adapters` the adapters alone, `factor_specs` and `gather_factors` these under the base model's names, as samplers merge them.
+    """
 
     def __init__(
         self, model: transformers.PreTrainedModel, options: LoraOptions, *, seed: int, zero_stage: int
@@ -44,6 +48,8 @@ class Adapters:
             ConfigError: the model has no layer of such a name, or one of them is not linear or tied to another.
         """
         self._zero_stage = zero_stage
+        self.adapter_rank = options.rank
+        self.scaling = options.alpha / options.rank
         targets = options.target_modules
         self._config = peft.LoraConfig(
             task_type=peft.TaskType.CAUSAL_LM,
@@ -91,9 +97,35 @@ class Adapters:
         with whole_parameters(chosen, self._zero_stage), torch.no_grad():
             tensors = {name: self._base[name].detach() for name in names}
             for name, layer in layers.items():
-                base = tensors[name]
-                tensors[name] = (base.float() + layer.get_delta_weight(_ADAPTER).float()).to(base.dtype)
+                tensors[name] = merge_adapter(tensors[name], *_factors(layer), self.scaling)
             yield tensors
+
+    @contextmanager
+    def gather_base(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """These parameters whole, without the adapters, to be read inside the block. All ranks enter with the same names."""
+        with whole_parameters([self._base[name] for name in names], self._zero_stage):
+            yield {name: self._base[name].detach() for name in names}
+
+    def factor_specs(self) -> list[ParameterSpec]:
+        """(W.lora_A or W.lora_B, dtype, shape) of the two factors of every adapted W; the same on all ranks."""
+        specs: list[ParameterSpec] = []
+        for name, layer in self._layers.items():
+            (_, dtype, (rank, size_in)), (_, _, (size_out, _)) = (parameter_spec(name, m) for m in _matrices(layer))
+            if layer.fan_in_fan_out:
+                size_in, size_out = size_out, size_in
+            specs += [(name + LORA_A, dtype, (rank, size_in)), (name + LORA_B, dtype, (size_out, rank))]
+        return specs
+
+    @contextmanager
+    def gather_factors(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """These factors, whole, to be read inside the block. All ranks enter with the same names."""
+        layers = {name.removesuffix(LORA_A).removesuffix(LORA_B): None for name in names}
+        with whole_parameters([m for name in layers for m in _matrices(self._layers[name])], self._zero_stage):
+            factors: dict[str, Tensor] = {}
+            for name in layers:
+                lora_a, lora_b = _factors(self._layers[name])
+                factors |= {name + LORA_A: lora_a, name + LORA_B: lora_b}
+            yield {name: factors[name] for name in names}
 
     def adapter_specs(self) -> list[ParameterSpec]:
         """(name in the model, dtype, shape) of every matrix A and B."""
@@ -129,6 +161,12 @@ class Adapters:
 
 def _matrices(layer: LoraLayer) -> list[nn.Parameter]:
     return [layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight]
+
+
+def _factors(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+    """(A, B) for the weight as it lies in memory: some layers (GPT-2's) keep theirs transposed, and (B·A)ᵀ = Aᵀ·Bᵀ."""
+    lora_a, lora_b = (matrix.detach() for matrix in _matrices(layer))
+    return (lora_b.T, lora_a.T) if layer.fan_in_fan_out else (lora_a, lora_b)
 
 
 def _refuse_unknown(targets: str | tuple[str, ...], layers: Mapping[str, LoraLayer]) -> None:

@@ -1,6 +1,7 @@
 """From planned rows to tensors, and from tensors to log-probabilities.
 
-Shapes: B rows, T columns (tokens, right-padded), K columns whose logits are computed, N loss tokens of all rows, V vocabulary.
+Shapes: B lines, T columns (tokens), K columns whose logits are computed, N loss tokens of all rows, V vocabulary. A row has a line of its
+own, right-padded (`stack`'s packing "padded"), or all lie one behind the other in a single line ("flat").
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from protos.errors import DataError
-from protos.nouns import Segment, Trajectory
+from protos.nouns import Packing, Segment, Trajectory
 from trainer.token_model import token_answers
 
 
@@ -29,10 +30,23 @@ class TrainingRow:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatRows:
+    """Where the rows lie in the single line of a flat micro-batch."""
+
+    positions_BT: Tensor
+    """Each token's place in its own row."""
+    ends: Tensor
+    """int32, one more than rows: 0, and where each row ends."""
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass. The N loss tokens of all rows are kept flat; token i is column `target_column_N[i]` of row `row_N[i]`."""
+    """One forward pass. The N loss tokens of all rows are kept flat; token i is column `target_column_N[i]` of line `row_N[i]`."""
 
     ids_BT: Tensor
+    flat: FlatRows | None
+    """None if every row has a line of its own."""
     columns_K: Tensor
     """Columns whose logits any loss token needs: each is predicted from the column before it."""
     row_N: Tensor
@@ -47,7 +61,26 @@ class MicroBatch:
     """Where a token stands in its row's response, tool tokens counted."""
     token_rewards_N: Tensor
     lengths_B: Tensor
-    """Loss tokens of each row."""
+    """Loss tokens of each row (not line)."""
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a model is called with, in transformers' names.
+
+        No attention mask: padding is on the right and attention is causal, so no real token sees it; and rows end to end are told
+        apart by positions that begin anew (masks) and by their ends (variable-length attention).
+        """
+        if self.flat is None:
+            return {"input_ids": self.ids_BT}
+        ends, longest = self.flat.ends, self.flat.longest
+        return {
+            "input_ids": self.ids_BT,
+            "position_ids": self.flat.positions_BT,
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
 
 
 def check_trainable(trajectory: Trajectory, group_id: str) -> None:
@@ -65,17 +98,21 @@ def check_trainable(trajectory: Trajectory, group_id: str) -> None:
         raise DataError(f"group {group_id}, trajectory {trajectory.trajectory_id} has a loss token at its first place")
 
 
-def stack(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
-    """The rows as one right-padded micro-batch. No rows give the empty one: a single token, no loss token, so zero loss and gradient."""
+def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing = "padded") -> MicroBatch:
+    """The rows as one micro-batch. No rows give the empty one: a single token, no loss token, so zero loss and gradient."""
     if not rows:
         rows = [TrainingRow(_EMPTY)]
-    ids_BT = np.zeros((len(rows), max(len(row.segment.ids) for row in rows)), np.int64)
-    for number, row in enumerate(rows):
-        ids_BT[number, : len(row.segment.ids)] = row.segment.ids
     targets = [np.flatnonzero(row.segment.loss_mask) for row in rows]
     counts = [len(columns) for columns in targets]
-    target_column_N = np.concatenate(targets)
-    row_N = np.repeat(np.arange(len(rows)), counts)
+    if packing == "flat":
+        ids_BT, ends = _end_to_end(rows)
+        flat = _flat_rows(ends, device)
+        row_N = np.zeros(sum(counts), np.int64)
+        target_column_N = np.concatenate(targets) + np.repeat(ends[:-1], counts)
+    else:
+        ids_BT, flat = _padded(rows), None
+        row_N = np.repeat(np.arange(len(rows)), counts)
+        target_column_N = np.concatenate(targets)
     columns_K, column_N = np.unique(target_column_N - 1, return_inverse=True)
     if not len(columns_K):
         columns_K = np.zeros(1, np.int64)
@@ -85,6 +122,7 @@ def stack(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
 
     return MicroBatch(
         ids_BT=torch.from_numpy(ids_BT).to(device),
+        flat=flat,
         columns_K=torch.from_numpy(columns_K).to(device),
         row_N=torch.from_numpy(row_N).to(device),
         column_N=torch.from_numpy(column_N).to(device),
@@ -99,6 +137,28 @@ def stack(rows: Sequence[TrainingRow], device: torch.device) -> MicroBatch:
         response_column_N=per_token([columns - (columns[0] if len(columns) else 0) for columns in targets]),
         token_rewards_N=per_token([_token_rewards(row, columns) for row, columns in zip(rows, targets, strict=True)]),
         lengths_B=torch.tensor(counts, dtype=torch.int64, device=device),
+    )
+
+
+def _padded(rows: Sequence[TrainingRow]) -> NDArray[np.int64]:
+    ids_BT = np.zeros((len(rows), max(len(row.segment.ids) for row in rows)), np.int64)
+    for number, row in enumerate(rows):
+        ids_BT[number, : len(row.segment.ids)] = row.segment.ids
+    return ids_BT
+
+
+def _end_to_end(rows: Sequence[TrainingRow]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    ids_BT = np.concatenate([row.segment.ids for row in rows]).astype(np.int64)[None]
+    return ids_BT, np.cumsum([0, *(len(row.segment.ids) for row in rows)])
+
+
+def _flat_rows(ends: NDArray[np.int64], device: torch.device) -> FlatRows:
+    lengths = np.diff(ends)
+    positions = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    return FlatRows(
+        positions_BT=torch.from_numpy(positions[None]).to(device),
+        ends=torch.from_numpy(ends.astype(np.int32)).to(device),
+        longest=int(lengths.max()),
     )
 
 

@@ -1,4 +1,7 @@
-"""Cutting rows into micro-batches within a token budget that no micro-batch ever exceeds: padded rectangles, or rows end to end."""
+"""Cutting rows into micro-batches within a token budget that no micro-batch ever exceeds: padded rectangles, or rows end to end.
+
+Which of the two a run has is settled in trainer/flat_rows.py.
+"""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protos.nouns import PlannedRow, RowHeader, TrainBatch
+from protos.nouns import Packing, PlannedRow, RowHeader, TrainBatch
 from trainer.balance import deal, workload
-from trainer.packing import pack
+from trainer.packing import pack, pack_flat
 
 
 def is_trained(header: RowHeader) -> bool:
@@ -23,6 +23,7 @@ def plan_batch(
     world_size: int,
     tokens_per_micro_batch: int,
     optimizer_steps: int,
+    packing: Packing = "padded",
 ) -> TrainBatch:
     """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one a group), each into micro-batches, and these over ranks.
 
@@ -40,8 +41,10 @@ def plan_batch(
         first, last = step * len(group_ids) // num_steps, (step + 1) * len(group_ids) // num_steps
         members = set(group_ids[first:last])
         rows = [header for header in headers if header.group_id in members and is_trained(header)]
-        bins = pack([row.num_tokens for row in rows], tokens_per_micro_batch, multiple_of=world_size)
-        costs = [len(bin_rows) * workload(max(rows[row].num_tokens for row in bin_rows)) for bin_rows in bins]
+        lengths = [row.num_tokens for row in rows]
+        cut = pack_flat if packing == "flat" else pack
+        bins = cut(lengths, tokens_per_micro_batch, multiple_of=world_size)
+        costs = [sum(map(workload, _computed([lengths[row] for row in bin_rows], packing))) for bin_rows in bins]
         hands = deal(costs, world_size)
         num_micro_batches.append(max(1, *map(len, hands)))
         plan += [
@@ -57,6 +60,7 @@ def plan_batch(
         headers=tuple(headers),
         plan=tuple(plan),
         num_micro_batches=tuple(num_micro_batches),
+        packing=packing,
     )
 
 
@@ -67,5 +71,10 @@ def padding_fraction(batch: TrainBatch) -> float:
     for row in batch.plan:
         cell = cells.setdefault((row.optimizer_step, row.rank, row.micro_batch), [])
         cell.append(lengths[row.group_id, row.trajectory_id, row.segment])
-    area = sum(len(cell) * max(cell) for cell in cells.values())
+    area = sum(sum(_computed(cell, batch.packing)) for cell in cells.values())
     return 1.0 - sum(map(sum, cells.values())) / area if area else 0.0
+
+
+def _computed(lengths: Sequence[int], packing: Packing) -> Sequence[int]:
+    """How long the rows of one micro-batch are to a forward pass."""
+    return lengths if packing == "flat" else [max(lengths)] * len(lengths)

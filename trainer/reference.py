@@ -30,8 +30,8 @@ class ReferencePolicy:
         self, engine: Any, policy_set_aside: Callable[[], AbstractContextManager[Any]], *, owned: bool
     ) -> None:
         self._engine = engine
+        self.engines = [engine] if owned else []  # those that are its own
         self._policy_set_aside = policy_set_aside
-        self._owned = owned
 
     @classmethod
     def frozen_copy(cls, config: TrainerConfig, folder: Path) -> ReferencePolicy:
@@ -63,5 +63,5 @@ class ReferencePolicy:
 
     def close(self) -> None:
         """Gives the memory back."""
-        if self._owned:
-            self._engine.destroy()
+        for engine in self.engines:
+            engine.destroy()

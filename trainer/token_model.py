@@ -4,7 +4,7 @@ Under ZeRO-3 a module's weights are whole only while the module itself runs, for
 outside finds it empty. So the head is replaced by one that computes the statistics itself, sharing its parameters under their names, and
 the model's `forward` learns to ask it. Both happen before the engine is built; nothing else about the model changes.
 
-B rows, T columns, K columns whose logits matter, N loss tokens, H hidden size (see trainer/micro_batch.py).
+B lines, T columns, K columns whose logits matter, N loss tokens, H hidden size (see trainer/micro_batch.py).
 """
 
 from __future__ import annotations
@@ -71,13 +71,10 @@ def _forward(
     asked = {"entropy": entropy, "squared_probs": squared_probs}
     head = self.get_output_embeddings()
     if isinstance(head, TokenHead):
-        # No attention mask: padding is on the right and attention is causal, so no real token sees it.
-        hidden_BTH = self.base_model(input_ids=tokens.ids_BT, use_cache=False).last_hidden_state
+        hidden_BTH = self.base_model(**tokens.inputs, use_cache=False).last_hidden_state
         hidden_NH = hidden_BTH[tokens.row_N, tokens.columns_K[tokens.column_N]]
         return head(hidden_NH, tokens.target_N, tokens.temperature_N, **asked)
-    logits_BKV = (
-        type(self).forward(self, input_ids=tokens.ids_BT, use_cache=False, logits_to_keep=tokens.columns_K).logits
-    )
+    logits_BKV = type(self).forward(self, **tokens.inputs, use_cache=False, logits_to_keep=tokens.columns_K).logits
     logits_NV = logits_BKV[tokens.row_N, tokens.column_N]
     return statistics_from_logits(logits_NV, tokens.target_N, tokens.temperature_N, **asked)
 
@@ -105,5 +102,5 @@ def token_answers(
     asked = {"entropy": entropy, "squared_probs": squared_probs}
     if getattr(model, "answers_with_tokens", False):
         return TokenStatistics(*model(tokens=batch, **asked))
-    logits_BKV = model(input_ids=batch.ids_BT, use_cache=False, logits_to_keep=batch.columns_K).logits
+    logits_BKV = model(**batch.inputs, use_cache=False, logits_to_keep=batch.columns_K).logits
     return statistics_from_logits(logits_BKV[batch.row_N, batch.column_N], batch.target_N, batch.temperature_N, **asked)

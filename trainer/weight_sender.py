@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import EnvironmentLackError, WeightTransferError
-from protos.manifest import bucket_file, plan_buckets, with_digests
-from protos.nouns import WeightManifest
+from protos.manifest import bucket_file, plan_buckets, with_base, with_digests
+from protos.nouns import AdapterSpec, BucketSpec, WeightManifest
 from protos.weight_group import (
     Meeting,
     Rendezvous,
@@ -42,6 +42,19 @@ class WeightSource(Protocol):
     def parameter_specs(self) -> Sequence[tuple[str, str | torch.dtype, Sequence[int]]]: ...
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
+
+
+class AdapterSource(Protocol):
+    """What the sender needs of adapters that travel alone. Its gathers are collective, too."""
+
+    adapter_rank: int
+    scaling: float
+
+    def factor_specs(self) -> Sequence[tuple[str, str | torch.dtype, Sequence[int]]]: ...
+
+    def gather_factors(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
+
+    def gather_base(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +80,26 @@ class WeightSender:
     The flow of a version: `manifest`, then for `gloo` and `nccl` (with a group open, see `prepare` and `connect`) the samplers are told
     to update while all ranks enter `broadcast`; for `disk` and `ipc` `broadcast` comes first and the samplers fetch what its manifest
     names (`fetched_by_samplers`). `release` ends the version: samplers have answered or been left out.
+
+    With `adapters`, versions consist of these alone. Samplers merge them into a base that they found in their model folder; the
+    base travels to those that found another one there, or none, when they are served from the copy.
     """
 
-    def __init__(self, source: WeightSource, *, bucket_bytes: int, device: torch.device = _CPU) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        bucket_bytes: int,
+        device: torch.device = _CPU,
+        adapters: AdapterSource | None = None,
+    ) -> None:
         self._source = source
         self._device = device
-        specs = [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in source.parameter_specs()]
-        self._buckets = plan_buckets(specs, bucket_bytes)
+        self._adapters = adapters
+        self._gather = source.gather if adapters is None else adapters.gather_factors
+        self._buckets = _plan(source.parameter_specs() if adapters is None else adapters.factor_specs(), bucket_bytes)
+        self._base = () if adapters is None else _plan(source.parameter_specs(), bucket_bytes)
+        self._base_buffers: tuple[torch.Tensor, ...] | None = None
         self._copy: WeightCopy | None = None
         self._rendezvous: Rendezvous | None = None
         self._group: WeightGroup | None = None
@@ -92,8 +118,18 @@ class WeightSender:
     def manifest(
         self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
     ) -> WeightManifest:
-        """A version before it is sent. Not `changed`: it equals the one before and has no buckets. `location`: `disk`'s folder."""
-        return WeightManifest(incarnation, policy_version, backend, self._buckets if changed else (), location)
+        """A version before it is sent. Not `changed`: it equals the one before and has no buckets. `location`: `disk`'s folder.
+
+        All ranks: of adapters, the first version with buckets needs the base gathered.
+        """
+        manifest = WeightManifest(incarnation, policy_version, backend, self._buckets if changed else (), location)
+        if self._adapters is None or not changed:
+            return manifest
+        if self._base_buffers is None:
+            self._hold_base(self._adapters)
+        return replace(
+            manifest, adapters=AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
+        )
 
     def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> Meeting:
         """Rank 0: closes the group before and listens for a new one of `world_size` ranks, itself included.
@@ -126,7 +162,7 @@ class WeightSender:
         exported = manifest.backend == "ipc"
         on_gpu = exported or (self._group is not None and self._group.meeting.backend == "nccl")
         for spec in manifest.buckets:
-            with self._source.gather([tensor.name for tensor in spec.tensors]) as tensors:
+            with self._gather([tensor.name for tensor in spec.tensors]) as tensors:
                 if self._source.rank != 0:
                     continue
                 buffer = empty_bucket(spec, self._device if on_gpu else _CPU)
@@ -154,13 +190,14 @@ class WeightSender:
             self._exported.clear()
             torch.cuda.ipc_collect()
 
-    def offer_copy(self, host: str, tensor_parallel_size: int, timeout_seconds: float) -> CopyOffer:
+    def offer_copy(
+        self, host: str, tensor_parallel_size: int, timeout_seconds: float, *, brings_base: bool = False
+    ) -> CopyOffer:
         """Rank 0: serves one late joiner from the copy, over a gloo group of its own, in a thread beside training.
 
         Nothing here touches the trainer's communicators. Tell the sampler the meeting and the manifest, then look at `finished`.
         """
-        copy = self._copy
-        assert copy is not None, "a copy exists once a version was broadcast"
+        copy = self._served_copy(brings_base)
         rendezvous = Rendezvous(host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds)
         finished: Future[None] = Future()
 
@@ -180,14 +217,13 @@ class WeightSender:
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
         return CopyOffer(rendezvous.meeting, replace(copy.manifest, backend="gloo", location=""), finished)
 
-    def write_copy(self, folder: Path) -> WeightManifest:
+    def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
         """Rank 0: writes the copy as safetensors, one file a bucket; returns its `disk` manifest. The folder appears whole or not at all.
 
         Raises:
             EnvironmentLackError: the disk is full or the folder cannot be written.
         """
-        copy = self._copy
-        assert copy is not None, "a copy exists once a version was broadcast"
+        copy = self._served_copy(brings_base)
         folder = folder.absolute()
         unfinished = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
         try:
@@ -225,12 +261,40 @@ class WeightSender:
             return error
         return None
 
+    def _hold_base(self, adapters: AdapterSource) -> None:
+        """All ranks: gathers the base. Rank 0 knows it by its digests from then on, and keeps it for samplers that lack it."""
+        held: list[BucketSpec] = []
+        buffers: list[torch.Tensor] = []
+        for spec in self._base:
+            with adapters.gather_base([tensor.name for tensor in spec.tensors]) as tensors:
+                if self._source.rank != 0:
+                    continue
+                buffer = empty_bucket(spec, self._device)
+                held.append(replace(spec, digest=fill_bucket(spec, tensors, buffer)))
+            buffers.append(buffer.to(_CPU))
+        self._base = tuple(held) or self._base
+        self._base_buffers = tuple(buffers)
+
+    def _served_copy(self, brings_base: bool) -> WeightCopy:
+        copy = self._copy
+        assert copy is not None, "a copy exists once a version was broadcast"
+        if not brings_base:
+            return copy
+        assert self._base_buffers is not None, "the base is held from the first version on"
+        return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
+
     def _keep(self, sent: WeightManifest, buffers: Sequence[torch.Tensor]) -> None:
         if sent.buckets:
             self._copy = WeightCopy(sent, tuple(buffers))
         elif self._copy is not None:  # the weights are those of the version before; only the number is new
             renamed = replace(self._copy.manifest, incarnation=sent.incarnation, policy_version=sent.policy_version)
             self._copy = WeightCopy(renamed, self._copy.buffers)
+
+
+def _plan(specs: Sequence[tuple[str, str | torch.dtype, Sequence[int]]], bucket_bytes: int) -> tuple[BucketSpec, ...]:
+    return plan_buckets(
+        [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in specs], bucket_bytes
+    )
 
 
 def _sync(path: Path) -> None:

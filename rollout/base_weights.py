@@ -1,0 +1,115 @@
+"""The base weights that adapter-only versions are merged into: found in the model folder or received, and never changed.
+
+Every version is merged from these anew, so rounding never adds up. What lies in the folder in the run's dtype is mapped, not read: it
+takes no memory of its own, and all workers of a machine share it. In another dtype, or received, it is a copy in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from safetensors import SafetensorError, safe_open
+
+from protos.errors import BaseLackError, DataError, WeightTransferError
+from protos.manifest import LORA_A, LORA_B
+from protos.nouns import AdapterSpec, BucketSpec, WeightManifest
+from protos.weight_group import empty_bucket, fill_bucket, merge_adapter
+
+
+class BaseWeights:
+    """At most one base at a time. `folder`: what the model was loaded from, None if that is not here."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._specs: tuple[BucketSpec, ...] = ()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._files: dict[Path, tuple[int, ...]] = {}
+
+    def merged(
+        self, adapters: AdapterSpec, arrived: Mapping[str, torch.Tensor], device: torch.device
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors of the whole model on `device`, from the checked tensors of a version's buckets.
+
+        Raises:
+            BaseLackError: the base did not come along, is not held, and does not lie in the folder.
+        """
+        if adapters.brings_base:
+            self._tensors = {t.name: arrived[t.name].cpu() for spec in adapters.base for t in spec.tensors}
+            self._specs, self._files = adapters.base, {}
+        elif not self._holds(adapters.base):
+            self._find(adapters.base, device)
+        whole = []
+        for name, base in self._tensors.items():
+            if name + LORA_A in arrived:
+                lora_a, lora_b = (arrived[name + end].to(device) for end in (LORA_A, LORA_B))
+                whole.append((name, merge_adapter(base.to(device), lora_a, lora_b, adapters.scaling)))
+            else:
+                whole.append((name, base.to(device, copy=True)))  # a model may write into what it loads
+        if device.type == "cuda":  # they are used on another stream than this thread's
+            torch.cuda.current_stream(device).synchronize()
+        return whole
+
+    def _holds(self, specs: tuple[BucketSpec, ...]) -> bool:
+        return self._specs == specs and all(_state(file) == state for file, state in self._files.items())
+
+    def _find(self, specs: tuple[BucketSpec, ...], device: torch.device) -> None:
+        """Holds the folder's weights, if they are the base bit for bit."""
+        self._specs, self._tensors, self._files = (), {}, {}
+        files = {file: _state(file) for file in sorted(self._folder.glob("*.safetensors"))} if self._folder else {}
+        try:
+            found = _map_files(files)
+            tensors: dict[str, torch.Tensor] = {}
+            for spec in specs:
+                part = {tensor.name: found[tensor.name].to(getattr(torch, tensor.dtype)) for tensor in spec.tensors}
+                if fill_bucket(spec, part, empty_bucket(spec, device)) != spec.digest:
+                    raise BaseLackError(
+                        f"{self._folder} holds other weights than the trainer's base, which must be sent"
+                    )
+                tensors |= part
+        except (OSError, SafetensorError, KeyError, DataError) as error:
+            raise BaseLackError(f"the trainer's base weights are not in {self._folder} and must be sent") from error
+        self._specs, self._tensors, self._files = specs, tensors, files
+
+
+def check_factors(manifest: WeightManifest) -> None:
+    """Raises WeightTransferError unless the buckets hold pairs of factors, each for a matrix of the base."""
+    adapters = manifest.adapters
+    assert adapters is not None
+    base = {tensor.name: tensor.shape for bucket in adapters.base for tensor in bucket.tensors}
+    sent = {tensor.name: tensor.shape for bucket in manifest.buckets for tensor in bucket.tensors}
+    for factor in sent.keys() - base.keys():
+        name = factor.removesuffix(LORA_A).removesuffix(LORA_B)
+        shapes = sent.get(name + LORA_A), sent.get(name + LORA_B)
+        size_out, size_in = base[name] if len(base.get(name, ())) == 2 else (-1, -1)
+        if shapes != ((adapters.rank, size_in), (size_out, adapters.rank)):
+            raise WeightTransferError(f"version {manifest.policy_version}: {factor} fits no matrix of the base")
+
+
+def local_folder(model: str) -> Path | None:
+    """Where a model's files lie on this machine, be it a folder or a hub's model that was downloaded; None if they do not."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
+    except Exception:  # no name of a hub's model, or not in its cache
+        return None
+
+
+def _map_files(files: Mapping[Path, object]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    return tensors
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Changes when the file does: then what was mapped is not what was checked any more."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
