@@ -6,7 +6,7 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system check bench staleness protos docs lock clean distclean
+.PHONY: help setup demo test test-system check bench bench-reward staleness protos docs lock clean distclean
 .PHONY: check-ruff check-format check-types check-imports check-protos check-docs
 
 help:  ## this list
@@ -19,7 +19,7 @@ demo: setup  ## train a tiny model through the real services, in about five minu
 	@$(BIN)/tandem demo $(ARGS)
 
 test: setup  ## every test that needs no whole run: at most 12 minutes on 2 cores
-	@$(BIN)/pytest -m "not system and not slow" --durations=10 $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile -m "not system and not slow" --durations=10 $(ARGS)
 
 test-system: setup  ## recipes, replays and kills with real processes: at most 30 minutes on 2 cores
 	@$(BIN)/pytest -m "system or slow" --durations=10 $(ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "test-system: nothing was selected"; }
@@ -47,6 +47,9 @@ check-docs:
 
 bench: setup  ## how much of the time sampling and training overlap (writes JSON)
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-reward: setup  ## what the reward service costs and withstands (writes JSON)
+	@$(BIN)/python benchmarks/reward.py $(ARGS)
 
 staleness: setup  ## what staleness costs, with and without off-policy correction: 60 whole runs, resumable (writes JSON)
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)

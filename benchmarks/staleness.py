@@ -11,7 +11,8 @@ rare one whose probability must rise tenfold. A loss that is clipped around the 
 version the sampler gets, and that is what staleness delays.
 
 The record is written after every run. Started again with the same settings, the study goes on where it stopped, and `--seeds` and `--cells`
-add to it. Exit code 1 if the default correction at S = 4 may lose 3 points or more against S = 0, or staleness was not reached.
+add to it. Exit code 1 if the default correction at S = 4 may lose 3 points or more against S = 0, staleness was not reached, or --minutes
+were over before every run was made.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def main() -> int:
         record["runs"].append(run)
         _write(arguments.output, record)
         print(clock.end() + _told(run, settings), flush=True)
-    record["verdicts"], passed = verdicts(record)
+    record["verdicts"], passed = verdicts(record, planned)
     _write(arguments.output, record)
     arguments.output.with_suffix(".md").write_text(page(record))
     print("\n" + "\n".join([*table(record), "", *record["verdicts"]]))

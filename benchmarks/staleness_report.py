@@ -96,8 +96,11 @@ def _signed(found: tuple[float, float]) -> str:
     return f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]" if math.isfinite(half) else f"{mean:+.1f} [one seed]"
 
 
-def verdicts(record: Record) -> tuple[list[str], bool]:
-    """What is to be said of the study, and whether nothing in it failed (what is not measured yet has not)."""
+def verdicts(record: Record, planned: Sequence[tuple[int, Cell]] = ()) -> tuple[list[str], bool]:
+    """What is to be said of the study, and whether nothing in it failed and no planned run (seed, cell) is missing.
+
+    A plan may leave out the cells that the default is judged by: what was never to be measured has not failed.
+    """
     lines, passed = [], True
     found = difference(record, Cell(4, DEFAULT), SYNCHRONOUS)
     if found is None or math.isinf(found[1]):
@@ -119,7 +122,10 @@ def verdicts(record: Record) -> tuple[list[str], bool]:
         lines.append(f"Realised mean staleness is BELOW {REALISED_SHARE:g}·S in {named}: the sampler was too slow.")
     else:
         lines.append(f"Realised mean staleness is at least {REALISED_SHARE:g}·S in each of {len(record['runs'])} runs.")
-    return lines, passed and not low
+    missing = sum(not runs_of(record, cell, seed) for seed, cell in planned)
+    if missing:
+        lines.append(f"NOT FINISHED: {missing} of {len(planned)} planned runs are missing.")
+    return lines, passed and not low and not missing
 
 
 def page(record: Record) -> str:
@@ -133,6 +139,6 @@ def page(record: Record) -> str:
         "policy, k3, a token; ESS: effective sample size of the weights; clipped: tokens whose gradient the loss bounded; all three\n"
         "are means over a run's batches.",
         "\n".join(table(record)),
-        "\n".join(f"- {line}" for line in verdicts(record)[0]),
+        "\n".join(f"- {line}" for line in record["verdicts"]),
     ]
     return "\n\n".join(parts) + "\n"

@@ -129,10 +129,7 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
         pa.array([scored.unscored_reason if scored else None for _, scored, _, _ in rows], pa.string()),
         pa.array([scored.unscored_detail if scored else "" for _, scored, _, _ in rows], pa.string()),
         pa.array(
-            [
-                scored.token_rewards[number] if scored and scored.token_rewards else None
-                for _, scored, number, _ in rows
-            ],
+            [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
             pa.list_(pa.float32()),
         ),
     ]
@@ -171,8 +168,9 @@ def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
             sampling=_sampling(json.loads(plain["sampling"][start])),
             earned_reward=plain["earned_reward"][start],
             metadata=json.loads(plain["metadata"][start]),
+            token_rewards=_token_rewards(plain["token_rewards"][start:stop]),
         )
-        result.append(_scored(trajectory, plain, start, stop) if plain["scored"][start] else trajectory)
+        result.append(_scored(trajectory, plain, start) if plain["scored"][start] else trajectory)
     return TrajectoryGroup(prompt, tuple(result))
 
 
@@ -181,15 +179,29 @@ _PLAIN_COLUMNS = [
 ]  # what is read as Python values; the three token columns stay arrays
 
 
-def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int, stop: int) -> ScoredTrajectory:
-    token_rewards = plain["token_rewards"][start:stop]
+def reward_breakdowns(payload: bytes) -> list[dict[str, float]]:
+    """The reward's components of every policy trajectory that has a reward, without decoding the rest of a scored group."""
+    batch = pa.ipc.open_stream(payload).read_next_batch()
+    names = ("segment", "role", "reward", "breakdown")
+    rows = zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+    return [
+        json.loads(breakdown)
+        for segment, role, reward, breakdown in rows
+        if segment == 0 and role == "policy" and reward is not None
+    ]
+
+
+def _token_rewards(columns: Sequence[list[float] | None]) -> tuple[NDArray[np.float32], ...] | None:
+    return None if columns[0] is None else tuple(np.asarray(column, np.float32) for column in columns)
+
+
+def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) -> ScoredTrajectory:
     return ScoredTrajectory(
         trajectory=trajectory,
         reward=plain["reward"][start],
         breakdown=json.loads(plain["breakdown"][start]),
         unscored_reason=plain["unscored_reason"][start],
         unscored_detail=plain["unscored_detail"][start],
-        token_rewards=None if token_rewards[0] is None else tuple(np.asarray(r, np.float32) for r in token_rewards),
     )
 
 

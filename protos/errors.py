@@ -51,6 +51,24 @@ class RunExistsError(UserError):
     grpc_code = "ALREADY_EXISTS"
 
 
+class JobError(UserError):
+    """A job is not in a state for what is asked of it; the message names the state."""
+
+    grpc_code = "FAILED_PRECONDITION"
+
+
+class JobExistsError(JobError):
+    """The idempotency key belongs to a job with another rubric or priority."""
+
+    grpc_code = "ALREADY_EXISTS"
+
+
+class UnknownJobError(JobError):
+    """There is no such job, or its results were forgotten after their retention."""
+
+    grpc_code = "NOT_FOUND"
+
+
 class FencedError(TandemError):
     """A lease token or a trainer incarnation is no longer current; the caller's result was refused."""
 

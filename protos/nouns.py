@@ -14,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.contracts import UnscoredReason as UnscoredReason
+
 Role = Literal["policy", "baseline"]
 FinishReason = Literal["stop", "length", "abort", "error"]
-UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
 Packing = Literal["padded", "flat"]
 
 
@@ -62,6 +63,13 @@ class Prompt:
     def group_id(self) -> str:
         return f"{self.epoch}-{self.index}"
 
+    def judged_info(self, num_tokens: int) -> Mapping[str, Any]:
+        """`extra_info` with what scorers look for in it: messages as `prompt`, and how many tokens were sampled. Its own keys stay."""
+        found: dict[str, Any] = {"num_tokens": num_tokens}
+        if self.messages:
+            found["prompt"] = [dict(message) for message in self.messages]
+        return {**found, **self.extra_info}
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
@@ -88,7 +96,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sampled answer: usually one segment; an agent that rewrites its history has more. `text` is the decoded sampled text."""
+    """One sampled answer: usually one segment; an agent that rewrites its history has more. `text` is the decoded sampled text.
+
+    `earned_reward` is all that an agent earned on its way. `token_rewards`, if present, says where: one float32 array (T,) a segment.
+    """
 
     trajectory_id: int
     role: Role
@@ -98,13 +109,14 @@ class Trajectory:
     sampling: SamplingParameters
     earned_reward: float = 0.0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    token_rewards: tuple[NDArray[np.float32], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
     """A trajectory with either a reward or the reason why it has none (never a number in place of a reason).
 
-    `token_rewards`, if present, holds one float32 array (T,) a segment.
+    `reward` is what the trajectory earned and its score; what of it fell on tokens stays in `trajectory.token_rewards`.
     """
 
     trajectory: Trajectory
@@ -112,12 +124,16 @@ class ScoredTrajectory:
     breakdown: Mapping[str, float] = field(default_factory=dict)
     unscored_reason: UnscoredReason | None = None
     unscored_detail: str = ""
-    token_rewards: tuple[NDArray[np.float32], ...] | None = None
 
     def __post_init__(self) -> None:
         assert (self.reward is None) == (self.unscored_reason is not None), (
             "a row is scored or has a reason, never both or neither"
         )
+
+    @property
+    def token_rewards(self) -> tuple[NDArray[np.float32], ...] | None:
+        """One float32 array (T,) a segment, if rewards fell on tokens."""
+        return self.trajectory.token_rewards
 
 
 @dataclass(frozen=True, slots=True)

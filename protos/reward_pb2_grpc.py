@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """Scoring, for the ring and for anybody else.
+    """Scoring, for the ring and for anybody else. docs/reward.md shows each call with grpcurl.
     """
 
     def __init__(self, channel):
@@ -40,13 +40,95 @@ class RewardServiceStub:
                 request_serializer=protos_dot_reward__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=protos_dot_reward__pb2.ScoreReply.FromString,
                 _registered_method=True)
+        self.ScoreStream = channel.stream_stream(
+                '/tandem.v1.RewardService/ScoreStream',
+                request_serializer=protos_dot_reward__pb2.ScoreStreamRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.ScoreStreamReply.FromString,
+                _registered_method=True)
+        self.SubmitJob = channel.stream_stream(
+                '/tandem.v1.RewardService/SubmitJob',
+                request_serializer=protos_dot_reward__pb2.SubmitJobRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.SubmitJobReply.FromString,
+                _registered_method=True)
+        self.GetJob = channel.unary_unary(
+                '/tandem.v1.RewardService/GetJob',
+                request_serializer=protos_dot_reward__pb2.GetJobRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.Job.FromString,
+                _registered_method=True)
+        self.WatchJob = channel.unary_stream(
+                '/tandem.v1.RewardService/WatchJob',
+                request_serializer=protos_dot_reward__pb2.WatchJobRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.JobEvent.FromString,
+                _registered_method=True)
+        self.CancelJob = channel.unary_unary(
+                '/tandem.v1.RewardService/CancelJob',
+                request_serializer=protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.Job.FromString,
+                _registered_method=True)
+        self.ListJobs = channel.unary_unary(
+                '/tandem.v1.RewardService/ListJobs',
+                request_serializer=protos_dot_reward__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.ListJobsReply.FromString,
+                _registered_method=True)
+        self.ListScorers = channel.unary_unary(
+                '/tandem.v1.RewardService/ListScorers',
+                request_serializer=protos_dot_reward__pb2.ListScorersRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.ListScorersReply.FromString,
+                _registered_method=True)
 
 
 class RewardServiceServicer:
-    """Scoring, for the ring and for anybody else.
+    """Scoring, for the ring and for anybody else. docs/reward.md shows each call with grpcurl.
     """
 
     def Score(self, request, context):
+        """One group, or any batch: one result an item, in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScoreStream(self, request_iterator, context):
+        """The same for a stream of batches; replies come as they are ready and name their request. Reading stops while too much waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubmitJob(self, request_iterator, context):
+        """Stores a job chunk by chunk: a header, chunks, a seal. Every reply tells what is stored for good. A header with the key of a job
+        that exists returns that job, and the client goes on with the chunk it lacks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetJob(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchJob(self, request, context):
+        """Progress and, if wanted, results as they come, until the job has ended; `cursor` resumes after a broken stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelJob(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListJobs(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListScorers(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -60,6 +142,41 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     request_deserializer=protos_dot_reward__pb2.ScoreRequest.FromString,
                     response_serializer=protos_dot_reward__pb2.ScoreReply.SerializeToString,
             ),
+            'ScoreStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.ScoreStream,
+                    request_deserializer=protos_dot_reward__pb2.ScoreStreamRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.ScoreStreamReply.SerializeToString,
+            ),
+            'SubmitJob': grpc.stream_stream_rpc_method_handler(
+                    servicer.SubmitJob,
+                    request_deserializer=protos_dot_reward__pb2.SubmitJobRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.SubmitJobReply.SerializeToString,
+            ),
+            'GetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetJob,
+                    request_deserializer=protos_dot_reward__pb2.GetJobRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.Job.SerializeToString,
+            ),
+            'WatchJob': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchJob,
+                    request_deserializer=protos_dot_reward__pb2.WatchJobRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.JobEvent.SerializeToString,
+            ),
+            'CancelJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelJob,
+                    request_deserializer=protos_dot_reward__pb2.CancelJobRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.Job.SerializeToString,
+            ),
+            'ListJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobs,
+                    request_deserializer=protos_dot_reward__pb2.ListJobsRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.ListJobsReply.SerializeToString,
+            ),
+            'ListScorers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListScorers,
+                    request_deserializer=protos_dot_reward__pb2.ListScorersRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.ListScorersReply.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tandem.v1.RewardService', rpc_method_handlers)
@@ -69,7 +186,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """Scoring, for the ring and for anybody else.
+    """Scoring, for the ring and for anybody else. docs/reward.md shows each call with grpcurl.
     """
 
     @staticmethod
@@ -89,6 +206,195 @@ class RewardService:
             '/tandem.v1.RewardService/Score',
             protos_dot_reward__pb2.ScoreRequest.SerializeToString,
             protos_dot_reward__pb2.ScoreReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.RewardService/ScoreStream',
+            protos_dot_reward__pb2.ScoreStreamRequest.SerializeToString,
+            protos_dot_reward__pb2.ScoreStreamReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitJob(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.RewardService/SubmitJob',
+            protos_dot_reward__pb2.SubmitJobRequest.SerializeToString,
+            protos_dot_reward__pb2.SubmitJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RewardService/GetJob',
+            protos_dot_reward__pb2.GetJobRequest.SerializeToString,
+            protos_dot_reward__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.RewardService/WatchJob',
+            protos_dot_reward__pb2.WatchJobRequest.SerializeToString,
+            protos_dot_reward__pb2.JobEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RewardService/CancelJob',
+            protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
+            protos_dot_reward__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RewardService/ListJobs',
+            protos_dot_reward__pb2.ListJobsRequest.SerializeToString,
+            protos_dot_reward__pb2.ListJobsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListScorers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RewardService/ListScorers',
+            protos_dot_reward__pb2.ListScorersRequest.SerializeToString,
+            protos_dot_reward__pb2.ListScorersReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.contracts import Score, Scored, ScoreItem
+from reward.contracts import Isolation
+from reward.ground_truth import accepted_texts, unusable
+
+_RIGHT, _WRONG = Scored(1.0), Scored(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ExactMatch:
-    """1 if answer and ground truth are the same text, else 0. White space around either never counts."""
+    """1 if answer and ground truth are the same text, else 0. White space around either never counts.
+
+    The ground truth is a text, a number, or a list of those, any of which is right.
+
+    Example:
+        >>> ExactMatch().judge(ScoreItem("", " 42", "42"))
+        Scored(value=1.0, breakdown={})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
 
     ignore_case: bool = False
+    """Capitals and small letters are the same."""
     last_line: bool = False
     """Compare only the last line of the answer that is not blank."""
 
     def judge(self, item: ScoreItem) -> Score:
-        accepted = accepted_texts(item.ground_truth)
+        truth = item.ground_truth
+        if type(truth) is str and not self.ignore_case and not self.last_line:  # nearly always, and then in no time
+            return _RIGHT if item.solution.strip() == truth.strip() else _WRONG
+        accepted = accepted_texts(truth)
         if accepted is None:
-            return Unscored(
-                "invalid_input", f"ground truth {item.ground_truth!r:.80} is neither text, number nor list of those"
-            )
+            return unusable(truth)
         answer = item.solution.strip()
         if self.last_line:
             answer = answer.rpartition("\n")[2].strip()
-        return Scored(float(any(self._same(answer, text) for text in accepted)))
-
-    def _same(self, answer: str, truth: str) -> bool:
-        return answer.casefold() == truth.casefold() if self.ignore_case else answer == truth
-
-
-def accepted_texts(ground_truth: Any) -> list[str] | None:
-    """The texts a ground truth accepts, stripped; None if it is no text, number or list of those."""
-    alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
-    if not alternatives or not all(isinstance(one, str | int | float) for one in alternatives):
-        return None
-    return [str(one).strip() for one in alternatives]
+        if self.ignore_case:
+            answer, accepted = answer.casefold(), [text.casefold() for text in accepted]
+        return Scored(float(answer in accepted))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.contracts import Score, Scored, ScoreItem
+from reward.contracts import Isolation
+from reward.ground_truth import unusable
 
 # A sign counts only where no operand stands before it ("5-3" ends in 3). Every part is matched without backtracking
 # over the same characters twice, so this runs in linear time on any answer and is safe in process.
@@ -18,13 +23,22 @@ _NUMBER = re.compile(
     r"(?: ?/ ?(?P<divisor>\d+(?:\.\d+)?))?"
 )
 
+_LAST_MATCHES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class NumericEquality:
     """1 if the last number of the answer equals the ground truth within `tolerance`, else 0; no number is a wrong answer.
 
     Understands signs, thousands separators (`1,234`), decimals, exponents, currency signs and fractions (`3/4`).
+
+    Example:
+        >>> NumericEquality().judge(ScoreItem("", "that makes 1,234.0 eggs", "1234"))
+        Scored(value=1.0, breakdown={})
     """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
 
     tolerance: float = 1e-6
     """Largest accepted difference, relative to the ground truth where that is above 1."""
@@ -38,37 +52,52 @@ class NumericEquality:
     def judge(self, item: ScoreItem) -> Score:
         truth = _number_of(item.ground_truth)
         if truth is None:
-            return Unscored("invalid_input", f"ground truth {item.ground_truth!r:.80} is not one number")
+            return unusable(item.ground_truth, "not one number")
         answer = self._answered(item.solution)
         return Scored(float(answer is not None and abs(answer - truth) <= self.tolerance * max(1.0, abs(truth))))
 
     def _answered(self, solution: str) -> float | None:
         if not self.marker:
-            found = numbers_in(solution)
-            return found[-1] if found else None
+            return _last_in(solution)
         for part in reversed(solution.split(self.marker)[1:]):
-            if found := numbers_in(part):
-                return found[0]
+            if (found := next(_each_in(part), None)) is not None:
+                return found
         return None
 
 
 def numbers_in(text: str) -> list[float]:
     """Every finite number written in a text, in order."""
-    found = []
-    for match in _NUMBER.finditer(text):
-        digits = match["digits"].replace(",", "") + (match["exponent"] or "")
-        divisor = float(match["divisor"] or "1")
-        value = float(digits) / divisor if divisor else math.inf
-        if math.isfinite(value):
-            found.append(-value if match["sign"] in ("-", "\u2212") else value)
+    return list(_each_in(text))
+
+
+def _each_in(text: str) -> Iterator[float]:
+    return filter(math.isfinite, map(_value, _NUMBER.finditer(text)))
+
+
+def _last_in(text: str) -> float | None:
+    """The last of them: to find where a number ends takes a fraction of the time that reading it does."""
+    last = deque(_NUMBER.finditer(text), maxlen=_LAST_MATCHES)
+    found = next(filter(math.isfinite, map(_value, reversed(last))), None)
+    if found is None and len(last) == _LAST_MATCHES:  # so many in a row that are beyond every float
+        found = next(reversed(numbers_in(text)), None)
     return found
+
+
+def _value(match: re.Match[str]) -> float:
+    digits = match["digits"].replace(",", "") + (match["exponent"] or "")
+    divisor = float(match["divisor"] or "1")
+    value = float(digits) / divisor if divisor else math.inf
+    return -value if match["sign"] in ("-", "\u2212") else value
 
 
 def _number_of(ground_truth: Any) -> float | None:
     if isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool):
-        return float(ground_truth) if math.isfinite(ground_truth) else None
+        try:
+            return float(ground_truth) if math.isfinite(ground_truth) else None
+        except OverflowError:
+            return None  # an integer beyond every float
     if not isinstance(ground_truth, str):
         return None
     # A worked solution as ground truth (GSM8K's raw answers) would hold many numbers: only a lone one is unambiguous.
-    found = numbers_in(ground_truth.rpartition("####")[2])
+    found = list(islice(_each_in(ground_truth.rpartition("####")[2]), 2))
     return found[0] if len(found) == 1 else None

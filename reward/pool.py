@@ -1,293 +1,189 @@
-"""Worker processes for scorers that may hang or crash: user's functions and user's patterns.
+"""Worker processes for scorers that may hang or crash: user's functions and patterns, symbolic mathematics, code.
 
-Every thread of the pool owns one process and speaks with it alone, so a hang or a crash costs exactly the item that caused it:
-answers come back one by one, which tells the culprit (the first item without one); its process is killed and the rest of the
-chunk goes to a fresh process.
+Items go to a process in chunks and answers come back one by one, which tells the culprit of a hang or a crash: the first item
+without an answer. Its process is killed, and the rest of its chunk goes to others. Processes are bound to no scorer.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.contracts import Score, ScoreItem
 from protos.errors import ScorerError
+from reward.attendant import Attendant
+from reward.config import RewardConfig
+from reward.lanes import LANES, Lane, Lanes
+from reward.launcher_process import Launchers
+from reward.registry import ScorerSpec
+from reward.requests import MAX_CHUNK_ITEMS, Request
+from reward.worker_process import Limits, Outcome
 
-_CHUNK_ITEMS = 16  # items sent at once: amortises the wake-ups, and bounds what waits behind a slow item
-_OUTPUT_TAIL_BYTES = 2000
-# -P: the working folder stays off the path until our modules are loaded, see reward.worker
-_BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from reward.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
-
-_CLOSING = Unscored("infrastructure", "the scorer is closing")
-
-
-class _HungError(Exception):
-    """No answer within the item's time."""
-
-
-class _DiedError(Exception):
-    """The process closed its end."""
-
-
-class WorkerProcess:
-    """One process with the judge loaded, used by one thread.
-
-    The thread that creates it must outlive it: the kernel ends the process with that thread.
-    """
-
-    def __init__(self, scorer: str, arguments: Mapping[str, Any], startup_seconds: float) -> None:
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(Path(__file__).resolve().parents[1])]
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                start_new_session=True,  # killed with whatever it starts; Ctrl-C is the service's to handle
-            )
-        assert self._process.stdout is not None
-        self._output = self._process.stdout
-        self._output_tail = b""
-        self._received = b""
-        self._unsent = json.dumps({"scorer": scorer, "arguments": dict(arguments)}).encode() + b"\n"
-        self._selector = selectors.DefaultSelector()
-        for source in (self._channel, self._output):
-            os.set_blocking(source.fileno(), False)
-            self._selector.register(source, selectors.EVENT_READ)
-        self._await_ready(scorer, startup_seconds)
-
-    def _await_ready(self, scorer: str, startup_seconds: float) -> None:
-        try:
-            (reply,) = self._messages(time.monotonic() + startup_seconds)
-        except _HungError:
-            self.kill()
-            raise ScorerError(f"reward.scorer {scorer}: it did not import within {startup_seconds:g} s") from None
-        except _DiedError:
-            raise ScorerError(f"reward.scorer {scorer}: the process that imports it {self.epitaph()}") from None
-        if "error" in reply:
-            self.kill()
-            raise ScorerError(reply["error"])
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def judge(self, lines: Sequence[bytes], timeout_seconds: float) -> list[Score]:
-        """One score an encoded item, in order. Fewer only if the last one tells of a hang or a crash: the process is then dead."""
-        scores: list[Score] = []
-        self._unsent = b"".join(lines)
-        while len(scores) < len(lines):
-            try:  # the clock starts anew with every answer, so it runs for one item
-                scores.extend(map(_decode, self._messages(time.monotonic() + timeout_seconds)))
-            except _HungError:
-                self.kill()
-                return [*scores, Unscored("timeout", f"no answer within {timeout_seconds:g} s")]
-            except _DiedError:
-                return [*scores, Unscored("crashed", f"the scoring process {self.epitaph()}")]
-        return scores
-
-    def _messages(self, deadline: float) -> list[dict[str, Any]]:
-        """Sends what is unsent, and returns the messages that arrive first (at least one)."""
-        while b"\n" not in self._received:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
-            self._selector.modify(self._channel, events)
-            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise _HungError
-            for key, event in ready:
-                if key.fileobj is self._output:
-                    self._forward_output()
-                elif event & selectors.EVENT_READ:
-                    self._receive()
-                else:
-                    self._send()
-            if time.monotonic() > deadline and b"\n" not in self._received:
-                raise _HungError  # one that prints for ever is always ready
-        *complete, self._received = self._received.split(b"\n")
-        return [json.loads(line) for line in complete]
-
-    def _receive(self) -> None:
-        try:
-            data = self._channel.recv(1 << 16)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            raise _DiedError
-        self._received += data
-
-    def _send(self) -> None:
-        try:
-            self._unsent = self._unsent[self._channel.send(self._unsent) :]
-        except (BrokenPipeError, ConnectionResetError):
-            self._unsent = b""  # the read that follows tells
-
-    def _forward_output(self) -> None:
-        data = self._output.read(1 << 16)
-        if data:
-            self._output_tail = (self._output_tail + data)[-_OUTPUT_TAIL_BYTES:]
-            sys.stderr.write(data.decode(errors="replace"))
-        elif data == b"":
-            self._selector.unregister(self._output)
-
-    def epitaph(self) -> str:
-        """Ends the process, and says how it died and what it wrote last."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1.0)
-        code = self._process.poll()
-        self.kill()
-        while self._output in [key.fileobj for key, _ in self._selector.select(0)]:
-            self._forward_output()
-        if code is None:
-            how = "closed its line"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"exited with code {code}"
-        last_words = self._output_tail.decode(errors="replace").strip().rpartition("\n")[2]
-        return how + (f"; it last wrote: {last_words[:200]}" if last_words else "")
-
-    def kill(self) -> None:
-        """Ends the process and its children at once; may be called again, and from another thread."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=10.0)
-
-    def close(self) -> None:
-        """Frees what the dead process left behind."""
-        self.kill()
-        self._selector.close()
-        self._channel.close()
-        self._output.close()
+STARTUP_SECONDS = 60.0
+"""How long a judge may take to be built: user's modules import much."""
+_CHUNK_SECONDS = 0.02  # what a chunk should take: bounds how long a higher lane waits for a lower one's
+_FIRST_CHUNK_ITEMS = 8  # of a scorer whose pace is not known yet
+_SHARED_SECONDS = 0.001  # a chunk of less is not made smaller for the sake of sharing it among workers
+_BATCH_ITEMS = 64  # for a judge of batches: it is the faster the more it gets …
+_BATCH_SHARE = 0.25  # … but its batch should take no more than this share of one item's time
+_MAX_PACES = 256
+_UNKNOWN = 0.0, False
+_WAIT_SECONDS = 1.0
 
 
 class ScorerPool:
-    """A scorer whose judge runs in `num_workers` processes. Thread-safe; `score` blocks its caller.
+    """`num_workers` processes for any number of scorers and callers. Thread-safe."""
 
-    Raises:
-        ScorerError: at construction, if the judge cannot be loaded.
-    """
-
-    def __init__(
-        self,
-        scorer: str,
-        arguments: Mapping[str, Any],
-        *,
-        num_workers: int,
-        timeout_seconds: float,
-        startup_seconds: float = 60.0,
-    ) -> None:
-        self.name = scorer
+    def __init__(self, config: RewardConfig, *, startup_seconds: float = STARTUP_SECONDS) -> None:
+        self.limits = Limits.of(config, startup_seconds)
+        self.launchers = Launchers(self.limits)
+        self.closing = False
         self.replaced_workers = 0
-        self._arguments = arguments
-        self._num_workers = num_workers
-        self._timeout_seconds = timeout_seconds
-        self._startup_seconds = startup_seconds
-        self._lock = threading.Lock()
-        self._workers: set[WorkerProcess] = set()
-        self._mine = threading.local()
-        self._closing = False
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="scorer")
-        try:
-            self._threads.submit(self._worker).result()
-        except BaseException:
-            self.close()
-            raise
+        self._num_workers = config.num_workers
+        self._work = threading.Condition()
+        self._lanes: Lanes[Request] = Lanes()
+        self._open: set[Request] = set()
+        self._paces: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # seconds an item, and whether in batches
+        self._figures: Counter[str] = Counter()
+        self._failure: BaseException | None = None
+        self._threads = [Attendant(self, f"scorer-{number}") for number in range(self._num_workers)]
+        for thread in self._threads:
+            thread.start()
 
-    def score(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """One result an item, in order. An item takes at most the time-out, and what hangs or crashes is unscored alone."""
-        lines = [_encode(item) for item in items]
-        sent = [line for line in lines if isinstance(line, bytes)]
-        size = min(_CHUNK_ITEMS, -(-len(sent) // self._num_workers)) or 1
-        chunks = [sent[start : start + size] for start in range(0, len(sent), size)]
-        with self._lock:
-            futures = [] if self._closing else [self._threads.submit(self._score_chunk, chunk) for chunk in chunks]
-        scores: list[Score] = []
-        for future in futures:
-            with suppress(CancelledError):
-                scores.extend(future.result())
-        scores += [_CLOSING] * (
-            len(sent) - len(scores)
-        )  # the pool was closed: what was cancelled is at the end of its queue
-        answers = iter(scores)
-        return [line if isinstance(line, Unscored) else next(answers) for line in lines]
+    def load(self, spec: ScorerSpec) -> None:
+        """Has a worker build the judge.
+
+        Raises:
+            ScorerError: it cannot be built; in one line, without the place.
+        """
+        request = self.submit(spec, (), "ring")
+        request.wait()
+        if request.refusal:
+            raise ScorerError(request.refusal)
+
+    def submit(self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Lane) -> Request:
+        """Begins to score; `wait` of what it returns ends it. What hangs, crashes or breaks a limit is unscored alone."""
+        request = Request(spec, items, lane, self._check)
+        with self._work:
+            if self.closing:
+                request.end("the scorer is closing")
+                return request
+            self._open.add(request)
+            self._lanes.add(lane, request)
+            self._work.notify(min(max(1, len(items)), self._num_workers))
+        return request
+
+    def score(self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Lane = "calls") -> list[Score]:
+        """One result an item, in order. Blocks."""
+        return self.submit(spec, items, lane).wait() if items else []
+
+    def figures(self) -> dict[str, float]:
+        """Sums since the start, and what waits now."""
+        with self._work:
+            return {
+                **{f"worker_items_{lane}": float(self._figures[lane]) for lane in LANES},
+                **{f"calls_waiting_{lane}": float(self._lanes.waiting(lane)) for lane in LANES},
+                "workers_replaced": float(self.replaced_workers),
+            }
 
     def close(self) -> None:
-        """Kills the processes; calls of `score` under way return at once, their rest unscored (`infrastructure`)."""
-        with self._lock:
-            self._closing = True
-            workers = list(self._workers)
-        for worker in workers:
-            worker.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in workers:
-            worker.close()
+        """Kills the processes; calls under way return at once, their rest unscored (`infrastructure`)."""
+        with self._work:
+            self.closing = True
+            self._work.notify_all()
+        self.launchers.close()
+        for thread in self._threads:
+            thread.join(timeout=15.0)
+        self._end_requests()
 
-    def _score_chunk(self, lines: Sequence[bytes]) -> list[Score]:
-        scores: list[Score] = []
-        while len(scores) < len(lines) and not self._closing:
-            try:
-                worker = self._worker()
-            except (ScorerError, OSError) as error:
-                # It did load at first: what fails now is the machine (memory, processes, a file that went), not the answer.
-                scores += [Unscored("infrastructure", f"no scoring process: {error}")] * (len(lines) - len(scores))
-                continue
-            answered = worker.judge(lines[len(scores) :], self._timeout_seconds)
-            if self._closing and not worker.alive:
-                answered.pop()  # it did not hang or crash, it was killed by `close`
-            scores += answered
-        return scores + [_CLOSING] * (len(lines) - len(scores))
+    # ---- what the threads call ----
 
-    def _worker(self) -> WorkerProcess:
-        """This thread's process, replaced if it died."""
-        worker: WorkerProcess | None = getattr(self._mine, "worker", None)
-        if worker is not None and worker.alive:
-            return worker
-        if worker is not None:
+    def take(self) -> tuple[Request, list[int]] | None:
+        """The next chunk; None when the pool closes."""
+        with self._work:
+            while not self.closing:
+                found = self._lanes.next()
+                if found is None:
+                    self._work.wait(_WAIT_SECONDS)
+                    continue
+                lane, request = found
+                numbers = request.cut(self._size(request))
+                request.queued = bool(request.todo)
+                if request.queued:
+                    self._lanes.add(lane, request)
+                return request, numbers
+        return None
+
+    def settle(self, request: Request, numbers: Sequence[int], scores: Sequence[Score]) -> None:
+        """Enters the results of some items."""
+        with self._work:
+            self._figures[request.lane] += len(numbers)
+            if request.settle(numbers, scores):
+                self._open.discard(request)
+
+    def put_back(self, request: Request, numbers: Sequence[int]) -> None:
+        """Returns items that were taken and not judged; they come next."""
+        if not numbers:
+            return
+        with self._work:
+            request.put_back(numbers)
+            if not request.queued and not self.closing:
+                request.queued = True
+                self._lanes.put_back(request.lane, request)
+                self._work.notify()
+
+    def loaded(self, request: Request, refusal: str) -> None:
+        """Ends a request without items."""
+        with self._work:
+            request.end(refusal)
+            self._open.discard(request)
+
+    def pace(self, request: Request) -> float:
+        """What an item of its scorer took lately, in seconds; 0 if none was judged yet."""
+        return self._paces.get(request.spec.key, _UNKNOWN)[0]
+
+    def note_pace(self, request: Request, outcome: Outcome) -> None:
+        """Learns how long an item of this scorer takes."""
+        if not outcome.answers:
+            return
+        seconds = outcome.seconds / len(outcome.answers)
+        with self._work:
+            before, _ = self._paces.pop(request.spec.key, (seconds, False))
+            self._paces[request.spec.key] = max(1e-7, (before + seconds) / 2), outcome.batch
+            if len(self._paces) > _MAX_PACES:
+                self._paces.popitem(last=False)
+
+    def note_replaced(self) -> None:
+        """Counts a process that gave way to another."""
+        with self._work:
             self.replaced_workers += 1
-            with self._lock:
-                self._workers.discard(worker)
-            self._mine.worker = None
-            worker.close()
-        fresh = WorkerProcess(self.name, self._arguments, self._startup_seconds)
-        with self._lock:
-            self._workers.add(fresh)
-            closing = self._closing
-        self._mine.worker = fresh
-        if closing:
-            fresh.close()
-            raise ScorerError("the scorer is closing")
-        return fresh
 
+    def fail(self, error: BaseException) -> None:
+        """A thread of the pool met a bug: every call raises it."""
+        with self._work:
+            self._failure = self._failure or error
 
-def _encode(item: ScoreItem) -> bytes | Unscored:
-    fields = {
-        "data_source": item.data_source,
-        "solution": item.solution,
-        "ground_truth": item.ground_truth,
-        "extra_info": dict(item.extra_info),
-    }
-    try:
-        return json.dumps(fields).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        return Unscored("invalid_input", f"the item is not JSON: {error}")
+    # ---- ----
 
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the pool of scoring processes failed") from self._failure
 
-def _decode(message: Mapping[str, Any]) -> Score:
-    if "reason" in message:
-        return Unscored(message["reason"], message["detail"])
-    return Scored(message["value"], message["breakdown"])
+    def _size(self, request: Request) -> int:
+        """So many items as should take a chunk's time, and no more than each worker's share of them."""
+        pace, batch = self._paces.get(request.spec.key, _UNKNOWN)
+        share = -(-len(request.todo) // self._num_workers)
+        if not pace:
+            return min(_FIRST_CHUNK_ITEMS, share)
+        if batch:
+            return max(1, min(_BATCH_ITEMS, share, int(_BATCH_SHARE * self.limits.seconds / pace)))
+        most = max(1, min(MAX_CHUNK_ITEMS, int(_CHUNK_SECONDS / pace)))
+        return min(most, max(share, int(_SHARED_SECONDS / pace)))
+
+    def _end_requests(self) -> None:
+        with self._work:
+            for request in self._open:
+                request.end("the scorer is closing")
+            self._open.clear()
+            self._lanes.clear()

@@ -5,20 +5,31 @@ from __future__ import annotations
 import re
 from collections import deque
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
-from reward.exact import accepted_texts
+from protos.contracts import Score, Scored, ScoreItem
+from reward.contracts import Isolation
+from reward.ground_truth import accepted_texts, unusable
 
 
 @dataclass(frozen=True, slots=True)
 class RegexMatch:
-    """1 if the last match of `pattern` (its first group, if it has one) equals the ground truth, else 0.
+    r"""1 if the last match of `pattern` (its first group, if it has one) equals the ground truth, else 0.
 
     A user's pattern may backtrack for ever while holding the interpreter's lock, so this scorer runs in a worker process.
+
+    Example:
+        >>> RegexMatch("#### (.+)").judge(ScoreItem("", "#### 41\n#### 42", "42"))
+        Scored(value=1.0, breakdown={})
     """
 
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "worker"
+
     pattern: str
+    """A regular expression of Python's `re`; `^` and `$` match at every line."""
     ignore_case: bool = False
+    """Capitals and small letters are the same."""
     compare: bool = True
     """False: any match is worth 1 and the ground truth is not looked at."""
     _compiled: re.Pattern[str] = field(init=False, repr=False)
@@ -36,9 +47,7 @@ class RegexMatch:
             return Scored(float(last is not None))
         accepted = accepted_texts(item.ground_truth)
         if accepted is None:
-            return Unscored(
-                "invalid_input", f"ground truth {item.ground_truth!r:.80} is neither text, number nor list of those"
-            )
+            return unusable(item.ground_truth)
         if last is None:
             return Scored(0.0)
         found = (last[1 if self._compiled.groups else 0] or "").strip()

@@ -1,123 +1,350 @@
-"""Which scorers there are, and how a recipe's `[reward]` becomes one."""
+"""Which scorers there are, what parameters they take, and how a name with arguments becomes a judge."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import json
+import math
+import typing
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from types import UnionType
+from typing import Annotated, Any, Literal, Union
 
-from protos.contracts import Score, ScoreItem, Scorer
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+
 from protos.errors import ScorerError
+from reward.code import CodeTests
+from reward.contracts import AnyJudge, Isolation
+from reward.docstrings import attribute_docs, summary
 from reward.exact import ExactMatch
+from reward.format import Format
 from reward.function import load_function
+from reward.group_rank import GroupRank
+from reward.gsm8k import Gsm8k
+from reward.json_schema import JsonSchema
+from reward.judge import GenerativeJudge
+from reward.language import LanguageConsistency
+from reward.length import Overlong, TargetLength
+from reward.math_boxed import MathBoxed
+from reward.math_dapo import MathDapo
+from reward.multiple_choice import MultipleChoice
 from reward.numeric import NumericEquality
+from reward.pairwise import Pairwise
 from reward.regex import RegexMatch
+from reward.remote import RemoteScorer
+from reward.repetition import Repetition
+from reward.reward_model import RewardModel
+from reward.short_answer import ShortAnswer
+from reward.symbolic_math import MathVerify
+from reward.tags import Tags
 
-if TYPE_CHECKING:
-    from reward.config import RewardConfig
-
-
-class Judge(Protocol):
-    """Judges one answer. May hang or take the process down if it runs user's code or a user's pattern."""
-
-    def judge(self, item: ScoreItem) -> Score: ...
-
-
-class RunningScorer(Scorer, Protocol):
-    """A scorer that holds processes until it is closed."""
-
-    def close(self) -> None: ...
-
-
-BUILT_IN: dict[str, type[ExactMatch] | type[RegexMatch] | type[NumericEquality]] = {
+BUILT_IN: dict[str, type[Any]] = {
+    "code": CodeTests,
     "exact": ExactMatch,
-    "regex": RegexMatch,
+    "format": Format,
+    "group_rank": GroupRank,
+    "gsm8k": Gsm8k,
+    "json_schema": JsonSchema,
+    "judge": GenerativeJudge,
+    "language": LanguageConsistency,
+    "math_boxed": MathBoxed,
+    "math_dapo": MathDapo,
+    "math_verify": MathVerify,
+    "multiple_choice": MultipleChoice,
     "numeric": NumericEquality,
+    "overlong": Overlong,
+    "pairwise": Pairwise,
+    "regex": RegexMatch,
+    "remote": RemoteScorer,
+    "repetition": Repetition,
+    "reward_model": RewardModel,
+    "short_answer": ShortAnswer,
+    "tags": Tags,
+    "target_length": TargetLength,
 }
-_IN_PROCESS = frozenset({"exact", "numeric"})  # code of ours, linear in the answer's length: they need no guard
+"""One line a scorer, in the order of their names."""
+
+RUBRIC = "rubric"
+"""As a component's scorer: another rubric of the same file."""
+
+_REQUIRED = dataclasses.MISSING
 
 
-class InProcessScorer:
-    """Scores where it is called, for judges that can neither hang nor crash."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a scorer. `default` is JSON text, "" if it has to be given."""
 
-    def __init__(self, name: str, judge: Judge) -> None:
-        self.name = name
-        self._judge = judge
-
-    def score(self, items: Sequence[ScoreItem]) -> list[Score]:
-        return [self._judge.judge(item) for item in items]
-
-    def close(self) -> None:
-        """Holds nothing."""
+    name: str
+    type: str
+    default: str
+    description: str
 
 
-def make_judge(scorer: str, arguments: Mapping[str, Any]) -> Judge:
-    """The judge of a name or an import path. Imports user's code, so it runs in a worker unless the scorer is built in.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScorerInfo:
+    """What ListScorers tells of a scorer."""
 
-    Raises:
-        ScorerError: see `build_scorer`.
-    """
-    if scorer in BUILT_IN:
-        return _make_built_in(scorer, arguments)
+    name: str
+    version: str
+    summary: str
+    parameters: tuple[Parameter, ...]
+    isolation: Isolation
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScorerSpec:
+    """A scorer with its arguments, checked. Two that are equal judge alike, so one judge serves both."""
+
+    scorer: str
+    arguments: str
+    """A JSON object with its keys in order."""
+    isolation: Isolation
+    grouped: bool = False
+    preload: tuple[str, ...] = ()
+    longest_seconds: float = 0.0
+    """Time of one item until the judge itself ends it, where it says so: a worker is given no less."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.scorer} {self.arguments}"
+
+    @property
+    def version(self) -> str:
+        """Of a built-in scorer; the code of another has none."""
+        return str(BUILT_IN[self.scorer].VERSION) if self.scorer in BUILT_IN else ""
+
+    @property
+    def runs_in_pool(self) -> bool:
+        return self.isolation in ("worker", "sandbox")
+
+    def build(self) -> AnyJudge:
+        """The judge. Raises ScorerError as `make_judge`, though not for what was checked before."""
+        return make_judge(self.scorer, json.loads(self.arguments))
+
+
+def is_import_path(scorer: str) -> bool:
+    """Whether it reads as `module.path:function` or `file.py:function`."""
     place, sign, function = scorer.rpartition(":")
-    if sign and place and function.isidentifier():
-        return load_function(scorer, arguments)
-    near = difflib.get_close_matches(scorer, BUILT_IN, n=1)
-    raise ScorerError(
-        f"reward.scorer {scorer!r} is unknown; "
-        + (f"did you mean {near[0]}? " if near else "")
-        + f"There are {', '.join(BUILT_IN)}, module.path:function and path/to/file.py:function"
-    )
+    return bool(sign and place and function.isidentifier())
 
 
-def build_scorer(config: RewardConfig) -> RunningScorer:
-    """The scorer of `[reward]`, ready to score; close it when done.
+def make_spec(
+    scorer: str, arguments: Mapping[str, Any], place: str = "reward", known: Iterable[str] = ()
+) -> ScorerSpec:
+    """Checks a name and its arguments without importing user's code. `known` names what else might have been meant.
 
     Raises:
-        ScorerError: the name is unknown (the nearest known one is named), an argument does not fit, or the function's module
-            does not import.
+        ScorerError: the name is unknown (the nearest known one is named), an argument is unknown, missing or of the wrong type.
+            Every line begins with the place.
     """
-    if config.scorer in _IN_PROCESS:
-        return InProcessScorer(config.scorer, make_judge(config.scorer, config.arguments))
-    if config.scorer in BUILT_IN or ":" not in config.scorer:
-        make_judge(config.scorer, config.arguments)  # refuses what is wrong before a process is started
-
-    from reward.pool import ScorerPool  # the workers import this module and need no pool of their own
-
-    return ScorerPool(
-        config.scorer, config.arguments, num_workers=config.num_workers, timeout_seconds=config.timeout_seconds
+    text = arguments_json(arguments, place)
+    if scorer in BUILT_IN:
+        kind = BUILT_IN[scorer]
+        judge = make_judge(scorer, arguments, place)
+        isolation: Isolation = kind.ISOLATION
+        grouped, preloaded = getattr(kind, "GROUPED", False), getattr(kind, "PRELOAD", ())
+        return ScorerSpec(scorer, text, isolation, grouped, preloaded, getattr(judge, "longest_seconds", 0.0))
+    if is_import_path(scorer):
+        return ScorerSpec(scorer, text, "worker")
+    names = [*known, *BUILT_IN]
+    near = nearest(scorer, names)
+    raise ScorerError(
+        f"{place}.scorer {scorer!r:.100} is unknown; "
+        + (f"did you mean {near}? " if near else "")
+        + f"There are {', '.join(names)}, module.path:function and path/to/file.py:function"
     )
 
 
-def validate(config: RewardConfig) -> None:
-    """Raises the ScorerError that `build_scorer` would. Imports user's code in a worker process, not in the caller."""
-    build_scorer(config.model_copy(update={"num_workers": 1})).close()
+def make_judge(scorer: str, arguments: Mapping[str, Any], place: str = "reward") -> AnyJudge:
+    """The judge of a built-in or of an import path. Imports user's code for the latter, so that is for workers to call.
 
-
-def _make_built_in(scorer: str, arguments: Mapping[str, Any]) -> Judge:
-    kind = BUILT_IN[scorer]
-    parameters = inspect.signature(kind).parameters
-    for name, value in arguments.items():
-        if name not in parameters:
-            near = difflib.get_close_matches(name, parameters, n=1)
-            raise ScorerError(
-                f"reward.arguments.{name}: scorer {scorer} has no such argument; "
-                + (f"did you mean {near[0]}? " if near else "")
-                + f"It takes {', '.join(parameters)}"
-            )
-        _check_type(scorer, name, value, str(parameters[name].annotation))
-    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in arguments]
-    if missing:
-        raise ScorerError(f"reward.arguments.{missing[0]} is missing: scorer {scorer} needs it")
+    Raises:
+        ScorerError: as `make_spec`; or the function's module does not import.
+    """
+    if scorer not in BUILT_IN:
+        return load_function(scorer, arguments)
+    checked = check_arguments(scorer, arguments, place)
     try:
-        return kind(**arguments)
+        judge: AnyJudge = BUILT_IN[scorer](**checked)
     except ValueError as error:
-        raise ScorerError(f"reward.arguments of scorer {scorer}: {error}") from None
+        raise ScorerError(f"{place}.arguments of scorer {scorer}: {error}") from None
+    return judge
 
 
-def _check_type(scorer: str, name: str, value: Any, annotation: str) -> None:
-    accepted: dict[str, tuple[type, ...]] = {"float": (int, float), "str": (str,), "bool": (bool,)}
-    fits = isinstance(value, accepted[annotation]) and not (annotation == "float" and isinstance(value, bool))
-    if not fits:
-        raise ScorerError(f"reward.arguments.{name}: scorer {scorer} needs a {annotation} there, got {value!r}")
+def preload(modules: Iterable[str]) -> None:
+    """Imports what a judge will need; a module that is not there is the judge's to complain of."""
+    for module in modules:
+        try:
+            import_module(module)
+        except ImportError:
+            return
+
+
+def check_arguments(scorer: str, arguments: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The arguments of a built-in scorer as its fields want them (a list becomes a tuple where a tuple is asked for).
+
+    Raises:
+        ScorerError: one is unknown, missing or of the wrong type.
+    """
+    fields = _parameters(BUILT_IN[scorer])
+    checked = {}
+    for name, value in arguments.items():
+        if name not in fields:
+            near = nearest(name, fields)
+            raise ScorerError(
+                f"{place}.arguments.{printable(name)}: scorer {scorer} has no such argument; "
+                + (f"did you mean {near}? " if near else "")
+                + (f"It takes {', '.join(fields)}" if fields else "It takes none")
+            )
+        checked[name] = _checked(scorer, fields[name], value, place)
+    for name, field in fields.items():
+        if name not in arguments and field.required:
+            raise ScorerError(f"{place}.arguments.{name} is missing: scorer {scorer} needs it")
+    return checked
+
+
+def arguments_json(arguments: Mapping[str, Any], place: str) -> str:
+    """The arguments as JSON text with their keys in order. Raises ScorerError for what JSON cannot hold (a date of TOML)."""
+    for name, value in arguments.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ScorerError(f"{place}.arguments.{printable(name)}: {error}") from None
+    return json.dumps(dict(arguments), sort_keys=True)
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut short."""
+    try:
+        return f"{value!r:.80}"
+    except RecursionError:
+        return f"a {type(value).__name__} too deep to show"
+
+
+def printable(name: str) -> str:
+    """A word of the user's for a message: one line, not too long."""
+    return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant, "" if none is near."""
+    return next(iter(difflib.get_close_matches(word[:200], list(known), n=1, cutoff=0.5)), "")
+
+
+def describe() -> list[ScorerInfo]:
+    """Every built-in scorer, in the order of their names."""
+    return [_describe(name, BUILT_IN[name]) for name in sorted(BUILT_IN)]
+
+
+def _describe(name: str, kind: type[Any]) -> ScorerInfo:
+    docs = attribute_docs(kind)
+    parameters = tuple(
+        Parameter(field.name, type_words(field.annotation), field.default_json, docs.get(field.name, ""))
+        for field in _parameters(kind).values()
+    )
+    return ScorerInfo(name, kind.VERSION, summary(kind), parameters, kind.ISOLATION)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    annotation: Any
+    adapter: TypeAdapter[Any]
+    required: bool
+    default_json: str
+
+
+_FIELDS: dict[type[Any], dict[str, _Field]] = {}  # building a validator takes longer than using it
+
+
+def _parameters(kind: type[Any]) -> dict[str, _Field]:
+    if kind not in _FIELDS:
+        _FIELDS[kind] = _read_parameters(kind)
+    return _FIELDS[kind]
+
+
+def _read_parameters(kind: type[Any]) -> dict[str, _Field]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        field.name: _Field(
+            field.name, hints[field.name], TypeAdapter(hints[field.name]), _is_required(field), _default_json(field)
+        )
+        for field in dataclasses.fields(kind)
+        if field.init
+    }
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is _REQUIRED and field.default_factory is _REQUIRED
+
+
+def _default_json(field: dataclasses.Field[Any]) -> str:
+    if _is_required(field):
+        return ""
+    default = field.default if field.default_factory is _REQUIRED else field.default_factory()
+    return to_json(default, inf_nan_mode="constants").decode()
+
+
+def _checked(scorer: str, field: _Field, value: Any, place: str) -> Any:
+    """As JSON, strictly: a list may be a tuple there and an integer a number, and nothing else becomes what it is not."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ScorerError(f"{place}.arguments.{field.name}: {error}") from None
+    try:
+        return field.adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+    if isinstance(value, float) and not math.isfinite(value):
+        reason = "a finite number"
+    elif (
+        fault["type"].endswith(("_type", "_parsing", "literal_error", "missing", "too_short", "too_long"))
+        or "ctx" not in fault
+    ):
+        reason = type_words(field.annotation)
+    else:
+        reason = fault["msg"].removeprefix("Input should be ")
+    near = nearest(value, _choices(field.annotation)) if isinstance(value, str) else ""
+    meant = f"; did you mean {near}?" if near else ""
+    raise ScorerError(
+        f"{place}.arguments.{field.name}: scorer {scorer} needs {reason} there, got {shown(value)}{meant}"
+    )
+
+
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    Any: "anything",
+    type(None): "nothing",
+}
+
+
+def type_words(annotation: Any) -> str:
+    """A parameter's type in words: `a number`, `"min" or "mean"`, `a list of text`."""
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return type_words(inner[0])
+    if origin is Literal:
+        return " or ".join(json.dumps(choice) for choice in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(type_words(one) for one in inner)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        return f"a list of {len(inner)} ({', '.join(type_words(one) for one in inner)})"
+    if origin in (tuple, list):
+        return f"a list ({type_words(inner[0])})"
+    if origin in (dict, Mapping) or getattr(origin, "__name__", "") == "Mapping":
+        return f"a table ({type_words(inner[1])})"
+    return _NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _choices(annotation: Any) -> list[str]:
+    if typing.get_origin(annotation) is Annotated:
+        return _choices(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is not Literal:
+        return []
+    return [choice for choice in typing.get_args(annotation) if isinstance(choice, str)]

@@ -1,55 +1,201 @@
-"""What a scoring process runs: it builds its judge, then answers one line a question, until the other end closes.
+"""What a scoring process runs: it answers chunk after chunk, until the other end closes.
 
-Lines of JSON over an inherited socket, never pickle. `reward.pool` starts it.
-It imports neither grpc nor redis nor torch (unless the user's function does), so a replacement costs tens of milliseconds.
+A chunk names its scorer, so a worker is bound to none: it builds a judge once and keeps the last ones. Lines of JSON over a socket,
+never pickle. `reward.launcher` forks it, so what the judges import is there already.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
+import resource
 import socket
 import sys
-from typing import Any
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from protos.contracts import Score, Scored, ScoreItem
+from protos.contracts import ScoreItem, Unscored
 from protos.errors import ScorerError
-from reward.registry import make_judge
+from reward.answers import encode_score, line
+from reward.contracts import AnyJudge, BatchJudge, Closable, Startable
+from reward.function import CoroutineJudge
+from reward.registry import BUILT_IN, make_judge, preload
 
-_PR_SET_PDEATHSIG = 1
+MAX_JUDGES = 32
+_REARM_SECONDS = (
+    0.25  # how stale the limit of processor time may be: setting it for every item would cost more than many judge
+)
+_OWN_SHARE = (
+    0.9  # of an item's time, after which coroutines are given up here, so that the pool need not end the process
+)
+_PAGE_BYTES = resource.getpagesize()
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serves the socket `descriptor` until end of file, or until process `parent` ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return  # the parent died before the line above
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.set_inheritable(descriptor, False)  # what the user's code starts must not hold the line open
-    channel = socket.socket(fileno=descriptor)
-    lines = channel.makefile("r", encoding="utf-8", newline="\n")
-    sys.path.insert(0, os.getcwd())  # only now: a user's file named like a module of ours must not replace it
-    setup = json.loads(lines.readline())
+class _RetireError(Exception):
+    """This process should not judge the chunk; a fresh one should."""
+
+
+class Worker:
+    """Serves one socket. Replies to a chunk: a line that says the judge is ready (or why not), then a line an item."""
+
+    def __init__(self, channel: socket.socket, limits: Mapping[str, Any]) -> None:
+        self._lines: BinaryIO = channel.makefile("rb")
+        self._channel = channel
+        self._pid = os.getpid()
+        self._token = b""
+        self._told = 0
+        self._seconds = float(limits["seconds"])
+        self._cpu_seconds = float(limits["cpu_seconds"])
+        self._memory_bytes = int(limits["memory_bytes"])
+        self._judges: OrderedDict[str, AnyJudge] = OrderedDict()
+        self._armed_at = -1.0
+        self._user_folder = ""
+        self._idle_bytes = 0
+        self._judged = 0
+
+    def serve(self) -> None:
+        """Until end of file, or until an item took all the memory there is."""
+        os.register_at_fork(after_in_child=self._let_go)
+        while header := self._lines.readline():
+            chunk = json.loads(header)
+            self._token, self._told = chunk["token"].encode(), 0
+            try:
+                judge = self._judge(chunk)
+                self._say({"ready": True, "batch": isinstance(judge, BatchJudge)})
+                if isinstance(judge, BatchJudge):
+                    self._judge_batch(judge, chunk["items"])
+                else:
+                    self._judge_each(judge, chunk["items"])
+            except ScorerError as error:
+                self._skip(chunk["items"])
+                self._say({"error": str(error)})
+            except _RetireError:
+                self._skip(chunk["items"])
+                self._say({"retire": True})
+            except MemoryError:
+                self._judges.clear()
+                self._say({"memory": True})
+                return
+            # User's prints appear in the service's log as they happen, not when a buffer is full.
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    def _judge_each(self, judge: Any, number: int) -> None:
+        judge_one = judge.judge
+        for _ in range(number):
+            self._arm()
+            item = _decoded(self._lines.readline())
+            score = judge_one(item) if isinstance(item, ScoreItem) else item
+            # One write an item: whatever happens to the next one, this answer is out of the process.
+            self._send(self._line(encode_score(score)))
+            self._judged += 1
+
+    def _judge_batch(self, judge: BatchJudge, number: int) -> None:
+        self._arm()
+        read = [_decoded(self._lines.readline()) for _ in range(number)]
+        items = [item for item in read if isinstance(item, ScoreItem)]
+        scores = judge.judge_batch(items) if items else []
+        assert len(scores) == len(items), f"a judge gave {len(scores)} results for {len(items)} items"
+        results = iter(scores)
+        answers = [encode_score(next(results) if isinstance(one, ScoreItem) else one) for one in read]
+        self._send(b"".join(map(self._line, answers)))
+        self._judged += number
+
+    def _judge(self, chunk: Mapping[str, Any]) -> AnyJudge:
+        if self._judged and self._data_bytes() > (self._idle_bytes + self._memory_bytes) // 2:
+            raise _RetireError  # something leaks: an item to come must not pay for those before it
+        key = f"{chunk['scorer']} {chunk['arguments']}"
+        judge = self._judges.get(key)
+        if judge is not None:
+            self._judges.move_to_end(key)
+            return judge
+        if chunk["scorer"] not in BUILT_IN:
+            self._enter_users_folder(chunk["scorer"])
+        preload(chunk["preload"])
+        try:
+            judge = make_judge(chunk["scorer"], json.loads(chunk["arguments"]))
+            if isinstance(judge, CoroutineJudge):
+                judge = replace(judge, seconds=_OWN_SHARE * self._seconds)
+            if isinstance(judge, Startable):
+                judge.start()
+        except MemoryError:
+            raise ScorerError("it does not load within reward.limits.memory_bytes") from None
+        self._judges[key] = judge
+        if len(self._judges) > MAX_JUDGES:
+            _, oldest = self._judges.popitem(last=False)
+            if isinstance(oldest, Closable):
+                oldest.close()
+        self._idle_bytes = self._data_bytes()
+        return judge
+
+    def _enter_users_folder(self, scorer: str) -> None:
+        """User's modules of two folders may have the same names, so a process imports from one folder only."""
+        place = scorer.rpartition(":")[0]
+        folder = str(Path(place).resolve().parent) if place.endswith(".py") else os.getcwd()
+        if self._user_folder not in ("", folder):
+            raise _RetireError
+        if not self._user_folder:
+            self._user_folder = folder
+            sys.path.insert(0, os.getcwd())  # only now: a user's file must not replace a module of ours or of a library
+
+    def _arm(self) -> None:
+        """Gives the item to come its processor time; past it the kernel ends the process with SIGXCPU."""
+        now = time.monotonic()
+        if now - self._armed_at < _REARM_SECONDS:
+            return
+        self._armed_at = now
+        used = time.process_time()
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        # Whole seconds, rounded up with one to spare: one thread that spins reaches an equal limit of wall time first.
+        wanted = int(used + self._cpu_seconds) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+    def _data_bytes(self) -> int:
+        """Private memory, as RLIMIT_DATA counts it."""
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[5]) * _PAGE_BYTES
+
+    def _skip(self, number: int) -> None:
+        self._stop_if_forked()
+        for _ in range(number):
+            self._lines.readline()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._send(self._line(json.dumps(message).encode()))
+
+    def _line(self, payload: bytes) -> bytes:
+        self._told += 1
+        return line(self._token, self._told, payload)
+
+    def _send(self, data: bytes) -> None:
+        self._stop_if_forked()
+        self._channel.sendall(data)
+
+    def _stop_if_forked(self) -> None:
+        """Where the user's code comes back: a child that it forked and let run on must not go on as a second worker."""
+        if os.getpid() != self._pid:
+            os._exit(1)
+
+    def _let_go(self) -> None:
+        """In a forked child: the line is the worker's alone. Once only, for the number may be another file's later."""
+        descriptor = self._channel.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _decoded(line: bytes) -> ScoreItem | Unscored:
     try:
-        judge = make_judge(setup["scorer"], setup["arguments"])
-    except ScorerError as error:
-        _send(channel, {"error": str(error)})
-        return
-    _send(channel, {"ready": True})
-    for line in lines:
-        _send(channel, _encoded(judge.judge(ScoreItem(**json.loads(line)))))
-        # User's prints appear in the service's log as they happen, not when a buffer is full.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        return ScoreItem._make(json.loads(line))
+    except RecursionError:
+        return Unscored("invalid_input", "ground_truth or extra_info is nested too deeply")
 
 
-def _encoded(score: Score) -> dict[str, Any]:
-    if isinstance(score, Scored):
-        return {"value": score.value, "breakdown": dict(score.breakdown)}
-    return {"reason": score.reason, "detail": score.detail}
-
-
-def _send(channel: socket.socket, message: dict[str, Any]) -> None:
-    channel.sendall(json.dumps(message).encode() + b"\n")
+def serve(descriptor: int, limits: Mapping[str, Any]) -> None:
+    """Runs the worker of an inherited socket until the other end closes."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with socket.socket(fileno=descriptor) as channel:
+        Worker(channel, limits).serve()

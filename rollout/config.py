@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class RolloutConfig(BaseModel):
     """`[rollout]`: how answers are sampled, and by how many engines."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_replicas: Annotated[int, Field(ge=0)] = 1
     """Samplers that `tandem run` starts; 0 if they are started by hand with `tandem serve rollout`."""

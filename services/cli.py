@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
-import traceback
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from protos.errors import TandemError, UserError
+from services.command_line import console, end_with, finish
+from services.reward_command import reward_app
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from services.config import Recipe
 
 app = typer.Typer(
@@ -31,6 +26,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Looks at datasets.\n\nExample: tandem data check data/train.parquet")
 app.add_typer(data_app, name="data")
+app.add_typer(reward_app, name="reward")
 
 
 class Service(StrEnum):
@@ -74,7 +70,7 @@ def demo(
 
         return main(seed, overrides or [])
 
-    _finish(work)
+    finish(work)
 
 
 @app.command(short_help="Run a recipe on this machine.")
@@ -94,9 +90,9 @@ def run(
         from services.config import load_recipe
         from services.supervisor import run_recipe
 
-        return run_recipe(load_recipe(recipe, overrides or ()), resume, console=_console())
+        return run_recipe(load_recipe(recipe, overrides or ()), resume, console=console())
 
-    _finish(work)
+    finish(work)
 
 
 @app.command(short_help="Run one service of a ring.")
@@ -129,7 +125,7 @@ def serve(
         redis_url = os.environ["TANDEM_REDIS_URL"] if supervisor is not None else redis_url_of(loaded)
         _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
 
-    _end_with(work)
+    end_with(work)
 
 
 @app.command(short_help="Warm a model up by supervised training.")
@@ -145,7 +141,7 @@ def sft(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
         return main(loaded)
 
-    _finish(work)
+    finish(work)
 
 
 @app.command("eval", short_help="Accuracy of a model on the evaluation file.")
@@ -161,7 +157,7 @@ def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
         return evaluate_recipe(loaded)
 
-    _finish(work)
+    finish(work)
 
 
 @app.command(short_help="Train a run's recorded batches again, bit for bit.")
@@ -179,7 +175,7 @@ def replay(run_folder: RunArgument = None) -> None:
 
         return main(folder)
 
-    _finish(work)
+    finish(work)
 
 
 @app.command(short_help="What a run is doing, or did.")
@@ -193,9 +189,9 @@ def status(run_folder: RunArgument = None) -> None:
         from services.run_folder import find_run
         from services.status import show_status
 
-        return show_status(find_run(run_folder), _console())
+        return show_status(find_run(run_folder), console())
 
-    _finish(work)
+    finish(work)
 
 
 @app.command(short_help="Count a run's groups and check that none is lost.")
@@ -212,9 +208,9 @@ def ledger(
         from services.run_folder import find_run
         from services.status import show_ledger
 
-        return show_ledger(find_run(run_folder), _console(), as_json=as_json)
+        return show_ledger(find_run(run_folder), console(), as_json=as_json)
 
-    _finish(work)
+    finish(work)
 
 
 @app.command(short_help="What this machine has and lacks.")
@@ -227,9 +223,9 @@ def doctor() -> None:
     def work() -> int:
         from services.doctor import run_doctor
 
-        return run_doctor(_console())
+        return run_doctor(console())
 
-    _finish(work)
+    finish(work)
 
 
 @app.command(short_help="A recipe with every default filled in.")
@@ -257,7 +253,7 @@ def config(
         print(dump_recipe(loaded) if as_json else as_toml(loaded), end="")
         return 0
 
-    _finish(work)
+    finish(work)
 
 
 @data_app.command("check", short_help="Judge a dataset row by row.")
@@ -286,7 +282,7 @@ def data_check(
 
         return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
 
-    _finish(work)
+    finish(work)
 
 
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
@@ -313,57 +309,10 @@ def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recip
         run_trainer(recipe, redis_url, recipe_arguments)
 
 
-def _end_with(work: Callable[[], None]) -> NoReturn:
-    """Runs a service and ends its process without Python's finalisation, in which the threads of gRPC, gloo and CUDA are known to
-    hang: a service that crashed but does not end is never started again, and one that stopped holds up the stop of the run."""
-    from services.process import run_service
-
-    code: object = 1
-    try:
-        run_service(work)
-    except SystemExit as ended:
-        code = ended.code
-    except BaseException:  # a bug: its traceback belongs into the log, as ever
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
-
-
 def _load(recipe: Path, overrides: list[str] | None) -> Recipe:
     from services.config import load_recipe
 
     return load_recipe(recipe, overrides or ())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
-
-
-def _finish(work: Callable[[], int]) -> NoReturn:
-    """Ends the command with its exit code; what the user can mend is one line and exit code 2, never a traceback."""
-    try:
-        code = work()
-    except UserError as error:
-        _complain(str(error))
-        code = 2
-    except TandemError as error:
-        _complain(f"{type(error).__name__}: {error}")
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _complain(f"{error.filename or Path.cwd()}: the disk is full; free space there and try again")
-        code = 2
-    raise typer.Exit(code)
-
-
-def _complain(line: str) -> None:
-    print(f"tandem: {line}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -16,13 +16,14 @@ from rollout.config import RolloutConfig
 from services import config_tree
 from services.config_faults import explain
 from services.config_tree import Shape, shape_at
+from services.jobs.config import JobsConfig, ServiceConfig
 from trainer.config import TrainerConfig, WeightsConfig
 
 
 class RunConfig(BaseModel):
     """`[run]`: what is run, where its files go, and how far sampling may run ahead of training."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     """Name of the run; every Redis key carries it."""
@@ -56,7 +57,7 @@ class RunConfig(BaseModel):
 class ModelConfig(BaseModel):
     """`[model]`: the policy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: str
     """Hugging Face folder (or hub name, where a hub can be reached) of a causal language model with its tokenizer."""
@@ -67,7 +68,7 @@ class ModelConfig(BaseModel):
 class DataConfig(BaseModel):
     """`[data]`: Parquet or JSON lines in verl's columns."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     train_file: str
     """Prompts to train on."""
@@ -84,7 +85,7 @@ class DataConfig(BaseModel):
 class SftConfig(BaseModel):
     """`[sft]`: supervised warm start, used by `tandem sft`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     train_file: str = ""
     """Rows with an answer to imitate (`extra_info.answer`, else `reward_model.ground_truth`)."""
@@ -107,13 +108,14 @@ class SftConfig(BaseModel):
 class Recipe(BaseModel):
     """Everything a run is made of."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run: RunConfig
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    jobs: JobsConfig = JobsConfig()
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     sft: SftConfig = SftConfig()
@@ -165,6 +167,27 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is named), a value does not fit.
     """
     file = Path(path)
+    values = read_values(file)
+    apply_overrides(values, overrides)
+    return parse_recipe(values, source=str(file))
+
+
+def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
+    """What a reward service that stands alone is configured by: a TOML file (None: nothing) with dotted overrides applied.
+
+    Raises:
+        ConfigError: see `load_recipe`.
+    """
+    values = read_values(Path(path)) if path is not None else {}
+    apply_overrides(values, overrides, ServiceConfig)
+    try:
+        return ServiceConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path or 'overrides'}: {explain(ServiceConfig, error)}") from None
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """The nested values of a TOML file, or of a JSON file. Raises ConfigError if it is missing or malformed."""
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
@@ -180,8 +203,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"recipe {file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"recipe {file} is not a JSON object; name the config.json of a run")
-    apply_overrides(values, overrides)
-    return parse_recipe(values, source=str(file))
+    return values
 
 
 def parse_recipe(values: Mapping[str, Any], source: str = "recipe") -> Recipe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,36 @@ class RowFault:
     detail: str
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns what a file raises that is missing, damaged or out of reach into a DataError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"dataset {file}: no such file; name a Parquet or JSON lines file in verl's columns") from None
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise DataError(f"dataset {file} cannot be read ({reason}); check or write it again") from None
+
+
+def is_parquet(file: Path) -> bool:
+    """Whether the file is Parquet, by its first bytes; else it should be JSON lines. Raises DataError if only its name is Parquet's."""
+    with open(file, "rb") as data:
+        magic = data.read(4)
+    if magic != b"PAR1" and file.suffix == ".parquet":
+        raise DataError(f"dataset {file} is not a Parquet file (it starts with {magic!r}); write it again")
+    return magic == b"PAR1"
+
+
+def parse_line(index: int, line: bytes) -> Mapping[str, Any] | RowFault:
+    """The values of a JSON line, or why there are none."""
+    try:
+        parsed = json.loads(line)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        return RowFault(index, "malformed", f"line {index + 1} is not JSON: {error}")
+    return parsed if isinstance(parsed, dict) else RowFault(index, "malformed", f"line {index + 1} is no JSON object")
+
+
 class Dataset:
     """An open dataset file. Rows are parsed as they are asked for.
 
@@ -63,22 +94,11 @@ class Dataset:
     def __init__(self, path: str | Path) -> None:
         self.file = Path(path)
         self._values: Callable[[int], Mapping[str, Any] | RowFault]
-        try:
-            with open(self.file, "rb") as data:
-                magic = data.read(4)
-            if magic == b"PAR1":
+        with reading(self.file):
+            if is_parquet(self.file):
                 self.columns, self._length = self._open_parquet()
-            elif self.file.suffix == ".parquet":
-                raise DataError(f"dataset {self.file} is not a Parquet file (it starts with {magic!r}); write it again")
             else:
                 self.columns, self._length = self._open_json_lines()
-        except FileNotFoundError:
-            raise DataError(
-                f"dataset {self.file}: no such file; name a Parquet or JSON lines file in verl's columns"
-            ) from None
-        except (pa.ArrowException, OSError) as error:
-            reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-            raise DataError(f"dataset {self.file} cannot be read ({reason}); check or write it again") from None
         if not self._length:
             raise DataError(f"dataset {self.file} holds no rows; write at least one")
 
@@ -135,15 +155,7 @@ class Dataset:
         lines = content.split(b"\n") if content else []
 
         def values(index: int) -> Mapping[str, Any] | RowFault:
-            try:
-                parsed = json.loads(lines[index])
-            except ValueError as error:  # UnicodeDecodeError is one
-                return RowFault(index, "malformed", f"line {index + 1} is not JSON: {error}")
-            return (
-                parsed
-                if isinstance(parsed, dict)
-                else RowFault(index, "malformed", f"line {index + 1} is no JSON object")
-            )
+            return parse_line(index, lines[index])
 
         self._values = values
         first = [found for found in map(values, range(min(len(lines), 100))) if not isinstance(found, RowFault)]

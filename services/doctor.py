@@ -32,6 +32,7 @@ RECORDS = Path(__file__).resolve().parents[1] / "benchmarks" / "records"
 BACKENDS = {"gloo": "CPUs", "disk": "a shared file system", "nccl": "GPUs", "ipc": "one shared GPU"}
 
 _SETUP = "make setup"
+_ISOLATION = "apt-get install bubblewrap (in a container also: --security-opt seccomp=unconfined --security-opt apparmor=unconfined)"
 _PROBE = """
 import json, os
 os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_NO_USAGE_STATS="1")
@@ -72,6 +73,7 @@ def examine() -> list[Finding]:
         check_memory(),
         check_disk(Path.cwd()),
         check_port(),
+        check_sandbox(),
         *check_backends(RECORDS),
     ]
 
@@ -215,6 +217,17 @@ def check_port() -> Finding:
     except OSError as error:
         return Finding("ports", "lack", f"cannot listen on 127.0.0.1: {error}", "ip link set lo up")
     return Finding("ports", "ok", "free ones on 127.0.0.1")
+
+
+def check_sandbox() -> Finding:
+    """What the code scorer runs programs behind, found by starting a sandbox and trying to break out of it."""
+    from reward.sandbox.isolation import find_isolation
+
+    found = find_isolation()
+    if found.name == "none":
+        detail = f"no isolation, so the code scorer refuses to run: {'; '.join(found.faults)}"
+        return Finding("sandbox", "note", detail, _ISOLATION)
+    return Finding("sandbox", "ok" if found.seccomp else "note", str(found))
 
 
 def check_backends(records: Path) -> list[Finding]:

@@ -113,7 +113,7 @@ def evaluate(
 
 def _generate(
     channel: grpc.Channel, chunk: Sequence[Prompt], version: int | None, examiner: Examiner, deadline: float
-) -> list[str]:
+) -> list[rollout_pb2.GenerateReply.Sample]:
     request = rollout_pb2.GenerateRequest(
         items=[
             rollout_pb2.GenerateRequest.Item(prompt_ids=_int32_bytes(prompt.token_ids), num_samples=1)
@@ -130,19 +130,23 @@ def _generate(
     versions = {span.policy_version for sample in samples for span in sample.spans}
     if version is not None and not versions <= {version}:
         raise NotAdmittedError(f"asked for answers of version {version}, got {sorted(versions)}")
-    return [sample.text for sample in samples]
+    return samples
 
 
 def _score(
-    channel: grpc.Channel, chunk: Sequence[Prompt], answers: Sequence[str], marks: _Marks, deadline: float
+    channel: grpc.Channel,
+    chunk: Sequence[Prompt],
+    answers: Sequence[rollout_pb2.GenerateReply.Sample],
+    marks: _Marks,
+    deadline: float,
 ) -> None:
     request = reward_pb2.ScoreRequest(
         items=[
             reward_pb2.ScoreRequest.Item(
                 data_source=prompt.data_source,
-                solution=answer,
+                solution=answer.text,
                 ground_truth=json.dumps(prompt.ground_truth),
-                extra_info=json.dumps(dict(prompt.extra_info)),
+                extra_info=json.dumps(dict(prompt.judged_info(len(answer.ids) // 4))),
             )
             for prompt, answer in zip(chunk, answers, strict=True)
         ]

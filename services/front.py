@@ -37,6 +37,7 @@ class ServiceFront:
         port: int = 0,
         register: Callable[[grpc.aio.Server], None] = lambda server: None,
         service_names: Sequence[str] = (),
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
         self._recipe = recipe
@@ -47,6 +48,7 @@ class ServiceFront:
         self._port = port
         self._register = register
         self._service_names = service_names
+        self._on_stop = on_stop
         self._started_at = time.time()
         self._ended = threading.Event()
         self._pulse = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -59,6 +61,7 @@ class ServiceFront:
             info=self._info,
             register=self._register,
             service_names=self._service_names,
+            on_stop=self._on_stop,
         )
         self.address = self._server.address
         self._buffer.register_service(self._name, self.address)

@@ -16,6 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from protos.codec import reward_breakdowns
 from protos.nouns import RowHeader, TrainBatch
 
 Line = dict[str, Any]
@@ -206,6 +207,16 @@ def batch_figures(batch: TrainBatch) -> Line:
         "num_groups": len(batch.group_ids),
         **({"baseline_reward_mean": float(np.mean(greedy))} if greedy else {}),
     }
+
+
+def component_figures(payloads: Iterable[bytes]) -> Line:
+    """`reward/<component>`: the mean of each of the reward's components, over the trajectories that have it."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for payload in payloads:
+        for breakdown in reward_breakdowns(payload):
+            for name, value in breakdown.items():
+                found[f"reward/{name}"].append(value)
+    return {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
 def percentile_99(counts: Sequence[int] | np.ndarray[Any, Any]) -> int:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
 from services.config import Recipe, load_resolved
@@ -16,6 +17,9 @@ from services.model_check import ModelFacts, check_adapters, check_critic, check
 from services.placement import gpu_ids, gpus_wanted
 from services.run_folder import CONFIG_FILE, cannot_write, external_redis_url, running
 from trainer.engine_options import check_engine
+
+if TYPE_CHECKING:
+    from reward.rubric import Rubric
 
 ENGINE_BYTES = 1e9
 """Resident memory of one engine beside its weights and its KV cache; the same holds for one rank of the trainer."""
@@ -273,10 +277,36 @@ def check_redis(recipe: Recipe) -> None:
 
 
 def check_reward(recipe: Recipe) -> None:
-    """The scorer exists, imports, and takes its arguments."""
-    from reward.registry import validate
+    """The scorer or the rubric's scorers exist, import, and take their arguments; the estimator can use their components."""
+    from reward.scoring import validate
 
-    validate(recipe.reward)
+    rubric = validate(recipe.reward)
+    if recipe.trainer.needs_components:
+        _check_components(recipe, rubric)
+
+
+def _check_components(recipe: Recipe, rubric: Rubric) -> None:
+    """An estimator that compares every component must be able to, in every row, and must not train on what is only reported."""
+    components = {component.name: component for component in rubric.components}
+    if "" in components:
+        return  # a scorer alone: its components are not known before it has judged
+    weights = getattr(recipe.trainer.advantage, "weights", ())
+    if weights and len(weights) != len(components):
+        raise ConfigError(
+            f"trainer.advantage.weights has {len(weights)} entries for the {len(components)} components of {recipe.reward.rubric}; "
+            f"give one for each of {', '.join(sorted(components))}, in this order"
+        )
+    for name, component in components.items():
+        if component.optional:
+            raise ConfigError(
+                f"{recipe.reward.rubric}: component {name} is optional, and trainer.advantage {recipe.trainer.advantage.name} needs it "
+                "in every row; take optional away, or choose another estimator"
+            )
+        if component.weight == 0 and not weights:
+            raise ConfigError(
+                f"{recipe.reward.rubric}: component {name} has weight 0, and trainer.advantage {recipe.trainer.advantage.name} would "
+                f"train on it; give trainer.advantage.weights, for {', '.join(sorted(components))} in this order"
+            )
 
 
 def _ports(recipe: Recipe) -> Iterator[tuple[str, str, int]]:

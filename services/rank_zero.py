@@ -13,7 +13,7 @@ from services.batch_source import BatchSource
 from services.buffer.buffer import Buffer
 from services.config import Recipe
 from services.evaluation import BackgroundEvaluation, Evaluation
-from services.metrics import Line, MetricsLog, SamplerTotals, batch_figures
+from services.metrics import Line, MetricsLog, SamplerTotals, batch_figures, component_figures
 from services.publisher import Publication, Publisher
 from services.recovery import TrainerLock, take_over
 from services.summary import write_summary
@@ -98,7 +98,12 @@ class RankZero:
         return publication
 
     def write_line(
-        self, batch: TrainBatch, result: StepResult, seconds: Mapping[str, float], publication: Publication | None
+        self,
+        batch: TrainBatch,
+        payloads: Mapping[str, bytes],
+        result: StepResult,
+        seconds: Mapping[str, float],
+        publication: Publication | None,
     ) -> None:
         """Adds the batch's line to metrics.jsonl. Without a publication: a recorded batch that was trained again."""
         line: Line = {
@@ -106,6 +111,7 @@ class RankZero:
             "optimizer_step": result.optimizer_step,
             "time": time.time(),
             **batch_figures(batch),
+            **component_figures(payloads.values()),
             **result.metrics,
             **self._source.take_rejections(),
             **seconds,

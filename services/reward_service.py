@@ -1,44 +1,45 @@
-"""The reward service: claims generated groups, scores them, completes them. The same scorer answers `RewardService.Score`.
+"""The reward service of a run: claims generated groups, scores them, completes them. Beside it the same core answers
+`RewardService` (services/reward_server.py) and scores the jobs of its clients (services/jobs/lane.py).
 
-A failure is not a score: a row whose scorer hung, crashed or was out of reach is scored again, up to `reward.max_attempts`, and
-keeps its reason after that. A `baseline` row is scored like the others, and a group goes on with none but a scored one.
+A failure is not a score: a row whose scorer hung or crashed is scored again, up to `reward.max_attempts`; one whose scorer was out of
+reach up to `reward.infrastructure_attempts`, after growing pauses; then it keeps its reason. A `baseline` row is scored like the others,
+and a group goes on with none but a scored one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-import grpc
-
-from protos import reward_pb2, reward_pb2_grpc
+from protos import reward_pb2_grpc
 from protos.codec import decode_group, encode_group, encode_headers, group_headers
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from protos.errors import DataError
 from protos.nouns import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
 from reward.config import RewardConfig
-from reward.registry import InProcessScorer, RunningScorer, build_scorer
+from reward.scoring import ScoringCore
+from services import reward_server
+from services.backoff import pause_after
 from services.buffer.buffer import Buffer, Claim, Released
 from services.config import Recipe
 from services.front import ServiceFront
+from services.jobs.lane import JobLane
+from services.jobs.store import JobStore
 from services.process import stop_event
+from services.reward_server import RewardServicer
 
 SERVICE_NAME = "reward"
 """In the registry, and as holder of leases: a service that starts anew takes back what its predecessor held."""
 
 _CLAIM_SECONDS = 0.5  # longest wait of one claim, and so of a stop
-_RETRY_PAUSE_SECONDS = 0.5  # before a group is scored again after an infrastructure failure
 _GROUPS_PER_CLAIM = 16  # for scorers that take no time; what may hang is claimed one by one
-_RETRIED: frozenset[UnscoredReason] = frozenset(
-    {"timeout", "crashed", "infrastructure"}
-)  # the others would only come again
+_RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the others would only come again
 _NOT_AN_ANSWER = Unscored("invalid_input", "sampling ended in an error, there is no answer to judge")
 
 
@@ -47,16 +48,26 @@ class Progress:
     """How far the scoring of one group got; saved with the lease, so that the next holder goes on from there."""
 
     attempts: int = 0
+    """Those at which a scorer hung or crashed."""
+    infrastructure_attempts: int = 0
+    """Those at which one was out of reach."""
     scores: dict[int, Score] = field(default_factory=dict)
     """By trajectory id."""
 
-    def open_rows(self, rows: Iterable[Trajectory]) -> list[Trajectory]:
+    def open_rows(self, rows: Iterable[Trajectory], config: RewardConfig) -> list[Trajectory]:
         """The rows that have no score and may still get one."""
-        return [row for row in rows if not _failed(row) and not _settled(self.scores.get(row.trajectory_id))]
+        retried: set[UnscoredReason] = set()
+        if self.attempts < config.max_attempts:
+            retried |= _RETRIED_DATA
+        if self.infrastructure_attempts < config.infrastructure_attempts:
+            retried.add("infrastructure")
+        return [row for row in rows if not _failed(row) and _may_change(self.scores.get(row.trajectory_id), retried)]
 
     def record(self, rows: Sequence[Trajectory], results: Sequence[Score]) -> None:
         """Enters the results of one attempt."""
-        self.attempts += 1
+        reasons = {result.reason for result in results if isinstance(result, Unscored)}
+        self.attempts += not _RETRIED_DATA.isdisjoint(reasons)
+        self.infrastructure_attempts += "infrastructure" in reasons
         self.scores.update({row.trajectory_id: result for row, result in zip(rows, results, strict=True)})
 
     def score_of(self, row: Trajectory) -> Score:
@@ -69,7 +80,8 @@ class Progress:
             number: [score.value, dict(score.breakdown)] if isinstance(score, Scored) else [score.reason, score.detail]
             for number, score in self.scores.items()
         }
-        return json.dumps({"attempts": self.attempts, "scores": scores}).encode()
+        attempts = {"attempts": self.attempts, "infrastructure_attempts": self.infrastructure_attempts}
+        return json.dumps({**attempts, "scores": scores}).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes | None) -> Progress:
@@ -83,11 +95,11 @@ class Progress:
             else Scored(first, second)
             for number, (first, second) in saved["scores"].items()
         }
-        return cls(saved["attempts"], scores)
+        return cls(saved["attempts"], saved["infrastructure_attempts"], scores)
 
 
-def _settled(score: Score | None) -> bool:
-    return isinstance(score, Scored) or (isinstance(score, Unscored) and score.reason not in _RETRIED)
+def _may_change(score: Score | None, retried: Container[UnscoredReason]) -> bool:
+    return score is None or (isinstance(score, Unscored) and score.reason in retried)
 
 
 def _failed(row: Trajectory) -> bool:
@@ -96,16 +108,31 @@ def _failed(row: Trajectory) -> bool:
 
 def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
     """What the scorer is asked about one trajectory."""
-    return ScoreItem(prompt.data_source, trajectory.text, prompt.ground_truth, prompt.extra_info)
+    sampled = sum(segment.num_loss_tokens for segment in trajectory.segments)
+    return ScoreItem(
+        prompt.data_source, trajectory.text, prompt.ground_truth, prompt.judged_info(sampled), prompt.group_id
+    )
 
 
-def scored_row(trajectory: Trajectory, score: Score) -> ScoredTrajectory:
-    """The trajectory with its reward (what it earned on its way plus the score) or its reason."""
+def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool | None = None) -> ScoredTrajectory:
+    """The trajectory with its reward (what it earned on its way plus the score) or its reason. Rewards of its tokens stay as they are.
+
+    What was earned is a component of its own, beside the scorer's components, or beside `scorer` if it has none; `with_earned` says
+    so of a group where another row earned something, so that all its rows have the same components.
+    """
     if isinstance(score, Unscored):
         return ScoredTrajectory(trajectory, None, unscored_reason=score.reason, unscored_detail=score.detail)
     earned = trajectory.earned_reward
-    breakdown = {**score.breakdown, "earned": earned, "scorer": score.value} if earned else score.breakdown
+    breakdown = score.breakdown
+    if with_earned if with_earned is not None else earned:
+        breakdown = {**(breakdown or {"scorer": score.value}), "earned": earned}
     return ScoredTrajectory(trajectory, earned + score.value, breakdown)
+
+
+def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTrajectory]:
+    """The rows of a group as they stand."""
+    with_earned = any(row.earned_reward for row in rows)
+    return [scored_row(row, progress.score_of(row), with_earned=with_earned) for row in rows]
 
 
 def lacking_rows(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
@@ -133,11 +160,11 @@ def verdict(failures: Iterable[Unscored]) -> tuple[UnscoredReason, Literal["infr
 class RewardStage:
     """Scores the ring's groups: threads that each claim, score, complete, and one that keeps the leases."""
 
-    def __init__(self, buffer: Buffer, scorer: RunningScorer, config: RewardConfig) -> None:
+    def __init__(self, buffer: Buffer, core: ScoringCore, config: RewardConfig) -> None:
         self._buffer = buffer
-        self._scorer = scorer
+        self._core = core
+        self._rubric = core.default
         self._config = config
-        self._in_process = isinstance(scorer, InProcessScorer)
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._held: dict[
@@ -149,8 +176,10 @@ class RewardStage:
 
     def run(self, stop: threading.Event) -> None:
         """Works until told to stop; groups not finished by then go back to the buffer. Raises what a thread of it raised."""
-        number = 1 if self._in_process else self._config.num_workers
-        threads = [threading.Thread(target=self._work, name=f"reward-{n}", daemon=True) for n in range(number)]
+        threads = [
+            threading.Thread(target=self._work, name=f"reward-{n}", daemon=True)
+            for n in range(self._rubric.num_callers)
+        ]
         for thread in threads:
             thread.start()
         renew_every = self._config.lease_seconds / 3
@@ -160,7 +189,7 @@ class RewardStage:
                 renew_at = time.monotonic() + renew_every
                 self._renew_leases()
         self._stop.set()
-        self._scorer.close()  # ends what hangs
+        self._core.close()  # ends what hangs
         for thread in threads:
             thread.join(timeout=_CLAIM_SECONDS + 5.0)
         if self._failure is not None:
@@ -173,7 +202,7 @@ class RewardStage:
                 **dict(self._figures),
                 **{f"{name}_seconds": seconds for name, seconds in self._seconds.items()},
                 "groups_held": len(self._held),
-                "workers_replaced": getattr(self._scorer, "replaced_workers", 0),
+                **self._core.figures(),
             }
 
     def activity(self) -> str:
@@ -185,7 +214,7 @@ class RewardStage:
         try:
             while not self._stop.is_set():
                 started = time.monotonic()
-                number = _GROUPS_PER_CLAIM if self._in_process else 1
+                number = _GROUPS_PER_CLAIM if self._rubric.in_process else 1
                 claims = self._buffer.claim(
                     "generated", SERVICE_NAME, number, self._config.lease_seconds, _CLAIM_SECONDS
                 )
@@ -220,17 +249,21 @@ class RewardStage:
             return
         rows = [row for row in group.rows if isinstance(row, Trajectory)]
         progress = Progress.from_bytes(claim.partial)
-        pending = progress.open_rows(rows)
-        if pending and progress.attempts < self._config.max_attempts:
-            results = self._scorer.score([score_item(group.prompt, row) for row in pending])
+        pending = progress.open_rows(rows, self._config)
+        if pending:
+            if self._rubric.grouped:  # rows are compared with one another, so all of them again
+                pending = [row for row in rows if not _failed(row)]
+            results = self._core.score(self._rubric, [score_item(group.prompt, row) for row in pending], "ring")
             if self._stop.is_set() and any(isinstance(result, Unscored) for result in results):
                 self._release(claim, "shutdown", "voluntary")
                 return
             progress.record(pending, results)
-        rows_now = [scored_row(row, progress.score_of(row)) for row in rows]
+        rows_now = scored_rows(rows, progress)
         lacking = lacking_rows(rows_now, self._config.min_scored_samples)
-        if progress.attempts < self._config.max_attempts and progress.open_rows(rows):
-            self._give_back(claim, progress, _failures(rows_now), pause=True)
+        if still_open := progress.open_rows(rows, self._config):
+            numbers = {row.trajectory_id for row in still_open}
+            failed = [row for row in rows_now if row.trajectory.trajectory_id in numbers]
+            self._give_back(claim, progress, _failures(failed), pause=True)
         elif lacking:
             self._give_back(claim, progress, _failures(lacking), pause=False)
         else:
@@ -245,7 +278,10 @@ class RewardStage:
         reason, kind = verdict(failures)
         self._buffer.renew([claim], self._config.lease_seconds, {claim.group_id: progress.to_bytes()})
         if kind == "infrastructure" and pause:
-            self._stop.wait(_RETRY_PAUSE_SECONDS * progress.attempts)
+            self._stop.wait(pause_after(progress.infrastructure_attempts))
+            if self._stop.is_set():
+                self._release(claim, "shutdown", "voluntary")
+                return
         if self._release(claim, reason, kind) == "dropped":
             detail = next(failure.detail for failure in failures if failure.reason == reason)
             print(
@@ -270,39 +306,6 @@ class RewardStage:
         return outcome
 
 
-class ScoreServicer(reward_pb2_grpc.RewardServiceServicer):
-    """gRPC `RewardService`: the scorer of the ring, for evaluation and for anybody else."""
-
-    def __init__(self, scorer: RunningScorer) -> None:
-        self._scorer = scorer
-
-    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
-        """One result an item, in order; an item whose JSON cannot be read is unscored (`invalid_input`)."""
-        read = [_read_item(item) for item in request.items]
-        items = [item for item in read if isinstance(item, ScoreItem)]
-        scores = iter(await asyncio.to_thread(self._scorer.score, items))
-        results = (next(scores) if isinstance(one, ScoreItem) else one for one in read)
-        return reward_pb2.ScoreReply(items=[_reply_item(result) for result in results])
-
-
-def _read_item(item: reward_pb2.ScoreRequest.Item) -> ScoreItem | Unscored:
-    try:
-        ground_truth = json.loads(item.ground_truth) if item.ground_truth else None
-        extra_info = json.loads(item.extra_info) if item.extra_info else {}
-    except ValueError as error:
-        return Unscored("invalid_input", f"ground_truth and extra_info are JSON texts: {error}")
-    if not isinstance(extra_info, dict):
-        return Unscored("invalid_input", f"extra_info is a JSON object, not {extra_info!r:.80}")
-    return ScoreItem(item.data_source, item.solution, ground_truth, extra_info)
-
-
-def _reply_item(score: Score) -> reward_pb2.ScoreReply.Item:
-    reply = reward_pb2.ScoreReply
-    if isinstance(score, Scored):
-        return reply.Item(scored=reply.Scored(value=score.value, breakdown=score.breakdown))
-    return reply.Item(unscored=reply.Unscored(reason=score.reason, detail=score.detail))
-
-
 def main(recipe: Recipe, redis_url: str) -> None:
     """Runs the reward service until SIGTERM.
 
@@ -312,16 +315,23 @@ def main(recipe: Recipe, redis_url: str) -> None:
     """
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
-    with closing(build_scorer(recipe.reward)) as scorer:
-        stage = RewardStage(buffer, scorer, recipe.reward)
-        with ServiceFront(
+    jobs = recipe.jobs.in_namespace(recipe.run.run_id)
+    with ExitStack() as stack:
+        core = stack.enter_context(closing(ScoringCore(recipe.reward)))
+        store = stack.enter_context(closing(JobStore(redis_url, jobs)))
+        servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward, jobs)))
+        stage = RewardStage(buffer, core, recipe.reward)
+        lane = JobLane(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
+        front = ServiceFront(
             SERVICE_NAME,
             recipe,
             buffer,
-            figures=stage.figures,
+            figures=lambda: {**stage.figures(), **lane.figures()},
             activity=stage.activity,
             port=recipe.reward.port,
-            register=lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(ScoreServicer(scorer), server),
-            service_names=["tandem.v1.RewardService"],
-        ):
+            register=lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server),
+            service_names=[reward_server.SERVICE_NAME],
+            on_stop=servicer.end_streams,
+        )
+        with front, lane:
             stage.run(stop)

@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos import common_pb2, common_pb2_grpc
-from protos.errors import DeadlineError, EnvironmentLackError, TandemError, UnavailableError, error_class
+from protos.errors import DataError, DeadlineError, EnvironmentLackError, TandemError, UnavailableError, error_class
+from services.replicas import named_addresses, target_of
 
 MAX_MESSAGE_BYTES = 256 << 20
 _ERROR_KEY = "tandem-error"
+_MAX_DETAIL_BYTES = 4000  # a status travels in headers, for which clients accept 8 KiB
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
+]
+_SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [
+        {
+            "name": [{"service": "tandem.v1.RewardService"}],
+            # Every call may be repeated: scoring changes nothing, jobs are named by their keys. About 2 s in all.
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "2s",
+                "backoffMultiplier": 4,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+}
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.per_rpc_retry_buffer_size", 32 << 20),  # what does not fit is not repeated; gRPC's default is 256 KiB
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 ]
 INFO_SERVICE = "tandem.v1.InfoService"
 
@@ -28,29 +55,111 @@ Info = Callable[[], common_pb2.InfoReply]
 Register = Callable[[grpc.aio.Server], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands where a request would, whose bytes are none."""
+
+    fault: str
+
+
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call whose handler raised a TandemError with that class's status code and name."""
+    """Ends a call whose handler raised a TandemError with that class's status code and name, whatever kind of call it is.
+
+    Bytes that are no request of the method (a string that is not UTF-8 among them) end as a DataError: gRPC would call that its
+    own failure.
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
-            return handler
+        method = str(handler_call_details.method)
+        if method not in self._wrapped:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._wrapped[method] = _wrapped(handler)
+        return self._wrapped[method]
+
+
+def _wrapped(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    # The stubs type a handler's context as grpc.ServicerContext; it is an aio one in truth.
+    inner: Any
+    if handler.unary_unary is not None:
         inner = handler.unary_unary
+        call = grpc.unary_unary_rpc_method_handler(_answering(inner), _reading(handler), handler.response_serializer)
+    elif handler.unary_stream is not None:
+        inner = handler.unary_stream
+        call = grpc.unary_stream_rpc_method_handler(_telling(inner), _reading(handler), handler.response_serializer)
+    elif handler.stream_unary is not None:
+        inner = handler.stream_unary
+        call = grpc.stream_unary_rpc_method_handler(_answering(inner), _reading(handler), handler.response_serializer)
+    else:
+        inner = handler.stream_stream
+        call = grpc.stream_stream_rpc_method_handler(_telling(inner), _reading(handler), handler.response_serializer)
+    return call
 
-        async def call(
-            request: Any, context: Any
-        ) -> Any:  # typed as grpc.ServicerContext by the stubs, an aio one in truth
-            try:
-                return await inner(request, context)
-            except TandemError as error:
-                context.set_trailing_metadata(((_ERROR_KEY, type(error).__name__),))
-                await context.abort(getattr(grpc.StatusCode, error.grpc_code), str(error))
 
-        return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+def _answering(inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await inner(_checked(request), context)
+        except TandemError as error:
+            await _end(context, error)
+
+    return call
+
+
+def _telling(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    if not inspect.isasyncgenfunction(inner):  # it writes to the context itself, as gRPC's own services do
+        return _answering(inner)
+
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(inner(_checked(request), context)) as replies:  # whoever leaves: it may hold tasks
+                async for reply in replies:
+                    yield reply
+        except TandemError as error:
+            await _end(context, error)
+
+    return call
+
+
+def _reading(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any] | None:
+    """The handler's deserializer, which raises nothing."""
+    deserialize = handler.request_deserializer
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return _Malformed(f"the bytes are no request of this method, or a text in it is not UTF-8: {error}")
+
+    return read
+
+
+def _checked(request: Any) -> Any:
+    """The request, or the stream of requests, without malformed ones: they raise DataError."""
+    if isinstance(request, _Malformed):
+        raise DataError(request.fault)
+    return _checked_stream(request) if hasattr(request, "__aiter__") else request
+
+
+async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
+
+
+async def _end(context: Any, error: TandemError) -> None:
+    context.set_trailing_metadata(((_ERROR_KEY, type(error).__name__),))
+    text = str(error).encode(errors="backslashreplace")[:_MAX_DETAIL_BYTES].decode(errors="ignore")
+    await context.abort(getattr(grpc.StatusCode, error.grpc_code), text)
 
 
 class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
@@ -64,21 +173,37 @@ class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
 class RpcServer:
     """A listening server. `address` is `host:port` with the port really bound."""
 
-    def __init__(self, server: grpc.aio.Server, address: str, health_servicer: health.aio.HealthServicer) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        address: str,
+        health_servicer: health.aio.HealthServicer,
+        on_stop: Callable[[], None],
+    ) -> None:
         self._server = server
         self._health = health_servicer
+        self._on_stop = on_stop
         self.address = address
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Turns health to NOT_SERVING, refuses new calls, and cancels running ones after the grace."""
         await self._health.enter_graceful_shutdown()
+        self._on_stop()
         await self._server.stop(grace_seconds)
 
 
 async def start_server(
-    host: str, port: int, *, info: Info, register: Register, service_names: Sequence[str]
+    host: str,
+    port: int,
+    *,
+    info: Info,
+    register: Register,
+    service_names: Sequence[str],
+    on_stop: Callable[[], None] = lambda: None,
 ) -> RpcServer:
     """Starts a server with the given services besides health, reflection and Info; port 0 picks a free one.
+
+    `on_stop` is called on the event loop as the server begins to stop, so that long calls can end in words of their own.
 
     Raises:
         EnvironmentLackError: the port is in use or the address is not this machine's.
@@ -101,17 +226,26 @@ async def start_server(
     await server.start()
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return RpcServer(server, f"{host}:{bound}", health_servicer)
+    return RpcServer(server, f"{host}:{bound}", health_servicer, on_stop)
 
 
 class ServerThread:
     """The same server on an event loop of its own, for services whose main thread is not asynchronous."""
 
-    def __init__(self, host: str, port: int, *, info: Info, register: Register, service_names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        info: Info,
+        register: Register,
+        service_names: Sequence[str],
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
-        starting = start_server(host, port, info=info, register=register, service_names=service_names)
+        starting = start_server(host, port, info=info, register=register, service_names=service_names, on_stop=on_stop)
         try:
             self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(timeout=10.0)
         except BaseException:
@@ -130,14 +264,23 @@ class ServerThread:
         self._thread.join(timeout=5.0)
 
 
-def connect(address: str) -> grpc.Channel:
-    """A channel to `host:port` that connects with the first call."""
-    return grpc.insecure_channel(address, options=_OPTIONS)
+def connect(addresses: str) -> grpc.Channel:
+    """A channel to `host:port` that connects with the first call; of several, with commas between them, the calls go round.
+
+    Raises:
+        UserError: an address is none, or there are several and one of them is not known to this machine.
+    """
+    return grpc.insecure_channel(target_of(named_addresses(addresses)), options=_CLIENT_OPTIONS)
 
 
-def connect_async(address: str) -> grpc.aio.Channel:
+def connect_async(addresses: str) -> grpc.aio.Channel:
     """The same for `grpc.aio`."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    return connect_target(target_of(named_addresses(addresses)))
+
+
+def connect_target(target: str) -> grpc.aio.Channel:
+    """The same for what `services.replicas.target_of` made of addresses."""
+    return grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
 
 
 @contextmanager

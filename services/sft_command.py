@@ -8,7 +8,7 @@ from pathlib import Path
 from protos.contracts import Scored, ScoreItem
 from protos.errors import ConfigError, DataError
 from protos.nouns import Prompt, SamplingParameters
-from reward.registry import RunningScorer, build_scorer
+from reward.scoring import ScoringCore
 from services.chat import ChatEncoder, RefusedPromptError, load_tokenizer
 from services.config import Recipe
 from services.dataset import Row, load_prompts, read_rows
@@ -36,12 +36,12 @@ def main(recipe: Recipe) -> int:
         target_accuracy=recipe.sft.target_accuracy,
         validate_every=recipe.sft.validate_every,
     )
-    scorer = build_scorer(recipe.reward)
+    core = ScoringCore(recipe.reward)
     try:
-        validate = _validation(recipe, scorer) if recipe.data.eval_file else None
+        validate = _validation(recipe, core) if recipe.data.eval_file else None
         result = train_sft(rows, recipe.model.path, Path(recipe.sft.output), settings, validate)
     finally:
-        scorer.close()
+        core.close()
     reached = "" if result.accuracy is None else f", sampled accuracy {result.accuracy:.3f}"
     print(
         f"sft: {result.steps} steps, loss {result.loss:.4f}{reached}; the model is in {recipe.sft.output}", flush=True
@@ -85,7 +85,7 @@ def _load_rows(recipe: Recipe) -> list[SftRow]:
     return rows
 
 
-def _validation(recipe: Recipe, scorer: RunningScorer) -> Validate:
+def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
     """Samples at the recipe's temperature, as reinforcement learning will, and lets the recipe's scorer judge."""
     sampling = SamplingParameters(temperature=recipe.rollout.temperature, max_tokens=recipe.rollout.max_response_tokens)
     prompts: tuple[Prompt, ...] = load_prompts(
@@ -111,9 +111,10 @@ def _validation(recipe: Recipe, scorer: RunningScorer) -> Validate:
         )
         texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
         items = [
-            ScoreItem(p.data_source, text, p.ground_truth, p.extra_info) for p, text in zip(prompts, texts, strict=True)
+            ScoreItem(prompt.data_source, text, prompt.ground_truth, prompt.judged_info(len(answer)))
+            for prompt, text, answer in zip(prompts, texts, answers, strict=True)
         ]
-        scores = scorer.score(items)
+        scores = core.score(core.default, items, "calls")
         rewards = [score.value for score in scores if isinstance(score, Scored)]
         accuracy = sum(value >= 1.0 for value in rewards) / len(rewards) if rewards else 0.0
         unscored = f" ({len(scores) - len(rewards)} unscored)" if len(rewards) < len(scores) else ""

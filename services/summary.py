@@ -57,6 +57,8 @@ def summarise(
         else None,
         "train_steps": len(lines),
         "optimizer_steps": last.get("optimizer_step", 0),
+        "skipped_steps": _total(lines, "skipped_steps"),
+        "critic_skipped_steps": _total(lines, "critic_skipped_steps"),
         "wall_seconds": wall_seconds,
         "train_seconds": train_seconds,
         "sampler_tokens_per_second": _ratio(last.get("sampler_tokens", 0.0), train_seconds),
@@ -82,6 +84,11 @@ def _staleness(lines: Sequence[Line]) -> dict[str, float | int | None]:
         "p99_staleness": percentile_99(counts),
         "observed_max_staleness": width - 1,
     }
+
+
+def _total(lines: Sequence[Line], name: str) -> int | None:
+    found = [int(line[name]) for line in lines if name in line]
+    return sum(found) if found else None
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -66,13 +66,13 @@ def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
     """
     config = recipe.folder / CONFIG_FILE
     write_text(config, dump_recipe(recipe))
-    attempts = recipe.reward.max_attempts
+    reward = recipe.reward  # its stage gives a group back after each attempt in vain
     try:
         buffer.create(
             groups_per_batch=recipe.run.groups_per_batch,
             staleness_budget=recipe.run.staleness_budget,
             target_groups=recipe.run.total_batches * recipe.run.groups_per_batch,
-            failure_budget={"infrastructure": attempts, "data": attempts},
+            failure_budget={"infrastructure": reward.infrastructure_attempts, "data": reward.max_attempts},
             resume=resume,
         )
     except UserError:

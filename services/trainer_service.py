@@ -104,7 +104,7 @@ class Trainer:
             batch, payloads = read_record(self.recipe.folder, version)
             check_world(batch, self.learner.world_size)
             result = self.learn(batch, payloads)
-            self.write_line(batch, result, None)
+            self.write_line(batch, payloads, result, None)
 
     def begin(self) -> None:
         """From here on times and rates are measured."""
@@ -130,22 +130,25 @@ class Trainer:
         result = self.learn(batch, payloads)
         self.wait_for_evaluation()
         publication = self.publish(changed=result.changed)
-        self.write_line(batch, result, publication)
+        self.write_line(batch, payloads, result, publication)
 
     def learn(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> StepResult:
         """The optimizer steps of a batch that is on disk."""
         groups = {group_id: decode_group(payloads[group_id]) for group_id in groups_of_rank(batch, self.learner.rank)}
         result = self.learner.train(batch, groups, before_step=self.check_incarnation)
         self.version = batch.policy_version
-        # A batch that warms the critic up changes nothing either, and skips nothing.
-        skipped = not result.changed and result.metrics["skipped_steps"] > 0
+        self._count_skipped(result)
+        return result
+
+    def _count_skipped(self, result: StepResult) -> None:
+        """Ends a run whose batches, one after the other, each lost a step of the policy or of the critic."""
+        skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
         self.skipped_batches = self.skipped_batches + 1 if skipped else 0
         if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:
             raise TrainingError(
                 f"{self.skipped_batches} batches in a row had a gradient that is not finite, the last for version {self.version}; "
                 "lower trainer.learning_rate, or look at the rewards and lengths in metrics.jsonl"
             )
-        return result
 
     def check_incarnation(self) -> None:
         """Before every optimizer step, rank 0 makes sure that it is still this run's trainer; the others cannot step without it."""
@@ -161,11 +164,13 @@ class Trainer:
             self.sender.broadcast(manifest, self.recipe.weights.deadline_seconds)
             return None
 
-    def write_line(self, batch: TrainBatch, result: StepResult, publication: Publication | None) -> None:
+    def write_line(
+        self, batch: TrainBatch, payloads: Mapping[str, bytes], result: StepResult, publication: Publication | None
+    ) -> None:
         """The batch's line of metrics.jsonl."""
         seconds = self.clock.lap()
         if self.rank_zero:
-            self.rank_zero.write_line(batch, result, seconds, publication)
+            self.rank_zero.write_line(batch, payloads, result, seconds, publication)
 
     def wait_for_evaluation(self) -> bool:
         """Holds all ranks until the evaluation of the published version is over; False if the run was stopped before."""

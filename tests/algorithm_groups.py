@@ -46,9 +46,13 @@ def _enriched(row: ScoredTrajectory, number: int, policy: PreTrainedModel) -> Sc
     assert row.reward is not None
     return replace(
         row,
-        trajectory=replace(row.trajectory, segments=segments, finish_reason="length" if number == 1 else "stop"),
+        trajectory=replace(
+            row.trajectory,
+            segments=segments,
+            finish_reason="length" if number == 1 else "stop",
+            token_rewards=token_rewards,
+        ),
         breakdown={"format": float(number % 2), "right": row.reward},
-        token_rewards=token_rewards,
     )
 
 

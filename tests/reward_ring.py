@@ -12,6 +12,8 @@ import numpy as np
 from protos.codec import decode_group, encode_group
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from protos.nouns import Prompt, SamplingParameters, Segment, Trajectory, TrajectoryGroup, VersionSpan
+from reward.rubric import Rubric
+from reward.scoring import CompiledRubric, Lane, ScoringCore
 from services.buffer.buffer import Buffer
 from tests.redis_ring import claim, new_run
 
@@ -81,17 +83,24 @@ def rewards(group: TrajectoryGroup) -> list[float | None]:
     return [row.reward for row in group.scored_rows]
 
 
-class ScriptedScorer:
+class ScriptedCore(ScoringCore):
     """Answers by text: a number is the reward, `reason*k` fails k times with that reason before it is worth 1."""
 
-    name = "scripted"
-
-    def __init__(self) -> None:
+    def __init__(self, *, num_callers: int = 1, grouped: bool = False) -> None:
         self.asked: list[str] = []
+        self.calls: list[list[ScoreItem]] = []
         self.closed = threading.Event()
+        self.default = CompiledRubric(
+            Rubric(()), text="", digest="", in_process=False, grouped=grouped, num_callers=num_callers
+        )
 
-    def score(self, items: Sequence[ScoreItem]) -> list[Score]:
+    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane) -> list[Score]:
+        assert rubric is self.default and lane == "ring"
+        self.calls.append(list(items))
         return [self._judge(item) for item in items]
+
+    def figures(self) -> dict[str, float]:
+        return {"workers_replaced": 0.0}
 
     def _judge(self, item: ScoreItem) -> Score:
         self.asked.append(item.solution)

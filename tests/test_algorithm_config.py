@@ -229,6 +229,44 @@ def test_what_is_done_to_the_reward_is_not_lost_on_an_estimator_of_components(te
     assert read("[trainer.kl.loss]", "trainer.advantage=gdpo").needs_components
 
 
+@pytest.mark.parametrize(
+    "over",
+    [
+        "trainer.correction.veto=1e-4",
+        "trainer.correction.weights.normalize=true",
+        'trainer.correction.rejections=[{level = "token", high = 2.0}]',
+    ],
+)
+def test_an_interpolated_proximal_policy_cannot_judge_the_batch(over: str) -> None:
+    line = complaint('correction = "areal_loglinear"', over)
+    assert line.startswith("trainer: correction.proximal loglinear is known only in the pass that trains a token")
+    assert read('correction = "areal"', over).correction.needs_whole_batch
+    for name in loss_models():
+        assert read(f'correction = "areal_loglinear"\nloss = "{name}"').correction.proximal == "loglinear"
+
+
+def test_groups_of_equal_rewards_are_not_dropped_from_an_estimator_of_components() -> None:
+    text = "[trainer.selection]\ndrop_zero_variance = true"
+    line = complaint(text, "trainer.advantage=gdpo")
+    assert line.startswith("trainer: selection.drop_zero_variance compares whole rewards, and advantage gdpo their")
+    assert read(text).selection.drop_zero_variance
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("[trainer.kl.reward]", "kl.reward"),
+        ("[trainer.selection.overlong_penalty]\nbuffer_tokens = 4", "selection.overlong_penalty"),
+    ],
+)
+def test_success_rates_are_not_made_negative(text: str, key: str) -> None:
+    assert complaint(text, "trainer.advantage=maxrl").startswith(
+        f"trainer: {key} makes rewards negative, and advantage maxrl"
+    )
+    read(text, "trainer.advantage=dr_grpo")
+    read("[trainer.kl.loss]\n[trainer.selection]\nreward_clip = [0, 1]", "trainer.advantage=maxrl")
+
+
 def check(algorithm: AlgorithmConfig, samples: int = 8, min_scored: int = 0, tokens: int = 256) -> None:
     algorithm.check_sampling(samples_per_prompt=samples, min_scored_samples=min_scored, max_response_tokens=tokens)
 

@@ -71,3 +71,18 @@ def test_differences_are_paired_by_seed() -> None:
     assert found is not None and math.isclose(found[0], -1.0) and math.isclose(found[1], 0.0, abs_tol=1e-9)
     assert any("| 4 | `token_tis` |" in line and "-1.0 [-1.0, -1.0]" in line for line in table(record))
     assert difference(record, Cell(8, "none"), Cell(0, "token_tis")) is None
+
+
+def test_a_study_that_ended_early_fails_and_says_so(tmp_path: Path) -> None:
+    """Without a run, and with one of two seeds; a plan without the judged cells may be whole."""
+    output = tmp_path / "record.json"
+    paths = ["--folder", str(tmp_path), "--output", str(output)]
+    command = [sys.executable, "benchmarks/staleness.py", "--minutes", "-1", *paths]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    told = "NOT FINISHED: 60 of 60 planned runs are missing."
+    assert told in done.stdout and told in output.with_suffix(".md").read_text()
+    record, cell = {"runs": [run(0, 8, "none", 0.9)]}, Cell(8, "none")
+    lines, passed = verdicts(record, [(0, cell), (1, cell)])
+    assert not passed and lines[-1].startswith("NOT FINISHED: 1 of 2")
+    assert verdicts(record, [(0, cell)])[1]

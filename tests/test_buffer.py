@@ -16,7 +16,7 @@ from protos.errors import (
     RunExistsError,
     UnavailableError,
 )
-from services.buffer import buffer as buffer_module
+from services.buffer import connection
 from services.buffer.buffer import Admission, Buffer
 from tests import redis_ring as ring
 
@@ -281,7 +281,7 @@ def test_timeouts_are_honoured(buffer: Buffer) -> None:
 
 def test_blocked_claimers_wake_at_once_and_none_is_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight claimers sleep; eight groups come, some in one go: all are claimed long before anybody looks unasked."""
-    monkeypatch.setattr(buffer_module, "_POLL_SECONDS", 30.0)
+    monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
     buffer = ring.new_run(url, groups_per_batch=8)
     claimed: list[tuple[str, float]] = []
 
@@ -305,7 +305,7 @@ def test_blocked_claimers_wake_at_once_and_none_is_forgotten(url: str, monkeypat
 
 def test_a_taken_ring_is_passed_on_when_its_taker_is_refused(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     """rollout-1 is woken but no longer LIVE; rollout-0, asleep, must not wait until it would look unasked."""
-    monkeypatch.setattr(buffer_module, "_POLL_SECONDS", 30.0)
+    monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
     buffer.register_sampler("rollout-1", "127.0.0.1:9", 1)
     assert buffer.admit_sampler(1, "rollout-1", 0)
     refused: list[Exception] = []
@@ -346,7 +346,7 @@ def test_a_blocked_claimer_finds_a_lease_that_ran_out(buffer: Buffer) -> None:
 
 
 def test_a_lease_that_somebody_finds_expired_wakes_a_claimer(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_module, "_POLL_SECONDS", 30.0)
+    monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
     ring.offer(buffer, 1)
     ring.claim(buffer, "prompts", lease_seconds=0.2)
     threading.Timer(0.3, buffer.counts).start()

@@ -56,18 +56,16 @@ def trajectories(draw: st.DrawFn) -> Trajectory | ScoredTrajectory:
         sampling=draw(samplings),
         earned_reward=draw(floats),
         metadata=draw(st.dictionaries(texts, json_values, max_size=2)),
+        token_rewards=(
+            tuple(np.linspace(0, 1, len(s.ids), dtype=np.float32) for s in parts) if draw(st.booleans()) else None
+        ),
     )
     kind = draw(st.sampled_from(["plain", "scored", "unscored"]))
     if kind == "plain":
         return trajectory
     if kind == "unscored":
         return ScoredTrajectory(trajectory, None, unscored_reason="timeout", unscored_detail=draw(texts))
-    token_rewards = (
-        tuple(np.linspace(0, 1, len(s.ids), dtype=np.float32) for s in parts) if draw(st.booleans()) else None
-    )
-    return ScoredTrajectory(
-        trajectory, draw(floats), draw(st.dictionaries(texts, floats, max_size=2)), token_rewards=token_rewards
-    )
+    return ScoredTrajectory(trajectory, draw(floats), draw(st.dictionaries(texts, floats, max_size=2)))
 
 
 @st.composite

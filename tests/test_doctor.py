@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from protos.errors import EnvironmentLackError
+from reward.sandbox.isolation import find_isolation
 from services import doctor
+from services.cli import app
 from services.doctor import Finding, check_backends, check_torch, check_vllm, probe_imports, run_doctor
 
 GOOD_PROBE = {"device": "cpu", "gpus": 0, "vllm": "cpu"}
@@ -51,9 +54,18 @@ def test_a_machine_that_has_everything(monkeypatch: pytest.MonkeyPatch, installe
         "memory",
         "disk",
         "ports",
+        "sandbox",
         "weights: gloo",
     ):
         assert name in said
+
+
+def test_the_command_names_the_isolation_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "probe_imports", lambda: GOOD_PROBE)
+    said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "240"}).output
+    (row,) = [line for line in said.splitlines() if line[1:].split()[:1] == ["sandbox"]]
+    found = find_isolation()
+    assert ("no isolation" if found.name == "none" else str(found)) in row
 
 
 def test_a_missing_package_is_a_lack_with_its_remedy(

@@ -13,9 +13,19 @@ from services.cli import app
 from services.config import known_keys, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/algorithms.md")]
+DOCUMENTS = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/algorithms.md",
+        "docs/reward.md",
+        "docs/sandbox.md",
+    )
+]
 TEXT = {file: file.read_text() for file in DOCUMENTS}
-KEY = r"(?:run|model|data|rollout|reward|trainer|weights|sft)(?:\.[a-z_]+)+"
+KEY = r"(?:run|model|data|rollout|reward|jobs|trainer|weights|sft)(?:\.[a-z_]+)+"
 
 
 def lines_of_code(text: str) -> list[str]:
@@ -32,10 +42,10 @@ COMMANDS = sorted({line for text in TEXT.values() for line in lines_of_code(text
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
     words = command.split()[1:]
-    path = words[:2] if words[0] == "data" else words[:1]
+    path = words[:2] if words[0] in ("data", "reward") else words[:1]
     assert CliRunner().invoke(app, [*path, "--help"]).exit_code == 0
     overrides = [word for word in words if re.match(r"[a-z]+(\.[a-z_]+)+=", word)]
-    recipes = [word for word in words if word.startswith("examples/")]
+    recipes = [word for word in words if word.startswith("examples/recipes/")]
     for recipe in recipes:
         load_recipe(ROOT / recipe, overrides)
     assert all(override.partition("=")[0] in known_keys() for override in overrides)
@@ -45,9 +55,8 @@ def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
 
 def test_there_are_commands_to_check() -> None:
     assert len(COMMANDS) >= 8
-    assert {"demo", "run", "serve", "sft", "eval", "replay", "status", "ledger", "doctor", "config", "data"} == set(
-        get_command(app).commands  # type: ignore[attr-defined]
-    )
+    known = {"demo", "run", "serve", "sft", "eval", "replay", "status", "ledger", "doctor", "config", "data", "reward"}
+    assert known == set(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)

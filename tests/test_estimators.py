@@ -175,6 +175,18 @@ def test_remax_and_reinforce_hand_out_reward_to_go() -> None:
     assert plain.advantages_N.tolist() == [3.0, 4.0, 4.0, 8.0]
 
 
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_equal_rewards_teach_the_tail_of_the_longest_row_of_a_token_baseline(name: str) -> None:
+    batch = make_batch([1.0, 1.0, 1.0], [0, 0, 0], [4, 2, 1])
+    options = estimator_models()[name]
+    zeros = [0.0] * 5
+    for tail, handled in ((1.0, True), (0.0, False)):
+        got_N = estimate(batch, options(handle_zero_tail=handled)).advantages_N
+        assert got_N.tolist() == pytest.approx([*zeros[:2], tail, tail, *zeros[:3]], abs=1e-5)
+    equal = estimate(make_batch([1.0, 1.0], [0, 0], [3, 3]), options()).advantages_N
+    assert equal.tolist() == pytest.approx([0.0] * 6, abs=1e-5)
+
+
 SINGLES = {
     "grpo": 0.75,
     "dr_grpo": 0.75,

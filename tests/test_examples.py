@@ -17,7 +17,7 @@ from examples.gsm8k_reward import compute_score
 from protos.contracts import Scored, ScoreItem
 from protos.nouns import SamplingParameters
 from reward.config import RewardConfig
-from reward.registry import build_scorer
+from reward.scoring import ScoringCore
 from services.config import load_recipe
 from services.dataset import load_prompts
 from services.tiny_model import build_tiny_model
@@ -121,11 +121,11 @@ def test_gsm8k_becomes_prompts_and_is_judged(tmp_path: Path) -> None:
 def scores(recipe: str, items: list[ScoreItem]) -> list[Any]:
     """What the scorer of a recipe makes of these."""
     reward = load_recipe(ROOT / f"examples/recipes/{recipe}.toml").reward
-    scorer = build_scorer(RewardConfig(scorer=str(ROOT / reward.scorer), arguments=reward.arguments))
+    core = ScoringCore(RewardConfig(scorer=str(ROOT / reward.scorer), arguments=reward.arguments))
     try:
-        return list(scorer.score(items))
+        return list(core.score(core.default, items, "calls"))
     finally:
-        scorer.close()
+        core.close()
 
 
 def test_a_folder_without_gsm8k_is_named(tmp_path: Path) -> None:

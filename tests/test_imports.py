@@ -44,6 +44,14 @@ COMMANDS = [
     ["config"],
     ["data"],
     ["data", "check"],
+    ["reward"],
+    ["reward", "score"],
+    ["reward", "submit"],
+    ["reward", "jobs"],
+    ["reward", "results"],
+    ["reward", "cancel"],
+    ["reward", "scorers"],
+    ["reward", "serve"],
 ]
 
 

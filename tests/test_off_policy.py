@@ -78,6 +78,10 @@ def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[s
         }
         if weights.outside == "zero":  # with truncation golden reports what is below 1/cap, which nothing bounds
             ours["rollout_is_ratio_fraction_low"] = figures["truncated_below_fraction"] * share
+        if weights.level == "sequence":
+            ours["rollout_is_seq_fraction_high"] = ours["rollout_is_ratio_fraction_high"]
+            if weights.outside == "zero":
+                ours["rollout_is_seq_fraction_low"] = ours["rollout_is_ratio_fraction_low"]
         if weights.level == "token":  # of a sequence's, golden reports the ratio here, not the weight
             ours |= {
                 "rollout_is_max": figures["behavior_weight_max"],
@@ -95,9 +99,29 @@ def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[s
         }
         if test.level != "max":  # ours is then the row's least token, golden's the least of the rows' greatest
             ours[f"rollout_rs_{mode}_min"] = figures[f"rejection/{test.name}/min"]
+        ours |= golden_row_figures(case, f"rollout_rs_{mode}", test, figures)
     if options.rejections:
         ours["rollout_rs_masked_fraction"] = figures["rejected_fraction"]
         ours["rollout_rs_seq_masked_fraction"] = figures["touched_row_fraction"] * filled
+    return ours
+
+
+def golden_row_figures(
+    case: GoldenCase, golden: str, test: RejectionOptions, figures: dict[str, float]
+) -> dict[str, float]:
+    """Of a test, what golden tells apart further: what is above and below its bounds, and the statistic of rows."""
+    whole_rows = test.level != "token"
+    rejected = figures[f"rejection/{test.name}/{'touched_row' if whole_rows else 'rejected'}_fraction"]
+    sides = [f"{golden}_fraction_{side}" for side in ("high", "low")]
+    assert sum(case.metrics[side] for side in sides) == pytest.approx(rejected, abs=1e-7), f"{case.name}: {golden}"
+    ours = {} if test.measure == "k1" else dict(zip(sides, (rejected, 0.0), strict=True))
+    if whole_rows:
+        greatest, least = (figures[f"rejection/{test.name}/{end}"] for end in ("max", "min"))
+        ours[f"{golden}_seq_max"] = greatest
+        if test.level != "max":
+            ours |= {f"{golden}_seq_min": least, f"{golden}_seq_max_deviation": max(abs(greatest), abs(least))}
+        if test.measure != "k1":
+            ours[f"{golden}_seq_fraction_high"] = rejected
     return ours
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protos.errors import DataError
 from tests.golden_cases import GoldenCase, golden_cases
 from trainer.balance import workload
-from trainer.packing import MAX_PADDING, MAX_PADDING_OF_BUDGET, pack, pack_flat
+from trainer.packing import MAX_PADDING, MAX_PADDING_OF_BUDGET, SMALL_BATCH, pack, pack_flat
 
 lengths_lists = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -60,7 +60,8 @@ def test_ranks_cost_at_most_the_rounding_up(lengths: list[int], slack: int, mult
 def test_padding_is_little_or_not_worth_a_micro_batch(lengths: list[int], slack: int, multiple: int) -> None:
     budget = max(lengths) + slack
     padding = padded_size(pack(lengths, budget, multiple_of=multiple), lengths) - sum(lengths)
-    assert padding <= max(MAX_PADDING * sum(lengths), MAX_PADDING_OF_BUDGET * budget)
+    allowed = MAX_PADDING_OF_BUDGET * budget if sum(lengths) < SMALL_BATCH * budget else 0.0
+    assert padding <= max(MAX_PADDING * sum(lengths), allowed)
 
 
 @settings(max_examples=30, deadline=None)
@@ -76,8 +77,17 @@ def test_a_batch_of_lognormal_lengths_is_padded_by_a_twentieth_at_most(
 ) -> None:
     lengths = lognormal_lengths(np.random.default_rng(seed), num_rows=num_rows, median=median, sigma=sigma, most=8192)
     bins = pack(lengths, 8192, multiple_of=multiple)
-    assert sum(lengths) > 0.95 * padded_size(bins, lengths) - 8192 * MAX_PADDING_OF_BUDGET
-    if sum(lengths) >= 8192 * 2.5:
+    assert sum(lengths) / padded_size(bins, lengths) >= 0.95
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_so_is_a_batch_of_few_budgets(multiple: int) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        median, budget = random.uniform(200, 500), 32768
+        lengths = lognormal_lengths(random, num_rows=100, median=median, sigma=random.uniform(0.3, 1.0), most=budget)
+        bins = pack(lengths, budget, multiple_of=multiple)
+        assert SMALL_BATCH * budget <= sum(lengths) < 4 * budget
         assert sum(lengths) / padded_size(bins, lengths) >= 0.95
 
 

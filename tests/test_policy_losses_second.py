@@ -287,6 +287,15 @@ def test_topr_lets_go_of_a_bad_answer_that_the_policy_has_left() -> None:
     assert gradient(topr(tokens, ToprOptions()).losses_N, tokens).tolist() == [0.0, 0.0]
 
 
+def test_topr_loses_nothing_of_a_row_s_ratio() -> None:
+    far = 2.0**24  # float32 knows no half there
+    current_N, zeros_N = torch.tensor([far, -0.5, -far]), torch.zeros(3)
+    tokens = LossTokens(current_N, zeros_N, zeros_N, torch.full((3,), -1.0), zeros_N, torch.tensor([3]))
+    losses_N = topr(tokens, ToprOptions()).losses_N
+    assert losses_N.dtype == torch.float32
+    assert losses_N[1].item() == pytest.approx(-0.5 * math.exp(-0.5))
+
+
 def test_truncated_importance_by_hand() -> None:
     tokens = made(
         [-1.0, -1.0, -2.0],

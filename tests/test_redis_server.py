@@ -17,6 +17,7 @@ import redis
 from protos.errors import EnvironmentLackError
 from services.buffer import redis_server
 from services.buffer.redis_server import find_redis_server, start_redis
+from tests.processes import has_ended
 
 
 def _client(url: str) -> redis.Redis:
@@ -26,7 +27,7 @@ def _client(url: str) -> redis.Redis:
 def _wait_until_gone(pid: int, seconds: float = 5.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        if has_ended(pid):
             return True
         time.sleep(0.01)
     return False

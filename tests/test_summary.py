@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from services.metrics import JsonLines, MetricsLog, PhaseClock, SamplerTotals, batch_figures, percentile_99
+from protos.codec import encode_group
+from protos.nouns import ScoredTrajectory, TrajectoryGroup
+from services.metrics import (
+    JsonLines,
+    MetricsLog,
+    PhaseClock,
+    SamplerTotals,
+    batch_figures,
+    component_figures,
+    percentile_99,
+)
 from services.summary import summarise, write_summary
 from tests.trainer_ring import make_recipe
 from tests.training_groups import make_batch, make_group
@@ -32,11 +42,12 @@ def line(step: int, **more: object) -> dict[str, object]:
 def test_figures_of_a_run(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     evaluations = [{"version": 4, "accuracy": 0.9}, {"version": 0, "accuracy": 0.5}]
-    lines = [line(1), line(2), line(3, weight_stall_seconds=None), line(4)]
+    lines = [line(1), line(2, skipped_steps=0.0), line(3, weight_stall_seconds=None, skipped_steps=2.0), line(4)]
     summary = summarise(recipe, lines, evaluations, {"admitted": 9}, 12.5)
     assert summary["initial_accuracy"] == 0.5
     assert summary["final_accuracy"] == 0.9
     assert (summary["train_steps"], summary["optimizer_steps"]) == (4, 8)
+    assert (summary["skipped_steps"], summary["critic_skipped_steps"]) == (2, None)
     assert (summary["wall_seconds"], summary["train_seconds"]) == (12.5, 8.0)
     assert summary["sampler_tokens_per_second"] == 200 / 8
     assert summary["trainer_tokens_per_second"] == 400 / 8
@@ -99,6 +110,26 @@ def test_greedy_answers_are_a_figure_of_their_own() -> None:
         return batch_figures(make_batch(groups, policy_version=5)[0])
 
     assert figures(1.0, 0.5) == {**figures(), "baseline_reward_mean": 0.75}
+
+
+def test_components_of_the_reward_are_figures() -> None:
+    """Of policy rows with a reward only; a component that some lack is the mean of the others."""
+    given = [{"format": 1.0, "math": 0.0}, {"format": 0.0}, {"format": 9.0}, {"format": 0.5, "math": 1.0}]
+    group = make_group(0, versions=(3,), rewards=(1.0, 0.0, None, 1.0), num_segments=2)
+    greedy = make_group(1, versions=(3,), rewards=(1.0, 1.0), baseline=True, num_segments=2)
+    rows = [
+        ScoredTrajectory(row.trajectory, row.reward, parts, row.unscored_reason, row.unscored_detail)
+        for row, parts in zip(group.scored_rows, given, strict=True)
+    ]
+    others = [
+        ScoredTrajectory(row.trajectory, row.reward, {"format": 0.5} if row.trajectory.role == "policy" else {"x": 1.0})
+        for row in greedy.scored_rows
+    ]
+    payloads = [
+        encode_group(TrajectoryGroup(group.prompt, tuple(rows))),
+        encode_group(TrajectoryGroup(greedy.prompt, tuple(others))),
+    ]
+    assert component_figures(payloads) == {"reward/format": pytest.approx(0.5), "reward/math": pytest.approx(0.5)}
 
 
 def test_percentile() -> None:

@@ -110,12 +110,19 @@ class AlgorithmConfig(BaseModel):
             raise ValueError(
                 f"critic is set, but advantage {self.advantage.name} has none: take advantage gae, or leave critic out"
             )
+        if self.correction.proximal == "loglinear" and self.correction.needs_whole_batch:
+            raise ValueError(
+                "correction.proximal loglinear is known only in the pass that trains a token, and rejections, veto and "
+                'weights.normalize judge the batch before it: leave them out, or set correction.proximal = "recomputed"'
+            )
         if self.needs_components:
             self._check_components()
+        if self.advantage.name == "maxrl":
+            self._check_success_rates()
         return self
 
     def _check_components(self) -> None:
-        """An estimator that reads the rewards' components only would lose what is done to the reward itself."""
+        """An estimator that reads the rewards' components only would lose what is done to the reward itself, and groups that teach."""
         lost = {
             "kl.reward": self.kl.reward,
             "selection.overlong_penalty": self.selection.overlong_penalty,
@@ -125,5 +132,22 @@ class AlgorithmConfig(BaseModel):
             if value is not None:
                 raise ValueError(
                     f"{key} changes the reward, and advantage {self.advantage.name} reads its components only: "
+                    f"leave {key} out, or take another advantage"
+                )
+        if self.selection.drop_zero_variance:
+            raise ValueError(
+                f"selection.drop_zero_variance compares whole rewards, and advantage {self.advantage.name} their components, which "
+                "may differ where the rewards are equal: leave selection.drop_zero_variance out, or take another advantage"
+            )
+
+    def _check_success_rates(self) -> None:
+        """An estimator that divides by the mean reward cannot have what makes rewards negative."""
+        for key, value in {
+            "kl.reward": self.kl.reward,
+            "selection.overlong_penalty": self.selection.overlong_penalty,
+        }.items():
+            if value is not None:
+                raise ValueError(
+                    f"{key} makes rewards negative, and advantage maxrl divides by their mean as by a success rate: "
                     f"leave {key} out, or take another advantage"
                 )

@@ -169,21 +169,28 @@ def _baselines(
 
 
 def _component_rows(layout: BatchLayout, components: Mapping[TrajectoryKey, Mapping[str, float]]) -> Tensor:
-    """(R, C) float64, components in the order of their names."""
-    names = sorted({name for parts in components.values() for name in parts})
+    """(R, C) float64, components in the order of their names; what `a/b` is part of `a` and no component beside it.
+
+    A component that no row of a group has is for other data: it is 0 there, and compares nothing.
+    """
+    names = sorted({name for parts in components.values() for name in parts if "/" not in name})
     if not names:
         raise DataError(
-            "trainer.advantage gdpo needs rewards with their components: let the reward function return a dict of them"
+            "trainer.advantage gdpo needs rewards with their components: let the reward function return a dict of them, "
+            "or name several scorers in reward.rubric"
         )
+    known: dict[str, set[str]] = {}
+    for (group_id, _), parts in components.items():
+        known.setdefault(group_id, set()).update(parts)
     rows = []
     for group_id, trajectory_id in layout.trajectories:
         parts = components.get((group_id, trajectory_id), {})
-        missing = [name for name in names if name not in parts]
+        missing = [name for name in names if name not in parts and name in known.get(group_id, names)]
         if missing:
             raise DataError(
                 f"group {group_id}, trajectory {trajectory_id}: its reward lacks the component {missing[0]}, which others have"
             )
-        rows.append([parts[name] for name in names])
+        rows.append([parts.get(name, 0.0) for name in names])
     return torch.tensor(rows, dtype=torch.float64)
 
 

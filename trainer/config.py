@@ -9,11 +9,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from trainer.algorithm import AlgorithmConfig
 from trainer.engine_options import LoraOptions
 
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+
 
 class TrainerConfig(AlgorithmConfig):
     """`[trainer]`: how the policy learns."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     num_ranks: Annotated[int, Field(ge=1)] = 1
     """Trainer processes on this machine (one a GPU, or CPU processes)."""
@@ -43,8 +45,8 @@ class TrainerConfig(AlgorithmConfig):
     """Batches over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """AdamW's decoupled weight decay."""
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's moments."""
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's moments, each at least 0 and below 1."""
     gradient_clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     optimizer_steps_per_batch: Annotated[int, Field(ge=1)] = 1
@@ -57,7 +59,7 @@ class TrainerConfig(AlgorithmConfig):
     max_consecutive_rejections: Annotated[int, Field(ge=1)] = 1000
     """Groups rejected in a row by selection before the run fails with the counts."""
     max_skipped_batches: Annotated[int, Field(ge=1)] = 5
-    """Batches in a row with a gradient norm that is not finite before the run fails."""
+    """Batches in a row that skipped a step, of policy or critic, whose gradient norm is not finite, before the run fails."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Batches between two checkpoints; 0 writes only the last one."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
@@ -75,7 +77,7 @@ class TrainerConfig(AlgorithmConfig):
 class WeightsConfig(BaseModel):
     """`[weights]`: how a new version reaches the samplers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     backend: Literal["gloo", "disk", "nccl", "ipc"] = "gloo"
     """`gloo` on CPUs, `nccl` across GPUs, `ipc` on one shared GPU, `disk` through a folder all can read."""

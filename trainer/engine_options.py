@@ -18,7 +18,7 @@ class LoraOptions(BaseModel):
     There is no dropout: what is trained is what was sampled.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A and columns of B."""
@@ -33,7 +33,7 @@ class LoraOptions(BaseModel):
 class CriticOptions(BaseModel):
     """The value model of PPO. What is not said here it shares with the policy: dtype, offload, weight decay, gradient clip …"""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: str = ""
     """Folder or hub name of the value model, or of the language model it grows from; "" is the policy's."""

@@ -11,7 +11,7 @@ With d = log π − log π_reference of a token that π sampled, KL(π ‖ π_re
 A trailing `+` keeps the value and takes the gradient of k2, d·∇log π, whose expectation under π is the gradient of the KL.
 
 N: loss tokens, flat, of R trajectories (trainer/ragged.py). Log-probs that are not finite: in the reward they are refused; in the loss
-they stay what they are, so that the gradient's norm is not finite and the optimizer step is skipped and counted.
+they make the loss so, and with it the gradient (trainer/objective.py), so that the optimizer step is skipped and counted.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ def _estimates(difference_N: Tensor, name: str) -> Tensor:
         return difference_N.square() / 2
     assert name in ("k3", "low_var_kl"), name
     clamped_N = difference_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (torch.expm1(-clamped_N) + clamped_N).clamp(max=MAX_K3)
+    values_N = (torch.expm1(-clamped_N) + clamped_N).clamp(max=MAX_K3)
+    return torch.where(difference_N.isfinite(), values_N, math.nan)  # or the clamps make a number of infinity
 
 
 def kl_loss(current_logprobs_N: Tensor, reference_logprobs_N: Tensor, penalty: LossKl, *, ratio_N: Tensor) -> Tensor:
     """What β multiplies in the loss of every token.
 
-    `ratio_N` is π_current/π_behavior with its gradient (importance ratio times behavior weight); only `penalty.unbiased` uses it:
+    `ratio_N` is π_current/π_behavior with its gradient (importance ratio times behavior weight, unless the proximal policy is bypassed);
+    only `penalty.unbiased` uses it:
     E_behavior[∇(ratio·k)] = ∇KL for k1 and k3 (DeepSeek-V3.2, arXiv:2512.02556, eq. 7), however stale the sample.
     """
     assert ratio_N.shape == current_logprobs_N.shape, (ratio_N.shape, current_logprobs_N.shape)

@@ -139,7 +139,9 @@ class BatchObjective:
         if self._config.kl.loss is not None:
             assert self._start.reference_N is not None, "KL needs the reference policy"
             reference_K = kept(self._part(self._start.reference_N, step, number, batch))
-            ratio_K = tokens.importance_ratio_N * tokens.behavior_weights_N
+            ratio_K = tokens.importance_ratio_N
+            if self._config.correction.proximal != "bypassed":  # else it already is π_current/π_behavior
+                ratio_K = ratio_K * tokens.behavior_weights_N
             penalty_K = kl_loss(tokens.current_logprobs_N, reference_K, self._config.kl.loss, ratio_N=ratio_K)
             losses_K = losses_K + self._coefficients.loss * penalty_K
             marks["reference_kl"] = penalty_K.detach()
@@ -149,6 +151,7 @@ class BatchObjective:
             marks["entropy"] = entropy_K.detach()
         shares_K = kept(self._part(plan.shares_N, step, number, batch).float())
         loss = policy_loss_sum(replace(terms, losses_N=losses_K), shares_K)
+        _break_gradient(loss, outputs.logprobs_N)
         self.sums.add_marks(loss, marks, losses_K.numel())
         return loss
 
@@ -206,6 +209,7 @@ class BatchObjective:
             clip=self._config.critic.value_clip or math.inf,
         )
         loss = policy_loss_sum(terms, plan.shares_N[places].to(device, torch.float32))
+        _break_gradient(loss, values_M)
         self.sums.add_value(loss, terms.marks["clipped"])
         return loss
 
@@ -215,7 +219,10 @@ class BatchObjective:
         numerator_N = current_N if correction.proximal == "bypassed" else start.proximal_N
         assert numerator_N is not None and start.behavior_N is not None and start.versions_N is not None
         arguments = numerator_N[places], start.behavior_N[places], lengths_S
-        corrected = correct(*arguments, correction, advantages_N=self._targets.advantages_N[places])
+        counts_N = self._targets.counts_R.repeat_interleave(self._layout.lengths_R)
+        corrected = correct(
+            *arguments, correction, advantages_N=self._targets.advantages_N[places], counts_N=counts_N[places]
+        )
         if self._counts_whole_batch:
             staleness = self._policy_version - 1 - start.versions_N[places]
             self.sums.add_correction(correction_sums(corrected, *arguments, staleness, correction))
@@ -228,17 +235,25 @@ class BatchObjective:
         select = POLICY_LOSSES[self._config.loss.name].select
         if select is None:
             return None
-        assert current_N is not None and self._start.behavior_N is not None
+        start = self._start
+        assert current_N is not None and start.behavior_N is not None and start.versions_N is not None
         _, lengths_S = self._layout.tokens_of(step)
         kept_S = keep_tokens(lengths_S, keep_N[places])
         places = places[keep_N[places]]
-        proximal_N = self._start.proximal_N if self._start.proximal_N is not None else current_N
-        if self._config.correction.proximal == "bypassed":
-            proximal_N = self._start.behavior_N
+        current_K, behavior_K = current_N[places], start.behavior_N[places]
+        proximal_K, _ = proximal_logprobs(
+            self._config.correction.proximal,
+            current_logprobs_N=current_K,
+            behavior_logprobs_N=behavior_K,
+            recomputed_N=None if start.proximal_N is None else start.proximal_N[places],
+            versions_N=start.versions_N[places],
+            batch_version=self._policy_version,
+            progress=step / self._num_steps,
+        )
         tokens = LossTokens(
-            current_logprobs_N=current_N[places],
-            proximal_logprobs_N=proximal_N[places],
-            behavior_logprobs_N=self._start.behavior_N[places],
+            current_logprobs_N=current_K,
+            proximal_logprobs_N=proximal_K,
+            behavior_logprobs_N=behavior_K,
             advantages_N=self._targets.advantages_N[places],
             behavior_weights_N=torch.ones(len(places)) if weights_N is None else weights_N[places],
             lengths_B=kept_S,
@@ -255,6 +270,16 @@ class BatchObjective:
             kept_R, self._config.aggregation, length_constant=self._max_response_tokens, multiplicities=counts_R
         )
         return shares_R.repeat_interleave(layout.lengths_R)
+
+
+def _break_gradient(loss: Tensor, outputs_M: Tensor) -> None:
+    """A loss that is not finite has no finite gradient, so that its step is skipped: a clamp, or k1, would send back a number for a NaN.
+
+    `outputs_M` is what the model said; a finite loss leaves its gradient alone, to the bit.
+    """
+    broken = ~loss.detach().isfinite()
+    if outputs_M.requires_grad:
+        outputs_M.register_hook(lambda gradient_M: gradient_M.masked_fill(broken, math.nan))
 
 
 def _kept(tokens: LossTokens, keep_N: Tensor) -> LossTokens:

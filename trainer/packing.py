@@ -15,7 +15,9 @@ from trainer.balance import HIDDEN_SIZE, partition, workload
 MAX_PADDING = 1 / 20
 """More padding than this share of the tokens is worth another micro-batch …"""
 MAX_PADDING_OF_BUDGET = 1 / 8
-"""… unless it is less than this share of the budget: a forward pass costs something, however small."""
+"""… unless it is less than this share of the budget, in a batch below SMALL_BATCH: a forward pass costs something, however small."""
+SMALL_BATCH = 1 / 2
+"""Budgets; from here on a batch is padded by MAX_PADDING at most, whatever that takes."""
 _PRICE_STEP = 0.7
 
 
@@ -67,7 +69,8 @@ def pack_flat(
 def _too_padded(bins: Sequence[Sequence[int]], lengths: Sequence[int], token_budget: int) -> bool:
     num_tokens = sum(lengths)
     padding = sum(len(rows) * lengths[rows[0]] for rows in bins) - num_tokens
-    return padding > max(num_tokens * MAX_PADDING, token_budget * MAX_PADDING_OF_BUDGET)
+    small = num_tokens < token_budget * SMALL_BATCH
+    return padding > max(num_tokens * MAX_PADDING, token_budget * MAX_PADDING_OF_BUDGET * small)
 
 
 def _check_longest(lengths: Sequence[int], token_budget: int) -> None:

@@ -7,25 +7,20 @@ Stage `scored` has no leases: its claims belong to a trainer incarnation, and on
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 from protos.codec import decode_headers
 from protos.errors import LedgerError
 from protos.nouns import RowHeader
+from services.buffer.connection import milliseconds, new_request
 from services.buffer.ledger import Ledger, checked_ids, checked_reason
 from services.buffer.registry import Registry
 
 Stage = Literal["prompts", "generated"]
 FailureKind = Literal["infrastructure", "data", "voluntary"]
 Released = Literal["requeued", "dropped", "refused"]
-
-Claimed = TypeVar("Claimed")
-
-_POLL_SECONDS = 1.0  # nobody rings when a lease runs out
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +60,7 @@ class Buffer(Ledger, Registry):
 
     def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
         super().__init__(redis_url, run_id, connect_timeout_seconds=connect_timeout_seconds)
-        self._scored_request = _request()
+        self._scored_request = new_request()
 
     def create(
         self,
@@ -85,7 +80,7 @@ class Buffer(Ledger, Registry):
         """
         limits = (groups_per_batch, staleness_budget, target_groups)
         budgets = (failure_budget["infrastructure"], failure_budget["data"])
-        self._run("create", _request(), int(resume), *limits, *budgets)
+        self._run("create", new_request(), int(resume), *limits, *budgets)
 
     def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
         """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
@@ -97,7 +92,7 @@ class Buffer(Ledger, Registry):
         """
         checked_ids(group_id for group_id, _ in groups)
         flat = [value for group in groups for value in group]
-        return int(self._run("admit", _request(), cursor, *flat))
+        return int(self._run("admit", new_request(), cursor, *flat))
 
     def admission(self) -> Admission:
         """Credits, need and position of the feed at this instant."""
@@ -118,17 +113,17 @@ class Buffer(Ledger, Registry):
             NotAdmittedError: stage `prompts`, and `worker` is not a sampler LIVE at the published version.
             FencedError: stage `prompts`, and this process was replaced by a later start of the sampler.
         """
-        arguments = (stage, worker, self._generation(worker), n, _milliseconds(lease_seconds))
+        arguments = (stage, worker, self._generation(worker), n, milliseconds(lease_seconds))
         assert n > 0
 
         def attempt() -> list[Claim]:
-            reply = self._run("claim", _request(), *arguments)
+            reply = self._run("claim", new_request(), *arguments)
             return [
                 Claim(reply[i].decode(), stage, int(reply[i + 1]), reply[i + 2], reply[i + 3])
                 for i in range(0, len(reply), 4)
             ]
 
-        return self._wait_at_bell(stage, attempt, timeout_seconds)
+        return self._wait_at_bell(f"bell:{stage}", attempt, timeout_seconds)
 
     def claim_scored(self, incarnation: int, n: int, timeout_seconds: float) -> list[ScoredClaim]:
         """Claims up to n scored groups in order of completion; waits for the first of them. [] at the timeout.
@@ -141,12 +136,12 @@ class Buffer(Ledger, Registry):
         def attempt() -> list[ScoredClaim]:
             # Kept until an answer arrives: if one gets lost, even past the outage's deadline, the next call receives it.
             reply = self._run("claim_scored", incarnation, self._scored_request, n)
-            self._scored_request = _request()
+            self._scored_request = new_request()
             return [
                 ScoredClaim(reply[i].decode(), decode_headers(reply[i + 1].decode())) for i in range(0, len(reply), 2)
             ]
 
-        return self._wait_at_bell("scored", attempt, timeout_seconds)
+        return self._wait_at_bell("bell:scored", attempt, timeout_seconds)
 
     def read(self, group_ids: Sequence[str]) -> list[bytes]:
         """Payloads of the groups, in their order.
@@ -171,7 +166,7 @@ class Buffer(Ledger, Registry):
         for claim in claims:
             saved = (partial or {}).get(claim.group_id)
             arguments += [claim.group_id, claim.stage, claim.token, int(saved is not None), saved or b""]
-        return [group_id.decode() for group_id in self._run("renew", _milliseconds(lease_seconds), *arguments)]
+        return [group_id.decode() for group_id in self._run("renew", milliseconds(lease_seconds), *arguments)]
 
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
         """Moves the group to the next stage with its payload and ends the lease.
@@ -189,30 +184,7 @@ class Buffer(Ledger, Registry):
         lease is no longer current.
         """
         reply = self._run(
-            "release", _request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind
+            "release", new_request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind
         ).decode()
         assert reply in ("requeued", "dropped", "refused")
         return reply  # type: ignore[no-any-return]
-
-    def _wait_at_bell(self, stage: str, attempt: Callable[[], list[Claimed]], timeout_seconds: float) -> list[Claimed]:
-        """Tries, then sleeps until the stage's bell rings (or a second has passed), until something is claimed or the time is up.
-
-        A bell holds a token a waiting group and every taker of a token looks again, so no ring is lost; at worst, when a taker
-        dies, the next look is a second away.
-        """
-        deadline = time.monotonic() + timeout_seconds
-        bell = self._key(f"bell:{stage}")
-        while True:
-            claimed = attempt()
-            left = deadline - time.monotonic()
-            if claimed or left <= 0:
-                return claimed
-            self._persist(lambda: self._redis.blpop([bell], timeout=max(0.01, min(left, _POLL_SECONDS))))  # noqa: B023
-
-
-def _request() -> str:
-    return uuid.uuid4().hex
-
-
-def _milliseconds(seconds: float) -> int:
-    return round(seconds * 1000)

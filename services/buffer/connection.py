@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -19,11 +21,14 @@ from protos.errors import (
     DataError,
     EnvironmentLackError,
     FencedError,
+    JobError,
+    JobExistsError,
     LedgerError,
     NotAdmittedError,
     RunExistsError,
     TandemError,
     UnavailableError,
+    UnknownJobError,
 )
 
 OUTAGE_SECONDS = 10.0
@@ -32,15 +37,18 @@ OUTAGE_SECONDS = 10.0
 _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
+_POLL_SECONDS = 1.0  # nobody rings when a lease runs out
 _OLDEST_REDIS = (6, 2)
-_PRELUDE = ("prelude", "limiter", "groups", "samplers")
 _REFUSALS: dict[str, type[TandemError]] = {
     "DATA": DataError,
     "EXISTS": RunExistsError,
     "FENCED": FencedError,
+    "JOB": JobError,
+    "JOBEXISTS": JobExistsError,
     "LEDGER": LedgerError,
     "NORUN": UnavailableError,
     "NOTADMITTED": NotAdmittedError,
+    "UNKNOWNJOB": UnknownJobError,
 }
 _REMEDIES = {
     "EXISTS": "; add --resume to go on with it, or choose another run.run_id",
@@ -48,17 +56,30 @@ _REMEDIES = {
 }
 
 Answer = TypeVar("Answer")
+Claimed = TypeVar("Claimed")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptFolder:
+    """Where verbs lie: a package of `<verb>.lua`, and the texts that are put before each of them after what all verbs share."""
+
+    package: str
+    prelude: tuple[str, ...]
 
 
 @cache
-def script_text(verb: str) -> str:
-    """The Lua text of a verb: the shared prelude, then scripts/<verb>.lua."""
-    folder = resources.files("services.buffer.scripts")
-    return "\n".join(folder.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in (*_PRELUDE, verb))
+def script_text(folder: ScriptFolder, verb: str) -> str:
+    """The Lua text of a verb: common.lua, the folder's prelude, then <verb>.lua."""
+    files = resources.files(folder.package)
+    texts = [files.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in (*folder.prelude, verb)]
+    common = resources.files("services.buffer.scripts").joinpath("common.lua").read_text(encoding="utf-8")
+    return "\n".join([common, *texts])
 
 
 class Connection:
     """One run's place in Redis. Thread-safe: every call takes a connection of its own from the pool.
+
+    Another kind of place has other scripts, another prefix and other words for itself.
 
     Args:
         redis_url: `redis://…`, `rediss://…` or `unix:///path/of.sock`.
@@ -71,11 +92,16 @@ class Connection:
         EnvironmentLackError: the server refuses us, or is too old.
     """
 
+    SCRIPTS: ClassVar = ScriptFolder("services.buffer.scripts", ("prelude", "limiter", "groups", "samplers"))
+    PREFIX: ClassVar[str] = "tandem"
+    KIND: ClassVar[str] = "run"
+    WHEN_FULL: ClassVar[str] = "raise its `maxmemory`, or lower run.staleness_budget"
+
     def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
         assert run_id and not set(run_id) & set("{}"), "a run id is part of a hash tag"
         self.run_id = run_id
         self.place = _without_secrets(redis_url)
-        self._prefix = f"tandem:{{{run_id}}}:"
+        self._prefix = f"{self.PREFIX}:{{{run_id}}}:"
         try:
             self._redis = redis.Redis.from_url(
                 redis_url,
@@ -103,7 +129,7 @@ class Connection:
         """Runs one verb atomically. It may run twice if an answer is lost, so each is idempotent or carries a request id."""
         script = self._scripts.get(verb)
         if script is None:
-            script = self._scripts[verb] = self._redis.register_script(script_text(verb))
+            script = self._scripts[verb] = self._redis.register_script(script_text(self.SCRIPTS, verb))
         return self._persist(lambda: script(keys=[self._key("meta")], args=arguments))
 
     def _persist(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
@@ -125,18 +151,44 @@ class Connection:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
+    def _wait_at_bell(self, bell: str, attempt: Callable[[], list[Claimed]], timeout_seconds: float) -> list[Claimed]:
+        """Tries, then sleeps until the bell rings (or a second has passed), until something is claimed or the time is up.
+
+        A bell holds a token a waiting thing and every taker of a token looks again, so no ring is lost; at worst, when a taker
+        dies, the next look is a second away.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            claimed = attempt()
+            left = deadline - time.monotonic()
+            if claimed or left <= 0:
+                return claimed
+            self._persist(lambda: self._redis.blpop([self._key(bell)], timeout=max(0.01, min(left, _POLL_SECONDS))))  # noqa: B023
+
+    def _words(self, refusal: str) -> str:
+        """A refusal of a script, with its place."""
+        return f"{self.KIND} {self.run_id} in Redis at {self.place}: {refusal}"
+
     def _refusal(self, error: redis.ResponseError) -> Exception:
         text = _one_line(error)
         code, _, rest = text.partition(" ")
         if code in _REFUSALS:
-            return _REFUSALS[code](f"run {self.run_id} in Redis at {self.place}: {rest}{_REMEDIES.get(code, '')}")
+            return _REFUSALS[code](f"{self._words(rest)}{_REMEDIES.get(code, '')}")
         if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in text:
-            return EnvironmentLackError(
-                f"Redis at {self.place} is full: raise its `maxmemory`, or lower run.staleness_budget"
-            )
+            return EnvironmentLackError(f"Redis at {self.place} is full: {self.WHEN_FULL}")
         if isinstance(error, (redis.ReadOnlyError, redis.exceptions.NoPermissionError)) or "MISCONF" in text:
             return EnvironmentLackError(f"Redis at {self.place} accepts no writes: {text}")
         return error  # a bug in a script: it keeps its traceback
+
+
+def new_request() -> str:
+    """An id under which a verb's answer is remembered."""
+    return uuid.uuid4().hex
+
+
+def milliseconds(seconds: float) -> int:
+    """As the scripts count time."""
+    return round(seconds * 1000)
 
 
 def _without_secrets(redis_url: str) -> str:

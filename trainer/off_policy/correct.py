@@ -50,6 +50,7 @@ def correct(
     options: CorrectionOptions,
     *,
     advantages_N: Tensor | None = None,
+    counts_N: Tensor | None = None,
     batch_weight_sums: Tensor | None = None,
 ) -> Corrected:
     """Weighs and judges every token. All tests must pass (`options.tests`, the veto among them), each on the batch as it came.
@@ -57,7 +58,8 @@ def correct(
     With `proximal = "bypassed"` the first argument is the current log-probs (see `proximal.proximal_logprobs`). Rows must be whole. Unless
     `options.needs_whole_batch`, a micro-batch alone gives what the batch would, number for number; with it, tests still look only
     at a token's own row, but normalised weights need the batch's mean: from the batch's columns given here, or from outside as the
-    sum of all micro-batches' `correction_weight_sums`.
+    sum of all micro-batches' `correction_weight_sums`. `counts_N` is how often each token counts in that mean: 0 for a row that is not
+    trained for another reason.
 
     A row with a NaN or infinite log-prob (a fault of the sampler's or the trainer's engine) is rejected whole, weighs 0, and is counted
     (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Where denominators are fixed before this is
@@ -83,7 +85,7 @@ def correct(
     if options.weights.normalize:
         sums = batch_weight_sums
         if sums is None:
-            sums = weight_sums(bounded_N, keep_N, lengths_B, options.weights.level)
+            sums = weight_sums(bounded_N, keep_N, lengths_B, options.weights.level, counts_N)
         weights_N = normalized(bounded_N, sums)
     return Corrected(weights_N, keep_N, log_ratio_N, finite_N, ratio_N, bounded_N, verdicts)
 

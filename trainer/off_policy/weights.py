@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trainer.off_policy.options import WeightOptions
 from trainer.policy_losses.inputs import MAX_LOG_RATIO
-from trainer.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
+from trainer.ragged import row_maxima, row_means, row_sums, spread
 
 
 def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
@@ -47,15 +47,23 @@ def bounded(ratio_N: Tensor, options: WeightOptions) -> Tensor:
     return torch.where((ratio_N >= options.low) & (ratio_N <= options.high), ratio_N, 0.0)
 
 
-def weight_sums(weights_N: Tensor, keep_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
+def weight_sums(
+    weights_N: Tensor, keep_N: Tensor, lengths_B: Tensor, level: str, counts_N: Tensor | None = None
+) -> Tensor:
     """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token where the weight is the row's. They add up over
-    micro-batches and ranks; the quotient is what normalised weights are divided by."""
+    micro-batches and ranks; the quotient is what normalised weights are divided by.
+
+    `counts_N`: how often each token counts, the same on all of a row's, as if its row were there that often; 0 leaves it out.
+    """
     kept_N, weights_N = keep_N.double(), weights_N.double()
+    if counts_N is not None:
+        kept_N = kept_N * counts_N
     if level not in ("sequence", "geometric"):
         return torch.stack([torch.dot(weights_N, kept_N), kept_N.sum()])
-    kept_B = keep_tokens(lengths_B, keep_N) > 0
-    weights_B = torch.where(kept_B, row_maxima(weights_N, lengths_B), 0.0)  # a row's tokens weigh the same
-    return torch.stack([weights_B.sum(), kept_B.double().sum()])
+    # A row's tokens weigh the same and count the same. An empty row has no maximum.
+    kept_B = row_maxima(kept_N, lengths_B).clamp(min=0.0)
+    weights_B = torch.where(kept_B > 0, row_maxima(weights_N, lengths_B), 0.0)
+    return torch.stack([torch.dot(weights_B, kept_B), kept_B.sum()])
 
 
 def normalized(weights_N: Tensor, sums: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def policy_loss(tokens: LossTokens, options: PolicyLossOptions) -> LossTerms:
 
     Beside these each loss has the mark `ppo_kl`, log π_proximal − log π_current: how far the steps since the batch's start have led.
     No tokens give no losses. Infinite log-ratios count as the largest finite ones do, where a loss clamps them. A NaN in what a loss reads
-    makes its token's loss NaN, never a number: the step's gradient norm is then not finite, and the step is skipped and counted.
+    makes its token's loss NaN, never a number: trainer/objective.py then breaks the gradient, and the step is skipped and counted.
     """
     loss = POLICY_LOSSES[options.name]
     assert (loss.select is None) == (tokens.chosen_N is None), (

@@ -1,0 +1,43 @@
+"""Who is whose child, from /proc."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that `pid` started or inherited and that still exist; none if it is gone."""
+    found: list[int] = []
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        for thread in threads:
+            with suppress(ProcessLookupError):
+                found += map(int, (thread / "children").read_text().split())
+    except FileNotFoundError:
+        return found if Path(f"/proc/{pid}").exists() is False else _children_by_parent(pid)
+    except ProcessLookupError:
+        return found
+    return found
+
+
+def _children_by_parent(pid: int) -> list[int]:
+    """The same on kernels without lists of children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[1]) == pid:
+                    found.append(int(entry.name))
+    return found
+
+
+def count_descendants(pid: int, enough: int) -> int:
+    """How many processes stem from `pid`; counting stops above `enough`."""
+    open_ones, number = [pid], 0
+    while open_ones and number <= enough:
+        children = children_of(open_ones.pop())
+        number += len(children)
+        open_ones += children
+    return number

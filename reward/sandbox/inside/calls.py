@@ -1,0 +1,211 @@
+"""A test calls an answer that runs in another sandbox: the line between the two, and what stands on it for the answer.
+
+The answer's side (`Answering`) cannot forge a verdict: what it sends becomes plain data or an exception of the builtin ones, never
+code, and the test's statements run where it has no access.
+
+One line of JSON a request, one a reply:
+{"get": [object or null, name]}                      an attribute, or with null a name of the answer's module
+{"call": object, "args": […], "kwargs": {…}}          calls it
+{"function": name, "args": […]}                      calls that function, or that method of a new `Solution()`
+{"items": object}                                    everything it iterates over
+→ {"value": …}, with "args" if the call changed its arguments; or {"error": class, "message": …}
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import socket
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from reward.sandbox.inside.plain import decode, dumps, encode
+
+_MOST_ITEMS = 1_000_000
+_MESSAGE_CHARACTERS = 500
+
+
+class Answering:
+    """The answer's end: does what the requests say to the answer's module, in which `given` was defined before the answer."""
+
+    def __init__(self, module: ModuleType, given: dict[str, Any]) -> None:
+        self._module = module
+        self._given = given
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def serve(self, line: socket.socket) -> None:
+        """Until the other end closes."""
+        with line.makefile("rb") as requests:
+            for request in requests:
+                line.sendall(self._reply(json.loads(request)))
+
+    def _reply(self, request: dict[str, Any]) -> bytes:
+        try:
+            return dumps(self._answer(request))
+        except Exception as error:
+            return dumps({"error": type(error).__name__, "message": str(error)[:_MESSAGE_CHARACTERS]})
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        match request:
+            case {"get": [None, name]}:
+                return {"value": self._encode(self._own(name))}
+            case {"get": [number, name]}:
+                return {"value": self._encode(getattr(self._objects[number], name))}
+            case {"items": number}:
+                return {"value": self._encode(list(itertools.islice(self._objects[number], _MOST_ITEMS)))}
+            case {"function": name, "args": sent}:
+                return self._call(self._function(name), sent, {})
+            case {"call": number, "args": sent, "kwargs": named}:
+                return self._call(self._objects[number], sent, named)
+        raise ValueError("not a request")
+
+    def _call(self, function: Any, sent: list[Any], named: dict[str, Any]) -> dict[str, Any]:
+        arguments = self._decode(sent)
+        value = function(*arguments, **{name: self._decode(one) for name, one in named.items()})
+        reply = {"value": self._encode(value)}
+        after = self._encode(arguments)
+        return reply if after == sent else {**reply, "args": after}
+
+    def _own(self, name: str) -> Any:
+        """What the answer defined: not what the prelude gave it. Raises KeyError."""
+        value = vars(self._module)[name]
+        if name in self._given and self._given[name] is value:
+            raise KeyError(name)
+        return value
+
+    def _function(self, name: str) -> Any:
+        solution = getattr(self._module, "Solution", None)
+        if solution is not None and hasattr(solution, name):
+            return getattr(solution(), name)
+        return getattr(self._module, name)
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._keep)
+
+    def _keep(self, value: Any) -> dict[str, Any]:
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)  # kept, so its id stays its own
+        return {"object": number, "type": type(value).__name__}
+
+    def _decode(self, value: Any) -> Any:
+        return decode(value, lambda tag: self._objects[tag["object"]])
+
+
+class Calling:
+    """The test's end."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._replies = line.makefile("rb")
+        self._remotes: dict[int, Remote] = {}
+
+    def get(self, remote: Remote | None, name: str) -> Any:
+        return self._ask({"get": [None if remote is None else remote.number_, name]})["value"]
+
+    def items(self, remote: Remote) -> list[Any]:
+        found = self._ask({"items": remote.number_})["value"]
+        if not isinstance(found, list):
+            raise TypeError("no items came")
+        return found
+
+    def call(self, remote: Remote, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        sent = [self._encode(one) for one in arguments]
+        request = {"call": remote.number_, "args": sent, "kwargs": {name: self._encode(v) for name, v in named.items()}}
+        reply = self._ask(request)
+        for mine, theirs in zip(arguments, reply.get("args", ()), strict=False):
+            _become(mine, theirs)
+        return reply["value"]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._line.sendall(dumps(request))
+        reply = self._replies.readline()
+        if not reply.endswith(b"\n"):
+            raise ConnectionError("the answer's process has ended")
+        said = json.loads(reply)
+        if "error" in said:
+            raise _exception(said["error"])(str(said.get("message", "")))
+        said["value"] = self._decode(said["value"])
+        if "args" in said:
+            said["args"] = self._decode(said["args"])
+        return dict(said)
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, _refuse)
+
+    def _decode(self, value: Any) -> Any:
+        return decode(value, self._find)
+
+    def _find(self, tag: dict[str, Any]) -> Remote:
+        number = int(tag["object"])
+        return self._remotes.setdefault(number, Remote(self, number, str(tag["type"])))
+
+
+class Remote:
+    """An object of the answer's, seen from the test: it can be called, its attributes taken, its items listed, and nothing else."""
+
+    __slots__ = ("_calling", "number_", "type_")
+
+    def __init__(self, calling: Calling, number: int, kind: str) -> None:
+        self._calling = calling
+        self.number_ = number
+        self.type_ = kind
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._calling.call(self, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what looks for a protocol, as copy does, finds none
+        return self._calling.get(self, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._calling.items(self))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Remote):
+            return self is other
+        raise TypeError(f"an object of the answer's ({self.type_}) is not data and equals none")
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"an object of the answer's ({self.type_}) is neither true nor false here")
+
+    def __hash__(self) -> int:
+        return hash(self.number_)
+
+    def __repr__(self) -> str:
+        return f"<{self.type_} of the answer's>"
+
+
+def _refuse(value: Any) -> dict[str, Any]:
+    if isinstance(value, Remote):
+        return {"object": value.number_, "type": value.type_}
+    raise TypeError(f"{type(value).__name__} is not data and cannot be sent to the answer")
+
+
+def _exception(name: Any) -> type[Exception]:
+    """The builtin exception of that name. Those that end a loop or the program in silence are none for an answer to raise."""
+    kind = getattr(builtins, str(name), None)
+    if (
+        isinstance(kind, type)
+        and issubclass(kind, Exception)
+        and not issubclass(kind, StopIteration | StopAsyncIteration)
+    ):
+        try:
+            kind("")
+        except TypeError:  # UnicodeDecodeError and its kin want more than a message
+            return RuntimeError
+        return kind
+    return RuntimeError
+
+
+def _become(mine: Any, theirs: Any) -> None:
+    """Repeats on the test's own list, dict or set what the answer did to its copy."""
+    if isinstance(mine, list) and isinstance(theirs, list):
+        mine[:] = theirs
+    elif isinstance(mine, dict | set) and isinstance(theirs, type(mine)):
+        mine.clear()
+        mine.update(theirs)

@@ -1,0 +1,289 @@
+"""The first process of a sandbox: runs programs one after another, each in a fresh process with limits, and tells how they ended.
+
+It trusts no program: what it says of one comes from the kernel (exit status, times) and from pipes whose other ends it made. A program
+can neither signal it (it is the init of its process namespace), nor look into it (it is not dumpable), nor outlive its run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from reward.sandbox.inside import kernel, program, seccomp, wire
+
+_CHUNK_BYTES = 1 << 16
+_TAIL_BYTES = 4096  # kept of what a program says on its standard error
+_STACK_BYTES = 64 << 20
+_FEWEST_WAIT_SECONDS = 0.01
+_BEGUN = "begun"
+
+
+def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> NoReturn:
+    """Serves the scorer's requests until it closes its end, then ends the process, and with it the sandbox.
+
+    Args:
+        channel: to the scorer.
+        apart: whether this process is the init of its own process namespace.
+        proc: the machine's /proc, which no program gets; None: what is at /proc, if anything.
+    """
+    status = 1
+    try:
+        # A first process gets no signal from inside but those that it handles: Python's handler of SIGINT would make it one.
+        signal.signal(signal.SIGINT, signal.SIG_DFL if apart else signal.SIG_IGN)
+        kernel.prctl(kernel.SET_DUMPABLE, 0)
+        kernel.drop_capabilities()
+        if not apart:
+            kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
+        elif os.getpid() != 1:
+            raise OSError("this is not the first process of a namespace")
+        wire.send(channel, {"ready": True})
+        while (message := wire.receive(channel)) is not None:
+            if "stop" not in message.header:  # else it comes late: that run has ended by itself
+                _serve_one(channel, message, apart, proc)
+        status = 0
+    except OSError as error:
+        tell(channel, error.strerror or str(error))
+    finally:
+        os._exit(status)
+
+
+def tell(channel: socket.socket, error: str) -> None:
+    """Says why there is no sandbox, if anybody still listens."""
+    try:
+        wire.send(channel, {"error": error})
+    except OSError:
+        return  # the scorer has gone: that was the error
+
+
+def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc: int | None) -> None:
+    run = _Run(message, apart, proc)
+    try:
+        run.start()
+        run.watch(channel)
+    finally:
+        run.end()
+    header: dict[str, Any] = {
+        "stopped": run.stopped,
+        "code": run.code,
+        "cpu": run.cpu_seconds,
+        "wall": run.wall_seconds,
+    }
+    header |= {"memory": run.memory_bytes, "fault": run.fault, "clean": _is_empty(".")}
+    wire.send(channel, header, bytes(run.out), bytes(run.err))
+
+
+@dataclass(slots=True)
+class _Run:
+    """One program: its process, its pipes, what came of it."""
+
+    message: wire.Message
+    apart: bool
+    proc: int | None
+    stopped: str = ""
+    code: int = 0
+    fault: str = ""
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
+    memory_bytes: int = 0
+    out: bytearray = field(default_factory=bytearray)
+    err: bytearray = field(default_factory=bytearray)
+    _err_bytes: int = 0
+    _process: int = 0
+    _started: float = 0.0
+    _descriptors: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        limits = self.message.header["limits"]
+        stdin = _sealed(self.message.parts[0])
+        (out, out_end), (err, err_end), (begun, begun_end) = os.pipe(), os.pipe(), os.pipe()
+        self._started = time.monotonic()
+        self._process = os.fork()
+        if not self._process:
+            line = self.message.descriptors[0] if self.message.descriptors else os.open("/dev/null", os.O_RDONLY)
+            _become_program(self.message, limits, [stdin, out_end, err_end, line, begun_end], self.apart, self.proc)
+        for descriptor in (stdin, out_end, err_end, begun_end, *self.message.descriptors):
+            os.close(descriptor)
+        self._descriptors = [out, err, begun]
+        for descriptor in self._descriptors:
+            os.set_blocking(descriptor, False)
+
+    def watch(self, channel: socket.socket) -> None:
+        """Until it ends, or exceeds a limit, or the scorer says stop."""
+        limits = self.message.header["limits"]
+        deadline = self._started + limits["wall_seconds"]
+        clock = (~self._process << 3) | 2  # its processor time, see clock_getcpuclockid(3)
+        ended = os.pidfd_open(self._process)
+        self._descriptors.append(ended)
+        poll = select.poll()
+        for descriptor in (channel.fileno(), ended, self._descriptors[0], self._descriptors[1]):
+            poll.register(descriptor, select.POLLIN)
+        while not self.stopped:
+            left = min(deadline - time.monotonic(), limits["cpu_seconds"] - time.clock_gettime(clock))
+            if left <= 0:
+                self.stopped = "time"
+                return
+            ready = {descriptor for descriptor, _ in poll.poll(max(left, _FEWEST_WAIT_SECONDS) * 1000)}
+            if channel.fileno() in ready:
+                if wire.receive(channel) is None:
+                    raise ConnectionResetError("the scorer has gone")
+                self.stopped = "asked"
+            for descriptor in ready.intersection(self._descriptors[:2]):
+                if not self._read(descriptor):
+                    poll.unregister(descriptor)
+            if ended in ready:
+                return
+
+    def end(self) -> None:
+        """Kills what is left of it, reads what is left in its pipes."""
+        if not self._process:
+            return
+        _kill_all(self._process, self.apart)
+        _, status, usage = os.wait4(self._process, 0)
+        self.wall_seconds = time.monotonic() - self._started
+        self.code = os.waitstatus_to_exitcode(status)
+        self.cpu_seconds = usage.ru_utime + usage.ru_stime
+        self.memory_bytes = usage.ru_maxrss * 1024
+        _kill_strays()
+        out, err, begun = self._descriptors[:3]
+        said = _read_some(begun).decode(errors="replace")
+        if said != _BEGUN and self.stopped in ("", "time"):  # on a machine too busy to begin it, the latter
+            self.fault = said or "it ended, or its time did, before it began"
+        for descriptor in (out, err):
+            while self.stopped != "output" and self._read(descriptor):
+                continue
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int) -> bool:
+        """Takes what a pipe has; False if that was its end or there is nothing."""
+        most = self.message.header["limits"]["output_bytes"]
+        data = _read_some(descriptor)
+        if descriptor == self._descriptors[0]:
+            self.out += data
+        else:
+            self.err = (self.err + data)[-_TAIL_BYTES:]
+            self._err_bytes += len(data)
+        if len(self.out) > most or self._err_bytes > most:
+            self.stopped = "output"
+            del self.out[most:]
+        return bool(data)
+
+
+def _become_program(
+    message: wire.Message, limits: dict[str, Any], descriptors: list[int], apart: bool, proc: int | None
+) -> NoReturn:
+    """The child: its descriptors are input, output, errors, line; then the limits; then the program."""
+    begun = program.LINE + 1
+    try:
+        kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        _go_first(proc)
+        high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in descriptors]
+        for number, descriptor in enumerate(high):
+            os.dup2(descriptor, number)
+        os.closerange(begun + 1, 1 << 20)
+        if not message.descriptors:
+            os.close(program.LINE)
+        _limit(limits, apart)
+        kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
+        if message.header["seccomp"]:
+            seccomp.install(processes=limits["processes"] > 1)
+        os.write(begun, _BEGUN.encode())  # from here on, what goes wrong is the program's doing
+        os.close(begun)
+        program.main(message.header["kind"], [part.decode("utf-8", "replace") for part in message.parts[1:]])
+    except (OSError, ValueError, MemoryError) as error:
+        os.write(begun, str(error).encode() or b"no memory")
+    finally:
+        os._exit(1)
+
+
+def _go_first(proc: int | None) -> None:
+    """Where the machine runs out of memory, programs go before what runs them, and before anything else."""
+    kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc are root's
+    with suppress(OSError):  # there is no /proc
+        adjustment = os.open(
+            "self/oom_score_adj" if proc is not None else "/proc/self/oom_score_adj", os.O_WRONLY, dir_fd=proc
+        )
+        os.write(adjustment, b"1000")
+        os.close(adjustment)
+    kernel.prctl(kernel.SET_DUMPABLE, 0)
+
+
+def _limit(limits: dict[str, Any], apart: bool) -> None:
+    seconds = (
+        int(limits["cpu_seconds"]) + 2
+    )  # the watching process is exact; this also holds for what the program starts
+    wanted = {
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_AS: limits["memory_bytes"],
+        resource.RLIMIT_FSIZE: limits["file_bytes"],
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_STACK: _STACK_BYTES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64,
+    }
+    if apart:  # elsewhere all processes of the user would count
+        wanted[resource.RLIMIT_NPROC] = limits["processes"] + limits["threads"] + 2  # the two that keep the sandbox
+    for kind, most in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (least, least))
+
+
+def _sealed(data: bytes) -> int:
+    """Descriptor of a file in memory that holds the data and can no longer be changed."""
+    descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _read_some(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, _CHUNK_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def _is_empty(folder: str) -> bool:
+    try:
+        return not os.listdir(folder)
+    except OSError:  # its program has made it unreadable
+        return False
+
+
+def _kill_all(process: int, apart: bool) -> None:
+    """Everything but this process; without a process namespace, the program and its session."""
+    try:
+        os.kill(process, signal.SIGKILL)
+        if apart and os.getpid() == 1:
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(process, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return  # nothing else was left
+
+
+def _kill_strays() -> None:
+    """Waits for everything that came back to this process, after killing it (again: it may have left its session)."""
+    try:
+        while True:
+            with suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as children:
+                for child in children.read().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        return

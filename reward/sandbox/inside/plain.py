@@ -1,0 +1,71 @@
+"""Values as plain data: what crosses between an answer and whoever calls it. Nothing here can carry behaviour, so nothing is pickled.
+
+A value is JSON where JSON has it; every JSON object is a tag: {"tuple": […]}, {"set": […]}, {"frozenset": […]},
+{"dict": [[key, value], …]}, {"bytes": text}, {"complex": [real, imaginary]}, {"int": hexadecimal} (of many digits),
+{"object": number, "type": name}. Subclasses become what they are derived from. An object that is not data stays where it is, and a
+number for it crosses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+_LONG_INT_BITS = 4096  # Python writes no decimals of much more
+
+
+def dumps(value: object) -> bytes:
+    """One line: JSON of what `encode` made, or of a message that has it in it."""
+    return json.dumps(value).encode() + b"\n"
+
+
+def encode(value: Any, keep: Callable[[Any], dict[str, Any]]) -> Any:
+    """The value as JSON can hold it. `keep` gives the tag of an object that is not data, or raises TypeError.
+
+    Raises:
+        RecursionError: it is nested too deeply, or holds itself.
+    """
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= _LONG_INT_BITS else {"int": hex(value)}
+    if isinstance(value, list):
+        return [encode(one, keep) for one in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, keep), encode(one, keep)] for key, one in value.items()]}
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(one, keep) for one in value]}
+    if isinstance(value, bytes):
+        return {"bytes": value.decode("latin-1")}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), keep)
+    return keep(value)
+
+
+def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
+    """The value that was encoded. `find` gives what stands for an object's tag.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: it was not made by `encode`.
+    """
+    if isinstance(value, list):
+        return [decode(one, find) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "object" in value:
+        return find(value)
+    ((tag, inner),) = value.items()
+    if tag == "dict":
+        return {decode(key, find): decode(one, find) for key, one in inner}
+    if tag == "bytes":
+        return inner.encode("latin-1")
+    if tag == "complex":
+        return complex(*inner)
+    if tag == "int":
+        return int(inner, 16)
+    kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+    return kinds[tag](decode(inner, find))

@@ -1,0 +1,184 @@
+"""What a run does, in a process of its own behind all limits: a script, an answer that is called, or a test that calls one."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import socket
+import sys
+import threading
+import traceback
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NoReturn
+
+from reward.sandbox.inside.calls import Answering, Calling
+
+LINE = 3
+"""Descriptor of the line between a test and the answer that it calls."""
+PASSED, FAILED, RAISED, UNUSABLE = 0, 1, 2, 3
+"""Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile. The answer runs in another process and
+cannot choose among them."""
+
+# As in LiveCodeBench's evaluation. Python's own frames take no stack of C, so this depth is safe.
+_RECURSION_LIMIT = 50_000
+_INTEGER_DIGITS = 50_000
+
+
+def main(kind: str, texts: list[str]) -> NoReturn:
+    """Runs it and ends the process. `texts`: the prelude, the code or the test, and of a test the entry point's name."""
+    _fresh_interpreter()
+    status = RAISED if kind == "test" else 1
+    try:
+        if kind == "script":
+            _execute("__main__", *texts)
+            status = 0
+        elif kind == "answer":
+            _answer(*texts)
+            status = 0
+        else:
+            status = _check(*texts)
+    except SystemExit as end:
+        status = _exit_status(end)
+    except BaseException:
+        traceback.print_exc()
+    _leave(status)
+
+
+def _fresh_interpreter() -> None:
+    """As a Python that has just been started with a file: streams of its own, nothing of ours to import."""
+    sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", buffering=1)  # type: ignore[misc]
+    sys.argv = ["answer.py"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "reward"]:
+        del sys.modules[name]
+    sys.setrecursionlimit(_RECURSION_LIMIT)
+    sys.set_int_max_str_digits(_INTEGER_DIGITS)
+
+
+def _stream(descriptor: int, mode: str, errors: str, buffering: int = -1) -> Any:
+    return open(descriptor, mode, encoding="utf-8", errors=errors, buffering=buffering, closefd=False)
+
+
+def _execute(name: str, prelude: str, code: str) -> ModuleType:
+    module = sys.modules[name] = ModuleType(name)
+    exec(compile(prelude, "<prelude>", "exec"), vars(module))
+    vars(module)["__file__"] = "answer.py"
+    exec(compile(code, "answer.py", "exec"), vars(module))
+    return module
+
+
+def _answer(prelude: str, code: str) -> None:
+    given = vars(_execute("given", prelude, ""))
+    Answering(_execute("answer", prelude, code), given).serve(socket.socket(fileno=LINE))
+
+
+def _check(prelude: str, test: str, entry_point: str) -> int:
+    """PASSED only if the test and every check that it defines reach their ends."""
+    try:
+        code = compile(test, "test.py", "exec")
+    except (SyntaxError, ValueError, RecursionError) as error:
+        print(f"it does not compile: {error}", file=sys.stderr)
+        return UNUSABLE
+    module = _execute("__main__", prelude, "")
+    calling = Calling(socket.socket(fileno=LINE))
+    try:
+        found = _names_for(code, entry_point, calling)
+        vars(module).update(found)
+        sys.modules["solution"] = _module("solution", found)  # which some collections of tests import from
+        exec(code, vars(module))
+        return _run_checks(module, set(_names_in(code)), entry_point)
+    except AssertionError:
+        traceback.print_exc()
+        return FAILED
+
+
+def _run_checks(module: ModuleType, own: set[str], entry_point: str) -> int:
+    """What the test defined instead of doing: `check(candidate)` (HumanEval), `test_…` functions (pytest), cases of unittest."""
+    checks = [one for name, one in vars(module).items() if name in own and isinstance(one, FunctionType)]
+    for check in checks:
+        takes = check.__code__.co_argcount - len(check.__defaults__ or ())
+        if check.__name__ == "check":
+            if not entry_point:
+                print("it defines check(candidate), but there is no entry_point", file=sys.stderr)
+                return UNUSABLE
+            check(vars(module)[entry_point])
+        elif check.__name__.startswith("test"):
+            if takes:
+                print(f"{check.__name__} takes arguments", file=sys.stderr)
+                return UNUSABLE
+            check()
+    if "unittest" not in sys.modules:
+        return PASSED
+    unittest = sys.modules["unittest"]
+    cases = unittest.defaultTestLoader.loadTestsFromModule(module)
+    return PASSED if unittest.TextTestRunner(stream=sys.stderr).run(cases).wasSuccessful() else FAILED
+
+
+def _module(name: str, content: dict[str, Any]) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(content)
+    return module
+
+
+def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, Any]:
+    """What else the test's names mean than what it imports or defines itself: a built-in's name and that of a module of Python's stay
+    theirs, that no answer puts another `abs` under a test, and what the answer defined goes before the prelude. Only if that leaves
+    nothing of the answer's, as in `assert sum(10, 15) == 6`, a module's or built-in's name is the answer's, too."""
+    named = _names_in(code)
+    found: dict[str, Any] = {}
+    if entry_point:
+        found[entry_point] = found["candidate"] = calling.get(None, entry_point)
+    modules = named & sys.stdlib_module_names
+    built_in = {name for name in named if hasattr(builtins, name)}
+    found.update(_known_to(calling, named - built_in - modules - set(found)))
+    for names in (modules, built_in):
+        found.update({} if found else _known_to(calling, names))
+    return {**_imported(modules), **found}
+
+
+def _imported(modules: set[str]) -> dict[str, Any]:
+    found = {}
+    for name in sorted(modules):
+        try:
+            found[name] = __import__(name)
+        except ImportError:  # the name of an attribute that happens to be one of a module missing here
+            continue
+    return found
+
+
+def _known_to(calling: Calling, names: set[str]) -> dict[str, Any]:
+    found = {}
+    for name in sorted(names):
+        try:
+            found[name] = calling.get(None, name)
+        except KeyError:
+            continue  # the test's own, or unknown to both
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _exit_status(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return int(end.code) & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends as an interpreter ends, but for taking its own objects apart: threads, exit functions, streams."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        status = status or 1
+    os._exit(status)

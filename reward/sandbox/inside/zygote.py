@@ -1,0 +1,201 @@
+"""Makes sandboxes out of namespaces: builds their root once, then forks a process into fresh namespaces for each.
+
+It never runs what it is given: it forks, and the fork, in namespaces of its own, becomes the first process of a sandbox (`guest`).
+So a sandbox costs two forks instead of a start of Python, and starts from memory that no untrusted code has touched.
+
+    service ── zygote ── keeper ── first process of the sandbox ── the program, one a run
+               root      new user, process, mount, network, ipc and host name namespaces; an empty working folder
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+from reward.sandbox.inside import guest, kernel, seccomp, wire
+
+USER = 65534
+"""User and group in the sandbox, and outside too where the service is root."""
+WORK_FOLDER = "/tmp"
+
+_ALL_NEW = kernel.NEW_USER | kernel.NEW_PID | kernel.NEW_MOUNTS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
+_MOST_FILES = 4096
+
+# What programs of contests import: loaded once here instead of in every run. One that this Python lacks is left out.
+_WARM = """
+array bisect cmath collections contextlib copy ctypes dataclasses datetime decimal enum fractions functools hashlib heapq io itertools
+json math numbers operator queue random re sqlite3 ssl statistics string struct textwrap threading time traceback types typing zlib
+lzma bz2
+"""
+
+
+def main(descriptor: int) -> None:
+    """Serves the socket `descriptor`: settings first, then one message with a channel for every sandbox wanted."""
+    control = socket.socket(fileno=descriptor)
+    try:
+        settings = wire.receive(control)
+        if settings is None:
+            return
+        warm_up()
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+        _enter_namespaces(proc)
+        _build_root(settings.header)
+        _become_nobody()
+    except OSError as error:
+        wire.send(control, {"error": error.strerror or str(error)})
+        return
+    wire.send(control, {"ready": True})
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no burial
+    while (request := wire.receive(control)) is not None:
+        channel = socket.socket(fileno=request.descriptors[0])
+        mother = os.getpid()
+        if not os.fork():
+            control.close()
+            _open_sandbox(channel, proc, mother, request.header["disk_bytes"])
+        channel.close()
+
+
+def warm_up() -> None:
+    """Loads what programs will want, and leaves the interpreter as `python -I` with `site`'s additions would have it."""
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # the scorer's own time for an item is not this process's
+    for name in _WARM.split():
+        try:
+            import_module(name)
+        except ImportError:
+            continue
+    site = import_module("site")
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
+    if seccomp.available():
+        seccomp.assembled(processes=False)
+    gc.collect()
+    gc.freeze()
+
+
+def _enter_namespaces(proc: int) -> None:
+    """A user namespace to own the root that is built next. Root maps itself and nobody, another user only itself."""
+    owner, group = os.geteuid(), os.getegid()
+    read, write = os.pipe()
+    mapper = os.fork() if owner == 0 else 0
+    if mapper == 0 and owner == 0:  # stays outside, where it may map two users
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0 if _map(proc, str(os.getppid()), f"0 0 1\n{USER} {USER} 1", f"0 0 1\n{USER} {USER} 1") else 1)
+    kernel.unshare(kernel.NEW_USER | kernel.NEW_MOUNTS)
+    os.close(write)
+    mapped = mapper and os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1]) == 0
+    if not mapped and not _map(proc, "self", f"0 {owner} 1", f"0 {group} 1", deny_groups=True):
+        raise OSError("no user can be mapped into a new user namespace")
+    os.close(read)
+
+
+def _map(proc: int, process: str, users: str, groups: str, *, deny_groups: bool = False) -> bool:
+    files = {"setgroups": "deny"} if deny_groups else {}
+    return all(
+        _write(proc, f"{process}/{name}", text) for name, text in {**files, "gid_map": groups, "uid_map": users}.items()
+    )
+
+
+def _write(proc: int, path: str, text: str) -> bool:
+    """Writes a file of the machine's /proc; whether it could."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY, dir_fd=proc)
+    except OSError:
+        return False
+    try:
+        return os.write(descriptor, text.encode()) > 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _build_root(layout: dict[str, Any]) -> None:
+    """A root of nothing but what Python needs, read-only. Everything else of the machine's files is gone afterwards."""
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("stage", layout["stage"], "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+    os.chdir(layout["stage"])
+    os.mkdir("old")
+    os.mkdir("new")
+    kernel.pivot_root(".", "old")
+    os.chdir("/")
+    kernel.mount("root", "/new", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+    for link, target in layout["links"]:
+        os.symlink(target, f"/new{link}")
+    for source, target in layout["binds"]:
+        _bind(f"/old{source}", f"/new{target}")
+    for device in layout["devices"]:
+        _bind(f"/old{device}", f"/new{device}", device=True)
+    for hidden in layout["hidden"]:
+        if os.path.isdir(f"/new{hidden}"):
+            kernel.mount("hidden", f"/new{hidden}", "tmpfs", kernel.MS_RDONLY, "size=4k,mode=755")
+    os.makedirs(f"/new{WORK_FOLDER}", exist_ok=True)
+    os.chdir("/new")
+    kernel.pivot_root(".", ".")
+    kernel.detach(".")  # the stage, and with it the machine's root, which lay on top
+    os.chdir("/")
+    kernel.restrict_mount("/", devices=True)
+    sys.path[:] = [entry for entry in layout["path"] if os.path.exists(entry)]
+
+
+def _bind(source: str, target: str, *, device: bool = False) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        with open(target, "xb"):
+            pass
+    kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
+    kernel.restrict_mount(target, devices=device)
+
+
+def _become_nobody() -> None:
+    """Gives up the service's user. Where only that one could be mapped it stays, with none of its files to see."""
+    try:
+        os.setgroups([])
+        os.setresgid(USER, USER, USER)
+        os.setresuid(USER, USER, USER)
+    except OSError:
+        return
+    kernel.prctl(
+        kernel.SET_DUMPABLE, 1
+    )  # else its forks could not map themselves: their files in /proc would be root's
+
+
+def _open_sandbox(channel: socket.socket, proc: int, mother: int, disk_bytes: int) -> NoReturn:
+    """In a fork: moves into new namespaces, forks the first process of the sandbox and waits for its end."""
+    try:
+        kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != mother:
+            os._exit(1)  # it died before the line above
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        user, group = os.geteuid(), os.getegid()
+        kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc are root's, and it could not map itself
+        kernel.unshare(_ALL_NEW)
+        if not _map(proc, "self", f"{USER} {user} 1", f"{USER} {group} 1", deny_groups=True):
+            raise OSError("no user can be mapped into a nested user namespace")
+        kernel.prctl(kernel.SET_DUMPABLE, 0)
+        _write(proc, "sys/user/max_user_namespaces", "0")  # where it may be said; seccomp says it again
+        options = f"size={disk_bytes},nr_inodes={_MOST_FILES},mode=700,uid={USER},gid={USER}"
+        kernel.mount("work", WORK_FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
+        os.chdir(WORK_FOLDER)
+        socket.sethostname("sandbox")
+        if os.fork():
+            channel.close()
+            os.close(proc)
+            os.wait()
+            os._exit(0)
+        kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
+        guest.serve(channel, apart=True, proc=proc)
+    except OSError as error:
+        guest.tell(channel, error.strerror or str(error))
+    finally:
+        os._exit(1)

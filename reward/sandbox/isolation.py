@@ -1,0 +1,153 @@
+"""Which isolation is in force on this machine: found by trying to break out, not by reading settings."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from protos.errors import ScorerError
+from reward.sandbox.launcher import BareLauncher, BubblewrapLauncher, IsolationName, Launcher, ZygoteLauncher
+from reward.sandbox.layout import Layout, layout_for
+from reward.sandbox.limits import Limits
+from reward.sandbox.pool import START_SECONDS, SandboxPool
+from reward.sandbox.sandbox import SandboxError
+
+DISK_BYTES = 64 << 20
+"""Size of a sandbox's working folder."""
+
+_PROBE_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=START_SECONDS, memory_bytes=1 << 30)
+_KINDS: tuple[type[BubblewrapLauncher] | type[ZygoteLauncher], ...] = (BubblewrapLauncher, ZygoteLauncher)
+
+# What code in a sandbox must not be able to do: each line that succeeds adds its name.
+_PROBE = """
+import csv, json, os, socket
+secret, port = {secret!r}, {port}
+def tcp(): socket.create_connection(("127.0.0.1", port), timeout=5).close()
+def write_outside():  # asked, not done: where it could be, nothing is spoilt
+    if not any(os.access(path, os.W_OK) for path in ("/", "/usr/lib", os.path.dirname(os.__file__), os.__file__)):
+        raise PermissionError
+def read_files(): open(secret).close()
+def read_environment(): open("/proc/" + str(os.getppid()) + "/environ").close()
+def privileges(): os.chroot("/")
+done = []
+for attempt in (tcp, write_outside, read_files, read_environment, privileges):
+    try:
+        attempt()
+        done.append(attempt.__name__)
+    except OSError:
+        pass
+if os.getppid() != 1: done.append("other processes")
+if os.getuid() == 0: done.append("root")
+open("work", "w").close()
+print(json.dumps(done))
+"""
+_SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    print('refused')"
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """What code runs behind. `seccomp`: a filter of system calls as well. `faults`: why there is no better one, a line each."""
+
+    name: IsolationName
+    seccomp: bool
+    faults: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}, {'with' if self.seccomp else 'without'} seccomp"
+
+
+_found: Isolation | None = None
+
+
+def find_isolation() -> Isolation:
+    """The best isolation that works here. Takes some tenths of a second the first time, then the answer is kept."""
+    if _found is None:
+        launcher, _ = _start(layout_for())
+        if launcher is not None:
+            launcher.close()
+    assert _found is not None
+    return _found
+
+
+def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = False) -> SandboxPool:
+    """A pool of sandboxes with the best isolation that works here, in which the given packages can be imported.
+
+    Raises:
+        ScorerError: there is none and `allow_unsandboxed` was not said, or a package is not installed.
+    """
+    layout = layout_for(packages)
+    launcher, isolation = _start(layout)
+    if launcher is not None:
+        return SandboxPool(launcher, partial(type(launcher), layout, DISK_BYTES), seccomp=isolation.seccomp)
+    if not allow_unsandboxed:
+        raise ScorerError(
+            f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)}): `tandem doctor` says what would help; "
+            "allow_unsandboxed = true runs it all the same, where every answer can be trusted"
+        )
+    bare = partial(BareLauncher, layout, DISK_BYTES)
+    return SandboxPool(bare(), bare, seccomp=isolation.seccomp)
+
+
+def _start(layout: Layout) -> tuple[BubblewrapLauncher | ZygoteLauncher | None, Isolation]:
+    """The launcher of the best isolation, tried if that has not been done, and the isolation; no launcher if that is none."""
+    global _found
+    faults = []
+    for kind in _KINDS:
+        if _found is not None and _found.name != kind.name:
+            continue
+        try:
+            launcher = kind(layout, DISK_BYTES)
+        except SandboxError as error:
+            faults.append(f"{kind.name}: {error}")
+            continue
+        if _found is not None:
+            return launcher, _found
+        try:
+            _found = Isolation(kind.name, _prove(launcher), tuple(faults))
+            return launcher, _found
+        except SandboxError as error:
+            launcher.close()
+            faults.append(f"{kind.name}: {error}")
+    if _found is None:
+        _found = Isolation("none", _filters(BareLauncher(layout, DISK_BYTES)), tuple(faults))
+    return None, Isolation("none", _found.seccomp, tuple(faults) or _found.faults)
+
+
+def _prove(launcher: Launcher) -> bool:
+    """Whether the filter of system calls works as well. Raises SandboxError if anything gets through without it."""
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        secret = Path(folder) / "secret"
+        secret.write_text("secret")
+        secret.chmod(0o644)
+        Path(folder).chmod(0o755)
+        probe = _PROBE.format(secret=str(secret), port=server.getsockname()[1])
+        said = _said(launcher, probe, seccomp=False)
+    try:
+        got_through = json.loads(said)
+    except ValueError:
+        raise SandboxError(f"a program said {said!r:.200}") from None
+    if got_through:
+        raise SandboxError(f"it does not hold: {', '.join(got_through)}")
+    return _filters(launcher)
+
+
+def _filters(launcher: Launcher) -> bool:
+    try:
+        return _said(launcher, _SECCOMP_PROBE, seccomp=True).strip() == b"refused"
+    except SandboxError:
+        return False
+
+
+def _said(launcher: Launcher, program: str, *, seccomp: bool) -> bytes:
+    sandbox = launcher.open(seccomp=seccomp)
+    try:
+        sandbox.await_ready(START_SECONDS)
+        outcome = sandbox.run("script", ["", program], _PROBE_LIMITS)
+    finally:
+        sandbox.close()
+    return outcome.stdout if outcome.exit_code == 0 else outcome.stderr

@@ -1,0 +1,91 @@
+"""Which of the machine's files a sandbox shows: what Python needs, read-only, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.errors import ScorerError
+
+PACKAGES_FOLDER = "/packages"
+
+_SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
+_SYSTEM_FILES = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_PROJECT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The root of a sandbox. All paths are absolute."""
+
+    binds: tuple[tuple[str, str], ...]
+    """(path on the machine, path in the sandbox); folders with all that is below them."""
+    links: tuple[tuple[str, str], ...]
+    """(symbolic link, its target), made before the rest."""
+    devices: tuple[str, ...]
+    hidden: tuple[str, ...]
+    """Folders of the above that show up empty: installed packages, Tandem itself."""
+    path: tuple[str, ...]
+    """`sys.path` in the sandbox."""
+    stage: str
+    """A folder to build the root on. It is not touched: only the builder's view of it changes."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def layout_for(packages: Sequence[str] = ()) -> Layout:
+    """The root with the standard library and the given installed packages (names as in `import`; what these import, too, must be named).
+
+    Raises:
+        ScorerError: a package is not installed.
+    """
+    links = tuple((path, os.readlink(path)) for path in _SYSTEM_LIBRARIES if os.path.islink(path))
+    binds = [
+        (path, path)
+        for path in (*_SYSTEM_LIBRARIES, *_SYSTEM_FILES)
+        if os.path.exists(path) and not os.path.islink(path)
+    ]
+    # Of the Python that a virtual environment is made of, not of the environment.
+    roots = {"base": sys.base_prefix, "installed_base": sys.base_prefix}
+    roots |= {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
+    paths = sysconfig.get_paths(vars=roots)
+    libraries = dict.fromkeys((paths["stdlib"], paths["platstdlib"], os.path.join(paths["platstdlib"], "lib-dynload")))
+    for folder in libraries:
+        if os.path.isdir(folder) and not _within(folder, binds):
+            binds.append((os.path.realpath(folder), folder))
+    for package in packages:
+        binds += _package_binds(package)
+    hidden = [os.path.join(folder, name) for folder in libraries for name in ("site-packages", "dist-packages")]
+    hidden += ["/usr/lib/python3/dist-packages"]
+    hidden += [str(_PROJECT)] if _within(str(_PROJECT), binds) else []
+    return Layout(
+        binds=tuple(binds),
+        links=links,
+        devices=tuple(device for device in _DEVICES if os.path.exists(device)),
+        hidden=tuple(hidden),
+        path=(*libraries, *([PACKAGES_FOLDER] if packages else [])),
+        stage="/tmp" if os.path.isdir("/tmp") and not os.path.islink("/tmp") else "/dev",
+    )
+
+
+def _within(path: str, binds: Sequence[tuple[str, str]]) -> bool:
+    return any(path == target or path.startswith(target + "/") for _, target in binds)
+
+
+def _package_binds(package: str) -> list[tuple[str, str]]:
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not (spec.origin or spec.submodule_search_locations):
+        raise ScorerError(f"packages: {package} is not installed where the scorer runs")
+    places = [Path(place) for place in spec.submodule_search_locations or [str(spec.origin)]]
+    libraries = places[0].parent / f"{package}.libs"  # shared libraries of a wheel
+    if libraries.is_dir():
+        places.append(libraries)
+    return [(str(place.resolve()), f"{PACKAGES_FOLDER}/{place.name}") for place in places]

@@ -1,0 +1,83 @@
+"""Sandboxes ahead of need: one that is taken was started before, and its successor starts while it works."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from reward.sandbox.launcher import Launcher
+from reward.sandbox.sandbox import Sandbox, SandboxError
+
+START_SECONDS = 30.0
+SPARE = 2
+"""One for the answer and one for a test that calls it."""
+
+
+class SandboxPool:
+    """Keeps `spare` sandboxes started. Each serves one answer and is thrown away; for one taken, one is started, so this never takes more
+    of the machine than the answers do. Thread-safe.
+
+    Args:
+        launcher: makes them.
+        launch: makes another launcher where that one has ended.
+        seccomp: whether programs run behind the filter of system calls.
+    """
+
+    def __init__(
+        self, launcher: Launcher, launch: Callable[[], Launcher], *, seccomp: bool, spare: int = SPARE
+    ) -> None:
+        self.seccomp = seccomp
+        self._launcher = launcher
+        self._launch = launch
+        self._spare: deque[Sandbox] = deque()
+        self._lock = threading.Lock()
+        self._most = spare
+        self._closed = False
+
+    @property
+    def isolation(self) -> str:
+        return self._launcher.name
+
+    def take(self) -> Sandbox:
+        """A sandbox nobody has used; close it when done.
+
+        Raises:
+            SandboxError: none starts, of a new launcher neither.
+        """
+        try:
+            return self._ready()
+        except SandboxError:
+            with self._lock:
+                self._renew()
+            return self._ready()
+
+    def close(self) -> None:
+        """Ends the spare sandboxes and the launcher; may be called again."""
+        with self._lock:
+            self._closed = True
+            self._end_all()
+
+    def _ready(self) -> Sandbox:
+        with self._lock:
+            if self._closed:
+                raise SandboxError("the sandboxes were closed")
+            while len(self._spare) <= self._most:
+                self._spare.append(self._launcher.open(seccomp=self.seccomp))
+            sandbox = self._spare.popleft()
+        try:
+            sandbox.await_ready(START_SECONDS)
+        except BaseException:
+            sandbox.close()
+            raise
+        return sandbox
+
+    def _renew(self) -> None:
+        if not self._closed:
+            self._end_all()
+            self._launcher = self._launch()
+
+    def _end_all(self) -> None:
+        while self._spare:
+            self._spare.popleft().close()
+        self._launcher.close()

@@ -1,0 +1,169 @@
+"""One sandbox, seen from the scorer: it runs one program at a time and tells how each ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from reward.sandbox.inside import wire
+from reward.sandbox.limits import Limits, Outcome
+
+GRACE_SECONDS = 10.0
+"""How long a sandbox may take beyond a run's own limits to say how it ended."""
+_HEADER_BYTES = 1 << 16
+
+Kind = Literal["script", "answer", "test"]
+
+
+class SandboxError(Exception):
+    """A sandbox did not start, refused a run, or did not say how one ended: nothing that counts against an answer."""
+
+
+class SandboxDiedError(SandboxError):
+    """A sandbox, or the program in it, was killed from outside: worth another try in a fresh one."""
+
+
+class Sandbox:
+    """A channel to the first process of a sandbox. Used by one thread; closing it ends everything inside.
+
+    Args:
+        channel: from a launcher.
+        process: what was started for it alone, to be buried; None if a zygote forked it.
+        seccomp: whether programs run behind the filter of system calls.
+        leave: called after the end, once.
+    """
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        process: subprocess.Popen[bytes] | None,
+        *,
+        seccomp: bool,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._channel = channel
+        self._process = process
+        self._seccomp = seccomp
+        self._leave = leave
+        self._deadline = 0.0
+        self._most_bytes = 0
+        self._running = False
+        self.clean = True
+        """Whether the working folder is empty, so that a further run of the same answer may follow."""
+
+    def await_ready(self, seconds: float) -> None:
+        """Raises SandboxError if it did not start, or has ended since."""
+        self._channel.settimeout(seconds)
+        try:
+            message = wire.receive(self._channel, _HEADER_BYTES)
+        except TimeoutError:
+            raise SandboxError(f"a sandbox did not start within {seconds:g} s") from None
+        except (OSError, ValueError):
+            message = None
+        if message is None or "ready" not in message.header:
+            raise SandboxError(
+                f"a sandbox did not start: {message.header.get('error') if message else self._last_words()}"
+            )
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        if poll.poll(0):
+            raise SandboxError("a sandbox ended while it waited for a program")
+
+    def start(
+        self, kind: Kind, texts: Sequence[str], limits: Limits, stdin: bytes = b"", line: socket.socket | None = None
+    ) -> None:
+        """Begins a run; `outcome` waits for its end.
+
+        Args:
+            kind: `script`: (prelude, code) with `stdin`; `answer`: (prelude, code), called over `line`; `test`: (prelude, test, entry
+                point), which calls an answer over `line`.
+            line: one end of a pair of sockets; the caller keeps it open no longer than it needs it.
+
+        Raises:
+            SandboxError: the sandbox has gone.
+        """
+        self._deadline = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
+        self._most_bytes = 2 * limits.output_bytes + _HEADER_BYTES
+        self._channel.settimeout(limits.wall_seconds + GRACE_SECONDS)
+        header = {"kind": kind, "limits": limits.as_dict(), "seccomp": self._seccomp}
+        parts = [text.encode("utf-8", "replace") for text in texts]
+        try:
+            descriptors = [line.fileno()] if line is not None else []
+            wire.send(self._channel, header, stdin, *parts, descriptors=descriptors)
+        except OSError as error:
+            self.clean = False
+            raise SandboxDiedError(f"a sandbox took no program: {error}") from None
+        self._running = True
+
+    def fileno(self) -> int:
+        """Readable when a run has ended."""
+        return self._channel.fileno()
+
+    def stop(self) -> None:
+        """Ends the run under way; its outcome follows all the same."""
+        try:
+            wire.send(self._channel, {"stop": True})
+        except OSError:
+            return  # it has gone, as `outcome` will find
+
+    def outcome(self) -> Outcome:
+        """Waits for the end of the run, of which only the sandbox's first process tells.
+
+        Raises:
+            SandboxDiedError: that ended without a word.
+            SandboxError: the program did not begin, or that process said nothing in time.
+        """
+        self._running = False
+        self._channel.settimeout(max(0.1, self._deadline - time.monotonic()))
+        try:
+            message = wire.receive(self._channel, self._most_bytes)
+        except (OSError, ValueError):
+            message = None
+        if message is None:
+            self.clean = False
+            if time.monotonic() >= self._deadline:
+                raise SandboxError(f"a sandbox did not say within {GRACE_SECONDS:g} s that its program's time was over")
+            raise SandboxDiedError("a sandbox ended in the middle of a run")
+        header = message.header
+        if "error" in header or header["fault"]:
+            self.clean = False
+            raise SandboxError(f"a program did not begin: {header.get('error') or header['fault']}")
+        self.clean = header["clean"]
+        out, err = message.parts
+        return Outcome(header["code"], header["stopped"], out, err, header["cpu"], header["wall"], header["memory"])
+
+    def run(self, kind: Kind, texts: Sequence[str], limits: Limits, stdin: bytes = b"") -> Outcome:
+        """A whole run. Raises SandboxError as `start` and `outcome`."""
+        self.start(kind, texts, limits, stdin)
+        return self.outcome()
+
+    def close(self) -> None:
+        """Ends the sandbox and everything in it; may be called again."""
+        self._channel.close()
+        if self._process is not None:
+            try:
+                self._process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait(timeout=GRACE_SECONDS)
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+            self._process = None
+        leave, self._leave = self._leave, lambda: None
+        leave()
+
+    def _last_words(self) -> str:
+        if self._process is None or self._process.stderr is None:
+            return "it has gone without a word"
+        try:
+            self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "it closed its line"
+        words = self._process.stderr.read(4096).decode(errors="replace").strip()
+        return words.rpartition("\n")[2] or f"exit code {self._process.returncode}"

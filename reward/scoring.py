@@ -1,0 +1,357 @@
+"""The one worker core of the service: groups of the ring, calls and jobs are scored here, by any rubric.
+
+Cheap scorers run where they are called, those that may hang or crash in one pool of processes with a lane a caller, remote ones on
+threads. Nothing here raises for a bad item.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.errors import ScorerError
+from reward.catalogue import Catalogue
+from reward.config import RewardConfig
+from reward.contracts import AnyJudge, BatchJudge, Closable, Judge, Startable
+from reward.lanes import Lane
+from reward.pool import ScorerPool
+from reward.registry import ScorerInfo, ScorerSpec, describe
+from reward.rubric import Rubric
+
+__all__ = ["CompiledRubric", "Lane", "ScoringCore", "validate"]
+
+MAX_RUBRICS = 256
+"""Rubrics of clients that are kept; the one not used for longest goes first."""
+_MAX_JUDGES = 1024
+_REMOTE_THREADS = 32  # that wait for a second remote scorer of one rubric; the first has the caller's
+_REMOTE_GROUPS = 16  # groups of the ring under way at once where scoring is waiting
+
+Wait = Callable[[], list[Score]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledRubric:
+    """A rubric that was checked. `digest` is the same where the same text names the same scorers, in the same versions."""
+
+    rubric: Rubric
+    text: str
+    digest: str
+    in_process: bool
+    """All its scorers run where they are called, in no time."""
+    grouped: bool
+    """It has a scorer that compares the items of a group: they must be scored in one call."""
+    num_callers: int
+    """Calls that are worth making at once."""
+    sole: Callable[[ScoreItem], Score] | None = None
+    """The judge of a cheap scorer alone, without anything around it."""
+
+
+class ScoringCore:
+    """Scores items by rubrics. Thread-safe. Starts what the default rubric needs.
+
+    Raises:
+        ScorerError: at construction, if the rubric or a scorer of `[reward]` cannot be used.
+    """
+
+    def __init__(self, config: RewardConfig, *, start: bool = True) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._pool: ScorerPool | None = None
+        self._judges: OrderedDict[str, AnyJudge] = OrderedDict()
+        self._remote: dict[str, BatchJudge] = {}
+        self._rubrics: OrderedDict[str, CompiledRubric] = OrderedDict()
+        self._threads = ThreadPoolExecutor(_REMOTE_THREADS, thread_name_prefix="remote-scorer")
+        self._closing = False
+        try:
+            self._catalogue = Catalogue.of(config)
+            self._clients = self._catalogue.restricted()
+            self.default = self._default(start)
+        except BaseException:
+            self.close()
+            raise
+
+    def compile(self, text: str) -> CompiledRubric:
+        """A client's rubric: built-in scorers and declared names only; "" is the default. Kept by its text.
+
+        Raises:
+            ScorerError: see `Rubric.parse`.
+        """
+        if not text:
+            return self.default
+        key = _digest(text)
+        with self._lock:
+            known = self._rubrics.get(key)
+            if known is not None:
+                self._rubrics.move_to_end(key)
+                return known
+        made = self._compiled(Rubric.parse(text, allowed=self._clients), text)
+        for spec in made.rubric.specs():
+            self._prepare(spec)
+        with self._lock:
+            self._rubrics[key] = made
+            if len(self._rubrics) > MAX_RUBRICS:
+                self._rubrics.popitem(last=False)
+        return made
+
+    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane) -> list[Score]:
+        """One result an item, in order. Blocks; raises nothing for a bad item."""
+        if rubric.sole is not None:
+            judge = rubric.sole
+            return [judge(item) for item in items]
+        return self._begin(rubric.rubric, items, lane)() if items else []
+
+    def scorers(self) -> list[ScorerInfo]:
+        """What a client's rubric may name: built-in scorers that need no recipe, and declared ones."""
+        known = {info.name: info for info in describe()}
+        found = [info for info in known.values() if info.isolation != "remote"]
+        for name, spec in self._catalogue.declared.items():
+            base = known.get(spec.scorer)
+            summary = base.summary if base is not None else "A function of the service's recipe."
+            found.append(ScorerInfo(name, base.version if base is not None else "", summary, (), spec.isolation))
+        return sorted(found, key=lambda info: info.name)
+
+    @property
+    def closing(self) -> bool:
+        """Whether `close` was called: what is unscored for infrastructure since then is so because of it."""
+        return self._closing
+
+    @property
+    def replaced_workers(self) -> int:
+        """Processes that hung, crashed or broke a limit, and gave way to another."""
+        return self._pool.replaced_workers if self._pool is not None else 0
+
+    def figures(self) -> dict[str, float]:
+        """Sums since the start, and what waits now."""
+        figures = {"workers_replaced": 0.0} if self._pool is None else self._pool.figures()
+        for judge in self._remote.values():
+            read = getattr(judge, "figures", None)  # spend, rates and the like, of those that have any
+            if read is not None:
+                figures.update(read())
+        return figures
+
+    def close(self) -> None:
+        """Ends processes and connections; calls under way return at once, their rest unscored (`infrastructure`)."""
+        with self._lock:
+            self._closing = True
+            pool, remote = self._pool, list(self._remote.values())
+        if pool is not None:
+            pool.close()
+        for judge in remote:
+            if isinstance(judge, Closable):
+                judge.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- what a rubric needs ----
+
+    def _default(self, start: bool) -> CompiledRubric:
+        config, place = self._config, "reward"
+        if config.rubric:
+            place = f"reward.rubric {config.rubric}: "
+            text = _read(config.rubric)
+            try:
+                rubric = Rubric.parse(text, allowed=self._catalogue)
+            except ScorerError as error:
+                raise ScorerError(f"{place}{error}") from None
+        else:
+            spec = self._catalogue.spec(config.scorer, config.arguments, place)
+            rubric, text = Rubric.alone(spec), _as_rubric(config)
+            place = "reward.scorer "
+        for spec in [*rubric.specs(), *self._catalogue.declared.values()]:
+            self._prepare(spec, start)
+        for spec in {spec.key: spec for spec in rubric.specs()}.values():
+            self._check_in_pool(spec, place)
+        for name, spec in self._catalogue.declared.items():
+            self._check_in_pool(spec, f"reward.scorers.{name}.scorer ")
+        return self._compiled(rubric, text)
+
+    def _check_in_pool(self, spec: ScorerSpec, place: str) -> None:
+        if not spec.runs_in_pool:
+            return
+        try:
+            self._the_pool().load(spec)
+        except ScorerError as error:
+            raise ScorerError(f"{place}{error}") from None
+
+    def _prepare(self, spec: ScorerSpec, start: bool = True) -> None:
+        """Builds what runs in this process, and the pool for what does not."""
+        if spec.runs_in_pool:
+            self._the_pool()
+        elif spec.isolation == "remote":
+            if spec.key in self._remote:
+                return  # always so for a client's rubric: it can name declared ones only
+            judge = self._remote[spec.key] = cast(BatchJudge, spec.build())
+            if start and isinstance(judge, Startable):
+                judge.start()
+        else:
+            self._judge(spec)
+
+    def _the_pool(self) -> ScorerPool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ScorerPool(self._config)
+                if self._closing:
+                    self._pool.close()
+            return self._pool
+
+    def _judge(self, spec: ScorerSpec) -> AnyJudge:
+        judge = self._judges.get(spec.key)
+        if judge is None:
+            judge = spec.build()
+            with self._lock:
+                self._judges[spec.key] = judge
+                if len(self._judges) > _MAX_JUDGES:
+                    self._judges.popitem(last=False)
+        return judge
+
+    def _compiled(self, rubric: Rubric, text: str) -> CompiledRubric:
+        specs = list(rubric.specs())
+        in_process = all(spec.isolation == "in_process" for spec in specs)
+        remote = any(spec.isolation == "remote" for spec in specs)
+        sole = None
+        if in_process and len(rubric.components) == 1 and not rubric.components[0].name:
+            judge = self._judge(specs[0])
+            sole = judge.judge if isinstance(judge, Judge) and not isinstance(judge, BatchJudge) else None
+        return CompiledRubric(
+            rubric=rubric,
+            text=text,
+            digest=_digest("\n".join([text, *(f"{spec.version} {spec.key}" for spec in specs)])),
+            in_process=in_process,
+            grouped=any(spec.grouped for spec in specs),
+            num_callers=1 if in_process else max(self._config.num_workers, _REMOTE_GROUPS if remote else 1),
+            sole=sole,
+        )
+
+    # ---- scoring ----
+
+    def _begin(self, rubric: Rubric, items: Sequence[ScoreItem], lane: Lane) -> Wait:
+        """Starts what can run meanwhile; what it returns gives the scores."""
+        components, stages = rubric.components, rubric.stages()
+        columns: list[list[Score | None]] = [[None] * len(items) for _ in components]
+        started = self._begin_stage(rubric, stages[0], range(len(items)), items, lane)
+
+        def finish() -> list[Score]:
+            running, open_ones = started, list(range(len(items)))
+            for number, stage in enumerate(stages):
+                if number:
+                    running = self._begin_stage(rubric, stage, open_ones, items, lane)
+                for component, numbers, wait in running:
+                    for place, score in zip(numbers, wait(), strict=True):
+                        columns[component][place] = score
+                if number + 1 < len(stages):
+                    open_ones = [n for n in open_ones if not _is_over(rubric, stage, [column[n] for column in columns])]
+            return [
+                rubric.combine(scores, item.data_source)
+                for item, scores in zip(items, zip(*columns, strict=True), strict=True)
+            ]
+
+        return finish
+
+    def _begin_stage(
+        self, rubric: Rubric, stage: Sequence[int], open_ones: Sequence[int], items: Sequence[ScoreItem], lane: Lane
+    ) -> list[tuple[int, Sequence[int], Wait]]:
+        running = []
+        remote = 0
+        for number in stage:
+            component = rubric.components[number]
+            numbers = open_ones
+            if component.data_sources is not None:
+                fits = {source: component.applies(source) for source in {items[n].data_source for n in open_ones}}
+                numbers = [n for n in open_ones if fits[items[n].data_source]]
+            if not numbers:
+                continue
+            part = items if len(numbers) == len(items) else [items[n] for n in numbers]
+            source = component.source
+            if isinstance(source, Rubric):
+                wait = self._begin(source, part, lane)
+            else:
+                remote += source.isolation == "remote"
+                wait = self._begin_scorer(source, part, lane, aside=remote > 1)
+            running.append((number, numbers, wait))
+        return running
+
+    def _begin_scorer(self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Lane, aside: bool) -> Wait:
+        if spec.runs_in_pool:
+            return self._the_pool().submit(spec, items, lane).wait
+        if spec.isolation == "remote":
+            remote = self._remote[spec.key]
+            if aside and not self._closing:
+                return self._threads.submit(_judge_remotely, remote, items).result
+            return lambda: _judge_remotely(remote, items)
+        judge = self._judge(spec)
+        if isinstance(judge, BatchJudge):
+            return lambda: judge.judge_batch(items)
+        judge_one = judge.judge
+        return lambda: [judge_one(item) for item in items]
+
+
+def validate(config: RewardConfig) -> Rubric:
+    """The rubric, or the ScorerError that `ScoringCore` would raise. Imports user's code in a worker process, starts nothing remote."""
+    core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
+    core.close()
+    return core.default.rubric
+
+
+def _is_over(rubric: Rubric, stage: Sequence[int], scores: Sequence[Score | None]) -> bool:
+    """Whether the components after this stage have nothing to say of the item any more."""
+    for number in stage:
+        component, score = rubric.components[number], scores[number]
+        if score is None:
+            continue
+        if isinstance(score, Unscored):
+            if not component.optional:
+                return True
+        elif component.gate and component.normalised(score.value) < component.pass_at:
+            return True
+    return False
+
+
+def _judge_remotely(judge: BatchJudge, items: Sequence[ScoreItem]) -> list[Score]:
+    scores = judge.judge_batch(items)
+    assert len(scores) == len(items), f"a scorer gave {len(scores)} results for {len(items)} items"
+    return [_finite(score) for score in scores]
+
+
+def _finite(score: Score) -> Score:
+    if isinstance(score, Scored) and not math.isfinite(score.value):
+        return Unscored("infrastructure", f"the scorer answered {score.value}, not a finite number")
+    return score
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ScorerError(f"reward.rubric {file}: no such file (looked in {Path.cwd()})") from None
+    except OSError as error:
+        raise ScorerError(f"reward.rubric {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ScorerError(f"reward.rubric {file} is not text; a rubric is a TOML file") from None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def _as_rubric(config: RewardConfig) -> str:
+    """A scorer alone in the words of a rubric, for clients that ask what they get by default."""
+    arguments = ", ".join(f"{json.dumps(key)} = {_toml(value)}" for key, value in config.arguments.items())
+    return f"[[components]]\nscorer = {json.dumps(config.scorer)}\n" + (
+        f"arguments = {{ {arguments} }}\n" if arguments else ""
+    )
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else json.dumps(value)

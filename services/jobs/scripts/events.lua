@@ -1,0 +1,11 @@
+-- ARGV: job id, cursor, most bytes. Answers the job, and the results after the cursor in order: one at least if there is any.
+local id, cursor, left = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local job = figures_of(id)
+if not job then return unknown(id) end
+local results = {}
+while cursor < job.num_results and left > 0 do
+  cursor = cursor + 1
+  results[#results + 1] = redis.call('HGET', key('results', id), cursor)
+  left = left - #results[#results]
+end
+return { snapshot(id), results }

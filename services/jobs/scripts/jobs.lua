@@ -1,0 +1,134 @@
+-- Put before every verb of jobs: their keys, queues and figures.
+-- A job is job:<id> (figures), rubric:<id>, and four hashes: items:<id>, partials:<id> and chunks:<id> by index, of the chunks that
+-- have no result yet, and results:<id> by cursor. A chunk stands in `waiting` (by place) or in `leased` (until when) as "<id>:<index>".
+
+local JOBS = PREFIX .. 'jobs' -- job id by order of creation
+local BY_KEY = PREFIX .. 'by_key' -- idempotency key -> job id
+local EXPIRING = PREFIX .. 'expiring' -- job id by when to look whether it can be forgotten
+local WAITING = PREFIX .. 'waiting'
+local LEASED = PREFIX .. 'leased'
+local BELL = PREFIX .. 'bell:waiting'
+local BELL_TOKENS = 64
+local LOOKS = 64 -- leases and jobs that one verb looks after at most, so that none takes long
+local CHUNK_OVERHEAD_BYTES = 1024 -- what Redis needs for a chunk besides its items
+local PLACES_A_PRIORITY = 2 ^ 44 -- 200 priorities of so many places each are exact in a double
+
+local function count(name, by)
+  return redis.call('HINCRBY', META, name, by or 1)
+end
+
+local function chunk_name(id, index)
+  return id .. ':' .. index
+end
+
+local function chunk_of(id, index)
+  local text = redis.call('HGET', key('chunks', id), index)
+  return text and cjson.decode(text)
+end
+
+local function keep(id, index, chunk)
+  redis.call('HSET', key('chunks', id), index, cjson.encode(chunk))
+end
+
+local function figures_of(id)
+  local flat = redis.call('HGETALL', key('job', id))
+  local figures = {}
+  for i = 1, #flat, 2 do
+    figures[flat[i]] = tonumber(flat[i + 1]) or flat[i + 1]
+  end
+  return #flat > 0 and figures
+end
+
+local function num_waiting(job)
+  local waiting = job.num_items - job.num_scored
+  for name, number in pairs(job) do
+    if string.sub(name, 1, 9) == 'unscored:' then waiting = waiting - number end
+  end
+  return waiting
+end
+
+local function snapshot(id)
+  local flat = redis.call('HGETALL', key('job', id))
+  flat[#flat + 1] = 'job_id'
+  flat[#flat + 1] = id
+  return flat
+end
+
+local function unknown(id)
+  return refuse('UNKNOWNJOB', 'there is no job ' .. id .. '; it was never submitted, or its results were forgotten')
+end
+
+local function retention_ms()
+  return number_of(META, 'retention_ms', 604800000)
+end
+
+-- The bell holds a token a waiting chunk (at most BELL_TOKENS): a blocked claimer takes one and looks.
+local function ring()
+  local waiting = redis.call('ZCARD', WAITING)
+  if waiting == 0 then
+    redis.call('DEL', BELL)
+    return
+  end
+  for _ = redis.call('LLEN', BELL) + 1, math.min(waiting, BELL_TOKENS) do
+    redis.call('RPUSH', BELL, '1')
+  end
+end
+
+-- A chunk whose lease has ended, by the death of its holder or as the end of a pause (then nobody holds it), waits in its old place.
+local function take_back(name)
+  local id, index = string.match(name, '^(%x+):(%d+)$')
+  local chunk = chunk_of(id, index)
+  redis.call('ZREM', LEASED, name)
+  if chunk.worker ~= '' then
+    chunk.losses = chunk.losses + 1
+    chunk.lost[chunk.token] = 1
+    count('leases_expired')
+  end
+  chunk.worker, chunk.token = '', ''
+  keep(id, index, chunk)
+  redis.call('ZADD', WAITING, chunk.place, name)
+end
+
+local function sweep_leases()
+  for _, name in ipairs(redis.call('ZRANGEBYSCORE', LEASED, '-inf', NOW_MS, 'LIMIT', 0, LOOKS)) do
+    take_back(name)
+  end
+end
+
+local function holds(chunk, token)
+  return chunk and chunk.token ~= '' and chunk.token == token
+end
+
+-- A holder that speaks of a lease it has lost did not die of the chunk: that loss does not count.
+local function forgive(id, index, chunk, token)
+  if chunk and chunk.lost[token] then
+    chunk.losses, chunk.lost[token] = chunk.losses - 1, nil
+    keep(id, index, chunk)
+  end
+end
+
+-- A job that gets on is not forgotten; one that is open and has nothing waiting is after its retention.
+local function touch(id)
+  redis.call('ZADD', EXPIRING, NOW_MS + retention_ms(), id)
+end
+
+local function finish(id, state)
+  local expires = string.format('%.0f', NOW_MS + retention_ms())
+  redis.call('HSET', key('job', id), 'state', state, 'finished_ms', NOW_MS, 'expires_ms', expires)
+  touch(id)
+  redis.call('UNLINK', key('items', id), key('partials', id), key('chunks', id))
+end
+
+local function forget_expired()
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', EXPIRING, '-inf', NOW_MS, 'LIMIT', 0, LOOKS)) do
+    local job = figures_of(id)
+    if num_waiting(job) > 0 then
+      touch(id)
+    else
+      redis.call('ZREM', EXPIRING, id)
+      redis.call('ZREM', JOBS, id)
+      redis.call('HDEL', BY_KEY, redis.call('HGET', key('job', id), 'idempotency_key'))
+      redis.call('UNLINK', key('job', id), key('rubric', id), key('results', id))
+    end
+  end
+end

@@ -1,0 +1,12 @@
+-- ARGV: worker. It has just started: what its predecessor of that name held waits again. Answers how many chunks.
+sweep_leases()
+local taken = 0
+for _, name in ipairs(redis.call('ZRANGE', LEASED, 0, -1)) do
+  local id, index = string.match(name, '^(%x+):(%d+)$')
+  if chunk_of(id, index).worker == ARGV[1] then
+    take_back(name)
+    taken = taken + 1
+  end
+end
+if taken > 0 then ring() end
+return taken

@@ -1,0 +1,166 @@
+"""Files of scores: Parquet or JSON lines, in the order of the items, there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from protos.contracts import Score, Scored, Unscored, UnscoredReason
+from protos.errors import DataError, UserError
+
+SUFFIXES = (".parquet", ".jsonl")
+PART = "breakdown/"
+"""Begins the names of the columns that hold the components of a Parquet file's rewards."""
+_MAX_PARTS = 1000
+_GROUP_ROWS = 1 << 16  # rows of a Parquet row group
+_GAP_ROWS = 4096
+_CANCELLED = Unscored(cast(UnscoredReason, "cancelled"), "the job was cancelled before this item was scored")
+_KEPT = pa.schema(
+    [
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("value", pa.float64()),
+        pa.field("reason", pa.string()),
+        pa.field("detail", pa.string()),
+        pa.field("breakdown", pa.map_(pa.string(), pa.float64())),
+    ]
+)
+
+
+def check_suffix(path: Path) -> None:
+    """Raises UserError if the name does not say which kind of file it is, or its folder is missing."""
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"--out {path}: the name should end in {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--out {path}: there is no folder {path.parent}; make it first")
+
+
+class ScoreFile:
+    """Takes results in any order, keeps them beside the file until the last has come, and then writes it: a context manager.
+
+    Memory is that of one row group, however many results there are. Left without `finish`, nothing of it stays.
+
+    Raises:
+        UserError: on creation, if name or folder cannot be used.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_suffix(path)
+        self._path = path
+        self._kept_path = path.with_name(f".{path.name}.{os.getpid()}.results")
+        self._partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._places: list[tuple[int, int]] = []
+        """Number of the first item of each batch kept, and how many it has."""
+        self._parts: set[str] = set()
+        """Names of components."""
+        self.num_results = 0
+
+    def __enter__(self) -> Self:
+        self._sink = pa.OSFile(str(self._kept_path), "wb")
+        self._writer = pa.ipc.new_file(self._sink, _KEPT)
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._sink.close()
+        self._kept_path.unlink(missing_ok=True)
+        self._partial_path.unlink(missing_ok=True)
+
+    def add(self, first_item: int, scores: Sequence[Score]) -> None:
+        """Takes the results of item `first_item`, the next, …
+
+        Raises:
+            DataError: more than 1,000 different components, for which Parquet has no good form.
+        """
+        if not scores:
+            return
+        for score in scores:
+            if isinstance(score, Scored):
+                self._parts.update(score.breakdown)
+        if len(self._parts) > _MAX_PARTS and self._path.suffix == ".parquet":
+            raise DataError(f"--out {self._path}: the breakdowns have more than {_MAX_PARTS} names; write .jsonl")
+        self._places.append((first_item, len(scores)))
+        self._writer.write_batch(_batch_of(first_item, scores))
+        self.num_results += len(scores)
+
+    def finish(self, num_items: int = 0) -> None:
+        """Writes the file, forces it to disk and gives it its name, in place of one that was there.
+
+        Of `num_items` items, those without a result were cancelled before they had one.
+        """
+        for first, last in list(self._gaps(num_items)):
+            for begin in range(first, last, _GAP_ROWS):
+                self.add(begin, [_CANCELLED] * (min(begin + _GAP_ROWS, last) - begin))
+        self._writer.close()
+        self._sink.close()
+        with pa.memory_map(str(self._kept_path)) as source, pa.ipc.open_file(source) as kept:
+            order = sorted(range(len(self._places)), key=self._places.__getitem__)
+            batches = (kept.get_batch(number) for number in order)
+            if self._path.suffix == ".parquet":
+                self._write_parquet(batches)
+            else:
+                self._write_lines(batches)
+        with open(self._partial_path, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(self._partial_path, self._path)
+
+    def _gaps(self, num_items: int) -> Iterator[tuple[int, int]]:
+        """First item and end of every stretch that has no results."""
+        known = 0
+        for first, count in sorted(self._places):
+            if first > known:
+                yield known, first
+            known = first + count
+        if known < num_items:
+            yield known, num_items
+
+    def _write_parquet(self, batches: Iterator[pa.RecordBatch]) -> None:
+        parts = [pa.field(PART + name, pa.float64()) for name in sorted(self._parts)]
+        schema = pa.schema([field for field in _KEPT if field.name != "breakdown"] + parts)
+        with pq.ParquetWriter(self._partial_path, schema) as writer:
+            waiting: list[pa.RecordBatch] = []
+            for batch in batches:
+                waiting.append(self._with_parts(batch, schema))
+                if sum(one.num_rows for one in waiting) >= _GROUP_ROWS:
+                    writer.write_table(pa.Table.from_batches(waiting, schema))
+                    waiting = []
+            if waiting:
+                writer.write_table(pa.Table.from_batches(waiting, schema))
+
+    def _with_parts(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+        breakdowns = [dict(one or ()) for one in batch.column("breakdown").to_pylist()]
+        columns = [batch.column(name) for name in _KEPT.names if name != "breakdown"]
+        columns += [pa.array([one.get(name) for one in breakdowns], pa.float64()) for name in sorted(self._parts)]
+        return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+    def _write_lines(self, batches: Iterator[pa.RecordBatch]) -> None:
+        with open(self._partial_path, "w", encoding="utf-8") as file:
+            for batch in batches:
+                for row in batch.to_pylist():
+                    row["breakdown"] = dict(row["breakdown"] or ())
+                    file.write(json.dumps(row) + "\n")
+            file.flush()
+
+
+def row_of(index: int, score: Score) -> dict[str, Any]:
+    """A result as one line of JSON has it."""
+    if isinstance(score, Scored):
+        return {
+            "index": index,
+            "value": score.value,
+            "reason": None,
+            "detail": None,
+            "breakdown": dict(sorted(score.breakdown.items())),
+        }
+    return {"index": index, "value": None, "reason": score.reason, "detail": score.detail, "breakdown": {}}
+
+
+def _batch_of(first_item: int, scores: Sequence[Score]) -> pa.RecordBatch:
+    rows = [row_of(index, score) for index, score in enumerate(scores, start=first_item)]
+    for row in rows:
+        row["breakdown"] = list(row["breakdown"].items())
+    return pa.RecordBatch.from_pylist(rows, schema=_KEPT)

@@ -1,0 +1,234 @@
+"""What the tests of the reward service's front share: a core that fails on demand, a server in this process, jobs in few words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from protos import common_pb2, reward_pb2, reward_pb2_grpc
+from protos.contracts import Score, Scored, ScoreItem, Unscored
+from reward.config import RewardConfig
+from reward.scoring import CompiledRubric, Lane, ScoringCore
+from services.jobs.config import JobsConfig
+from services.jobs.lane import JobLane
+from services.jobs.store import JobStore
+from services.reward_server import SERVICE_NAME, RewardServicer
+from services.rpc import ServerThread, connect
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Request = reward_pb2.SubmitJobRequest
+Item = reward_pb2.ScoreRequest.Item
+Stub = reward_pb2_grpc.RewardServiceStub
+
+
+class ScriptedCore(ScoringCore):
+    """Answers by text: `wait` waits for the test, `reason*k` fails k times with that reason before it is worth 1, `bug` is one.
+
+    Any other text is compared with the ground truth; the breakdown holds how many items were scored together.
+    """
+
+    def __init__(self, config: RewardConfig | None = None, *, in_process: bool = False) -> None:
+        super().__init__(config or RewardConfig())
+        self.inline = in_process
+        self.asked: list[str] = []
+        self.batches: list[tuple[Lane, int]] = []
+        self.go_on = threading.Event()
+        if not in_process:
+            self.default = _elsewhere(self.default)
+
+    def compile(self, text: str) -> CompiledRubric:
+        return super().compile(text) if self.inline else _elsewhere(super().compile(text))
+
+    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane) -> list[Score]:
+        self.batches.append((lane, len(items)))
+        return [self._answer_to(item, len(items)) for item in items]
+
+    def _answer_to(self, item: ScoreItem, together: int) -> Score:
+        self.asked.append(item.solution)
+        if item.solution == "wait" and not self.go_on.wait(30.0):
+            raise AssertionError("nobody let it go on")
+        if item.solution == "bug":
+            raise ZeroDivisionError("a bug of ours")
+        if self.closing and item.solution == "wait":
+            return Unscored("infrastructure", "closing")
+        reason, star, times = item.solution.partition("*")
+        if star and self.asked.count(item.solution) <= int(times):
+            return Unscored(reason, f"scripted {reason}")  # type: ignore[arg-type]
+        return Scored(float(bool(star) or item.solution == item.ground_truth), {"together": float(together)})
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "go_on"):
+            self.go_on.set()
+
+
+def _elsewhere(rubric: CompiledRubric) -> CompiledRubric:
+    """The same, as if it were not scored in this process."""
+    return CompiledRubric(rubric.rubric, rubric.text, rubric.digest, False, rubric.grouped, rubric.num_callers)
+
+
+class Service:
+    """A server on a port of its own with a lane, and a stub that speaks to it."""
+
+    def __init__(
+        self, url: str, core: ScoringCore, *, reward: RewardConfig, jobs: JobsConfig, worker: str, with_lane: bool
+    ) -> None:
+        self.core = core
+        self.jobs = jobs
+        self.store = JobStore(url, jobs)
+        self.servicer = RewardServicer(core, self.store, reward, jobs)
+        self.stop = threading.Event()
+        self.server = ServerThread(
+            "127.0.0.1",
+            0,
+            info=common_pb2.InfoReply,
+            register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(self.servicer, one),
+            service_names=[SERVICE_NAME],
+            on_stop=self.servicer.end_streams,
+        )
+        self.lane = JobLane(self.store, core, worker=worker, reward=reward, stop=self.stop)
+        self._with_lane = with_lane
+        if with_lane:
+            self.lane.__enter__()
+        self.channel = connect(self.server.address)
+        self.stub = Stub(self.channel)
+
+    def end(self) -> None:
+        self.server.stop(1.0)
+        self.core.close()
+        try:
+            if self._with_lane:
+                self.lane.__exit__(None, None, None)
+        finally:
+            self.servicer.close()
+            self.channel.close()
+            self.store.close()
+
+    # ---- jobs in few words ----
+
+    def submit(
+        self, *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0
+    ) -> reward_pb2.SubmitJobReply:
+        """Submits a whole job and returns the last reply."""
+        return list(self.stub.SubmitJob(submission(*chunks, key=key, rubric=rubric, priority=priority), timeout=30))[-1]
+
+    def watch(self, job_id: str, *, after_cursor: int = 0, with_results: bool = True) -> list[reward_pb2.JobEvent]:
+        request = reward_pb2.WatchJobRequest(job_id=job_id, with_results=with_results, after_cursor=after_cursor)
+        return list(self.stub.WatchJob(request, timeout=30))
+
+    def results(self, job_id: str) -> list[reward_pb2.ScoreReply.Item]:
+        """The results of a job that ends, in the order of its items; every item has one."""
+        found: dict[int, reward_pb2.ScoreReply.Item] = {}
+        for event in self.watch(job_id):
+            for number, item in enumerate(event.results.items, event.results.first_item):
+                assert number not in found, "a result is told once"
+                found[number] = item
+        assert sorted(found) == list(range(len(found)))
+        return [found[number] for number in range(len(found))]
+
+
+@contextmanager
+def serving(
+    url: str,
+    core: ScoringCore | None = None,
+    *,
+    reward: RewardConfig | None = None,
+    jobs: JobsConfig | None = None,
+    worker: str = "one",
+    with_lane: bool = True,
+) -> Iterator[Service]:
+    """A service while it is open; what failed in its lane is raised at the end."""
+    reward = reward or RewardConfig()
+    jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
+    service = Service(url, core or ScoringCore(reward), reward=reward, jobs=jobs, worker=worker, with_lane=with_lane)
+    try:
+        yield service
+    finally:
+        service.end()
+
+
+def submission(
+    *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0, first: int = 0
+) -> Iterator[Request]:
+    """The messages of a job; its first chunk has the number `first`."""
+    header = Request.Header(idempotency_key=key or uuid.uuid4().hex, rubric=rubric, priority=priority)
+    yield Request(header=header)
+    for index, items in enumerate(chunks, first):
+        yield Request(chunk=Request.Chunk(index=index, items=items))
+    yield Request(seal=Request.Seal(num_chunks=first + len(chunks)))
+
+
+def answers(*texts: str, truth: str = "1", group: str = "") -> list[Item]:
+    return [Item(solution=text, ground_truth=json.dumps(truth), group=group) for text in texts]
+
+
+def summary(items: Sequence[reward_pb2.ScoreReply.Item]) -> list[float | str]:
+    """Values and reasons."""
+    return [one.scored.value if one.WhichOneof("result") == "scored" else one.unscored.reason for one in items]
+
+
+# ---- as a process ----
+
+_MAIN = """
+import sys
+from pathlib import Path
+from services.config import load_service_config
+from services.process import die_with_parent, run_service
+from services.reward_standalone import main
+die_with_parent()
+folder, redis_url, name, *overrides = sys.argv[1:]
+run_service(lambda: main(load_service_config(None, overrides), host="127.0.0.1", redis_url=redis_url, folder=Path(folder), name=name))
+"""
+
+
+class Replica:
+    """A reward service that stands alone, as a process. Its Redis is its own if no URL is given."""
+
+    def __init__(self, folder: Path, *overrides: str, redis_url: str = "", name: str = "one") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, str(folder), redis_url, name, *overrides],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.address = ""
+        for line in self.process.stdout:
+            if "listens on " in line:
+                self.address = line.split()[-1]
+                break
+        assert self.address, f"it ended: {self.process.wait(10)}"
+        self._rest = threading.Thread(target=self.process.stdout.read, daemon=True)  # a full pipe would hold it up
+        self._rest.start()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def terminate(self) -> int:
+        """Its exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout=20)
+
+
+def until(condition: object, seconds: float = 30.0) -> None:
+    """Waits for something to come true."""
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def code_of(error: grpc.RpcError) -> str:
+    return str(error.code().name)

@@ -1,0 +1,32 @@
+"""golden/README.md describes the files that are there, and every family of cases."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.golden_cases import golden_cases
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "golden"
+TEXT = (FOLDER / "README.md").read_text()
+FAMILIES = set(re.findall(r"^### 3\.\d+ `(\w+)`", TEXT, re.MULTILINE))
+PATTERN = "<family>_seed<N>.safetensors"
+
+
+def test_every_file_is_named_and_every_file_named_is_there() -> None:
+    named = set(re.findall(r"`([^` ]+\.(?:json|safetensors|py))`", TEXT))
+    assert PATTERN in named
+    of_families = {PATTERN.replace("<family>", family).replace("<N>", str(n)) for family in FAMILIES for n in range(3)}
+    there = {file.name for file in FOLDER.iterdir()} - {"README.md"}
+    assert there <= named | of_families
+    for name in named - {PATTERN}:
+        assert (ROOT / name if "/" in name else FOLDER / name).is_file(), name
+
+
+def test_every_family_has_its_formulas() -> None:
+    assert {case.name.partition("/")[0] for case in golden_cases("")} | {"scorer"} == FAMILIES
+
+
+def test_what_makes_a_case_peculiar_is_said() -> None:
+    assert "| `peculiar` |" in TEXT and any(case.peculiar for case in golden_cases(""))

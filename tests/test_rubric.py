@@ -1,0 +1,420 @@
+"""Rubrics: how scores become one, as laws; what a text may say, and the one line for what it may not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.contracts import Score, Scored, Unscored
+from protos.errors import ScorerError
+from reward.catalogue import Catalogue
+from reward.config import DeclaredScorer, RewardConfig
+from reward.registry import BUILT_IN, ScorerSpec, make_spec
+from reward.rubric import MAX_DEPTH, MAX_SCORERS, MAX_TEXT_BYTES, Component, Range, Rubric
+
+QUIET = settings(deadline=None)  # a busy machine is no fault
+EXACT = make_spec("exact", {})
+RECIPE = Catalogue()
+CLIENT = Catalogue(for_clients=True)
+
+finite = st.floats(-1e6, 1e6)
+reasons = st.sampled_from(["timeout", "crashed", "infrastructure", "invalid_input", "limit"])
+scored = st.builds(Scored, finite, st.dictionaries(st.sampled_from(["acc", "steps", "length"]), finite, max_size=2))
+unscored = st.builds(Unscored, reasons, st.text(max_size=5))
+ranges = st.tuples(finite, finite).map(lambda pair: (min(pair), max(pair)))
+sources = st.sampled_from(["gsm8k", "math", "code/apps"])
+patterns = st.one_of(st.none(), st.lists(st.sampled_from(["gsm8k", "m*", "code/*", "x"]), max_size=2).map(tuple))
+
+
+@st.composite
+def components(draw: st.DrawFn, *, gates: bool = True) -> tuple[Component, ...]:
+    number = draw(st.integers(1, 6))
+    made = []
+    for place in range(number):
+        gate = gates and draw(st.booleans())
+        scale = draw(st.one_of(st.none(), st.tuples(ranges, ranges)))
+        made.append(
+            Component(
+                name=f"c{place}",
+                source=EXACT,
+                weight=draw(finite),
+                gate=gate,
+                pass_at=draw(finite) if gate else 1.0,
+                data_sources=draw(patterns),
+                scale=scale if scale is None or scale[0][1] - scale[0][0] > 1e-3 else None,
+                clip=draw(st.one_of(st.none(), ranges)),
+                optional=not gate and draw(st.booleans()),
+            )
+        )
+    return tuple(made)
+
+
+def scores_of(draw: Any, rubric: Rubric, kinds: st.SearchStrategy[Score]) -> list[Score]:
+    return [draw(kinds) for _ in rubric.components]
+
+
+@QUIET
+@given(st.data(), st.builds(Rubric, components()), sources)
+def test_the_value_is_the_weighted_sum_of_what_the_breakdown_names(st_data: Any, rubric: Rubric, source: str) -> None:
+    scores = scores_of(st_data.draw, rubric, scored)
+    result = rubric.combine(scores, source)
+    mine = [component for component in rubric.components if component.applies(source)]
+    if not mine:
+        assert isinstance(result, Unscored) and result.reason == "invalid_input" and source in result.detail
+        return
+    assert isinstance(result, Scored)
+    assert {name for name in result.breakdown if "/" not in name} == {component.name for component in mine}
+    assert result.value == math.fsum(component.weight * result.breakdown[component.name] for component in mine)
+
+
+@QUIET
+@given(st.data(), st.builds(Rubric, components()), sources)
+def test_past_a_gate_that_is_not_passed_everything_counts_nothing(st_data: Any, rubric: Rubric, source: str) -> None:
+    scores: list[Score | None] = list(scores_of(st_data.draw, rubric, scored))
+    result = rubric.combine(scores, source)
+    if not isinstance(result, Scored):
+        return
+    mine = [n for n, component in enumerate(rubric.components) if component.applies(source)]
+    failed = [
+        n
+        for n in mine
+        if (component := rubric.components[n]).gate and component.normalised(scores[n].value) < component.pass_at  # type: ignore[union-attr]
+    ]
+    for n in mine:
+        component = rubric.components[n]
+        if failed and n > failed[0]:
+            assert result.breakdown[component.name] == 0.0
+            assert not any(name.startswith(f"{component.name}/") for name in result.breakdown)
+        else:
+            assert result.breakdown[component.name] == component.normalised(scores[n].value)  # type: ignore[union-attr]
+    if failed:  # they need not have run at all
+        unrun = [score if n <= failed[0] else None for n, score in enumerate(scores)]
+        assert rubric.combine(unrun, source) == result
+
+
+@QUIET
+@given(st.data(), st.builds(Rubric, components(gates=False), st.one_of(st.none(), ranges)), sources)
+def test_without_gates_the_order_of_components_does_not_matter(st_data: Any, rubric: Rubric, source: str) -> None:
+    scores = scores_of(st_data.draw, rubric, st.one_of(scored, unscored))
+    order = st_data.draw(st.permutations(range(len(scores))))
+    other = replace(rubric, components=tuple(rubric.components[n] for n in order))
+    first, second = rubric.combine(scores, source), other.combine([scores[n] for n in order], source)
+    if isinstance(first, Scored):
+        assert second == first
+    else:
+        assert isinstance(second, Unscored)
+
+
+@QUIET
+@given(st.data(), st.builds(Rubric, components(gates=False)), sources)
+def test_what_is_unscored_is_never_a_number(st_data: Any, rubric: Rubric, source: str) -> None:
+    scores = scores_of(st_data.draw, rubric, st.one_of(scored, unscored))
+    result = rubric.combine(scores, source)
+    mine = [(c, s) for c, s in zip(rubric.components, scores, strict=True) if c.applies(source)]
+    needed = [(c, s) for c, s in mine if isinstance(s, Unscored) and not c.optional]
+    if needed:
+        component, score = needed[0]
+        assert result == Unscored(score.reason, f"{component.name}: {score.detail}")
+    elif any(isinstance(s, Scored) for _, s in mine):
+        assert isinstance(result, Scored)
+        assert {n for n in result.breakdown if "/" not in n} == {c.name for c, s in mine if isinstance(s, Scored)}
+    else:
+        assert isinstance(result, Unscored)
+
+
+@QUIET
+@given(ranges, ranges, st.floats(0, 1), st.one_of(st.none(), ranges), finite)
+def test_normalisation_keeps_its_bounds(
+    old: Range, new: Range, share: float, clip: Range | None, any_value: float
+) -> None:
+    if old[1] - old[0] < 1e-3:
+        return
+    component = Component("c", EXACT, scale=(old, new))
+    assert component.normalised(old[0]) == new[0] and component.normalised(old[1]) == new[1]
+    inside = component.normalised(min(max(old[0] + share * (old[1] - old[0]), old[0]), old[1]))
+    slack = 1e-9 * (1 + max(map(abs, new)))
+    assert new[0] - slack <= inside <= new[1] + slack
+    upside_down = Component("c", EXACT, scale=(old, (new[1], new[0])))
+    assert upside_down.normalised(old[0]) == new[1]
+    if clip is not None:
+        assert clip[0] <= Component("c", EXACT, scale=(old, new), clip=clip).normalised(any_value) <= clip[1]
+
+
+@QUIET
+@given(st.lists(st.tuples(finite, finite), min_size=1, max_size=5), ranges)
+def test_the_clip_of_the_sum(parts: list[tuple[float, float]], clip: Range) -> None:
+    made = tuple(Component(f"c{n}", EXACT, weight=weight) for n, (weight, _) in enumerate(parts))
+    result = Rubric(made, clip).combine([Scored(value) for _, value in parts])
+    plain = Rubric(made).combine([Scored(value) for _, value in parts])
+    assert isinstance(result, Scored) and isinstance(plain, Scored)
+    assert clip[0] <= result.value <= clip[1] and result.breakdown == plain.breakdown
+    if clip[0] <= plain.value <= clip[1]:
+        assert result.value == plain.value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
+def test_a_sum_that_is_no_number_is_no_score(value: float) -> None:
+    rubric = Rubric((Component("a", EXACT, weight=1e10), Component("b", EXACT)))
+    assert rubric.combine([Scored(value), Scored(0.0)]) == Unscored(
+        "invalid_input", "the sum of the components is not a finite number"
+    )
+
+
+def test_the_breakdown_names_parts_below_their_component() -> None:
+    rubric = Rubric((Component("math", EXACT, weight=0.5), Component("", EXACT)))
+    result = rubric.combine([Scored(1.0, {"acc": 1.0}), Scored(2.0, {"own": 3.0})])
+    assert result == Scored(2.5, {"math": 1.0, "math/acc": 1.0, "own": 3.0})
+
+
+def test_a_scorer_alone_keeps_its_breakdown() -> None:
+    rubric = Rubric.alone(EXACT)
+    assert rubric.combine([Scored(0.5, {"acc": 1.0})]) == Scored(0.5, {"acc": 1.0})
+    assert rubric.combine([Unscored("timeout", "10 s")]) == Unscored("timeout", "10 s")
+
+
+def test_stages_end_with_gates() -> None:
+    gates = [False, True, False, False, True]
+    rubric = Rubric(tuple(Component(str(n), EXACT, gate=gate) for n, gate in enumerate(gates)))
+    assert rubric.stages() == [[0, 1], [2, 3, 4]]
+
+
+# ---- reading ----
+
+FULL = """
+clip = [0.0, 1.5]
+[[components]]
+name = "format"
+scorer = "regex"
+arguments = { pattern = "<answer>", compare = false }
+gate = true
+pass_at = 0.5
+weight = 0.1
+[[components]]
+scorer = "numeric"
+data_sources = ["openai/gsm8k*"]
+from = [-1, 1.0]
+to = [0.0, 1.0]
+clip = [0.0, 1.0]
+[[components]]
+scorer = "rubric"
+arguments = { name = "answers" }
+optional = true
+[rubrics.answers]
+[[rubrics.answers.components]]
+scorer = "exact"
+"""
+
+
+def test_every_key_is_read() -> None:
+    rubric = Rubric.parse(FULL, allowed=CLIENT)
+    form, numeric, answers = rubric.components
+    assert rubric.clip == (0.0, 1.5)
+    assert (form.name, form.gate, form.pass_at, form.weight) == ("format", True, 0.5, 0.1)
+    assert isinstance(form.source, ScorerSpec) and form.source.isolation == "worker"
+    assert numeric == Component(
+        "numeric",
+        make_spec("numeric", {}),
+        data_sources=("openai/gsm8k*",),
+        scale=((-1.0, 1.0), (0.0, 1.0)),
+        clip=(0.0, 1.0),
+    )
+    assert answers == Component("answers", Rubric((Component("exact", EXACT),)), optional=True)
+    assert [spec.scorer for spec in rubric.specs()] == ["regex", "numeric", "exact"]
+    assert numeric.applies("openai/gsm8k/main") and not numeric.applies("math")
+
+
+def test_two_writings_of_the_same_arguments_are_one_scorer() -> None:
+    text = '[[components]]\nscorer="numeric"\narguments={%s}'
+    first, second = (
+        Rubric.parse(text % arguments, allowed=RECIPE)
+        for arguments in ('tolerance=1,marker="#"', 'marker="#",tolerance=1')
+    )
+    assert list(first.specs()) == list(second.specs())
+
+
+ONE = '[[components]]\nscorer = "exact"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "components is missing"),
+        ("components = []", "components: should be a list of at least one table"),
+        ("components = [1]", "components[0]: should be a table (got 1)"),
+        ("= 1", "the rubric is not valid TOML"),
+        (ONE + "wieght = 1", "unknown key components[0].wieght; did you mean weight?"),
+        (ONE + "zzz = 1", "unknown key components[0].zzz; there are name, scorer, arguments"),
+        ("clop = [0, 1]\n" + ONE, "unknown key clop; did you mean clip?"),
+        (ONE + "[rubrics.a]\ncomponent = []", "unknown key rubrics.a.component; did you mean components?"),
+        (ONE + "weight = 'x'", "components[0].weight: should be a number (got 'x')"),
+        (ONE + "weight = inf", "components[0].weight: should be a finite number"),
+        (ONE + "weight = true", "components[0].weight"),
+        (ONE + "gate = 1", "components[0].gate: should be a boolean (got 1)"),
+        (ONE + "clip = [1]", "components[0].clip: should be a list of two numbers (got [1])"),
+        (ONE + "clip = [2, 1]", "components[0].clip: the lower end comes first"),
+        ("clip = [2, 1]\n" + ONE, "clip: the lower end comes first"),
+        (ONE + "pass_at = 1.0", "components[0].pass_at: only a gate has one"),
+        (ONE + "gate = true\noptional = true", "components[0].optional: a gate cannot be left out"),
+        (ONE + "from = [0, 1]", "components[0].to is missing: from and to go together"),
+        (ONE + "to = [0, 1]", "components[0].from is missing"),
+        (ONE + "from = [1, 1]\nto = [0, 1]", "components[0].from: its ends must differ"),
+        (ONE + "name = 'a/b'", "components[0].name: 'a/b' cannot be a name in the breakdown"),
+        (ONE + "name = 'earned'", "components[0].name: 'earned' cannot"),
+        (ONE + ONE, "components[1].name: 'exact' is that of components[0] already"),
+        ("[[components]]\nweight = 1", "components[0].scorer is missing"),
+        ("[[components]]\nscorer = 'exat'", "components[0].scorer 'exat' is unknown; did you mean exact?"),
+        ("[[components]]\nscorer = 'mine'", "components[0].scorer 'mine' is unknown; There are "),
+        (ONE + "arguments = {ignore_cas = true}", "components[0].arguments.ignore_cas: scorer exact has no such argument"),
+        (ONE + "arguments = {ignore_case = 1}", "components[0].arguments.ignore_case: scorer exact needs true or false there, got 1"),
+        (ONE + "arguments = {ignore_case = 1979-05-27}", "components[0].arguments.ignore_case: Object of type date"),
+        ("[[components]]\nscorer = 'regex'", "components[0].arguments.pattern is missing: scorer regex needs it"),
+        ("[[components]]\nscorer = 'regex'\narguments = {pattern = '('}", "components[0].arguments of scorer regex: pattern"),
+        ("[[components]]\nscorer = 'm.py:f'", "components[0].scorer 'm.py:f': a rubric sent to a service names no import path"),
+        ("[[components]]\nscorer = 'rubric'", "components[0].arguments: scorer rubric takes name"),
+        ("[[components]]\nscorer = 'rubric'\narguments = {name = 'a'}", "arguments.name: there is no rubric 'a'; there are none"),
+        (
+            "[[components]]\nscorer = 'rubric'\narguments = {name = 'answrs'}\n[[rubrics.answers.components]]\nscorer = 'exact'",
+            "there is no rubric 'answrs'; did you mean answers?",
+        ),
+        ("a = " + "[" * 30_000, "the rubric is not valid TOML"),
+        ("x = '" + "y" * MAX_TEXT_BYTES + "'", f"at most {MAX_TEXT_BYTES} are read"),
+        ("components = {" + ".".join("a" * 3000) + " = 1}", "components: should be a list (got a dict too deep to show)"),
+    ],
+)  # fmt: skip
+def test_what_a_rubric_may_not_say(text: str, told: str) -> None:
+    with pytest.raises(ScorerError) as caught:
+        Rubric.parse(text, allowed=CLIENT)
+    assert told in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@QUIET
+@given(st.data())
+def test_any_text_is_a_rubric_or_refused_in_one_line(st_data: Any) -> None:
+    text = FULL
+    for _ in range(st_data.draw(st.integers(1, 4))):
+        start = st_data.draw(st.integers(0, len(text)))
+        stop = st_data.draw(st.integers(start, min(len(text), start + 12)))
+        text = (
+            text[:start]
+            + st_data.draw(st.text(max_size=6) | st.sampled_from(["[[", "]]", "{", "=", '"']))
+            + text[stop:]
+        )
+    try:
+        Rubric.parse(text, allowed=CLIENT)
+    except ScorerError as error:
+        assert len(str(error).splitlines()) == 1 and len(str(error)) < 800
+
+
+def chain(names: Sequence[str]) -> str:
+    """Each names the next."""
+    text = f"[[components]]\nscorer = 'rubric'\narguments = {{ name = '{names[0]}' }}\n"
+    for name, following in pairwise(names):
+        text += f"[[rubrics.{name}.components]]\nscorer = 'rubric'\narguments = {{ name = '{following}' }}\n"
+    return text
+
+
+@pytest.mark.parametrize(
+    ("names", "around"), [(["a", "a"], "a → a"), (["a", "b", "a"], "a → b → a"), (["x", "a", "b", "a"], "a → b → a")]
+)
+def test_circles_are_refused_with_their_path(names: list[str], around: str) -> None:
+    with pytest.raises(
+        ScorerError, match=f"rubrics.{names[-2]}.components.0..arguments.name: rubrics go in a circle: {around}$"
+    ):
+        Rubric.parse(chain(names), allowed=CLIENT)
+
+
+def test_depth_and_number_are_bounded() -> None:
+    last = "[[rubrics.{}.components]]\nscorer = 'exact'\n"
+    names = [f"r{n}" for n in range(MAX_DEPTH)]
+    assert list(Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT).specs()) == [EXACT]
+    names = [f"r{n}" for n in range(500)]
+    with pytest.raises(ScorerError, match=f"go no deeper than {MAX_DEPTH}"):
+        Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT)
+    doubling = "[[components]]\nscorer = 'rubric'\narguments = {name = 'r0'}\n"
+    for n in range(12):
+        for name in ("left", "right"):
+            doubling += (
+                f"[[rubrics.r{n}.components]]\nname = '{name}'\nscorer = 'rubric'\narguments = {{name = 'r{n + 1}'}}\n"
+            )
+    with pytest.raises(ScorerError, match=f"more than {MAX_SCORERS} scorers for one item"):
+        Rubric.parse(doubling + last.format("r12"), allowed=CLIENT)
+
+
+# ---- who may name what ----
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A stand-in for a scorer that is far away."""
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[str] = "remote"
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A stand-in for a scorer with a parameter that is the recipe's to set."""
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[str] = "worker"
+    RECIPE_ONLY: ClassVar[frozenset[str]] = frozenset({"unguarded"})
+    unguarded: bool = False
+    tests: int = 1
+
+
+def test_declared_scorers_are_names_for_recipes_and_clients() -> None:
+    config = RewardConfig(
+        scorers={
+            "mine": DeclaredScorer(scorer="my.py:f", arguments={"scale": 2}),
+            "strict": DeclaredScorer(scorer="exact", arguments={"ignore_case": False}),
+        }
+    )
+    catalogue = Catalogue.of(config)
+    for allowed in (catalogue, catalogue.restricted()):
+        rubric = Rubric.parse("[[components]]\nscorer = 'mine'\n[[components]]\nscorer = 'strict'", allowed=allowed)
+        assert [component.name for component in rubric.components] == ["mine", "strict"]
+        assert [spec.scorer for spec in rubric.specs()] == ["my.py:f", "exact"]
+        with pytest.raises(ScorerError, match="scorer mine is declared with its arguments and takes no others"):
+            Rubric.parse("[[components]]\nscorer = 'mine'\narguments = {scale = 3}", allowed=allowed)
+        with pytest.raises(ScorerError, match="'mne' is unknown; did you mean mine"):
+            Rubric.parse("[[components]]\nscorer = 'mne'", allowed=allowed)
+    assert next(Rubric.parse("[[components]]\nscorer = 'my.py:f'", allowed=catalogue).specs()).isolation == "worker"
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "told"),
+    [
+        ("exact", "exact", "reward.scorers.exact: the name is taken"),
+        ("rubric", "exact", "reward.scorers.rubric: the name is taken"),
+        ("a b", "exact", "should be up to 64 letters"),
+        ("mine", "exat", "reward.scorers.mine.scorer 'exat' is unknown; did you mean exact?"),
+    ],
+)
+def test_what_cannot_be_declared(name: str, scorer: str, told: str) -> None:
+    with pytest.raises(ScorerError) as caught:
+        Catalogue.of(RewardConfig(scorers={name: DeclaredScorer(scorer=scorer)}))
+    assert told in str(caught.value)
+
+
+def test_clients_name_no_remote_scorer_and_waive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILT_IN, "far", Remote)
+    monkeypatch.setitem(BUILT_IN, "guarded", Guarded)
+    for scorer, arguments, told in [
+        ("far", {}, "scorer far: it names a folder or an address"),
+        ("guarded", {"unguarded": True}, "arguments.unguarded: a client cannot set it"),
+    ]:
+        RECIPE.spec(scorer, arguments, "here")
+        with pytest.raises(ScorerError) as caught:
+            CLIENT.spec(scorer, arguments, "here")
+        assert told in str(caught.value) and "reward.scorers" in str(caught.value)
+    CLIENT.spec("guarded", {"tests": 2}, "here")
+    with pytest.raises(ScorerError, match="did you mean guarded"):
+        CLIENT.spec("gaurded", {}, "here")

@@ -1,0 +1,181 @@
+"""Sandboxes that die in the middle of a run: the test is run again in a fresh one, and no answer pays for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from protos.contracts import Score, Scored, ScoreItem, Unscored
+from reward import code_trial
+from reward.code import CodeTests
+from reward.sandbox.inside import seccomp as filter_program
+from reward.sandbox.isolation import find_isolation, open_sandboxes
+from reward.sandbox.launcher import ZygoteLauncher
+from reward.sandbox.limits import Limits
+from reward.sandbox.pool import SandboxPool
+from reward.sandbox.sandbox import Sandbox, SandboxDiedError
+
+pytestmark = pytest.mark.skipif(
+    find_isolation().name != "namespaces", reason=f"the processes of another isolation: {find_isolation()}"
+)
+
+PAUSE = "time.sleep(30)"
+PRINTS = f"import time\n{PAUSE}\nprint(2 * int(input()))"
+ADDS = f"import time\ndef add(a, b):\n    {PAUSE}\n    return a + b"
+SHAPES: dict[str, tuple[str, Any]] = {
+    "script": (PRINTS, {"inputs": ["1"], "outputs": ["2"]}),
+    "call": (ADDS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
+    "statement": (ADDS, ["assert add(1, 2) == 3"]),
+}
+CHAIN = ("zygote", "keeper", "guest", "program")
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxPool]:
+    made = open_sandboxes()
+    monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: made)
+    yield made
+    made.close()
+
+
+def running(pool: SandboxPool) -> list[dict[str, int]]:
+    """The processes by name of every sandbox in which a program runs, the oldest program first."""
+    assert isinstance(pool._launcher, ZygoteLauncher)
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        zygote = psutil.Process(pool._launcher._process.pid)
+        for keeper in zygote.children():
+            for guest in keeper.children():
+                for program in guest.children()[:1]:
+                    pids = (zygote.pid, keeper.pid, guest.pid, program.pid)
+                    found.append((program.create_time(), program.pid, dict(zip(CHAIN, pids, strict=True))))
+    return [chain for _, _, chain in sorted(found, key=lambda one: one[:2])]
+
+
+@dataclass
+class Killer:
+    """Kills the victim of one of the sandboxes in which programs run, in so many runs; in those that follow no program pauses long."""
+
+    pool: SandboxPool
+    victim: str
+    times: int
+    which: int = 0
+    """0: the answer's sandbox; -1: the last one that was started, for statements the test's."""
+    after_seconds: float = 0.05
+    pause: str = "pass"
+    killed: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, *, programs: int = 1) -> None:
+        start = Sandbox.start
+        begun = 0
+
+        def started(
+            sandbox: Sandbox, kind: Any, texts: Sequence[str], limits: Limits, stdin: bytes = b"", line: Any = None
+        ) -> None:
+            nonlocal begun
+            doomed = self.killed < self.times
+            said = texts if doomed else [text.replace(PAUSE, self.pause) for text in texts]
+            start(sandbox, kind, said, limits, stdin, line)
+            begun += 1
+            if doomed and begun % programs == 0:
+                self._kill(programs)
+
+        monkeypatch.setattr(Sandbox, "start", started)
+
+    def _kill(self, programs: int) -> None:
+        deadline = time.monotonic() + 10.0
+        while len(chains := running(self.pool)) != programs or not all(has_begun(chain["program"]) for chain in chains):
+            assert time.monotonic() < deadline, "no program runs"
+            time.sleep(0.01)
+        time.sleep(self.after_seconds)
+        os.kill(chains[self.which][self.victim], signal.SIGKILL)
+        self.killed += 1
+
+
+def has_begun(program: int) -> bool:
+    """The last thing before it does is the filter of system calls."""
+    return not filter_program.available() or "Seccomp:\t2" in Path(f"/proc/{program}/status").read_text()
+
+
+def judged(shape: str) -> Score:
+    code, ground_truth = SHAPES[shape]
+    return CodeTests(extract="whole").judge(ScoreItem("", code, ground_truth))
+
+
+CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # of a statement's two sandboxes, each
+
+
+@pytest.mark.parametrize("victim", CHAIN)
+@pytest.mark.parametrize(("shape", "which"), CASES)
+def test_a_right_answer_whose_sandbox_is_killed_is_right(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
+) -> None:
+    killer = Killer(pool, victim, 1, which)
+    killer.install(monkeypatch, programs=2 if shape == "statement" else 1)
+    score = judged(shape)
+    assert killer.killed == 1
+    assert isinstance(score, Scored) and score.value == 1.0, score
+
+
+@pytest.mark.parametrize("victim", CHAIN[:-1])
+@pytest.mark.parametrize(("shape", "which"), CASES)
+def test_killed_again_it_is_infrastructure(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
+) -> None:
+    killer = Killer(pool, victim, 2, which)
+    killer.install(monkeypatch, programs=2 if shape == "statement" else 1)
+    score = judged(shape)
+    assert killer.killed == 2
+    assert isinstance(score, Unscored) and score.reason == "infrastructure", score
+    assert "twice" in score.detail
+
+
+@pytest.mark.parametrize("tests", [{"inputs": ["1"] * 3, "outputs": ["2"] * 3}, ["assert add(1, 2) == 3"]])
+def test_a_program_that_kills_itself_fails_all_the_same(pool: SandboxPool, tests: Any) -> None:
+    program = "import os\nos.kill(os.getpid(), 9)"
+    score = CodeTests(extract="whole", partial=True).judge(ScoreItem("", program, tests))
+    assert isinstance(score, Scored) and score.value == 0.0
+    assert score.breakdown["memory"] == score.breakdown["total"]
+
+
+def test_the_time_of_the_run_that_was_lost_is_not_the_answers(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, tests = SHAPES["script"]
+    scorer = CodeTests(extract="whole", seconds_per_test=2.0, seconds_per_answer=2.0)
+    Killer(pool, "guest", 1, after_seconds=1.5, pause="time.sleep(0.8)").install(monkeypatch)
+    score = scorer.judge(ScoreItem("", code, tests))
+    assert isinstance(score, Scored) and score.value == 1.0, score
+
+
+def test_a_dead_sandbox_has_no_outcome_and_takes_no_program(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = pool.take()
+    Killer(pool, "guest", 1).install(monkeypatch)
+    with pytest.raises(SandboxDiedError, match="in the middle of a run"):
+        sandbox.run("script", ["", "while True: pass"], Limits())
+    assert not sandbox.clean
+    with pytest.raises(SandboxDiedError, match="took no program"):
+        sandbox.start("script", ["", "print(1)"], Limits())
+    sandbox.close()
+
+
+def test_where_memory_runs_out_programs_go_before_what_runs_them(pool: SandboxPool) -> None:
+    own = Path("/proc/self/oom_score_adj").read_text()
+    sandbox = pool.take()
+    sandbox.start("script", ["", "import time\ntime.sleep(30)"], Limits())
+    deadline = time.monotonic() + 10.0
+    while not (chains := running(pool)) or not has_begun(chains[0]["program"]):
+        assert time.monotonic() < deadline, "no program runs"
+        time.sleep(0.01)
+    found = {name: Path(f"/proc/{pid}/oom_score_adj").read_text() for name, pid in chains[0].items()}
+    sandbox.close()
+    assert found == {"zygote": own, "keeper": own, "guest": own, "program": "1000\n"}
