@@ -135,6 +135,7 @@ def page(record: Record) -> str:
         "# Staleness and correction",
         "\n".join(f"    {command}" for command in record["commands"]),
         f"{settings}; {record['cores']} cores.",
+        *record.get("notes", ()),
         f"± and [] are 95 % intervals over seeds, differences paired by seed with `{DEFAULT}` at S = 0. KL: of behavior and proximal\n"
         "policy, k3, a token; ESS: effective sample size of the weights; clipped: tokens whose gradient the loss bounded; all three\n"
         "are means over a run's batches.",

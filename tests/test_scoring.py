@@ -415,10 +415,12 @@ def test_validation_leaves_user_code_out_of_this_process(tmp_path: Path) -> None
 
 
 def test_a_core_that_cannot_be_built_leaves_no_process(tmp_path: Path) -> None:
-    before = len(psutil.Process().children(recursive=True))
+    before = {
+        child.pid for child in psutil.Process().children(recursive=True)
+    }  # of earlier tests; they may end meanwhile
     with pytest.raises(ScorerError):
         ScoringCore(RewardConfig(scorer="surely.not.there:f"))
-    assert len(psutil.Process().children(recursive=True)) <= before  # those of earlier tests may have ended meanwhile
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 # ---- the end ----
