@@ -6,11 +6,11 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system check bench bench-reward staleness protos docs lock clean distclean
+.PHONY: help setup demo test test-system check bench bench-startup bench-reward staleness protos docs lock clean distclean
 .PHONY: check-ruff check-format check-types check-imports check-protos check-docs
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
 
 setup:  ## create or update .venv (no root, no compiler; does nothing when it is up to date)
 	@EXTRA=$(EXTRA) deploy/setup.sh
@@ -47,6 +47,9 @@ check-docs:
 
 bench: setup  ## how much of the time sampling and training overlap (writes JSON)
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench-startup: setup  ## how long until the first batch is trained, and until a sampler alone is ready (writes JSON)
+	@$(BIN)/python benchmarks/startup.py $(ARGS)
 
 bench-reward: setup  ## what the reward service costs and withstands (writes JSON)
 	@$(BIN)/python benchmarks/reward.py $(ARGS)

@@ -9,6 +9,8 @@ until the two are equal within 10 %. Then all budgets are run in turn, `--repeat
     ideal = 1 / max(generation, training)    efficiency = steps per minute / ideal steps per minute
 
 The first workload has answers of one length, the second lognormal ones (a per-row limit, `extra_info.max_response_tokens`).
+Exit code 1 if S = 2 is not 1.5 times as fast as S = 0, its efficiency is below 0.8, or the two phases, measured once more over all
+runs at S = 0, have come to differ by more than a quarter; the last lines say which.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ LOGNORMAL_SIGMA = 0.6
 LONGEST_ANSWER = 960
 WARM_UP_BATCHES = 5
 TOLERANCE = 0.1
+LEAST_SPEED_UP, LEAST_EFFICIENCY = 1.5, 0.8
 RUN_DEADLINE_SECONDS = 900.0
 
 
@@ -62,8 +66,21 @@ def main() -> int:
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(f"written to {arguments.output}")
-    return 0
+    missed = list(_missed(results))
+    print("\n".join([f"written to {arguments.output}", *(f"NOT MET: {line}" for line in missed)]))
+    return 1 if missed else 0
+
+
+def _missed(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for shape, found in results.items():
+        row = next(row for row in found["runs"] if row["staleness_budget"] == 2)
+        if row["speed_up"] < LEAST_SPEED_UP:
+            yield f"{shape}: S = 2 is {row['speed_up']:.2f} times S = 0, not {LEAST_SPEED_UP}"
+        if row["efficiency"] < LEAST_EFFICIENCY:
+            yield f"{shape}: the efficiency of S = 2 is {row['efficiency']:.2f}, not {LEAST_EFFICIENCY}"
+        balance = found["generation_seconds"] / found["training_seconds"]
+        if abs(math.log(balance)) > math.log(1.25):
+            yield f"{shape}: generation took {balance:.2f} times as long as training; the machine was not the same throughout"
 
 
 def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str, Any]:
