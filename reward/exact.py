@@ -33,14 +33,14 @@ class ExactMatch:
 
     def judge(self, item: ScoreItem) -> Score:
         truth = item.ground_truth
-        if type(truth) is str and not self.ignore_case and not self.last_line:  # nearly always, and then in no time
-            return _RIGHT if item.solution.strip() == truth.strip() else _WRONG
-        accepted = accepted_texts(truth)
-        if accepted is None:
-            return unusable(truth)
         answer = item.solution.strip()
         if self.last_line:
             answer = answer.rpartition("\n")[2].strip()
+        if type(truth) is str and not self.ignore_case:  # nearly always, and then in no time
+            return _RIGHT if answer == truth.strip() else _WRONG
+        accepted = accepted_texts(truth)
+        if accepted is None:
+            return unusable(truth)
         if self.ignore_case:
             answer, accepted = answer.casefold(), [text.casefold() for text in accepted]
-        return Scored(float(answer in accepted))
+        return _RIGHT if answer in accepted else _WRONG

@@ -16,7 +16,8 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import FunctionType
+from typing import Any, BinaryIO, cast
 
 from protos.contracts import ScoreItem, Unscored
 from protos.errors import ScorerError
@@ -33,6 +34,7 @@ _OWN_SHARE = (
     0.9  # of an item's time, after which coroutines are given up here, so that the pool need not end the process
 )
 _PAGE_BYTES = resource.getpagesize()
+_ROOM_WORDS = 70_000  # a little over 512 KiB, so the piece has 1 MiB, and the rest is room for thousands of calls
 
 
 class _RetireError(Exception):
@@ -194,8 +196,21 @@ def _decoded(line: bytes) -> ScoreItem | Unscored:
         return Unscored("invalid_input", "ground_truth or extra_info is nested too deeply")
 
 
+def with_room(function: FunctionType) -> FunctionType:
+    """The function, with a frame so large that those of all it calls lie behind it in one piece of memory.
+
+    CPython 3.11 and 3.12 keep frames in pieces of 16 KiB, and take one from the kernel and give it back whenever calls cross its end.
+    A parser whose recursion sways about that depth does so hundreds of times an answer: a third of math-verify's time.
+    """
+    code = function.__code__.replace(co_stacksize=_ROOM_WORDS)
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+_serve_with_room = with_room(cast(FunctionType, Worker.serve))
+
+
 def serve(descriptor: int, limits: Mapping[str, Any]) -> None:
     """Runs the worker of an inherited socket until the other end closes."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(fileno=descriptor) as channel:
-        Worker(channel, limits).serve()
+        _serve_with_room(Worker(channel, limits))

@@ -4,8 +4,8 @@ bytes. Pure: it knows no call."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
@@ -25,8 +25,9 @@ MAX_DEPTH = 64
 _MAX_DETAIL = 1000
 _MAX_QUOTED = 320
 _read_json_prefix = json.JSONDecoder().raw_decode
+_scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _fields = attrgetter("data_source", "solution", "ground_truth", "extra_info", "group")  # one call in place of five
-_new_item = ScoreItem._make
+_new_item: Callable[[Iterable[Any]], ScoreItem] = partial(tuple.__new__, ScoreItem)  # `_make` is not written in C
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _Message = reward_pb2.ScoreRequest.Item
 
@@ -77,11 +78,18 @@ def with_faults(scores: Sequence[Score], faults: dict[int, Unscored]) -> list[Sc
     return [faults[position] if position in faults else next(rest) for position in range(len(scores) + len(faults))]
 
 
-def reply_of(scores: Iterable[Score]) -> reward_pb2.ScoreReply:
+def reply_of(scores: Sequence[Score]) -> reward_pb2.ScoreReply:
     """The reply with one result an item."""
     # Messages that follow one another in one text are one message: its lists are joined. So an item that was put into bytes before,
     # as nearly all of a batch were (there are few rewards), is not built again.
-    return reward_pb2.ScoreReply.FromString(b"".join(map(_reply_bytes, scores)))
+    known: dict[int, bytes] = {}  # by identity: scorers give the same few objects again and again
+    parts = []
+    for score in scores:
+        part = known.get(id(score))
+        if part is None:
+            part = known[id(score)] = _reply_bytes(score)
+        parts.append(part)
+    return reward_pb2.ScoreReply.FromString(b"".join(parts))
 
 
 def _reply_bytes(score: Score) -> bytes:
@@ -128,9 +136,16 @@ class _Truths(dict[str, Any]):
 
     def __missing__(self, text: str) -> Any:
         try:
-            value = self[text] = _read_json(text)
-        except ValueError as error:
-            raise _UnreadableError(f"ground_truth is not JSON: {error}") from None
+            value, end = _scan(text, 0)
+            plain = type(value) is str and end == len(text)  # as nearly every ground truth is
+        except (StopIteration, ValueError, RecursionError):
+            plain = False
+        if not plain:
+            try:
+                value = _read_json(text)
+            except ValueError as error:
+                raise _UnreadableError(f"ground_truth is not JSON: {error}") from None
+        self[text] = value
         return value
 
 
@@ -155,7 +170,7 @@ def _read_json(text: str) -> Any:
             value = json.loads(text)
     except RecursionError:
         raise ValueError(f"more than {MAX_DEPTH} lists and objects within one another") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if type(value) is not str and text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} lists and objects within one another")
     return value
 
