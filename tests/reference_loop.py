@@ -117,9 +117,14 @@ def proximal_logprobs(policy: Policy, rows: list[Row], num_steps: int, config: T
 def loss_of(current_N: Tensor, proximal_N: Tensor | None, rows: list[Row], config: TrainerConfig) -> Tensor:
     proximal_N = current_N.detach() if proximal_N is None else proximal_N
     weight_N = torch.ones_like(proximal_N)
-    if config.correction.preset == "token_tis":
-        weight_N = (proximal_N - behavior_of(rows)).clamp(-20, 20).exp().clamp(max=config.correction.weights.high)
     advantage_N = per_token(rows, "advantage")
+    if config.correction.preset in ("token_clip", "token_tis"):
+        bounds = config.correction.weights
+        behavior_ratio_N = (proximal_N - behavior_of(rows)).clamp(-20, 20).exp()
+        weight_N = behavior_ratio_N.clamp(max=bounds.high)
+        if config.correction.preset == "token_clip":
+            stopped_N = torch.where(advantage_N > 0, behavior_ratio_N > bounds.high, behavior_ratio_N < bounds.low)
+            weight_N = torch.where(stopped_N & (advantage_N != 0), 0.0, weight_N)
     ratio_N = (current_N - proximal_N).clamp(-20, 20).exp()
     clipped_N = ratio_N.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
     loss_N = torch.maximum(-advantage_N * ratio_N, -advantage_N * clipped_N)

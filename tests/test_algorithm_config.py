@@ -60,12 +60,13 @@ def complaint(text: str, *overrides: str) -> str:
 # --- what a recipe may say -----------------------------------------------------------------------------------------------
 
 
-def test_the_default_is_grpo_with_ppo_s_clip_and_truncated_weights() -> None:
+def test_the_default_is_grpo_with_ppo_s_clip_around_proximal_and_behavior_policy() -> None:
     algorithm = read()
     assert algorithm == Trainer()
     assert not (algorithm.needs_critic or algorithm.needs_reference or algorithm.needs_baselines)
     assert (algorithm.advantage, algorithm.loss) == (GrpoOptions(), ClippedSurrogateOptions())
-    assert (algorithm.correction.preset, algorithm.correction.weights.high) == ("token_tis", 2.0)
+    weights = algorithm.correction.weights
+    assert (algorithm.correction.preset, weights.low, weights.high, weights.outside) == ("token_clip", 0.8, 2.0, "stop")
     assert algorithm.aggregation == "token-mean"
 
 
@@ -321,7 +322,7 @@ def test_every_key_is_explained_and_every_table_stands_for_its_own_defaults() ->
 def test_a_bare_name_is_filled_in_and_marked() -> None:
     lines = as_toml(Whole(trainer=read('loss = "gspo"\ncorrection = "icepop"'))).split("\n")
     assert 'name = "gspo"  # default: "clipped_surrogate"' in lines
-    assert 'preset = "icepop"  # default: "token_tis"' in lines
+    assert 'preset = "icepop"  # default: "token_clip"' in lines
     assert 'outside = "zero"  # default: "clamp"' in lines
 
 

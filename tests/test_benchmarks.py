@@ -39,8 +39,8 @@ def run(seed: int, budget: int, correction: str, accuracy: float, staleness: flo
 
 def study(losses: list[float], **more: Any) -> dict[str, Any]:
     """Default runs whose accuracy at S = 4 is so many points below that at S = 0, a seed each."""
-    runs = [run(seed, 0, "token_tis", 0.9 + seed / 100) for seed in range(len(losses))]
-    runs += [run(seed, 4, "token_tis", 0.9 + seed / 100 - loss / 100, **more) for seed, loss in enumerate(losses)]
+    runs = [run(seed, 0, "token_clip", 0.9 + seed / 100) for seed in range(len(losses))]
+    runs += [run(seed, 4, "token_clip", 0.9 + seed / 100 - loss / 100, **more) for seed, loss in enumerate(losses)]
     return {"runs": runs}
 
 
@@ -62,15 +62,15 @@ def test_the_default_passes_only_with_its_whole_interval(losses: list[float], pa
 
 def test_staleness_that_was_not_reached_fails_the_study() -> None:
     lines, passed = verdicts(study([0.1, 0.2, 0.0], staleness=2.7))
-    assert not passed and "BELOW" in lines[-1] and "4/token_tis seed 2" in lines[-1]
+    assert not passed and "BELOW" in lines[-1] and "4/token_clip seed 2" in lines[-1]
 
 
 def test_differences_are_paired_by_seed() -> None:
     record = study([1.0, 1.0, 1.0])  # accuracies differ from seed to seed, the loss does not
-    found = difference(record, Cell(4, "token_tis"), Cell(0, "token_tis"))
+    found = difference(record, Cell(4, "token_clip"), Cell(0, "token_clip"))
     assert found is not None and math.isclose(found[0], -1.0) and math.isclose(found[1], 0.0, abs_tol=1e-9)
-    assert any("| 4 | `token_tis` |" in line and "-1.0 [-1.0, -1.0]" in line for line in table(record))
-    assert difference(record, Cell(8, "none"), Cell(0, "token_tis")) is None
+    assert any("| 4 | `token_clip` |" in line and "-1.0 [-1.0, -1.0]" in line for line in table(record))
+    assert difference(record, Cell(8, "none"), Cell(0, "token_clip")) is None
 
 
 def test_a_study_that_ended_early_fails_and_says_so(tmp_path: Path) -> None:

@@ -212,7 +212,10 @@ def recipes(draw: st.DrawFn) -> Recipe:
         "data": {"train_file": draw(texts), "shuffle": draw(st.booleans())},
         "rollout": {"stop": draw(st.lists(texts, max_size=3)), "temperature": draw(st.floats(1e-6, 10.0))},
         "reward": {"arguments": draw(st.dictionaries(texts, json_values, max_size=3))},
-        "trainer": {"learning_rate": draw(st.floats(0.0, 1.0)), "adam_betas": [draw(st.floats(0.0, 1.0)), 0.99]},
+        "trainer": {
+            "learning_rate": draw(st.floats(0.0, 1.0)),
+            "adam_betas": [draw(st.floats(0.0, 1.0, exclude_max=True)), 0.99],
+        },
     }
     return parse_recipe(values)
 

@@ -137,12 +137,17 @@ def clipped(current_N: Tensor, proximal_N: Tensor, advantages_N: Tensor) -> tupl
     return -advantages_N * torch.where(held_N, bounded_N, ratio_N), -advantages_N * ratio_N * ~held_N
 
 
-def test_surrogate_kl_and_entropy_add_up(scene: Scene) -> None:
-    got = scene.policy_loss(
-        scene.objective(loss=PLAIN_CLIP, kl={"loss": {"coefficient": BETA}}, entropy_coefficient=BONUS)
-    )
+@pytest.mark.parametrize("correction", ["token_clip", "token_tis"])
+def test_surrogate_kl_and_entropy_add_up(scene: Scene, correction: str) -> None:
+    kl = {"loss": {"coefficient": BETA}}
+    got = scene.policy_loss(scene.objective(loss=PLAIN_CLIP, kl=kl, entropy_coefficient=BONUS, correction=correction))
     current_N, proximal_N, behavior_N, reference_N, advantages_N = scene.doubles()
-    weights_N = (proximal_N - behavior_N).exp().clamp(max=2.0)
+    ratio_N = (proximal_N - behavior_N).exp()
+    weights_N = ratio_N.clamp(max=2.0)
+    if correction == "token_clip":
+        stopped_N = ((advantages_N > 0) & (ratio_N > 2.0)) | ((advantages_N < 0) & (ratio_N < 0.8))
+        assert 0 < int(stopped_N.sum()) < len(stopped_N)
+        weights_N = weights_N * ~stopped_N
     surrogate_N, slope_N = clipped(current_N, proximal_N, advantages_N)
     difference_N = current_N - reference_N
     penalty_N = (-difference_N).exp() + difference_N - 1

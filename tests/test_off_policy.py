@@ -13,6 +13,7 @@ from tests.golden_cases import GoldenCase, golden_cases
 from trainer.off_policy.correct import Corrected, correct, correction_weight_sums
 from trainer.off_policy.diagnostics import correction_sums
 from trainer.off_policy.options import CorrectionOptions, RejectionOptions
+from trainer.off_policy.presets import PresetName
 from trainer.off_policy.proximal import loglinear_proximal, proximal_logprobs
 from trainer.ragged import flatten, keep_tokens, spread, unflatten
 
@@ -36,7 +37,7 @@ def golden_options(hyper: dict[str, Any]) -> CorrectionOptions:
     bounds = str(hyper.get("rollout_rs_threshold")).split(",")
     bounds = bounds * len(modes) if len(bounds) == 1 else bounds
     rejections = [golden_rejection(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
-    return CorrectionOptions.model_validate({"weights": weights, "rejections": rejections})
+    return CorrectionOptions.model_validate({"preset": "token_tis", "weights": weights, "rejections": rejections})
 
 
 def golden_rejection(mode: str, bound: str) -> dict[str, Any]:
@@ -206,19 +207,51 @@ def run(ratios: tuple[list[float], ...], advantages: list[float] | None = None, 
     ratio_N, lengths_B = rows_of(*ratios)
     behavior_N = torch.linspace(-3.0, -0.5, len(ratio_N), dtype=torch.float64)
     advantages_N = None if advantages is None else torch.tensor(advantages)
-    given = CorrectionOptions.model_validate(options)
+    given = CorrectionOptions.model_validate({"preset": "token_tis", **options})
     return correct(behavior_N + ratio_N.log(), behavior_N, lengths_B, given, advantages_N=advantages_N)
 
 
-def test_the_default_is_the_truncated_ratio_of_each_token_bit_for_bit() -> None:
+@pytest.mark.parametrize("preset", ["token_tis", "token_clip"])
+def test_token_weights_are_the_truncated_ratio_of_each_token_bit_for_bit(preset: PresetName) -> None:
     torch.manual_seed(0)
-    proximal_N, behavior_N = torch.randn(2, 1000)
+    proximal_N, behavior_N, advantages_N = torch.randn(3, 1000)
     behavior_N[0] -= 50
-    options = CorrectionOptions()
-    weights_N = correct(proximal_N, behavior_N, torch.tensor([400, 0, 600]), options).weights_N
+    advantages_N[:100] = 0.0
+    options = CorrectionOptions(preset=preset)
+    lengths_B = torch.tensor([400, 0, 600])
+    weights_N = correct(proximal_N, behavior_N, lengths_B, options, advantages_N=advantages_N).weights_N
     assert weights_N.dtype == torch.float32
-    assert torch.equal(weights_N, (proximal_N - behavior_N).clamp(-20, 20).exp().clamp(max=2.0))
+    ratio_N = (proximal_N - behavior_N).clamp(-20, 20).exp()
+    expected_N = ratio_N.clamp(max=2.0)
+    if preset == "token_clip":
+        expected_N[(advantages_N > 0) & (ratio_N > 2.0)] = 0.0
+        expected_N[(advantages_N < 0) & (ratio_N < 0.8)] = 0.0
+        assert 0.1 < float((expected_N == 0).float().mean()) < 0.9
+    assert torch.equal(weights_N, expected_N)
     assert not options.needs_whole_batch
+
+
+@pytest.mark.parametrize(
+    ("advantages", "expected"),
+    [
+        ([1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.5, 0.0]),
+        ([-1.0, -1.0, -1.0, -1.0], [1.0, 1.5, 0.0, 1.5]),
+        ([0.0, 0.0, 0.0, 0.0], [1.0, 1.5, 0.5, 1.5]),
+    ],
+)
+def test_a_weight_stops_where_its_advantage_has_pushed_the_token_out_of_bounds(
+    advantages: list[float], expected: list[float]
+) -> None:
+    weights = {"level": "token", "low": 0.75, "high": 1.5, "outside": "stop"}
+    corrected = run(([1.0], [4.0, 0.5, 2.0]), advantages, weights=weights)
+    assert corrected.weights_N.tolist() == pytest.approx(expected)
+    assert corrected.keep_N.all(), "a token that is stopped stays in the denominators"
+
+
+def test_a_row_stops_as_a_whole_where_the_weight_is_the_rows() -> None:
+    weights = {"level": "sequence", "low": 0.75, "high": 3.9, "outside": "stop"}
+    corrected = run(([1.0], [4.0, 0.5, 2.0]), [1.0, 1.0, -1.0, 1.0], weights=weights)
+    assert corrected.weights_N.tolist() == pytest.approx([1.0, 0.0, 3.9, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +309,8 @@ def test_rejection_by_hand(test: dict[str, Any], kept: list[int]) -> None:
 
 def test_what_was_rejected_is_counted() -> None:
     """Three rows: one loses a token, one all of its tokens, one nothing."""
-    options = CorrectionOptions(rejections=(RejectionOptions(high=3.0), RejectionOptions(level="max", low=0.1)))
+    tests = (RejectionOptions(high=3.0), RejectionOptions(level="max", low=0.1))
+    options = CorrectionOptions(preset="token_tis", rejections=tests)
     ratio_N, lengths_B = rows_of([1.0, 4.0], [0.05, 1.0, 5.0], [1.0])
     corrected = correct(ratio_N.log(), torch.zeros(6, dtype=torch.float64), lengths_B, options)
     staleness_N = torch.tensor([0, 0, 2, 2, 2, 0])
@@ -316,7 +350,8 @@ def test_only_negative_advantages_can_be_rejected() -> None:
     ratios = ([0.1, 0.2], [0.1, 0.3], [0.9, 0.8])
     corrected = run(ratios, advantages=[1.0, 1.0, -1.0, -1.0, -1.0, -1.0], rejections=[test])
     assert corrected.keep_N.tolist() == [True, True, False, False, True, True]
-    assert CorrectionOptions(preset="opsm").needs_advantages and not CorrectionOptions().needs_advantages
+    assert CorrectionOptions(preset="opsm").needs_advantages and CorrectionOptions().needs_advantages
+    assert not CorrectionOptions(preset="token_tis").needs_advantages
 
 
 # ---- proximal log-probs ----
@@ -372,7 +407,7 @@ def test_where_proximal_logprobs_come_from() -> None:
 
 
 def test_mismatched_shapes_are_refused() -> None:
-    options = CorrectionOptions()
+    options = CorrectionOptions(preset="token_tis")
     with pytest.raises(AssertionError):
         correct(torch.zeros(3), torch.zeros(2), torch.tensor([3]), options)
     with pytest.raises(AssertionError):

@@ -50,7 +50,7 @@ def test_every_preset_loads_and_survives_being_saved() -> None:
         options = CorrectionOptions(preset=name)
         assert CorrectionOptions.model_validate(options.model_dump(mode="json")) == options
         assert CorrectionOptions.model_validate_json(options.model_dump_json()) == options
-    assert CorrectionOptions(preset="token_tis") == CorrectionOptions()
+    assert CorrectionOptions(preset="token_clip") == CorrectionOptions()
 
 
 def test_keys_beside_a_preset_replace_only_themselves() -> None:
@@ -63,8 +63,8 @@ def test_keys_beside_a_preset_replace_only_themselves() -> None:
 def test_which_presets_can_be_computed_one_micro_batch_at_a_time() -> None:
     alone = {name for name in PRESETS if not CorrectionOptions(preset=name).needs_whole_batch}
     assert alone == {
-        *("token_tis", "none", "recompute_only", "seq_tis", "icepop", "areal", "areal_truncated", "areal_loglinear"),
-        *("trl", "bypass_seq_tis", "bypass_icepop"),
+        *("token_clip", "token_tis", "none", "recompute_only", "seq_tis", "icepop", "areal", "areal_truncated"),
+        *("areal_loglinear", "trl", "bypass_seq_tis", "bypass_icepop"),
     }
     assert CorrectionOptions(weights=WeightOptions(normalize=True)).needs_whole_batch
     assert CorrectionOptions(veto=1e-4).needs_whole_batch

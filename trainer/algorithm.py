@@ -37,7 +37,7 @@ class AlgorithmConfig(BaseModel):
     aggregation: Aggregation = "token-mean"
     """How the tokens' losses become one: over all tokens of the batch, or over its trajectories; `-norm` divides a trajectory's sum
     by rollout.max_response_tokens (Dr.GRPO)."""
-    correction: Annotated[CorrectionOptions, named("token_tis", key="preset")] = CorrectionOptions()
+    correction: Annotated[CorrectionOptions, named("token_clip", key="preset")] = CorrectionOptions()
     """What is done about samples of older versions and of another engine; a bare name is a preset's."""
     kl: KlOptions = KlOptions()
     """The penalty for leaving the reference policy, which is loaded only if there is one."""

@@ -81,7 +81,7 @@ def correct(
         keep_N = keep_N & verdict.keep_N
 
     ratio_N = ratios(log_ratio_N, lengths_B, options.weights.level)
-    weights_N = bounded_N = bounded(ratio_N, options.weights).masked_fill_(broken_N, 0.0)
+    weights_N = bounded_N = bounded(ratio_N, options.weights, advantages_N).masked_fill_(broken_N, 0.0)
     if options.weights.normalize:
         sums = batch_weight_sums
         if sums is None:

@@ -26,9 +26,10 @@ class WeightOptions(BaseModel):
     """Lower bound of the ratio, at most 1; 0 sets none."""
     high: Annotated[float, Field(gt=0.0)] = 2.0
     """Upper bound of the ratio, at least 1 (C in the papers)."""
-    outside: Literal["clamp", "zero"] = "clamp"
+    outside: Literal["clamp", "zero", "stop"] = "clamp"
     """A ratio out of bounds is cut to the nearer one (truncated importance sampling) or weighs nothing (IcePop, masked importance
-    sampling); its token stays in the denominators either way."""
+    sampling); its token stays in the denominators either way. `stop`: it weighs nothing if its token has moved out of them the way its
+    advantage pushes (above high with a positive one, below low with a negative one); else it is cut to high at most."""
     normalize: bool = False
     """Whether weights are divided by the batch's mean weight, over kept tokens, or over rows with one at a row's level."""
 
@@ -84,11 +85,11 @@ class RejectionOptions(BaseModel):
 
 
 class CorrectionOptions(BaseModel):
-    """Off-policy correction: the default is decoupled PPO with truncated token weights (arXiv:2505.24298)."""
+    """Off-policy correction: the default is decoupled PPO (arXiv:2505.24298) with token weights that stop where PPO's clip would."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    preset: PresetName = "token_tis"
+    preset: PresetName = "token_clip"
     """A published combination; the other keys are what it says unless they are given."""
     proximal: Literal["recomputed", "loglinear", "bypassed"] = "recomputed"
     """Where proximal log-probs come from: a forward pass at the batch's start, interpolation between the sampler's and the current ones by
@@ -105,7 +106,7 @@ class CorrectionOptions(BaseModel):
     def _fill_in(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        preset = values.get("preset", "token_tis")
+        preset = values.get("preset", "token_clip")
         if not isinstance(preset, str) or preset not in PRESETS:
             return values  # the field's own check says so
         return _merged(PRESETS[preset], values)
@@ -141,8 +142,8 @@ class CorrectionOptions(BaseModel):
 
     @property
     def needs_advantages(self) -> bool:
-        """Whether a test looks at advantages."""
-        return any(test.negative_only for test in self.tests.values())
+        """Whether a test or the weight looks at advantages."""
+        return self.weights.outside == "stop" or any(test.negative_only for test in self.tests.values())
 
     @property
     def needs_ratio_free_loss(self) -> bool:

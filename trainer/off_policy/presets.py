@@ -1,4 +1,4 @@
-"""Published combinations of off-policy correction by name, as values of `CorrectionOptions`. Imports no torch.
+"""Combinations of off-policy correction by name, as values of `CorrectionOptions`: published ones, and the default. Imports no torch.
 
 TIS truncated, MIS masked importance sampling; RS rejection. A `bypass_` preset takes the sampler's log-probs as the proximal ones and
 saves a forward pass; with weights it needs a loss without an importance ratio of its own (`reinforce`).
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 PresetName = Literal[
+    "token_clip",
     "token_tis",
     "none",
     "recompute_only",
@@ -51,6 +52,7 @@ _K3_RS: _Values = {"level": "geometric", "measure": "k3", "high": 0.01}
 _VETO = 1e-4
 
 PRESETS: Mapping[str, _Values] = {
+    "token_clip": {"weights": {"level": "token", "low": 0.8, "high": 2.0, "outside": "stop"}},
     "token_tis": {"weights": _TOKEN_TIS},
     "none": {"proximal": "bypassed", "weights": _UNWEIGHTED},
     "recompute_only": {"weights": _UNWEIGHTED},

@@ -12,6 +12,9 @@ a constant of the optimisation. With z the log-ratio of a token:
                                            Training" (Yao et al. 2025)
     zeroed     w = u·[low ≤ u ≤ high]      IcePop arXiv:2510.18855 (tokens); masked importance sampling (rows; Liu, Li et al. 2025,
                                            "When Speed Kills Stability")
+    stopped    w = min(u, high), but 0     PPO's clip (arXiv:1707.06347), drawn around the sampler's policy as well: with A > 0 where
+               where u has left the        u > high, with A < 0 where u < low. Batches that one version sampled push the same tokens
+               bounds A's way              again and again, and each of them is clipped around a policy that has already followed
 
 N loss tokens, flat, of B rows (see trainer/ragged.py).
 """
@@ -38,10 +41,14 @@ def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
     return spread(log_ratio_B.exp().to(log_ratio_N.dtype), lengths_B)
 
 
-def bounded(ratio_N: Tensor, options: WeightOptions) -> Tensor:
-    """w of every token, (N,), truncated or zeroed outside the bounds: a tensor of its own."""
+def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None) -> Tensor:
+    """w of every token, (N,), truncated, zeroed or stopped outside the bounds: a tensor of its own. Only `stop` needs advantages."""
     if options.level == "none":
         return ratio_N.clone()
+    if options.outside == "stop":
+        assert advantages_N is not None, "weights that stop need advantages"
+        pushed_out_N = ((advantages_N > 0) & (ratio_N > options.high)) | ((advantages_N < 0) & (ratio_N < options.low))
+        return ratio_N.clamp(max=options.high).masked_fill_(pushed_out_N, 0.0)
     if options.outside == "clamp":
         return ratio_N.clamp(options.low, options.high)
     return torch.where((ratio_N >= options.low) & (ratio_N <= options.high), ratio_N, 0.0)
