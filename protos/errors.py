@@ -6,6 +6,9 @@ the client's side, so a caller catches the class it would catch in process.
 
 from __future__ import annotations
 
+LINES_ABOVE = "the lines above name the cause"
+"""Ends a message whose cause another process told before it, on the same terminal or in the same log."""
+
 
 class TandemError(Exception):
     """Root of everything Tandem raises on purpose. `grpc_code` is the name of a `grpc.StatusCode`."""
@@ -25,6 +28,12 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A dataset, a row of it, or a payload cannot be used."""
+
+
+class SizeError(DataError):
+    """A message has more bytes than are taken; nothing of it was done."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
 
 
 class ModelError(UserError):
@@ -63,8 +72,14 @@ class JobExistsError(JobError):
     grpc_code = "ALREADY_EXISTS"
 
 
+class JobLimitError(JobError):
+    """A limit on what jobs may keep is reached; the message names it."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+
+
 class UnknownJobError(JobError):
-    """There is no such job, or its results were forgotten after their retention."""
+    """There is no such job: it was never submitted, or was deleted, or forgotten after its retention."""
 
     grpc_code = "NOT_FOUND"
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/reward.proto\x12\ttandem.v1\"\xb3\x01\n\x0cScoreRequest\x12+\n\x05items\x18\x01 \x03(\x0b\x32\x1c.tandem.v1.ScoreRequest.Item\x12\x0e\n\x06rubric\x18\x02 \x01(\t\x1a\x66\n\x04Item\x12\x13\n\x0b\x64\x61ta_source\x18\x01 \x01(\t\x12\x10\n\x08solution\x18\x02 \x01(\t\x12\x14\n\x0cground_truth\x18\x03 \x01(\t\x12\x12\n\nextra_info\x18\x04 \x01(\t\x12\r\n\x05group\x18\x05 \x01(\t\"\xe5\x02\n\nScoreReply\x12)\n\x05items\x18\x01 \x03(\x0b\x32\x1a.tandem.v1.ScoreReply.Item\x1a\x89\x01\n\x06Scored\x12\r\n\x05value\x18\x01 \x01(\x01\x12>\n\tbreakdown\x18\x02 \x03(\x0b\x32+.tandem.v1.ScoreReply.Scored.BreakdownEntry\x1a\x30\n\x0e\x42reakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a*\n\x08Unscored\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x1at\n\x04Item\x12.\n\x06scored\x18\x01 \x01(\x0b\x32\x1c.tandem.v1.ScoreReply.ScoredH\x00\x12\x32\n\x08unscored\x18\x02 \x01(\x0b\x32\x1e.tandem.v1.ScoreReply.UnscoredH\x00\x42\x08\n\x06result\"R\n\x12ScoreStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.tandem.v1.ScoreRequest\"L\n\x10ScoreStreamReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05reply\x18\x02 \x01(\x0b\x32\x15.tandem.v1.ScoreReply\"\xea\x02\n\x10SubmitJobRequest\x12\x34\n\x06header\x18\x01 \x01(\x0b\x32\".tandem.v1.SubmitJobRequest.HeaderH\x00\x12\x32\n\x05\x63hunk\x18\x02 \x01(\x0b\x32!.tandem.v1.SubmitJobRequest.ChunkH\x00\x12\x30\n\x04seal\x18\x03 \x01(\x0b\x32 .tandem.v1.SubmitJobRequest.SealH\x00\x1aQ\n\x06Header\x12\x17\n\x0fidempotency_key\x18\x01 \x01(\t\x12\x0e\n\x06rubric\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x0c\n\x04name\x18\x04 \x01(\t\x1a\x43\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.tandem.v1.ScoreRequest.Item\x1a\x1a\n\x04Seal\x12\x12\n\nnum_chunks\x18\x01 \x01(\rB\x06\n\x04part\"A\n\x0eSubmitJobReply\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job\x12\x12\n\nnext_chunk\x18\x02 \x01(\r\"\xbb\x03\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.tandem.v1.Job.State\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x11\n\tnum_items\x18\x06 \x01(\x04\x12\x12\n\nnum_scored\x18\x07 \x01(\x04\x12\x35\n\x0cnum_unscored\x18\x08 \x03(\x0b\x32\x1f.tandem.v1.Job.NumUnscoredEntry\x12\x13\n\x0bnum_waiting\x18\t \x01(\x04\x12\x12\n\nmean_value\x18\n \x01(\x01\x12\x12\n\ncreated_at\x18\x0b \x01(\x01\x12\x13\n\x0b\x66inished_at\x18\x0c \x01(\x01\x12\x12\n\nexpires_at\x18\r \x01(\x01\x1a\x32\n\x10NumUnscoredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"N\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x08\n\x04OPEN\x10\x01\x12\x0b\n\x07RUNNING\x10\x02\x12\x08\n\x04\x44ONE\x10\x03\x12\r\n\tCANCELLED\x10\x04\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"M\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x14\n\x0cwith_results\x18\x02 \x01(\x08\x12\x14\n\x0c\x61\x66ter_cursor\x18\x03 \x01(\x04\"\xaf\x01\n\x08JobEvent\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job\x12,\n\x07results\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.JobEvent.Results\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x1aH\n\x07Results\x12\x12\n\nfirst_item\x18\x01 \x01(\x04\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.tandem.v1.ScoreReply.Item\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\" \n\x0fListJobsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"-\n\rListJobsReply\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.tandem.v1.Job\"\x14\n\x12ListScorersRequest\"\xa7\x03\n\x10ListScorersReply\x12\x37\n\x07scorers\x18\x01 \x03(\x0b\x32&.tandem.v1.ListScorersReply.ScorerInfo\x12\x37\n\x06limits\x18\x02 \x03(\x0b\x32\'.tandem.v1.ListScorersReply.LimitsEntry\x12\x16\n\x0e\x64\x65\x66\x61ult_rubric\x18\x03 \x01(\t\x1aM\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x1a\x8a\x01\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07summary\x18\x03 \x01(\t\x12\x39\n\nparameters\x18\x04 \x03(\x0b\x32%.tandem.v1.ListScorersReply.Parameter\x12\x11\n\tisolation\x18\x05 \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x9a\x04\n\rRewardService\x12\x37\n\x05Score\x12\x17.tandem.v1.ScoreRequest\x1a\x15.tandem.v1.ScoreReply\x12M\n\x0bScoreStream\x12\x1d.tandem.v1.ScoreStreamRequest\x1a\x1b.tandem.v1.ScoreStreamReply(\x01\x30\x01\x12G\n\tSubmitJob\x12\x1b.tandem.v1.SubmitJobRequest\x1a\x19.tandem.v1.SubmitJobReply(\x01\x30\x01\x12\x32\n\x06GetJob\x12\x18.tandem.v1.GetJobRequest\x1a\x0e.tandem.v1.Job\x12=\n\x08WatchJob\x12\x1a.tandem.v1.WatchJobRequest\x1a\x13.tandem.v1.JobEvent0\x01\x12\x38\n\tCancelJob\x12\x1b.tandem.v1.CancelJobRequest\x1a\x0e.tandem.v1.Job\x12@\n\x08ListJobs\x12\x1a.tandem.v1.ListJobsRequest\x1a\x18.tandem.v1.ListJobsReply\x12I\n\x0bListScorers\x12\x1d.tandem.v1.ListScorersRequest\x1a\x1b.tandem.v1.ListScorersReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/reward.proto\x12\ttandem.v1\"\xb3\x01\n\x0cScoreRequest\x12+\n\x05items\x18\x01 \x03(\x0b\x32\x1c.tandem.v1.ScoreRequest.Item\x12\x0e\n\x06rubric\x18\x02 \x01(\t\x1a\x66\n\x04Item\x12\x13\n\x0b\x64\x61ta_source\x18\x01 \x01(\t\x12\x10\n\x08solution\x18\x02 \x01(\t\x12\x14\n\x0cground_truth\x18\x03 \x01(\t\x12\x12\n\nextra_info\x18\x04 \x01(\t\x12\r\n\x05group\x18\x05 \x01(\t\"\xe5\x02\n\nScoreReply\x12)\n\x05items\x18\x01 \x03(\x0b\x32\x1a.tandem.v1.ScoreReply.Item\x1a\x89\x01\n\x06Scored\x12\r\n\x05value\x18\x01 \x01(\x01\x12>\n\tbreakdown\x18\x02 \x03(\x0b\x32+.tandem.v1.ScoreReply.Scored.BreakdownEntry\x1a\x30\n\x0e\x42reakdownEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a*\n\x08Unscored\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x1at\n\x04Item\x12.\n\x06scored\x18\x01 \x01(\x0b\x32\x1c.tandem.v1.ScoreReply.ScoredH\x00\x12\x32\n\x08unscored\x18\x02 \x01(\x0b\x32\x1e.tandem.v1.ScoreReply.UnscoredH\x00\x42\x08\n\x06result\"R\n\x12ScoreStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12(\n\x07request\x18\x02 \x01(\x0b\x32\x17.tandem.v1.ScoreRequest\"L\n\x10ScoreStreamReply\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12$\n\x05reply\x18\x02 \x01(\x0b\x32\x15.tandem.v1.ScoreReply\"\xea\x02\n\x10SubmitJobRequest\x12\x34\n\x06header\x18\x01 \x01(\x0b\x32\".tandem.v1.SubmitJobRequest.HeaderH\x00\x12\x32\n\x05\x63hunk\x18\x02 \x01(\x0b\x32!.tandem.v1.SubmitJobRequest.ChunkH\x00\x12\x30\n\x04seal\x18\x03 \x01(\x0b\x32 .tandem.v1.SubmitJobRequest.SealH\x00\x1aQ\n\x06Header\x12\x17\n\x0fidempotency_key\x18\x01 \x01(\t\x12\x0e\n\x06rubric\x18\x02 \x01(\t\x12\x10\n\x08priority\x18\x03 \x01(\x05\x12\x0c\n\x04name\x18\x04 \x01(\t\x1a\x43\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\r\x12+\n\x05items\x18\x02 \x03(\x0b\x32\x1c.tandem.v1.ScoreRequest.Item\x1a\x1a\n\x04Seal\x12\x12\n\nnum_chunks\x18\x01 \x01(\rB\x06\n\x04part\"A\n\x0eSubmitJobReply\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job\x12\x12\n\nnext_chunk\x18\x02 \x01(\r\"\xde\x03\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.tandem.v1.Job.State\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x11\n\tnum_items\x18\x06 \x01(\x04\x12\x12\n\nnum_scored\x18\x07 \x01(\x04\x12\x35\n\x0cnum_unscored\x18\x08 \x03(\x0b\x32\x1f.tandem.v1.Job.NumUnscoredEntry\x12\x13\n\x0bnum_waiting\x18\t \x01(\x04\x12\x12\n\nmean_value\x18\n \x01(\x01\x12\x12\n\ncreated_at\x18\x0b \x01(\x01\x12\x13\n\x0b\x66inished_at\x18\x0c \x01(\x01\x12\x12\n\nexpires_at\x18\r \x01(\x01\x12\x14\n\x0cresult_bytes\x18\x0e \x01(\x04\x1a\x32\n\x10NumUnscoredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"[\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x08\n\x04OPEN\x10\x01\x12\x0b\n\x07RUNNING\x10\x02\x12\x08\n\x04\x44ONE\x10\x03\x12\r\n\tCANCELLED\x10\x04\x12\x0b\n\x07\x45XPIRED\x10\x05\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"M\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x14\n\x0cwith_results\x18\x02 \x01(\x08\x12\x14\n\x0c\x61\x66ter_cursor\x18\x03 \x01(\x04\"\xaf\x01\n\x08JobEvent\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.tandem.v1.Job\x12,\n\x07results\x18\x02 \x01(\x0b\x32\x1b.tandem.v1.JobEvent.Results\x12\x0e\n\x06\x63ursor\x18\x03 \x01(\x04\x1aH\n\x07Results\x12\x12\n\nfirst_item\x18\x01 \x01(\x04\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.tandem.v1.ScoreReply.Item\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"\"\n\x10\x44\x65leteJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\" \n\x0fListJobsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"-\n\rListJobsReply\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.tandem.v1.Job\"\x14\n\x12ListScorersRequest\"\xa7\x03\n\x10ListScorersReply\x12\x37\n\x07scorers\x18\x01 \x03(\x0b\x32&.tandem.v1.ListScorersReply.ScorerInfo\x12\x37\n\x06limits\x18\x02 \x03(\x0b\x32\'.tandem.v1.ListScorersReply.LimitsEntry\x12\x16\n\x0e\x64\x65\x66\x61ult_rubric\x18\x03 \x01(\t\x1aM\n\tParameter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x04 \x01(\t\x1a\x8a\x01\n\nScorerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07summary\x18\x03 \x01(\t\x12\x39\n\nparameters\x18\x04 \x03(\x0b\x32%.tandem.v1.ListScorersReply.Parameter\x12\x11\n\tisolation\x18\x05 \x01(\t\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xd4\x04\n\rRewardService\x12\x37\n\x05Score\x12\x17.tandem.v1.ScoreRequest\x1a\x15.tandem.v1.ScoreReply\x12M\n\x0bScoreStream\x12\x1d.tandem.v1.ScoreStreamRequest\x1a\x1b.tandem.v1.ScoreStreamReply(\x01\x30\x01\x12G\n\tSubmitJob\x12\x1b.tandem.v1.SubmitJobRequest\x1a\x19.tandem.v1.SubmitJobReply(\x01\x30\x01\x12\x32\n\x06GetJob\x12\x18.tandem.v1.GetJobRequest\x1a\x0e.tandem.v1.Job\x12=\n\x08WatchJob\x12\x1a.tandem.v1.WatchJobRequest\x1a\x13.tandem.v1.JobEvent0\x01\x12\x38\n\tCancelJob\x12\x1b.tandem.v1.CancelJobRequest\x1a\x0e.tandem.v1.Job\x12\x38\n\tDeleteJob\x12\x1b.tandem.v1.DeleteJobRequest\x1a\x0e.tandem.v1.Job\x12@\n\x08ListJobs\x12\x1a.tandem.v1.ListJobsRequest\x1a\x18.tandem.v1.ListJobsReply\x12I\n\x0bListScorers\x12\x1d.tandem.v1.ListScorersRequest\x1a\x1b.tandem.v1.ListScorersReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -66,35 +66,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITJOBREPLY']._serialized_start=1103
   _globals['_SUBMITJOBREPLY']._serialized_end=1168
   _globals['_JOB']._serialized_start=1171
-  _globals['_JOB']._serialized_end=1614
-  _globals['_JOB_NUMUNSCOREDENTRY']._serialized_start=1484
-  _globals['_JOB_NUMUNSCOREDENTRY']._serialized_end=1534
-  _globals['_JOB_STATE']._serialized_start=1536
-  _globals['_JOB_STATE']._serialized_end=1614
-  _globals['_GETJOBREQUEST']._serialized_start=1616
-  _globals['_GETJOBREQUEST']._serialized_end=1647
-  _globals['_WATCHJOBREQUEST']._serialized_start=1649
-  _globals['_WATCHJOBREQUEST']._serialized_end=1726
-  _globals['_JOBEVENT']._serialized_start=1729
-  _globals['_JOBEVENT']._serialized_end=1904
-  _globals['_JOBEVENT_RESULTS']._serialized_start=1832
-  _globals['_JOBEVENT_RESULTS']._serialized_end=1904
-  _globals['_CANCELJOBREQUEST']._serialized_start=1906
-  _globals['_CANCELJOBREQUEST']._serialized_end=1940
-  _globals['_LISTJOBSREQUEST']._serialized_start=1942
-  _globals['_LISTJOBSREQUEST']._serialized_end=1974
-  _globals['_LISTJOBSREPLY']._serialized_start=1976
-  _globals['_LISTJOBSREPLY']._serialized_end=2021
-  _globals['_LISTSCORERSREQUEST']._serialized_start=2023
-  _globals['_LISTSCORERSREQUEST']._serialized_end=2043
-  _globals['_LISTSCORERSREPLY']._serialized_start=2046
-  _globals['_LISTSCORERSREPLY']._serialized_end=2469
-  _globals['_LISTSCORERSREPLY_PARAMETER']._serialized_start=2204
-  _globals['_LISTSCORERSREPLY_PARAMETER']._serialized_end=2281
-  _globals['_LISTSCORERSREPLY_SCORERINFO']._serialized_start=2284
-  _globals['_LISTSCORERSREPLY_SCORERINFO']._serialized_end=2422
-  _globals['_LISTSCORERSREPLY_LIMITSENTRY']._serialized_start=2424
-  _globals['_LISTSCORERSREPLY_LIMITSENTRY']._serialized_end=2469
-  _globals['_REWARDSERVICE']._serialized_start=2472
-  _globals['_REWARDSERVICE']._serialized_end=3010
+  _globals['_JOB']._serialized_end=1649
+  _globals['_JOB_NUMUNSCOREDENTRY']._serialized_start=1506
+  _globals['_JOB_NUMUNSCOREDENTRY']._serialized_end=1556
+  _globals['_JOB_STATE']._serialized_start=1558
+  _globals['_JOB_STATE']._serialized_end=1649
+  _globals['_GETJOBREQUEST']._serialized_start=1651
+  _globals['_GETJOBREQUEST']._serialized_end=1682
+  _globals['_WATCHJOBREQUEST']._serialized_start=1684
+  _globals['_WATCHJOBREQUEST']._serialized_end=1761
+  _globals['_JOBEVENT']._serialized_start=1764
+  _globals['_JOBEVENT']._serialized_end=1939
+  _globals['_JOBEVENT_RESULTS']._serialized_start=1867
+  _globals['_JOBEVENT_RESULTS']._serialized_end=1939
+  _globals['_CANCELJOBREQUEST']._serialized_start=1941
+  _globals['_CANCELJOBREQUEST']._serialized_end=1975
+  _globals['_DELETEJOBREQUEST']._serialized_start=1977
+  _globals['_DELETEJOBREQUEST']._serialized_end=2011
+  _globals['_LISTJOBSREQUEST']._serialized_start=2013
+  _globals['_LISTJOBSREQUEST']._serialized_end=2045
+  _globals['_LISTJOBSREPLY']._serialized_start=2047
+  _globals['_LISTJOBSREPLY']._serialized_end=2092
+  _globals['_LISTSCORERSREQUEST']._serialized_start=2094
+  _globals['_LISTSCORERSREQUEST']._serialized_end=2114
+  _globals['_LISTSCORERSREPLY']._serialized_start=2117
+  _globals['_LISTSCORERSREPLY']._serialized_end=2540
+  _globals['_LISTSCORERSREPLY_PARAMETER']._serialized_start=2275
+  _globals['_LISTSCORERSREPLY_PARAMETER']._serialized_end=2352
+  _globals['_LISTSCORERSREPLY_SCORERINFO']._serialized_start=2355
+  _globals['_LISTSCORERSREPLY_SCORERINFO']._serialized_end=2493
+  _globals['_LISTSCORERSREPLY_LIMITSENTRY']._serialized_start=2495
+  _globals['_LISTSCORERSREPLY_LIMITSENTRY']._serialized_end=2540
+  _globals['_REWARDSERVICE']._serialized_start=2543
+  _globals['_REWARDSERVICE']._serialized_end=3139
 # @@protoc_insertion_point(module_scope)

@@ -120,7 +120,7 @@ class SubmitJobReply(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., next_chunk: _Optional[int] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "idempotency_key", "name", "state", "priority", "num_items", "num_scored", "num_unscored", "num_waiting", "mean_value", "created_at", "finished_at", "expires_at")
+    __slots__ = ("job_id", "idempotency_key", "name", "state", "priority", "num_items", "num_scored", "num_unscored", "num_waiting", "mean_value", "created_at", "finished_at", "expires_at", "result_bytes")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Job.State]
@@ -128,11 +128,13 @@ class Job(_message.Message):
         RUNNING: _ClassVar[Job.State]
         DONE: _ClassVar[Job.State]
         CANCELLED: _ClassVar[Job.State]
+        EXPIRED: _ClassVar[Job.State]
     STATE_UNSPECIFIED: Job.State
     OPEN: Job.State
     RUNNING: Job.State
     DONE: Job.State
     CANCELLED: Job.State
+    EXPIRED: Job.State
     class NumUnscoredEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +155,7 @@ class Job(_message.Message):
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    RESULT_BYTES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     idempotency_key: str
     name: str
@@ -166,7 +169,8 @@ class Job(_message.Message):
     created_at: float
     finished_at: float
     expires_at: float
-    def __init__(self, job_id: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[Job.State, str]] = ..., priority: _Optional[int] = ..., num_items: _Optional[int] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[_Mapping[str, int]] = ..., num_waiting: _Optional[int] = ..., mean_value: _Optional[float] = ..., created_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., expires_at: _Optional[float] = ...) -> None: ...
+    result_bytes: int
+    def __init__(self, job_id: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[_Union[Job.State, str]] = ..., priority: _Optional[int] = ..., num_items: _Optional[int] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[_Mapping[str, int]] = ..., num_waiting: _Optional[int] = ..., mean_value: _Optional[float] = ..., created_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., expires_at: _Optional[float] = ..., result_bytes: _Optional[int] = ...) -> None: ...
 
 class GetJobRequest(_message.Message):
     __slots__ = ("job_id",)
@@ -202,6 +206,12 @@ class JobEvent(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., results: _Optional[_Union[JobEvent.Results, _Mapping]] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class DeleteJobRequest(_message.Message):
     __slots__ = ("job_id",)
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     job_id: str

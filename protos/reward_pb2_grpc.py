@@ -65,6 +65,11 @@ class RewardServiceStub:
                 request_serializer=protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=protos_dot_reward__pb2.Job.FromString,
                 _registered_method=True)
+        self.DeleteJob = channel.unary_unary(
+                '/tandem.v1.RewardService/DeleteJob',
+                request_serializer=protos_dot_reward__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=protos_dot_reward__pb2.Job.FromString,
+                _registered_method=True)
         self.ListJobs = channel.unary_unary(
                 '/tandem.v1.RewardService/ListJobs',
                 request_serializer=protos_dot_reward__pb2.ListJobsRequest.SerializeToString,
@@ -122,6 +127,13 @@ class RewardServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteJob(self, request, context):
+        """Forgets a job that has ended, with its results and its key, and answers it as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListJobs(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -165,6 +177,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
                     request_deserializer=protos_dot_reward__pb2.CancelJobRequest.FromString,
+                    response_serializer=protos_dot_reward__pb2.Job.SerializeToString,
+            ),
+            'DeleteJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteJob,
+                    request_deserializer=protos_dot_reward__pb2.DeleteJobRequest.FromString,
                     response_serializer=protos_dot_reward__pb2.Job.SerializeToString,
             ),
             'ListJobs': grpc.unary_unary_rpc_method_handler(
@@ -340,6 +357,33 @@ class RewardService:
             target,
             '/tandem.v1.RewardService/CancelJob',
             protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
+            protos_dot_reward__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.RewardService/DeleteJob',
+            protos_dot_reward__pb2.DeleteJobRequest.SerializeToString,
             protos_dot_reward__pb2.Job.FromString,
             options,
             channel_credentials,

@@ -63,11 +63,19 @@ class Attendant(threading.Thread):
             self._load(request)
             return
         numbers, lines = self._encode(request, numbers)
-        while numbers and not self._pool.closing:
-            outcome, fresh = self._judge(request, lines)
-            if self._pool.closing:  # what looks like a crash was the pool's end
+        try:
+            numbers = self._judge_all(request, numbers, lines)
+        finally:
+            request.at_work.pop(self.name, None)
+        self._pool.put_back(request, numbers)
+
+    def _judge_all(self, request: Request, numbers: list[int], lines: list[bytes]) -> list[int]:
+        """Has the items judged, and settles them; the numbers of those that are for others to judge."""
+        while numbers and not (self._pool.closing or request.over):
+            outcome, fresh = self._judge(request, lines, numbers)
+            if self._pool.closing or request.over:  # what looks like a crash was the pool's end, or nobody's concern
                 self._settle(request, numbers, outcome.answers)
-                return
+                return []
             self._pool.note_pace(request, outcome)
             failed = outcome.end in ("item", "memory", "stray")
             if failed and outcome.batch and len(numbers) > 1 and not request.spec.grouped:
@@ -85,7 +93,7 @@ class Attendant(threading.Thread):
             if outcome.end != "retry":
                 request.max_items = min(MAX_CHUNK_ITEMS, 2 * request.max_items)
                 break
-        self._pool.put_back(request, numbers)
+        return numbers
 
     def _reasons(self, request: Request, outcome: Outcome, number_left: int) -> list[Score]:
         """What the outcome says of the first items without an answer."""
@@ -104,14 +112,16 @@ class Attendant(threading.Thread):
                 self._pool.loaded(request, outcome.reason.detail if outcome.reason is not None else "")
                 return
 
-    def _judge(self, request: Request, lines: Sequence[bytes]) -> tuple[Outcome, bool]:
+    def _judge(self, request: Request, lines: Sequence[bytes], numbers: Sequence[int] = ()) -> tuple[Outcome, bool]:
         """The outcome, and whether the process had judged nothing before."""
         try:
             process = self._living(request.spec.preload)
         except OSError as error:
             return Outcome(end="refused", reason=Unscored("infrastructure", str(error))), True
         fresh = process.num_judged == 0
-        outcome = process.judge(request.spec, lines, self._pool.pace(request))
+        answers: list[Score] = []
+        request.at_work[self.name] = numbers, answers
+        outcome = process.judge(request.spec, lines, self._pool.pace(request), request.given_up, answers)
         if not self._pool.closing:
             with suppress(OSError):  # whoever needs the process is told
                 self._living(request.spec.preload)  # the next one is there before it is asked for

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 from protos.contracts import Unscored
 from reward.contracts import Isolation
-from reward.http_client import Fault, HttpClient, check_url, open_client, read_json, read_key, with_retries
+from reward.gate import Places
+from reward.http_client import Fault, HttpClient, check_url, in_line, open_client, read_json, read_key, with_retries
+from reward.lanes import LANES, Lane
 from reward.loop_thread import LoopThread
 from reward.prompt_text import Message
 from reward.rate_limit import RateLimit, RateLimiter, Taken
@@ -34,8 +36,18 @@ class Desk:
     client: HttpClient
     limiter: RateLimiter
     meter: SpendMeter
-    places: asyncio.Semaphore
+    places: Places
     """As many as questions may be under way."""
+    lane: Lane = "calls"
+    """Of those who ask here."""
+
+    def of(self, lane: Lane) -> Desk:
+        """The same desk for those of a lane."""
+        return replace(self, lane=lane)
+
+    def waiting(self, lane: Lane) -> int:
+        """Questions of a lane that wait for a place or for room in the rates."""
+        return self.places.waiting(lane) + self.limiter.waiting(lane)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,8 @@ class ChatEndpoint:
     timeout_seconds: float = 60.0
     """Longest wait for one attempt."""
     deadline_seconds: float = 180.0
-    """Longest time of one question, all attempts and pauses included, from the moment it gets one of the `max_concurrent` places."""
+    """Longest time of one question, all attempts and pauses included, from the moment it has one of the `max_concurrent` places and room
+    in the rates."""
     prompt_price: float = 0.0
     """Price of a million prompt tokens, in the currency of `max_spend`."""
     completion_price: float = 0.0
@@ -129,19 +142,17 @@ class ChatEndpoint:
         self._loop.close()
 
     def figures(self) -> dict[str, float]:
-        """Requests sent and money spent since the start."""
+        """Requests sent and money spent since the start, and questions that wait now."""
         desk = self._loop.shared
-        if desk is None:
-            return {"judge_requests": 0.0, "judge_spent": 0.0}
-        return {"judge_requests": float(desk.client.num_requests), "judge_spent": desk.meter.spent}
+        return {
+            "judge_requests": 0.0 if desk is None else float(desk.client.num_requests),
+            "judge_spent": 0.0 if desk is None else desk.meter.spent,
+            **{f"judge_waiting_{lane}": 0.0 if desk is None else float(desk.waiting(lane)) for lane in LANES},
+        }
 
     @asynccontextmanager
     async def _open_desk(self) -> AsyncIterator[Desk]:
         limits = [RateLimit(most) for most in (self.requests_per_minute, self.tokens_per_minute) if most]
-        rates: list[float] = [self.requests_per_minute] if self.requests_per_minute else []
-        rates += [self.tokens_per_minute / self.max_tokens] if self.tokens_per_minute else []
-        # No more than the rates let begin in half of a deadline: the others wait without a clock running.
-        places = min([self.max_concurrent, *(max(1, int(rate * self.deadline_seconds / 120.0)) for rate in rates)])
         async with open_client(
             f"{self.base_url.rstrip('/')}/chat/completions",
             key=read_key(self.api_key_env),
@@ -149,19 +160,20 @@ class ChatEndpoint:
             attempt_seconds=self.timeout_seconds,
         ) as client:
             meter = SpendMeter(self.max_spend or None)
-            yield Desk(client, RateLimiter(limits), meter, asyncio.Semaphore(places))
+            yield Desk(client, RateLimiter(limits), meter, Places(self.max_concurrent))
 
     async def ask(self, desk: Desk, messages: Sequence[Message], read: Callable[[str], T]) -> T | Unscored:
-        """What `read` makes of the endpoint's answer; unscored if there is none. `read` raises NoVerdictError. Waits for a place first."""
-        async with desk.places:
+        """What `read` makes of the endpoint's answer; unscored if there is none. `read` raises NoVerdictError.
+
+        Waits for its turn first: at a place, then at the rates and at the money that is left, at each by the desk's lane.
+        """
+        if fault := await in_line("a place at the judge", desk.places.enter(desk.lane)):
+            return fault.unscored
+        try:
             quote = self._quote(messages)
-            if isinstance(quote, Unscored):
-                return quote
-            outcome = await with_retries(
-                lambda deadline: self._attempt(desk, quote, read, deadline),
-                max_attempts=self.max_attempts,
-                deadline=asyncio.get_running_loop().time() + self.deadline_seconds,
-            )
+            outcome: T | Fault | Unscored = quote if isinstance(quote, Unscored) else await self._put(desk, quote, read)
+        finally:
+            desk.places.leave()
         return outcome.unscored if isinstance(outcome, Fault) else outcome
 
     def _quote(self, messages: Sequence[Message]) -> Quote | Unscored:
@@ -189,36 +201,61 @@ class ChatEndpoint:
     def _price(self, prompt_tokens: float, completion_tokens: float) -> float:
         return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
 
-    async def _attempt(self, desk: Desk, quote: Quote, read: Callable[[str], T], deadline: float) -> T | Fault:
-        """One request, from its admission to its bill."""
+    async def _put(self, desk: Desk, quote: Quote, read: Callable[[str], T]) -> T | Fault:
+        """Asks until there is an answer. The deadline runs from the first admission."""
+        clock = asyncio.get_running_loop().time
+        if fault := await desk.client.wait_until_open(clock() + self.deadline_seconds):
+            return fault
+        first = await in_line("room in the judge's rates", self._admit(desk, quote, again=False))
+        if isinstance(first, Fault):
+            return first
+        admitted = [first]
+
+        async def attempt(deadline: float) -> T | Fault:
+            taken = admitted.pop() if admitted else await self._admit_again(desk, quote, deadline)
+            return taken if isinstance(taken, Fault) else await self._send(desk, quote, read, taken, deadline)
+
+        deadline = clock() + self.deadline_seconds
+        return await with_retries(attempt, max_attempts=self.max_attempts, deadline=deadline)
+
+    async def _admit(self, desk: Desk, quote: Quote, *, again: bool) -> list[Taken] | Fault:
+        """Sets the highest price aside and takes room in the rates: for `_send` to settle."""
+        if not await desk.meter.reserve(quote.highest_price, desk.lane, again=again):
+            spent = f"{desk.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
+            return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
+        try:
+            return await desk.limiter.take(self._amounts(quote.tokens), desk.lane, again=again)
+        except BaseException:
+            desk.meter.charge(quote.highest_price, 0.0)
+            raise
+
+    async def _admit_again(self, desk: Desk, quote: Quote, deadline: float) -> list[Taken] | Fault:
         if fault := await desk.client.wait_until_open(deadline):
             return fault
-        if fault := await _within(deadline, "the spend of others to be known", self._reserve(desk, quote)):
-            return fault
-        taken: list[Taken] | Fault = []
-        tokens, price = 0, 0.0  # used so far
         try:
-            taken = await _within(deadline, "room in the rate limit", desk.limiter.take(self._amounts(quote.tokens)))
-            if isinstance(taken, Fault):
-                return taken
+            async with asyncio.timeout_at(deadline):
+                return await self._admit(desk, quote, again=True)
+        except TimeoutError:
+            return Fault("timeout", "the deadline passed while it waited for room in the rate limit", retry=False)
+
+    async def _send(
+        self, desk: Desk, quote: Quote, read: Callable[[str], T], taken: Sequence[Taken], deadline: float
+    ) -> T | Fault:
+        """One request that was admitted, and its bill."""
+        # Until there is a reply, were it because nobody waits for one any more: the cap holds even if such requests are billed.
+        tokens, price = quote.tokens, quote.highest_price
+        try:
             data = await desk.client.post(quote.body, deadline)
             if isinstance(data, Fault):
-                if data.perhaps_done:  # the cap holds even if such requests are billed
-                    tokens, price = quote.tokens, quote.highest_price
+                if not data.perhaps_done:
+                    tokens, price = 0, 0.0
                 return data
             reply = read_json(data)
             tokens, price = self._used(reply, quote)
             return self._read(reply, read)
         finally:
             desk.meter.charge(quote.highest_price, price)
-            if not isinstance(taken, Fault):
-                desk.limiter.settle(taken, self._amounts(tokens)[: len(taken)])
-
-    async def _reserve(self, desk: Desk, quote: Quote) -> Fault | None:
-        if await desk.meter.reserve(quote.highest_price):
-            return None
-        spent = f"{desk.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
-        return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
+            desk.limiter.settle(taken, self._amounts(tokens))
 
     def _amounts(self, tokens: int) -> list[int]:
         return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]
@@ -247,12 +284,3 @@ class ChatEndpoint:
         except NoVerdictError as error:
             cut = f"; it was cut at max_tokens {self.max_tokens}" if ended == "length" else ""
             return Fault("crashed", f"{error}{cut}", retry=again)
-
-
-async def _within(deadline: float, what: str, wait: Awaitable[T]) -> T | Fault:
-    """The awaited, or a fault if the deadline (by the loop's clock) passes first."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            return await wait
-    except TimeoutError:
-        return Fault("timeout", f"the deadline passed while it waited for {what}", retry=False)

@@ -39,7 +39,7 @@ _FAILURES = ("wrong", "error", "time", "memory", "output")
 _WAITING = (
     2.0  # wall time a program has in units of its processor time: on a busy machine it gets less than all of a core
 )
-_SLACK_SECONDS = 15.0
+_SLACK_SECONDS = 60.0  # a run may be lost with its sandbox, and what makes sandboxes be replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class CodeTests:
     A program that is wrong, crashes, hangs, or takes more memory or output than it may is a wrong answer, not a failure to score:
     0, and the breakdown counts tests by what happened (`passed`, `wrong`, `error`, `time`, `memory`, `output`, `not_run`, of `total`;
     `no_code` is 1 if the answer holds none). Unscored are tests that nobody could pass (`invalid_input`) and a sandbox that does not
-    start or that dies, not its program, twice (`infrastructure`).
+    start or that dies, not its program, twice, or a machine that ends programs for want of memory (`infrastructure`).
 
     The answer cannot forge a verdict: what it prints or returns is compared outside its sandbox, and a test's statements run in another
     one, which calls the answer and gets plain data back. Objects of the answer's own classes stay on its side; a test can call them,
@@ -107,7 +107,7 @@ class CodeTests:
     @property
     def longest_seconds(self) -> float:
         """How long one answer may take until this scorer itself ends it: a pool should not be quicker."""
-        return self.seconds_per_answer + self._wall_seconds + _SLACK_SECONDS  # a run may be lost with its sandbox
+        return self.seconds_per_answer + self._wall_seconds + _SLACK_SECONDS
 
     @property
     def _wall_seconds(self) -> float:

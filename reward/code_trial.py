@@ -21,6 +21,7 @@ from reward.code_tests import (
     same_output,
     same_value,
 )
+from reward.processes import memory_kills
 from reward.sandbox.inside import plain, program
 from reward.sandbox.isolation import open_sandboxes
 from reward.sandbox.limits import Limits, Outcome
@@ -50,11 +51,13 @@ class Trial:
 
     Only what the first process of a sandbox tells of the program in it counts against the answer. Where a sandbox dies in the middle of
     a run, or its program is killed, the test is run once more in a fresh one, once a trial. A sandbox that dies again is an error,
-    whatever took it down; a program that is killed again may do it itself, and fails (`memory`).
+    whatever took it down. A program that is killed again fails (`memory`), for it may do that itself; unless the kernel has killed
+    something for want of memory meanwhile, which is an error as well.
 
     Args:
         code: the answer's, run after `prelude`.
-        deadline: of the whole trial (`time.monotonic`); past it every test fails (`time`).
+        deadline: of the whole trial (`time.monotonic`), but for the time in which it waits for a sandbox; past it every test fails
+            (`time`).
 
     Raises (its methods, too):
         SandboxError: no sandbox starts, or they die.
@@ -68,6 +71,7 @@ class Trial:
         self._deadline = deadline
         self._boxes: dict[str, Sandbox] = {}
         self._died = False
+        self._kills_before: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -90,6 +94,7 @@ class Trial:
                 raise SandboxError(f"{error}, twice: by the machine, its memory's end, or by the program") from None
             self._died = True
             time.sleep(_SETTLE_SECONDS)
+            self._kills_before = memory_kills()
             self._deadline += time.monotonic() - started + _LEAST_SECONDS  # that was not the answer's time
             return self.verdict(test, comparison, tolerance)
 
@@ -116,7 +121,9 @@ class Trial:
             box.close()
             box = None
         if box is None:
+            began = time.monotonic()
             box = self._boxes[role] = self._pool.take()
+            self._deadline += time.monotonic() - began
         return box
 
     def _close_all(self) -> None:
@@ -125,9 +132,9 @@ class Trial:
         self._boxes.clear()
 
     def _outcome(self, box: Sandbox) -> Outcome:
-        """Raises SandboxDiedError also for a program that was killed, the first time."""
+        """Raises SandboxDiedError also for a program that was killed the first time, or by the machine."""
         outcome = box.outcome()
-        if outcome.killed and not self._died:
+        if outcome.killed and (not self._died or self._kills_before != memory_kills()):
             raise SandboxDiedError("a program was killed")
         return outcome
 

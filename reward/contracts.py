@@ -18,15 +18,17 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from protos.contracts import Score, ScoreItem
+from reward.lanes import Lane
 
 Isolation = Literal["in_process", "worker", "sandbox", "remote"]
 """Where a scorer runs, and what it must hold in return.
 
-`in_process`: in the caller's thread; linear in the answer's length, it can neither hang nor crash.
+`in_process`: in the caller's thread, some milliseconds at a time (`reward.turns`); linear in the answer's length, it can neither hang
+nor crash.
 `worker`: in a worker process with limits; it may hang or crash, which costs its item and no other.
 `sandbox`: as `worker`, and it starts sandboxes for untrusted code itself; killed with all it started.
-`remote`: on the service's threads, because it waits for the network or for a process of its own. It has `judge_batch` and `close`,
-may be called by several threads at once, raises nothing, and keeps its own time limits.
+`remote`: on the service's threads, because it waits for the network or for a process of its own. It has `judge_batch` with a `lane`
+(`RemoteJudge`) and `close`, may be called by several threads at once, raises nothing, and keeps its own time limits.
 """
 
 
@@ -51,6 +53,14 @@ class BatchJudge(Protocol):
     """Judges answers together: because it compares them, or because that is faster."""
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+        """One result an item, in order."""
+        ...
+
+
+class RemoteJudge(BatchJudge, Protocol):
+    """A judge whose answers wait for something scarce: those of a higher lane go first, and none starves (`reward.lanes`)."""
+
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
         """One result an item, in order."""
         ...
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +28,7 @@ from protos.errors import ScorerError
 MAX_COMPONENTS = 100
 """Numbers in the dict that a function returns."""
 _MAX_DETAIL = 300
+_VERSION_CHARACTERS = 12
 _LOOP = asyncio.Runner()  # one for all calls: what a user's module keeps open belongs to a loop
 _SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -202,6 +204,29 @@ def load_function(path: str, arguments: Mapping[str, Any]) -> FunctionJudge | Co
     if inspect.iscoroutinefunction(function):
         return CoroutineJudge(function, dict(arguments))
     return FunctionJudge(function, dict(arguments))
+
+
+def source_version(path: str) -> str:
+    """A version for a function: the beginning of the SHA-256 of its file as it is now; "" if it is in none.
+
+    Nothing is imported for it, and what the file imports is not in it.
+    """
+    place = path.rpartition(":")[0]
+    file = Path(place) if place.endswith(".py") else _file_of(place)
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:_VERSION_CHARACTERS] if file is not None else ""
+    except OSError:
+        return ""  # whoever loads the function says why
+
+
+def _file_of(module: str) -> Path | None:
+    """Where a worker will import a module from."""
+    for root in (Path.cwd(), *map(Path, sys.path)):
+        package = root.joinpath(*module.split("."))
+        for file in (package / "__init__.py", package.with_name(f"{package.name}.py")):
+            if file.is_file():
+                return file
+    return None
 
 
 def _import_file(path: str, file: Path) -> ModuleType:

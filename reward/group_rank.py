@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored
-from reward.contracts import AnyJudge, BatchJudge, Closable, Isolation
+from reward.contracts import AnyJudge, BatchJudge, Closable, Isolation, RemoteJudge
+from reward.lanes import Lane
 from reward.pairwise import split_groups
 
 
@@ -40,6 +41,7 @@ class GroupRank:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Its arguments."""
     _judge: AnyJudge = field(init=False, repr=False, compare=False)
+    _remote: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         from reward.registry import BUILT_IN, make_judge  # which imports this module
@@ -51,13 +53,14 @@ class GroupRank:
             why = "compares groups itself" if getattr(kind, "GROUPED", False) else "needs a worker process"
             raise ValueError(f"scorer {self.scorer!r} {why}; a rank takes one that does not")
         object.__setattr__(self, "_judge", make_judge(self.scorer, self.arguments))
+        object.__setattr__(self, "_remote", kind.ISOLATION == "remote")
 
-    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [Unscored("invalid_input", "not compared")] * len(items)
         groups = split_groups(items, scores)
         wanted = [number for numbers in groups for number in numbers]
-        values = dict(zip(wanted, self._values([items[number] for number in wanted]), strict=True))
+        values = dict(zip(wanted, self._values([items[number] for number in wanted], lane), strict=True))
         for numbers in groups:
             for number, score in zip(numbers, ranked([values[number] for number in numbers]), strict=True):
                 scores[number] = score
@@ -74,8 +77,10 @@ class GroupRank:
         figures: dict[str, float] = own() if own is not None else {}
         return figures
 
-    def _values(self, items: Sequence[ScoreItem]) -> list[Score]:
+    def _values(self, items: Sequence[ScoreItem], lane: Lane) -> list[Score]:
         judge = self._judge
+        if self._remote:
+            return cast(RemoteJudge, judge).judge_batch(items, lane=lane)
         return judge.judge_batch(items) if isinstance(judge, BatchJudge) else [judge.judge(item) for item in items]
 
 

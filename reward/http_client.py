@@ -36,6 +36,8 @@ T = TypeVar("T")
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 LARGEST_REPLY_BYTES = 16 << 20
+LONGEST_LINE_SECONDS = 3600.0
+"""Longest wait for a turn at an endpoint. No item's own time runs meanwhile: who is overtaken by a higher lane loses none of it."""
 _LONGEST_RETRY_AFTER_SECONDS = 86400.0
 _DETAIL_CHARACTERS = 200
 _CREDENTIALS = frozenset({401, 403, 407})
@@ -170,6 +172,15 @@ async def open_client(url: str, *, key: str, max_connections: int, attempt_secon
         headers=headers, limits=limits, timeout=None
     ) as client:  # every use has a time-out around it
         yield HttpClient(client, url, key, attempt_seconds)
+
+
+async def in_line(what: str, wait: Awaitable[T]) -> T | Fault:
+    """The awaited turn; a fault if it does not come within LONGEST_LINE_SECONDS."""
+    try:
+        async with asyncio.timeout(LONGEST_LINE_SECONDS):
+            return await wait
+    except TimeoutError:
+        return Fault("infrastructure", f"it waited {LONGEST_LINE_SECONDS:g} s for {what}", retry=False)
 
 
 async def with_retries(

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from reward.chat_endpoint import ChatEndpoint, Desk
+from reward.lanes import Lane
 from reward.loop_thread import CLOSING, ClosedError
 from reward.prompt_text import PromptTemplate, item_values
 from reward.verdict import VerdictReader
@@ -85,13 +86,13 @@ class GenerativeJudge(ChatEndpoint):
         object.__setattr__(self, "_reader", reader)
         object.__setattr__(self, "_prompt", PromptTemplate(self.template))
 
-    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [CLOSING] * len(items)
         if not items:
             return scores
         with suppress(ClosedError):
-            self._loop.run(lambda desk: self._judge_all(desk, items, scores))
+            self._loop.run(lambda desk: self._judge_all(desk.of(lane), items, scores))
         return scores
 
     async def _judge_all(self, desk: Desk, items: Sequence[ScoreItem], scores: list[Score]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 
 Lane = Literal["ring", "calls", "jobs"]
@@ -16,7 +17,11 @@ T = TypeVar("T")
 
 
 class Lanes(Generic[T]):
-    """Queues by lane. The higher lane goes first, but not always, so that none starves. Not thread-safe."""
+    """Queues by lane. The higher lane goes first, but not always, so that none starves. Not thread-safe.
+
+    The one rule of all that is scarce: the pool's processes, the interpreter (`reward.turns`), a judge's requests, rates and money
+    (`reward.gate`), the batches of a reward model (`reward.model_lane`).
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Lane, deque[T]] = {lane: deque() for lane in LANES}
@@ -33,9 +38,9 @@ class Lanes(Generic[T]):
         """To the lane's end: those in a lane take turns."""
         self._waiting[lane].append(one)
 
-    def put_back(self, lane: Lane, one: T) -> None:
-        """To the lane's head."""
-        self._waiting[lane].appendleft(one)
+    def put_back(self, lane: Lane, one: T, behind: int = 0) -> None:
+        """To the lane's head, or behind so many there."""
+        self._waiting[lane].insert(behind, one)
 
     def remove(self, lane: Lane, one: T) -> bool:
         """Takes it out of its lane; False if it is not there."""
@@ -45,16 +50,37 @@ class Lanes(Generic[T]):
             return False
         return True
 
+    def head(self, lane: Lane) -> T | None:
+        """Who is first in a lane; None if nobody waits in it."""
+        return self._waiting[lane][0] if self._waiting[lane] else None
+
+    def peek(self) -> tuple[Lane, T] | None:
+        """Who is next, and stays in its lane; None if nobody waits. If another comes in a higher lane, that one may be next."""
+        busy = self._busy()
+        if not busy:
+            return None
+        lane = busy[self._place(busy)]
+        return lane, self._waiting[lane][0]
+
     def next(self) -> tuple[Lane, T] | None:
         """Takes out who is next; None if nobody waits."""
-        busy = [lane for lane in LANES if self._waiting[lane]]
-        while len(busy) > 1:
-            self._turns[busy[0]] += 1
-            if self._turns[busy[0]] < SHARE:
-                break
-            self._turns[busy[0]] = 0
-            busy = busy[1:]
-        return (busy[0], self._waiting[busy[0]].popleft()) if busy else None
+        busy = self._busy()
+        if not busy:
+            return None
+        lane = self._turn(busy)
+        return lane, self._waiting[lane].popleft()
+
+    def next_of(self, lane: Lane) -> T:
+        """Takes out who is first in a lane, as part of the turn that `next` gave it."""
+        return self._waiting[lane].popleft()
+
+    def goes_on(self, lane: Lane) -> bool:
+        """Whether one that was taken out of this lane and has more to do has the next turn as well. If so, it is taken."""
+        busy = [one for one in LANES if one == lane or self._waiting[one]]
+        mine = busy[self._place(busy)] == lane
+        if mine:
+            self._turn(busy)
+        return mine
 
     def clear(self) -> list[T]:
         """Empties every lane."""
@@ -62,3 +88,22 @@ class Lanes(Generic[T]):
         for queue in self._waiting.values():
             queue.clear()
         return everything
+
+    def _busy(self) -> list[Lane]:
+        return [lane for lane in LANES if self._waiting[lane]]
+
+    def _place(self, busy: Sequence[Lane]) -> int:
+        """Which of these lanes has the next turn: one that has had all but one of SHARE leaves it to those below."""
+        place = 0
+        while place + 1 < len(busy) and self._turns[busy[place]] + 1 >= SHARE:
+            place += 1
+        return place
+
+    def _turn(self, busy: Sequence[Lane]) -> Lane:
+        """The same, and counts it."""
+        place = self._place(busy)
+        for passed in busy[:place]:
+            self._turns[passed] = 0
+        if place + 1 < len(busy):
+            self._turns[busy[place]] += 1
+        return busy[place]

@@ -10,12 +10,13 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
 from protos.contracts import Unscored
+from reward.cutoff import current
 
 T = TypeVar("T")
 Shared = TypeVar("Shared")
 
 CLOSING = Unscored("infrastructure", "the scorer is closing")
-"""For items whose work `close` ended."""
+"""For items whose work `close`, or the end of their call, ended."""
 
 _LOOK_SECONDS = 5.0  # how often a caller makes sure that the thread still lives
 _OPEN_SECONDS = 60.0
@@ -23,7 +24,7 @@ _END_SECONDS = 10.0
 
 
 class ClosedError(Exception):
-    """The loop was closed before the work was done."""
+    """The loop was closed before the work was done, or its caller's patience was at an end."""
 
 
 class LoopThread(Generic[Shared]):
@@ -40,8 +41,10 @@ class LoopThread(Generic[Shared]):
     def run(self, work: Callable[[Shared], Coroutine[Any, Any, T]]) -> T:
         """Runs the coroutine to its end and returns its result; blocks the caller. The coroutine bounds its own waits.
 
+        If the caller's cutoff ends first (`reward.cutoff`), the coroutine is cancelled.
+
         Raises:
-            ClosedError: `close` was called before, or meanwhile.
+            ClosedError: that, or `close` was called before, or meanwhile.
         """
         with self._lock:  # a submission is queued before the stop that `close` queues, or not at all
             if self._closed:
@@ -51,6 +54,11 @@ class LoopThread(Generic[Shared]):
                 self._thread.start()
             loop, _, shared = self._ready.result(_OPEN_SECONDS)
             future = asyncio.run_coroutine_threadsafe(work(shared), loop)
+        with current().hooked(future.cancel):
+            return self._result_of(future)
+
+    def _result_of(self, future: Future[T]) -> T:
+        assert self._thread is not None, "it was started for this"
         while True:
             try:
                 return future.result(timeout=_LOOK_SECONDS)

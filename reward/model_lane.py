@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from protos.contracts import Score, Scored, Unscored
 from protos.errors import ScorerError
+from reward.cutoff import current
+from reward.lanes import LANES, Lane, Lanes
 from reward.line_process import DiedError, HungError, LineProcess
 from reward.loop_thread import CLOSING
 
 T = TypeVar("T")
 
-_CHUNK_QUESTIONS = 256  # among so many, rows of similar length are found
+_CHUNK_QUESTIONS = 256  # among so many of one lane, rows of similar length are found
 _CHUNK_CHARACTERS = 1 << 20
 _LOOK_SECONDS = 5.0  # how often a caller makes sure that the thread still lives
 _END_SECONDS = 20.0
@@ -39,12 +42,18 @@ class Question:
     def size(self) -> int:
         return len(self.answer) + len(str(self.prompt))
 
+    def settle(self, score: Score) -> None:
+        """Enters its score, unless it was settled before: by the end of the call that asked."""
+        with suppress(InvalidStateError):
+            self.score.set_result(score)
+
 
 class ModelLane:
     """Scores questions in one process, which starts with the first. Thread-safe.
 
-    A forward that hangs or crashes costs the process; the questions of that batch go one by one to the next, so that the culprit
-    alone is unscored.
+    A turn of a lane (`reward.lanes`) is one forward: before each further one the process asks whether to go on with its chunk, and gives up
+    the rest of it if another lane is next. A forward that hangs or crashes costs the process; the questions of that batch go one by
+    one to the next, so that the culprit alone is unscored.
     """
 
     def __init__(self, setup: Mapping[str, Any], *, startup_seconds: float, timeout_seconds: float) -> None:
@@ -53,7 +62,7 @@ class ModelLane:
         self._startup_seconds = startup_seconds
         self._timeout_seconds = timeout_seconds
         self._wake = threading.Condition()
-        self._queue: deque[Question] = deque()
+        self._queue: Lanes[Question] = Lanes()
         self._starts: list[Future[str]] = []
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -79,11 +88,16 @@ class ModelLane:
         if problem := self._await(wanted, CLOSING.detail):
             raise ScorerError(problem)
 
-    def ask(self, questions: Sequence[Question]) -> list[Score]:
-        """One score a question, in order; blocks until all are known."""
-        if not self._hand_over(questions, []):
+    def ask(self, questions: Sequence[Question], lane: Lane = "calls") -> list[Score]:
+        """One score a question, in order; blocks until all are known, or the caller's cutoff ends (`reward.cutoff`)."""
+        if not self._hand_over(questions, [], lane):
             return [CLOSING] * len(questions)
-        return [self._await(question.score, CLOSING) for question in questions]
+        with current().hooked(partial(_withdraw, questions)):
+            return [self._await(question.score, CLOSING) for question in questions]
+
+    def waiting(self, lane: Lane) -> int:
+        """How many questions of a lane are not with the process."""
+        return self._queue.waiting(lane)
 
     def close(self) -> None:
         """Ends the process; what is under way comes back unscored (`infrastructure`). May be called again."""
@@ -96,11 +110,12 @@ class ModelLane:
         if thread is not None:
             thread.join(_END_SECONDS)
 
-    def _hand_over(self, questions: Sequence[Question], starts: Sequence[Future[str]]) -> bool:
+    def _hand_over(self, questions: Sequence[Question], starts: Sequence[Future[str]], lane: Lane = "ring") -> bool:
         with self._wake:
             if self._closing:
                 return False
-            self._queue.extend(questions)
+            for question in questions:
+                self._queue.add(lane, question)
             self._starts.extend(starts)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="reward-model", daemon=True)
@@ -120,6 +135,7 @@ class ModelLane:
 
     def _serve(self) -> None:
         """The lane's thread. The kernel ends the process with it."""
+        lane: Lane = "ring"
         chunk: list[Question] = []
         try:
             while not self._closing:
@@ -127,7 +143,7 @@ class ModelLane:
                     if not (self._queue or self._starts or self._closing):
                         self._wake.wait(_LOOK_SECONDS)
                     starts, self._starts = self._starts, []
-                    chunk = self._next_chunk()
+                    lane, chunk = self._next_chunk()
                 if not starts and not chunk:
                     continue
                 problem = self._ensure_process()
@@ -135,33 +151,55 @@ class ModelLane:
                     wanted.set_result(problem)
                 if problem:
                     for question in chunk:
-                        question.score.set_result(Unscored("infrastructure", problem))
+                        question.settle(Unscored("infrastructure", problem))
                 else:
-                    self._converse(chunk)
+                    self._converse(lane, chunk)
         except BaseException as error:  # a bug: whoever waits raises it
-            for question in (*chunk, *self._queue):
+            with self._wake:
+                waiting = self._queue.clear()
+            for question in (*chunk, *waiting):
                 if not question.score.done():
                     question.score.set_exception(error)
             raise
         finally:
             if self._process is not None:
                 self._process.close()
-            for question in self._queue:
-                if not question.score.done():
-                    question.score.set_result(CLOSING)
+            with self._wake:
+                waiting = self._queue.clear()
+            _withdraw(waiting)
 
-    def _next_chunk(self) -> list[Question]:
-        chunk: list[Question] = []
-        characters = 0
-        while self._queue and len(chunk) < _CHUNK_QUESTIONS:
-            question = self._queue[0]
-            characters += question.size
-            if chunk and (question.alone or characters > _CHUNK_CHARACTERS):
+    def _next_chunk(self) -> tuple[Lane, list[Question]]:
+        """Of the lane that is next as many as find similar ones among them; none if nobody waits. Called with the lock."""
+        self._forget_settled()
+        found = self._queue.next()
+        if found is None:
+            return "ring", []
+        lane, question = found
+        chunk = [question]
+        characters = question.size
+        while not question.alone and len(chunk) < _CHUNK_QUESTIONS and (head := self._head(lane)) is not None:
+            characters += head.size
+            if head.alone or characters > _CHUNK_CHARACTERS:
                 break
-            chunk.append(self._queue.popleft())
-            if question.alone:
-                break
-        return chunk
+            chunk.append(self._queue.next_of(lane))
+        return lane, chunk
+
+    def _goes_on(self, lane: Lane, rest: Iterable[Question]) -> bool:
+        """Whether the next forward is the lane's, and somebody wants the rest of its chunk."""
+        with self._wake:
+            self._forget_settled()
+            return not all(question.score.done() for question in rest) and self._queue.goes_on(lane)
+
+    def _head(self, lane: Lane) -> Question | None:
+        """The first of a lane that somebody wants; those before it are forgotten."""
+        while (head := self._queue.head(lane)) is not None and head.score.done():
+            self._queue.next_of(lane)
+        return head
+
+    def _forget_settled(self) -> None:
+        """The same in every lane: what nobody wants has no turn."""
+        for lane in LANES:
+            self._head(lane)
 
     def _ensure_process(self) -> str:
         """Starts the process if it is not there; returns why it cannot be had, "" if it can."""
@@ -206,39 +244,57 @@ class ModelLane:
             return f"{name}: {reply['error']}"
         return ""
 
-    def _converse(self, chunk: Sequence[Question]) -> None:
-        """Asks the process and enters what it answers. If it hangs or dies, the suspects go back into the queue one by one."""
+    def _converse(self, lane: Lane, chunk: Sequence[Question]) -> None:
+        """Asks the process and enters what it answers. What gives way to another lane goes back to the head of its own; if the process
+        hangs or dies, so do the suspects, to be asked one by one."""
         assert self._process is not None, "it was just started"
         pending = dict(enumerate(chunk))
         suspects = list(pending)
+        gave_way = False
         asked = [{"id": n, "prompt": one.prompt, "answer": one.answer} for n, one in pending.items()]
         self._process.say({"questions": asked})
         try:
             while True:
                 for message in self._process.hear(self._timeout_seconds):
                     if "done" in message:
+                        if gave_way:
+                            self._put_back(lane, pending.values())
                         return
+                    if "next" in message:
+                        gave_way = not self._goes_on(lane, pending.values())
+                        self._process.say({"go_on": not gave_way})
                     suspects = message.get("working", suspects)
                     for number, value in message.get("scores", ()):
-                        pending.pop(number).score.set_result(Scored(value))
+                        pending.pop(number).settle(Scored(value))
                     for number, reason, detail in message.get("refused", ()):
-                        pending.pop(number).score.set_result(Unscored(reason, detail))
+                        pending.pop(number).settle(Unscored(reason, detail))
         except HungError:
             self._process.kill()
             fault = Unscored("timeout", f"the reward model gave no answer within {self._timeout_seconds:g} s")
         except DiedError:
             fault = Unscored("crashed", f"the reward model's process {self._process.epitaph()}")
-        self._sort_out(pending, [number for number in suspects if number in pending], fault)
+        self._sort_out(lane, pending, [number for number in suspects if number in pending], fault)
 
-    def _sort_out(self, pending: dict[int, Question], suspects: Sequence[int], fault: Unscored) -> None:
+    def _sort_out(self, lane: Lane, pending: dict[int, Question], suspects: Sequence[int], fault: Unscored) -> None:
         with self._wake:
             if self._closing:  # it was killed by `close`
-                for question in pending.values():
-                    question.score.set_result(CLOSING)
+                _withdraw(pending.values())
                 return
             if len(suspects) == 1:
-                pending.pop(suspects[0]).score.set_result(fault)
+                pending.pop(suspects[0]).settle(fault)
                 suspects = []
             for number in suspects or pending:
                 pending[number].alone = True
-            self._queue.extendleft(reversed(pending.values()))
+        self._put_back(lane, pending.values())
+
+    def _put_back(self, lane: Lane, questions: Iterable[Question]) -> None:
+        """To the head of their lane, in their order."""
+        with self._wake:
+            for place, question in enumerate(questions):
+                self._queue.put_back(lane, question, place)
+
+
+def _withdraw(questions: Iterable[Question]) -> None:
+    """What has no score gets none."""
+    for question in questions:
+        question.settle(CLOSING)

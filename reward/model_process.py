@@ -2,7 +2,7 @@
 
 Lines of JSON, never pickle. First comes the set-up, answered with `{"ready": …}` or `{"error": …}`; then chunks of questions. For each the
 process says which questions it works on (`working`: whoever kills or outlives it knows the suspects), their scores or why there is none,
-and `done`.
+and `done`. Before each forward but the first it says `next` and is answered `{"go_on": …}`; if false, the rest of the chunk gets no scores.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def serve(channel: socket.socket) -> None:
     for line in lines:
         for message in classifier.answer(json.loads(line)["questions"]):
             say(message)
+            if "next" in message and not json.loads(lines.readline() or '{"go_on": false}')["go_on"]:
+                break
         say({"done": True})
 
 
@@ -140,7 +142,9 @@ class Classifier:
                 rows.append((question["id"], self._encode(question)))
             except RefusedError as refusal:
                 yield {"refused": [[question["id"], *refusal.args]]}
-        for batch in batches(rows, self._budget):
+        for number, batch in enumerate(batches(rows, self._budget)):
+            if number:
+                yield {"next": True}
             yield from self._score(batch)
 
     def _encode(self, question: Mapping[str, Any]) -> Encoded:

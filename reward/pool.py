@@ -14,6 +14,7 @@ from protos.contracts import Score, ScoreItem
 from protos.errors import ScorerError
 from reward.attendant import Attendant
 from reward.config import RewardConfig
+from reward.cutoff import CUT_OFF
 from reward.lanes import LANES, Lane, Lanes
 from reward.launcher_process import Launchers
 from reward.registry import ScorerSpec
@@ -78,6 +79,17 @@ class ScorerPool:
         """One result an item, in order. Blocks."""
         return self.submit(spec, items, lane).wait() if items else []
 
+    def withdraw(self, request: Request) -> None:
+        """Nobody wants the rest of it (`CUT_OFF`): what no worker has begun leaves the lane now, and what one has is given up soon."""
+        with self._work:
+            if request.over:
+                return
+            if request.queued:
+                self._lanes.remove(request.lane, request)
+                request.queued = False
+            request.end(reason=CUT_OFF)
+            self._open.discard(request)
+
     def figures(self) -> dict[str, float]:
         """Sums since the start, and what waits now."""
         with self._work:
@@ -127,6 +139,8 @@ class ScorerPool:
         if not numbers:
             return
         with self._work:
+            if request.over:
+                return
             request.put_back(numbers)
             if not request.queued and not self.closing:
                 request.queued = True

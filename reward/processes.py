@@ -1,4 +1,4 @@
-"""Who is whose child, from /proc."""
+"""Who is whose child, who is stopped, and who fell to the end of memory, from /proc."""
 
 from __future__ import annotations
 
@@ -31,6 +31,24 @@ def _children_by_parent(pid: int) -> list[int]:
                 if int(fields[1]) == pid:
                     found.append(int(entry.name))
     return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process does nothing until a signal or a debugger lets it go on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    except OSError:  # it has gone
+        return False
+
+
+def memory_kills() -> int | None:
+    """How many processes the kernel has killed for want of memory, the machine's or that of a group, since it started; None if it does
+    not say. In a container: on the whole machine."""
+    with suppress(OSError), open("/proc/vmstat", "rb") as figures:
+        for line in figures:
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
+    return None
 
 
 def count_descendants(pid: int, enough: int) -> int:

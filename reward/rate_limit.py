@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reward.gate import Gate
+from reward.lanes import Lane
+
 
 @dataclass(slots=True, eq=False)
 class Taken:
@@ -79,36 +82,47 @@ class RateLimit:
 
 
 class RateLimiter:
-    """Several limits at once, first come first served. Used by the coroutines of one event loop, whose clock it reads."""
+    """Several limits at once, first come first served within a lane. Used by the coroutines of one event loop, whose clock it reads."""
 
     def __init__(self, limits: Sequence[RateLimit]) -> None:
         self._limits = tuple(limits)
-        self._turn = asyncio.Lock()  # wakes its waiters in the order they came
-        self._room = asyncio.Event()
+        self._gate = Gate()
 
-    async def take(self, amounts: Sequence[int]) -> list[Taken]:
+    def waiting(self, lane: Lane) -> int:
+        """How many wait for room, in a lane."""
+        return self._gate.waiting(lane)
+
+    async def take(self, amounts: Sequence[int], lane: Lane = "calls", *, again: bool = False) -> list[Taken]:
         """Waits for room in every limit, and takes it. The caller's time-out bounds the wait.
+
+        Args:
+            amounts: what is needed of each limit.
+            lane: whose turn it is is as `reward.gate` says.
+            again: for a further attempt: before the others of its lane.
 
         Raises:
             ValueError: a limit is smaller than what is asked of it.
         """
         wanted = list(zip(self._limits, amounts, strict=True))
         clock = asyncio.get_running_loop().time
-        async with self._turn:
-            while True:
-                now = clock()
-                delay = max((limit.delay(amount, now) for limit, amount in wanted), default=0.0)
-                if delay <= 0.0:
-                    return [limit.take(amount, now) for limit, amount in wanted]
-                self._room.clear()
-                try:
-                    async with asyncio.timeout(delay):
-                        await self._room.wait()
-                except TimeoutError:
-                    continue
+        taken: list[Taken] = []
+
+        def delay(now: float) -> float:
+            return max((limit.delay(amount, now) for limit, amount in wanted), default=0.0)
+
+        def take() -> float:
+            now = clock()
+            seconds = delay(now)
+            if seconds <= 0.0:
+                taken.extend(limit.take(amount, now) for limit, amount in wanted)
+            return seconds
+
+        delay(clock())  # what never has room is refused here, not when its turn comes
+        await self._gate.enter(lane, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
+        return taken
 
     def settle(self, taken: Sequence[Taken], amounts: Sequence[int]) -> None:
         """Corrects what `take` estimated."""
         for limit, one, amount in zip(self._limits, taken, amounts, strict=True):
             limit.settle(one, amount)
-        self._room.set()
+        self._gate.look()

@@ -21,7 +21,7 @@ from reward.contracts import AnyJudge, Isolation
 from reward.docstrings import attribute_docs, summary
 from reward.exact import ExactMatch
 from reward.format import Format
-from reward.function import load_function
+from reward.function import load_function, source_version
 from reward.group_rank import GroupRank
 from reward.gsm8k import Gsm8k
 from reward.json_schema import JsonSchema
@@ -106,15 +106,12 @@ class ScorerSpec:
     preload: tuple[str, ...] = ()
     longest_seconds: float = 0.0
     """Time of one item until the judge itself ends it, where it says so: a worker is given no less."""
+    version: str = ""
+    """A built-in scorer's own; of a function, a digest of its file (`reward.function.source_version`)."""
 
     @property
     def key(self) -> str:
         return f"{self.scorer} {self.arguments}"
-
-    @property
-    def version(self) -> str:
-        """Of a built-in scorer; the code of another has none."""
-        return str(BUILT_IN[self.scorer].VERSION) if self.scorer in BUILT_IN else ""
 
     @property
     def runs_in_pool(self) -> bool:
@@ -146,9 +143,10 @@ def make_spec(
         judge = make_judge(scorer, arguments, place)
         isolation: Isolation = kind.ISOLATION
         grouped, preloaded = getattr(kind, "GROUPED", False), getattr(kind, "PRELOAD", ())
-        return ScorerSpec(scorer, text, isolation, grouped, preloaded, getattr(judge, "longest_seconds", 0.0))
+        longest = getattr(judge, "longest_seconds", 0.0)
+        return ScorerSpec(scorer, text, isolation, grouped, preloaded, longest, kind.VERSION)
     if is_import_path(scorer):
-        return ScorerSpec(scorer, text, "worker")
+        return ScorerSpec(scorer, text, "worker", version=source_version(scorer))
     names = [*known, *BUILT_IN]
     near = nearest(scorer, names)
     raise ScorerError(

@@ -7,19 +7,30 @@ import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast, get_args
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
 from reward.contracts import Isolation
-from reward.http_client import Fault, HttpClient, check_url, open_client, read_json, read_key, with_retries
+from reward.gate import Places
+from reward.http_client import Fault, HttpClient, check_url, in_line, open_client, read_json, read_key, with_retries
+from reward.lanes import LANES, Lane
 from reward.loop_thread import CLOSING, ClosedError, LoopThread
 
 _ITEM_FIELDS = ("data_source", "solution", "ground_truth", "extra_info", "group")
 _REASONS: tuple[UnscoredReason, ...] = get_args(UnscoredReason)
 _DETAIL_CHARACTERS = 300
 
-Desk = tuple[HttpClient, asyncio.Semaphore]
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What the requests to one service share; lives on one event loop."""
+
+    client: HttpClient
+    places: Places
+    """As many as requests may be under way."""
+    lane: Lane = "calls"
+    """Of those who ask here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +116,7 @@ class RemoteScorer:
         read_key(self.api_key_env)
         object.__setattr__(self, "_loop", LoopThread("remote-scorer", self._open_desk))
 
-    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [CLOSING] * len(items)
         bodies: dict[int, str] = {}
@@ -117,7 +128,7 @@ class RemoteScorer:
                 bodies[number] = body
         if bodies:
             with suppress(ClosedError):
-                self._loop.run(lambda desk: self._judge_all(desk, bodies, scores))
+                self._loop.run(lambda desk: self._judge_all(replace(desk, lane=lane), bodies, scores))
         return scores
 
     def close(self) -> None:
@@ -125,9 +136,12 @@ class RemoteScorer:
         self._loop.close()
 
     def figures(self) -> dict[str, float]:
-        """Requests sent since the start."""
+        """Requests sent since the start, and those that wait now."""
         desk = self._loop.shared
-        return {"remote_requests": 0.0 if desk is None else float(desk[0].num_requests)}
+        return {
+            "remote_requests": 0.0 if desk is None else float(desk.client.num_requests),
+            **{f"remote_waiting_{lane}": 0.0 if desk is None else float(desk.places.waiting(lane)) for lane in LANES},
+        }
 
     @asynccontextmanager
     async def _open_desk(self) -> AsyncIterator[Desk]:
@@ -137,7 +151,7 @@ class RemoteScorer:
             max_connections=self.max_concurrent,
             attempt_seconds=self.timeout_seconds,
         ) as client:
-            yield client, asyncio.Semaphore(self.max_concurrent)
+            yield Desk(client, Places(self.max_concurrent))
 
     async def _judge_all(self, desk: Desk, bodies: Mapping[int, str], scores: list[Score]) -> None:
         numbers = list(bodies)
@@ -169,19 +183,22 @@ class RemoteScorer:
         scores[number] = found.unscored if isinstance(found, Fault) else found[0]
 
     async def _ask(self, desk: Desk, bodies: Sequence[str], attempts: int, seconds: float) -> list[Score] | Fault:
-        """One result an item, when a place is free."""
-        client, places = desk
+        """One result an item, once it was the lane's turn at a place."""
         request = f"{{{json.dumps(self.items_key)}: [{', '.join(bodies)}]}}" if self.items_key else bodies[0]
 
         async def attempt(deadline: float) -> list[Score] | Fault:
-            if fault := await client.wait_until_open(deadline):
+            if fault := await desk.client.wait_until_open(deadline):
                 return fault
-            data = await client.post(request.encode(), deadline)
+            data = await desk.client.post(request.encode(), deadline)
             return data if isinstance(data, Fault) else self._results(read_json(data), len(bodies))
 
-        async with places:
+        if fault := await in_line("a place at the remote scorer", desk.places.enter(desk.lane)):
+            return fault
+        try:
             deadline = asyncio.get_running_loop().time() + seconds
             return await with_retries(attempt, max_attempts=attempts, deadline=deadline)
+        finally:
+            desk.places.leave()
 
     def _written(self, item: ScoreItem) -> str | Unscored:
         sources = self.fields or {name: name for name in _ITEM_FIELDS}

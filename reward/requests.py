@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -17,6 +19,7 @@ MAX_ITEM_BYTES = 32 << 20
 MAX_CHUNK_ITEMS = 256
 CLOSING = Unscored("infrastructure", "the scorer is closing")
 _WAIT_SECONDS = 1.0  # between two looks at whether the pool still lives
+_LATE_SECONDS = 1.0  # for what a worker has begun when nobody wants it any more: a process costs more than most items
 
 
 class Request:
@@ -33,8 +36,11 @@ class Request:
         self.max_items = MAX_CHUNK_ITEMS
         """Of a chunk. Halved when a judge of batches fails, until the culprit stands alone; then doubled again."""
         self.missing = len(items)
+        self.at_work: dict[str, tuple[Sequence[int], Sequence[Score]]] = {}
+        """What workers have in hand, by their threads: the numbers of a chunk, and the answers to the first of them so far."""
         self._check = check
         self._done = threading.Event()
+        self._ended_at = math.inf
 
     def wait(self) -> list[Score]:
         """One score an item, in order. Raises RuntimeError if a bug ended the pool."""
@@ -43,7 +49,9 @@ class Request:
         return self.scores  # type: ignore[return-value]
 
     def settle(self, numbers: Sequence[int], scores: Iterable[Score]) -> bool:
-        """Enters results; True if those were the last."""
+        """Enters results; True if those were the last. Nothing changes after the end."""
+        if self.over:
+            return True
         for number, score in zip(numbers, scores, strict=True):
             self.scores[number] = score
         self.missing -= len(numbers)
@@ -51,12 +59,26 @@ class Request:
             self._done.set()
         return not self.missing
 
-    def end(self, refusal: str = "") -> None:
-        """Nothing more comes: what has no result is unscored because the pool closes."""
+    def end(self, refusal: str = "", reason: Unscored = CLOSING) -> None:
+        """Nothing more comes: what has no answer is unscored for the reason; if none is given, because the pool closes."""
         self.refusal = refusal
-        self.scores = [CLOSING if score is None else score for score in self.scores]
+        for numbers, answers in list(self.at_work.values()):
+            for number, score in zip(numbers, list(answers), strict=False):
+                self.scores[number] = self.scores[number] or score
+        self.scores = [reason if score is None else score for score in self.scores]
         self.missing = 0
+        self.todo.clear()
+        self._ended_at = time.monotonic()
         self._done.set()
+
+    @property
+    def over(self) -> bool:
+        """Whether every item has its result, or nobody wants one any more."""
+        return self._done.is_set()
+
+    def given_up(self) -> bool:
+        """Whether a process that is still at an item of it should be ended: it was to be done a second after the end."""
+        return time.monotonic() > self._ended_at + _LATE_SECONDS
 
     def cut(self, size: int) -> list[int]:
         """The numbers of the next items, at most `size` unless one unit has more."""

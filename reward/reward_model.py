@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from protos.contracts import Score, ScoreItem, Unscored
 from reward.contracts import Isolation
+from reward.lanes import LANES, Lane
 from reward.model_lane import ModelLane, Question
 from reward.prompt_text import prompt_of
 
@@ -19,7 +20,7 @@ class RewardModel:
     """The value that a sequence classifier gives to an answer in its conversation: one of its logits.
 
     With a chat template, prompt and answer are one conversation in it; without, they are the tokenizer's pair of texts. Answers of all
-    callers are batched by length, so a score may differ in its last bits with its company. The folder holds safetensors and
+    callers in a lane are batched by length, so a score may differ in its last bits with its company. The folder holds safetensors and
     needs no code of its own: none is run, and nothing is fetched. A process that hangs or dies is replaced, and its batch is tried
     again one by one, so that only the culprit is unscored (`timeout`, `crashed`); a text longer than the model takes is unscored
     (`limit`).
@@ -83,10 +84,10 @@ class RewardModel:
         """
         self._lane.start()
 
-    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         read = [self._question(item) for item in items]
-        answers = iter(self._lane.ask([one for one in read if isinstance(one, Question)]))
+        answers = iter(self._lane.ask([one for one in read if isinstance(one, Question)], lane))
         return [next(answers) if isinstance(one, Question) else one for one in read]
 
     def close(self) -> None:
@@ -94,8 +95,9 @@ class RewardModel:
         self._lane.close()
 
     def figures(self) -> dict[str, float]:
-        """How often the process was started."""
-        return {"reward_model_starts": float(self._lane.num_starts)}
+        """How often the process was started, and the questions that wait now."""
+        waiting = {f"reward_model_waiting_{lane}": float(self._lane.waiting(lane)) for lane in LANES}
+        return {"reward_model_starts": float(self._lane.num_starts), **waiting}
 
     @property
     def pid(self) -> int:

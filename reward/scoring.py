@@ -12,30 +12,39 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.contracts import Score, ScoreItem, Unscored
 from protos.errors import ScorerError
 from reward.catalogue import Catalogue
 from reward.config import RewardConfig
-from reward.contracts import AnyJudge, BatchJudge, Closable, Judge, Startable
+from reward.contracts import AnyJudge, BatchJudge, Judge
+from reward.cutoff import CUT_OFF, Cutoff
+from reward.judging import judge_each, judge_together, wait_in_pool
 from reward.lanes import Lane
 from reward.pool import ScorerPool
 from reward.registry import ScorerInfo, ScorerSpec, describe
+from reward.remote_judges import RemoteJudges, named_specs
 from reward.rubric import Rubric
+from reward.turns import Turns
 
 __all__ = ["CompiledRubric", "Lane", "ScoringCore", "validate"]
 
 MAX_RUBRICS = 256
 """Rubrics of clients that are kept; the one not used for longest goes first."""
 _MAX_JUDGES = 1024
-_REMOTE_THREADS = 32  # that wait for a second remote scorer of one rubric; the first has the caller's
 _REMOTE_GROUPS = 16  # groups of the ring under way at once where scoring is waiting
 
 Wait = Callable[[], list[Score]]
+
+
+class _Caller(NamedTuple):
+    lane: Lane
+    cutoff: Cutoff
+    turns: Turns | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +76,9 @@ class ScoringCore:
         self._lock = threading.Lock()
         self._pool: ScorerPool | None = None
         self._judges: OrderedDict[str, AnyJudge] = OrderedDict()
-        self._remote: dict[str, BatchJudge] = {}
+        self._remote = RemoteJudges()
         self._rubrics: OrderedDict[str, CompiledRubric] = OrderedDict()
-        self._threads = ThreadPoolExecutor(_REMOTE_THREADS, thread_name_prefix="remote-scorer")
+        self._turns = Turns()
         self._closing = False
         try:
             self._catalogue = Catalogue.of(config)
@@ -94,20 +103,34 @@ class ScoringCore:
                 self._rubrics.move_to_end(key)
                 return known
         made = self._compiled(Rubric.parse(text, allowed=self._clients), text)
-        for spec in made.rubric.specs():
-            self._prepare(spec)
+        for name, spec in named_specs(made.rubric):
+            self._prepare(name, spec)
         with self._lock:
             self._rubrics[key] = made
             if len(self._rubrics) > MAX_RUBRICS:
                 self._rubrics.popitem(last=False)
         return made
 
-    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane) -> list[Score]:
-        """One result an item, in order. Blocks; raises nothing for a bad item."""
+    def score(
+        self,
+        rubric: CompiledRubric,
+        items: Sequence[ScoreItem],
+        lane: Lane,
+        cutoff: Cutoff | None = None,
+        *,
+        at_once: bool = False,
+    ) -> list[Score]:
+        """One result an item, in order. Blocks; raises nothing for a bad item.
+
+        `at_once`: scorers of this process wait for no turn among the lanes, for an event loop with what takes it some milliseconds.
+
+        When the cutoff ends it returns with what is settled and `CUT_OFF` for the rest, which leaves every queue; what a worker has
+        begun for it may run on for a second, what waits for the network is cancelled.
+        """
+        turns = None if at_once else self._turns
         if rubric.sole is not None:
-            judge = rubric.sole
-            return [judge(item) for item in items]
-        return self._begin(rubric.rubric, items, lane)() if items else []
+            return judge_each(rubric.sole, items, lane, cutoff, turns)
+        return self._begin(rubric.rubric, items, _Caller(lane, cutoff or Cutoff(), turns))() if items else []
 
     def scorers(self) -> list[ScorerInfo]:
         """What a client's rubric may name: built-in scorers that need no recipe, and declared ones."""
@@ -116,7 +139,7 @@ class ScoringCore:
         for name, spec in self._catalogue.declared.items():
             base = known.get(spec.scorer)
             summary = base.summary if base is not None else "A function of the service's recipe."
-            found.append(ScorerInfo(name, base.version if base is not None else "", summary, (), spec.isolation))
+            found.append(ScorerInfo(name, spec.version, summary, (), spec.isolation))
         return sorted(found, key=lambda info: info.name)
 
     @property
@@ -132,23 +155,16 @@ class ScoringCore:
     def figures(self) -> dict[str, float]:
         """Sums since the start, and what waits now."""
         figures = {"workers_replaced": 0.0} if self._pool is None else self._pool.figures()
-        for judge in self._remote.values():
-            read = getattr(judge, "figures", None)  # spend, rates and the like, of those that have any
-            if read is not None:
-                figures.update(read())
-        return figures
+        return figures | self._remote.figures()
 
     def close(self) -> None:
         """Ends processes and connections; calls under way return at once, their rest unscored (`infrastructure`)."""
         with self._lock:
             self._closing = True
-            pool, remote = self._pool, list(self._remote.values())
+            pool = self._pool
         if pool is not None:
             pool.close()
-        for judge in remote:
-            if isinstance(judge, Closable):
-                judge.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._remote.close()
 
     # ---- what a rubric needs ----
 
@@ -165,8 +181,8 @@ class ScoringCore:
             spec = self._catalogue.spec(config.scorer, config.arguments, place)
             rubric, text = Rubric.alone(spec), _as_rubric(config)
             place = "reward.scorer "
-        for spec in [*rubric.specs(), *self._catalogue.declared.values()]:
-            self._prepare(spec, start)
+        for name, spec in [*self._catalogue.declared.items(), *named_specs(rubric)]:
+            self._prepare(name, spec, start)
         for spec in {spec.key: spec for spec in rubric.specs()}.values():
             self._check_in_pool(spec, place)
         for name, spec in self._catalogue.declared.items():
@@ -181,16 +197,13 @@ class ScoringCore:
         except ScorerError as error:
             raise ScorerError(f"{place}{error}") from None
 
-    def _prepare(self, spec: ScorerSpec, start: bool = True) -> None:
-        """Builds what runs in this process, and the pool for what does not."""
+    def _prepare(self, name: str, spec: ScorerSpec, start: bool = True) -> None:
+        """Builds what runs in this process, and the pool for what does not. The name is for figures."""
         if spec.runs_in_pool:
             self._the_pool()
         elif spec.isolation == "remote":
-            if spec.key in self._remote:
-                return  # always so for a client's rubric: it can name declared ones only
-            judge = self._remote[spec.key] = cast(BatchJudge, spec.build())
-            if start and isinstance(judge, Startable):
-                judge.start()
+            if spec not in self._remote:  # never so for a client's rubric: it can name declared ones only
+                self._remote.add(spec, name, start=start)
         else:
             self._judge(spec)
 
@@ -232,31 +245,37 @@ class ScoringCore:
 
     # ---- scoring ----
 
-    def _begin(self, rubric: Rubric, items: Sequence[ScoreItem], lane: Lane) -> Wait:
+    def _begin(self, rubric: Rubric, items: Sequence[ScoreItem], caller: _Caller) -> Wait:
         """Starts what can run meanwhile; what it returns gives the scores."""
         components, stages = rubric.components, rubric.stages()
         columns: list[list[Score | None]] = [[None] * len(items) for _ in components]
-        started = self._begin_stage(rubric, stages[0], range(len(items)), items, lane)
+        started = self._begin_stage(rubric, stages[0], range(len(items)), items, caller)
 
         def finish() -> list[Score]:
             running, open_ones = started, list(range(len(items)))
             for number, stage in enumerate(stages):
                 if number:
-                    running = self._begin_stage(rubric, stage, open_ones, items, lane)
+                    running = self._begin_stage(rubric, stage, open_ones, items, caller)
                 for component, numbers, wait in running:
                     for place, score in zip(numbers, wait(), strict=True):
                         columns[component][place] = score
                 if number + 1 < len(stages):
                     open_ones = [n for n in open_ones if not _is_over(rubric, stage, [column[n] for column in columns])]
+            cut = caller.cutoff.ended
             return [
-                rubric.combine(scores, item.data_source)
+                CUT_OFF if cut and _is_cut(scores) else rubric.combine(scores, item.data_source)
                 for item, scores in zip(items, zip(*columns, strict=True), strict=True)
             ]
 
         return finish
 
     def _begin_stage(
-        self, rubric: Rubric, stage: Sequence[int], open_ones: Sequence[int], items: Sequence[ScoreItem], lane: Lane
+        self,
+        rubric: Rubric,
+        stage: Sequence[int],
+        open_ones: Sequence[int],
+        items: Sequence[ScoreItem],
+        caller: _Caller,
     ) -> list[tuple[int, Sequence[int], Wait]]:
         running = []
         remote = 0
@@ -271,26 +290,24 @@ class ScoringCore:
             part = items if len(numbers) == len(items) else [items[n] for n in numbers]
             source = component.source
             if isinstance(source, Rubric):
-                wait = self._begin(source, part, lane)
+                wait = self._begin(source, part, caller)
             else:
                 remote += source.isolation == "remote"
-                wait = self._begin_scorer(source, part, lane, aside=remote > 1)
+                wait = self._begin_scorer(source, part, caller, aside=remote > 1)
             running.append((number, numbers, wait))
         return running
 
-    def _begin_scorer(self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Lane, aside: bool) -> Wait:
+    def _begin_scorer(self, spec: ScorerSpec, items: Sequence[ScoreItem], caller: _Caller, aside: bool) -> Wait:
+        lane, cutoff, turns = caller
         if spec.runs_in_pool:
-            return self._the_pool().submit(spec, items, lane).wait
+            pool = self._the_pool()
+            return partial(wait_in_pool, pool, pool.submit(spec, items, lane), cutoff)
         if spec.isolation == "remote":
-            remote = self._remote[spec.key]
-            if aside and not self._closing:
-                return self._threads.submit(_judge_remotely, remote, items).result
-            return lambda: _judge_remotely(remote, items)
+            return self._remote.begin(spec, items, lane, cutoff, aside=aside)
         judge = self._judge(spec)
         if isinstance(judge, BatchJudge):
-            return lambda: judge.judge_batch(items)
-        judge_one = judge.judge
-        return lambda: [judge_one(item) for item in items]
+            return partial(judge_together, judge, items, lane, turns)
+        return partial(judge_each, judge.judge, items, lane, cutoff, turns)
 
 
 def validate(config: RewardConfig) -> Rubric:
@@ -298,6 +315,11 @@ def validate(config: RewardConfig) -> Rubric:
     core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
     core.close()
     return core.default.rubric
+
+
+def _is_cut(scores: Sequence[Score | None]) -> bool:
+    """Whether a judge had no time for the item: then it has no score, not even one that would do without that judge."""
+    return any(score is CUT_OFF for score in scores)
 
 
 def _is_over(rubric: Rubric, stage: Sequence[int], scores: Sequence[Score | None]) -> bool:
@@ -312,18 +334,6 @@ def _is_over(rubric: Rubric, stage: Sequence[int], scores: Sequence[Score | None
         elif component.gate and component.normalised(score.value) < component.pass_at:
             return True
     return False
-
-
-def _judge_remotely(judge: BatchJudge, items: Sequence[ScoreItem]) -> list[Score]:
-    scores = judge.judge_batch(items)
-    assert len(scores) == len(items), f"a scorer gave {len(scores)} results for {len(items)} items"
-    return [_finite(score) for score in scores]
-
-
-def _finite(score: Score) -> Score:
-    if isinstance(score, Scored) and not math.isfinite(score.value):
-        return Unscored("infrastructure", f"the scorer answered {score.value}, not a finite number")
-    return score
 
 
 def _read(file: str) -> str:

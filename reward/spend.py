@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from typing import Literal
+
+from reward.gate import Gate
+from reward.lanes import Lane
 
 _NANO = 10**9  # sums of whole billionths do not drift
 
@@ -20,8 +22,7 @@ class SpendMeter:
         self._most = None if most is None else round(most * _NANO)  # None: it only counts
         self._spent = 0
         self._reserved = 0
-        self._turn = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self._gate = Gate()
 
     @property
     def spent(self) -> float:
@@ -44,19 +45,31 @@ class SpendMeter:
         self._reserved += price
         return "granted"
 
-    async def reserve(self, highest: float) -> bool:
-        """Sets the price aside, first come first served; False: it does not fit under the cap. The caller's time-out bounds the wait."""
-        async with self._turn:
-            while (answer := self.offer(highest)) == "later":
-                self._changed.clear()
-                await self._changed.wait()
-            return answer == "granted"
+    async def reserve(self, highest: float, lane: Lane = "calls", *, again: bool = False) -> bool:
+        """Sets the price aside, first come first served within a lane; False: it does not fit under the cap.
+
+        The caller's time-out bounds the wait. `again`: for a further attempt, before the others of its lane.
+        """
+        granted = False
+
+        def take() -> float:
+            nonlocal granted
+            answer = self.offer(highest)
+            granted = answer == "granted"
+            return math.inf if answer == "later" else 0.0
+
+        def give_back() -> None:
+            if granted:
+                self.charge(highest, 0.0)
+
+        await self._gate.enter(lane, take, give_back, again=again)
+        return granted
 
     def charge(self, reserved: float, price: float) -> None:
         """Ends a reservation, and charges what the request cost."""
         self._reserved -= _up(reserved)
         self._spent += _up(price)
-        self._changed.set()
+        self._gate.look()
 
 
 def _up(price: float) -> int:

@@ -2,6 +2,9 @@
 
 A chunk names its scorer, so a worker is bound to none: it builds a judge once and keeps the last ones. Lines of JSON over a socket,
 never pickle. `reward.launcher` forks it, so what the judges import is there already.
+
+User's code can read the socket, too. So a chunk is read to its last byte before it is answered at all: nothing of it is left there
+to take, and a worker from which something left running takes part of a chunk says nothing, and is replaced.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from types import FunctionType
 from typing import Any, BinaryIO, cast
@@ -60,24 +64,26 @@ class Worker:
         self._judged = 0
 
     def serve(self) -> None:
-        """Until end of file, or until an item took all the memory there is."""
+        """Until end of file, or until a fresh process should go on: this one is full, or an item took all the memory there is."""
         os.register_at_fork(after_in_child=self._let_go)
         while header := self._lines.readline():
             chunk = json.loads(header)
             self._token, self._told = chunk["token"].encode(), 0
             try:
-                judge = self._judge(chunk)
+                text = self._read(chunk["bytes"])
+                if len(text) < chunk["bytes"]:
+                    return
+                judge, lines = self._judge(chunk), BytesIO(text)
                 self._say({"ready": True, "batch": isinstance(judge, BatchJudge)})
                 if isinstance(judge, BatchJudge):
-                    self._judge_batch(judge, chunk["items"])
+                    self._judge_batch(judge, lines, chunk["items"])
                 else:
-                    self._judge_each(judge, chunk["items"])
+                    self._judge_each(judge, lines)
             except ScorerError as error:
-                self._skip(chunk["items"])
                 self._say({"error": str(error)})
             except _RetireError:
-                self._skip(chunk["items"])
                 self._say({"retire": True})
+                return
             except MemoryError:
                 self._judges.clear()
                 self._say({"memory": True})
@@ -86,19 +92,28 @@ class Worker:
             sys.stdout.flush()
             sys.stderr.flush()
 
-    def _judge_each(self, judge: Any, number: int) -> None:
+    def _read(self, size: int) -> bytes:
+        """The items of a chunk; less only at end of file."""
+        try:
+            return self._lines.read(size)
+        except MemoryError:
+            if self._judged:
+                raise _RetireError from None  # what others left may be to blame
+            raise
+
+    def _judge_each(self, judge: Any, lines: BinaryIO) -> None:
         judge_one = judge.judge
-        for _ in range(number):
+        for text in lines:
             self._arm()
-            item = _decoded(self._lines.readline())
+            item = _decoded(text)
             score = judge_one(item) if isinstance(item, ScoreItem) else item
             # One write an item: whatever happens to the next one, this answer is out of the process.
             self._send(self._line(encode_score(score)))
             self._judged += 1
 
-    def _judge_batch(self, judge: BatchJudge, number: int) -> None:
+    def _judge_batch(self, judge: BatchJudge, lines: BinaryIO, number: int) -> None:
         self._arm()
-        read = [_decoded(self._lines.readline()) for _ in range(number)]
+        read = [_decoded(text) for text in lines]
         items = [item for item in read if isinstance(item, ScoreItem)]
         scores = judge.judge_batch(items) if items else []
         assert len(scores) == len(items), f"a judge gave {len(scores)} results for {len(items)} items"
@@ -160,11 +175,6 @@ class Worker:
         """Private memory, as RLIMIT_DATA counts it."""
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[5]) * _PAGE_BYTES
-
-    def _skip(self, number: int) -> None:
-        self._stop_if_forked()
-        for _ in range(number):
-            self._lines.readline()
 
     def _say(self, message: Mapping[str, Any]) -> None:
         self._send(self._line(json.dumps(message).encode()))

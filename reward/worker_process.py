@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,15 +18,16 @@ from typing import Any, Literal
 from protos.contracts import Score, Unscored
 from reward.answers import STRAY, decode_scores, make_token, payloads
 from reward.config import RewardConfig
-from reward.processes import count_descendants
+from reward.processes import count_descendants, is_stopped
 from reward.registry import ScorerSpec
 
 _OUTPUT_TAIL_BYTES = 2000
 _MAX_ANSWER_BYTES = 1 << 20
 LAUNCH_SECONDS = 30.0
+_LOOK_SECONDS = 0.2  # between two looks at whether a launcher that says nothing is stopped
 _EPITAPH_SECONDS = 5.0  # to the end of a process that is ending: long only on a crowded machine
 _PF_EXITING = 0x4  # of the flags in /proc/PID/stat
-_WATCH_SECONDS = 0.1  # an item that takes longer has its processes counted this often
+_WATCH_SECONDS = 0.1  # this often an item's processes are counted, and it is asked whether anybody wants it
 _NAP_SECONDS = 0.002  # answers of fast items are read many at a time: waking up for each would cost more than the item
 _NAP_ITEMS = 8
 
@@ -83,11 +84,31 @@ class _OverError(Exception):
         self.reason = reason
 
 
-class WorkerProcess:
-    """One worker, spoken with by one thread at a time."""
+def _never() -> bool:
+    return False
 
-    def __init__(self, channel: socket.socket, line: socket.socket, output: int, limits: Limits) -> None:
+
+@dataclass(slots=True)
+class Parent:
+    """The launcher of a worker. What it forked ends with it."""
+
+    pid: int
+    ended: bool = False
+    """Whether it was ended from here, as far as that got."""
+
+
+class WorkerProcess:
+    """One worker, spoken with by one thread at a time.
+
+    Raises:
+        OSError: the launcher gave none.
+    """
+
+    def __init__(
+        self, channel: socket.socket, line: socket.socket, output: int, limits: Limits, parent: Parent
+    ) -> None:
         self._channel, self._line, self._output, self._limits = channel, line, output, limits
+        self._parent = parent
         self._received = b""
         self._unsent = memoryview(b"")
         self._output_tail = b""
@@ -95,6 +116,7 @@ class WorkerProcess:
         self._output_open = True
         self._loaded: set[str] = set()
         self._pace = 0.0
+        self._given_up: Callable[[], bool] = _never
         self._status: int | None = None
         self._line_text = b""
         self._token = b""
@@ -108,6 +130,7 @@ class WorkerProcess:
         self._poll.register(output, select.POLLIN)
         self.pid = int(self._said("pid", LAUNCH_SECONDS) or 0)
         if not self.pid:
+            self._status = -signal.SIGKILL  # there is nothing whose end could be waited for
             self.close()
             raise OSError("the launcher of scoring processes gave no process")
         with suppress(OSError):  # a kernel without them: the launcher kills alone
@@ -123,28 +146,40 @@ class WorkerProcess:
         poll.register(self._channel, select.POLLIN)
         return not poll.poll(0)
 
-    def judge(self, spec: ScorerSpec, items: Sequence[bytes], pace: float = 0.0) -> Outcome:
+    def judge(
+        self,
+        spec: ScorerSpec,
+        items: Sequence[bytes],
+        pace: float = 0.0,
+        given_up: Callable[[], bool] = _never,
+        answers: list[Score] | None = None,
+    ) -> Outcome:
         """Judges encoded items, in order. The clock starts anew with every answer, so it runs for one item.
 
-        `pace` is what an item of this scorer took lately, in seconds; 0: not known.
+        Args:
+            pace: what an item of this scorer took lately, in seconds; 0: not known.
+            given_up: once it says so, the process is ended as if the time of its item were over. Not while it builds the judge: those
+                who come after need it too.
+            answers: where the answers are entered as they come.
         """
         header: dict[str, Any] = {
             "scorer": spec.scorer,
             "arguments": spec.arguments,
             "preload": spec.preload,
             "items": len(items),
+            "bytes": sum(map(len, items)),
             "token": make_token(),
         }
         self._token, self._told, self._stray = header["token"].encode(), 0, False
         self._unsent = memoryview(b"".join([json.dumps(header).encode() + b"\n", *items]))
         self._printed = 0
-        outcome = Outcome()
+        outcome = Outcome([] if answers is None else answers)
         known = spec.key in self._loaded
         try:
             first, rest = self._first_line(self._limits.seconds if known else self._limits.startup_seconds)
         except _OverError as error:
             # Dead although it had the judge: nobody's fault that is here. Dead while it built it: the judge's.
-            known = known or (error.reason is STRAY and self.num_judged > 0)  # unless others may have left what wrote
+            known = known or self.num_judged > 0  # … unless others may have left what wrote to its line or read from it
             outcome.end, outcome.reason = ("retry", None) if known else ("refused", error.reason)
             return outcome
         if "ready" not in first:
@@ -157,11 +192,13 @@ class WorkerProcess:
         self._loaded.add(spec.key)
         outcome.batch = first.get("batch") is True
         watched = spec.isolation == "worker"
-        self._pace = pace
+        self._pace, self._given_up = pace, given_up
         try:
             self._collect(outcome, rest, len(items), watched, max(self._limits.seconds, spec.longest_seconds))
         except _OverError as error:
             outcome.end, outcome.reason = "stray" if error.reason is STRAY else "item", error.reason
+        finally:
+            self._given_up = _never
         self.num_judged += len(outcome.answers)
         if outcome.end == "done" and (self._stray or (watched and self._too_many_processes())):
             self.kill()  # processes left by several items, each within its limit; or every answer is there, and more
@@ -201,11 +238,11 @@ class WorkerProcess:
         deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._given_up():
                 self.kill()
                 raise _OverError(Unscored("timeout", f"no answer within {seconds:g} s"))
             self._poll.modify(self._channel, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-            ready = self._poll.poll(1000.0 * min(left, _WATCH_SECONDS if watched else left))
+            ready = self._poll.poll(1000.0 * min(left, _WATCH_SECONDS))
             for descriptor, event in ready:
                 if descriptor == self._output:
                     self._forward_output()
@@ -274,6 +311,8 @@ class WorkerProcess:
         if ending := self._is_ending():
             self._status = self._exit_status(_EPITAPH_SECONDS)
         self.kill()
+        if self._parent.ended:
+            return Unscored("infrastructure", "the launcher of scoring processes ended, and this one with it")
         closed_its_line = not ending and self._status == -signal.SIGKILL
         with suppress(_OverError):
             while self._output_open and select.select([self._output], [], [], 0)[0]:
@@ -309,7 +348,9 @@ class WorkerProcess:
                 self._line.send(b"K")  # for what it started
             self._status = self._exit_status(10.0)
             if self._status is None:
-                self._status = -signal.SIGKILL  # the launcher is gone, and it takes its workers with it
+                self._status = (
+                    -signal.SIGKILL
+                )  # a launcher that is gone takes its workers with it; a stopped one says nothing
 
     def close(self) -> None:
         """Kills it and frees what is held for it."""
@@ -328,7 +369,7 @@ class WorkerProcess:
         return None if status is None else int(status)
 
     def _said(self, what: str, seconds: float) -> int | None:
-        """What the launcher says of the worker; None past the time, or if the launcher is gone."""
+        """What the launcher says of the worker; None past the time, or if the launcher is gone or stopped."""
         deadline = time.monotonic() + seconds
         while True:
             while b"\n" in self._line_text:
@@ -336,11 +377,17 @@ class WorkerProcess:
                 said = json.loads(text)
                 if what in said:
                     return int(said[what])
-            self._line.settimeout(max(0.001, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            self._line.settimeout(max(0.001, min(left, _LOOK_SECONDS)))
             try:
                 data = self._line.recv(4096)
+            except TimeoutError:
+                if left <= _LOOK_SECONDS or is_stopped(self._parent.pid):
+                    return None
+                continue
             except OSError:
-                return None
+                data = b""
             if not data:
+                self._parent.ended = True  # it alone held the other end
                 return None
             self._line_text += data

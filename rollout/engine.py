@@ -25,6 +25,7 @@ from protos.errors import (
 from protos.manifest import encode_manifest
 from protos.nouns import SamplingParameters, Segment, Trajectory, VersionSpan, WeightManifest
 from rollout.config import RolloutConfig
+from rollout.engine_folder import EngineFolder
 from rollout.vllm_launch import one_line, start_vllm
 
 if TYPE_CHECKING:
@@ -64,8 +65,9 @@ class EngineFigures:
 class SamplerEngine:
     """A vLLM AsyncLLM behind Tandem's nouns. Made by `start`, ended by `close`; all methods belong to one event loop."""
 
-    def __init__(self, llm: AsyncLLM, *, max_model_tokens: int, seed: int) -> None:
+    def __init__(self, llm: AsyncLLM, folder: EngineFolder, *, max_model_tokens: int, seed: int) -> None:
         self._llm = llm
+        self._folder = folder
         self._tokenizer: Any = llm.get_tokenizer()
         self._max_model_tokens = max_model_tokens
         self._seed = seed
@@ -99,16 +101,22 @@ class SamplerEngine:
             ModelError: the model folder cannot be used.
             EnvironmentLackError: memory is short, or the engine does not start on this machine.
         """
-        llm = start_vllm(
-            config,
-            model_path=model_path,
-            dtype=dtype,
-            max_model_tokens=max_model_tokens,
-            seed=seed,
-            shares_gpu=shares_gpu,
-            rows_per_group=rows_per_group or config.samples_per_prompt,
-        )
-        engine = cls(llm, max_model_tokens=max_model_tokens, seed=seed)
+        folder = EngineFolder()
+        try:
+            llm = start_vllm(
+                config,
+                model_path=model_path,
+                dtype=dtype,
+                max_model_tokens=max_model_tokens,
+                seed=seed,
+                shares_gpu=shares_gpu,
+                rows_per_group=rows_per_group or config.samples_per_prompt,
+                folder=folder,
+            )
+        except BaseException:
+            folder.close()
+            raise
+        engine = cls(llm, folder, max_model_tokens=max_model_tokens, seed=seed)
         try:
             # Nothing is staged: this stamps the weights as no version of ours, and shows whether the plugin is there.
             await engine._core("apply_staged_weights", _stamp(*_NO_VERSION))
@@ -143,8 +151,11 @@ class SamplerEngine:
         return replace(self._figures, busy_seconds=self._figures.busy_seconds + running)
 
     def close(self) -> None:
-        """Ends the engine's process."""
-        self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        """Ends the engine's process and removes what it kept on disk."""
+        try:
+            self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        finally:
+            self._folder.close()
         self._llm.shutdown = _nothing  # type: ignore[method-assign]  # its __del__ calls it again, when the interpreter is half gone
 
     async def sample(

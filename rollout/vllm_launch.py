@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from protos.errors import EnvironmentLackError, ModelError
+from protos.errors import LINES_ABOVE, EnvironmentLackError, ModelError
 from rollout.config import RolloutConfig
+from rollout.engine_folder import EngineFolder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,8 +32,10 @@ def start_vllm(
     seed: int,
     shares_gpu: bool,
     rows_per_group: int,
+    folder: EngineFolder,
 ) -> AsyncLLM:
-    """Loads the model into an engine process of its own; on CPUs forked, so before this process has threads.
+    """Loads the model into an engine process of its own; on CPUs forked, so before this process has threads. Its sockets and temporary
+    files are in `folder`.
 
     Raises:
         ModelError: vLLM cannot use the model.
@@ -76,7 +79,8 @@ def start_vllm(
         _check_cache(vllm_config, dtype, config.kv_cache_bytes)
     if on_cpu:
         _check_memory(Path(model_path), config.kv_cache_bytes)
-    return _launch(vllm_config, model_path, fork=on_cpu)
+    with folder.given_to_children():
+        return _launch(vllm_config, model_path, fork=on_cpu)
 
 
 def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM:
@@ -93,7 +97,7 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, enable_log_requests=False)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentLackError(
-            f"the engine for {model_path} does not start on this machine: {one_line(error)}; the lines above name the cause"
+            f"the engine for {model_path} does not start on this machine: {one_line(error)}; {LINES_ABOVE}"
         ) from error
     finally:
         if method is not None:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollout.engine_folder import name_shared_memory
+
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
@@ -29,9 +31,11 @@ _EXTENDED = "_tandem_extended"
 
 
 def register() -> None:
-    """Entry point. In a process that vLLM started, also ties its life to its parent's, even when that is killed by -9."""
+    """Entry point. In a process that vLLM started, also ties its life to its parent's, even when that is killed by -9, and names its
+    shared memory."""
     if multiprocessing.parent_process() is not None:
         _die_with_parent()
+        name_shared_memory()
     if "vllm.v1.engine.core" in sys.modules:  # importing it where no engine lives would only cost time
         extend_engine_core()
 
@@ -53,6 +57,7 @@ def extend_engine_core() -> None:
     @functools.wraps(run)
     def run_engine_core(*args: Any, **kwargs: Any) -> None:
         _die_with_parent()
+        name_shared_memory()
         try:
             run(*args, **kwargs)
         finally:

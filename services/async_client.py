@@ -175,6 +175,7 @@ class AsyncRewardClient:
 
         Raises:
             JobExistsError: the key belongs to a job with another rubric or priority.
+            JobLimitError: the service keeps no more results, of this job or of all; what is stored of it is scored all the same.
             DataError: it belongs to a job with other items; a group is larger than a request may be.
             ScorerError: the rubric cannot be used.
             TandemError: the service cannot be reached, or nothing gets on.
@@ -212,6 +213,7 @@ class AsyncRewardClient:
 
         Raises:
             UnknownJobError: there is no such job.
+            JobError: its results are wanted and were given up (`expired`).
             DeadlineError: it has not ended within `timeout_seconds`; it goes on.
             TandemError: the service cannot be reached.
         """
@@ -243,6 +245,13 @@ class AsyncRewardClient:
     async def cancel(self, job_id: str) -> Job:
         """Cancels the job: what is scored stays, what waits is `cancelled`. A job that has ended stays as it is. Raises as `get`."""
         return job_of(await self._call("CancelJob", reward_pb2.CancelJobRequest(job_id=job_id)))
+
+    async def delete(self, job_id: str) -> Job:
+        """Makes the service forget a job that has ended, its results and its key; returns it as it was.
+
+        Raises as `get`, and JobError for a job that has not ended.
+        """
+        return job_of(await self._call("DeleteJob", reward_pb2.DeleteJobRequest(job_id=job_id)))
 
     async def jobs(self, limit: int = 100) -> list[Job]:
         """The newest jobs, newest first; at most 1,000."""

@@ -37,7 +37,7 @@ class SelectionRules:
             return "too_few_scored_rows"
         compared = baseline_rewards(headers) if self.needs_baseline else []
         if self.needs_baseline and not compared:
-            return "no_scored_baseline"  # sampled before the run was resumed with such an estimator
+            return "no_scored_baseline"
         if self.hard_staleness_cap and start_version - min(map(oldest_version, rows)) > self.hard_staleness_cap:
             return "stale"
         if self.drop_zero_variance and zero_variance([*(segments[0].reward or 0.0 for segments in rows), *compared]):

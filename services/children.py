@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -29,6 +30,8 @@ STEADY_SECONDS = 120.0
 
 _OTHERS_RANK = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 """Left over in the user's shell, these would make the trainer a rank of a world that is not this run's."""
+
+_EXCEPTION = re.compile(r"\b(?:\w+\.)*\w+(?:Error|Exception)(?:: .+)?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,11 @@ class Child:
         lines = self.last_lines(200)
         said = [line for line in lines if line.startswith("tandem: ")]
         return (said or lines or [f"it wrote nothing to {self.spec.log_file}"])[-1].removeprefix("tandem: ")
+
+    def cause(self) -> str:
+        """The last line but its complaint that names an exception, as a traceback ends with one; empty if none does."""
+        found = (_EXCEPTION.search(line) for line in self.last_lines(200) if not line.startswith("tandem: "))
+        return ([match.group() for match in found if match] or [""])[-1]
 
 
 def death_words(code: int) -> str:

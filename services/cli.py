@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.command_line import console, end_with, finish
+from services.command_line import console, end_with, finish, full_disk_named
 from services.reward_command import reward_app
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def serve(
     replica: Annotated[int, typer.Option(min=0, help="Which of several samplers this is, from 0.")] = 0,
 ) -> None:
     """Runs one service of a ring in the foreground, here or on another machine, against the Redis of the recipe, of TANDEM_REDIS_URL, or
-    of the supervisor that runs in the recipe's run folder.
+    of the supervisor that runs in the recipe's run folder. Without a supervisor they start in any order: the feed creates the run.
 
     Example: tandem serve rollout runs/mine/config.json --replica 1
     """
@@ -118,12 +118,17 @@ def serve(
         from services.run_folder import redis_url_of
 
         loaded = load_recipe(recipe, overrides or ())
-        if supervisor is None:
+        if supervisor is not None:
+            redis_url = os.environ["TANDEM_REDIS_URL"]
+        else:
             from services.preflight import check_service
+            from services.run_ledger import join_run
 
             check_service(loaded, service.value, replica)
-        redis_url = os.environ["TANDEM_REDIS_URL"] if supervisor is not None else redis_url_of(loaded)
-        _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
+            redis_url = redis_url_of(loaded)
+            join_run(loaded, redis_url, service.value)
+        with full_disk_named(loaded.folder):
+            _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
 
     end_with(work)
 

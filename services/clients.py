@@ -128,6 +128,10 @@ class RewardClient:
         """See `AsyncRewardClient.cancel`."""
         return self._run(self._client.cancel(job_id))
 
+    def delete(self, job_id: str) -> Job:
+        """See `AsyncRewardClient.delete`."""
+        return self._run(self._client.delete(job_id))
+
     def jobs(self, limit: int = 100) -> list[Job]:
         """See `AsyncRewardClient.jobs`."""
         return self._run(self._client.jobs(limit))

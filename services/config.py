@@ -90,7 +90,7 @@ class SftConfig(BaseModel):
     train_file: str = ""
     """Rows with an answer to imitate (`extra_info.answer`, else `reward_model.ground_truth`)."""
     output: str = ""
-    """Folder the warm-started model is written to."""
+    """Folder the warm-started model is written to; one that is there already is refused."""
     max_steps: Annotated[int, Field(ge=1)] = 1000
     """Optimizer steps at most."""
     batch_size: Annotated[int, Field(ge=1)] = 64
@@ -188,21 +188,27 @@ def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) 
 
 def read_values(file: Path) -> dict[str, Any]:
     """The nested values of a TOML file, or of a JSON file. Raises ConfigError if it is missing or malformed."""
+    return _read_values(file, f"recipe {file}", "see examples/recipes for some to start from")
+
+
+def _read_values(file: Path, name: str, if_missing: str) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError(f"recipe {file}: no such file; see examples/recipes for some to start from") from None
+        raise ConfigError(f"{name}: no such file; {if_missing}") from None
     except IsADirectoryError:
-        raise ConfigError(f"recipe {file} is a folder; name the TOML file inside it") from None
+        raise ConfigError(f"{name} is a folder; name the TOML file inside it") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"recipe {file} is not text; a recipe is a TOML file") from None
+        raise ConfigError(f"{name} is not text; a recipe is a TOML file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {file} is not valid TOML: {error}") from None
+        raise ConfigError(f"{name} is not valid TOML: {error}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"recipe {file} is not valid JSON: {error}") from None
+        raise ConfigError(f"{name} is not valid JSON: {error}") from None
+    except OSError as error:  # no right to read it, a file in the place of a folder, a name too long
+        raise ConfigError(f"{name} cannot be read ({error.strerror}); mend that, or name another file") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"recipe {file} is not a JSON object; name the config.json of a run")
+        raise ConfigError(f"{name} is not a JSON object; name the config.json of a run")
     return values
 
 
@@ -222,12 +228,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def load_resolved(path: str | Path) -> Recipe:
     """The recipe a run saved as `config.json`."""
     file = Path(path)
-    try:
-        return parse_recipe(json.loads(file.read_text(encoding="utf-8")), source=str(file))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; is {file.parent} a run folder?") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    return parse_recipe(_read_values(file, str(file), f"is {file.parent} a run folder?"), source=str(file))
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:

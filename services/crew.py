@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from protos.errors import LINES_ABOVE
 from services.children import Child, death_words, end_lineage, new_run_token
 from services.run_folder import disk_full
 
@@ -22,10 +23,18 @@ ALONG_THE_RING = ("feed", "rollout", "reward", "trainer")
 
 
 class Crew:
-    """The children of one run, watched until the one named `finisher` has finished, one cannot go on, or somebody says stop."""
+    """The children of one run, watched until the one named `finisher` has finished, one cannot go on, or somebody says stop.
+
+    `logs_stay`: their logs are still there when the run is over, and worth naming.
+    """
 
     def __init__(
-        self, children: Sequence[Child] = (), *, say: Callable[[str], None], finisher: str = "trainer"
+        self,
+        children: Sequence[Child] = (),
+        *,
+        say: Callable[[str], None],
+        finisher: str = "trainer",
+        logs_stay: bool = True,
     ) -> None:
         self.token = new_run_token()
         self.children = list(children)
@@ -36,6 +45,7 @@ class Crew:
         """Monotonic time of a child's last sign of life; one after its start turns `starting` into `running`."""
         self.say = say
         self._finisher = finisher
+        self._logs_stay = logs_stay
         self._stops_asked = 0
         self._stops_heeded = 0
 
@@ -97,17 +107,26 @@ class Crew:
             child.state = "stopped"
             return FINISHED if child.name == self._finisher else None
         child.state = "failed"
-        if code == USER_ERROR:
-            self.say(f"tandem: {child.name}: {child.complaint()}")
+        full = disk_full(child.spec.log_file.parent)
+        if code == USER_ERROR and not full:  # on a full disk its log lacks what it had to say
+            self.say(f"tandem: {child.name}: {self._complaint(child)}")
             return USER_ERROR
-        if disk_full(child.spec.log_file.parent) or any(
-            "No space left on device" in line for line in child.last_lines(20)
-        ):
+        if full or any("No space left on device" in line for line in child.last_lines(20)):
             self.say(
                 f"tandem: {child.name}: the disk of {child.spec.log_file.parent} is full; free space there, then go on with --resume"
             )
             return USER_ERROR
         return self._restart(child, code)
+
+    def _complaint(self, child: Child) -> str:
+        """What a child said as it ended; what it calls the lines above is in its log, not on this terminal."""
+        complaint = child.complaint()
+        if not complaint.endswith(LINES_ABOVE):
+            return complaint
+        told, cause = complaint.removesuffix(LINES_ABOVE), child.cause()
+        if not self._logs_stay:
+            return told + (f"its log names the cause: {cause}" if cause else "its log names no cause")
+        return f"{told}{child.spec.log_file} names the cause" + (f": {cause}" if cause else "")
 
     def _restart(self, child: Child, code: int) -> int | None:
         delay = child.policy.delay(child.lived_seconds, self.progress_mark())

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -156,14 +157,19 @@ def check_package(name: str, distribution: str) -> Finding:
 
 
 def check_redis_server() -> Finding:
-    """Where `tandem run` finds a redis-server, or the Redis that TANDEM_REDIS_URL names."""
+    """Where `tandem run` finds a redis-server, or the Redis that TANDEM_REDIS_URL names, and what that may lose."""
     url = os.environ.get("TANDEM_REDIS_URL", "")
     try:
         if url:
             from services.buffer.buffer import Buffer
+            from services.buffer.durability import read_settings, weaknesses
 
-            Buffer(url, "doctor", connect_timeout_seconds=REDIS_SECONDS).close()
-            return Finding("Redis", "ok", f"TANDEM_REDIS_URL {url} answers")
+            with closing(Buffer(url, "doctor", connect_timeout_seconds=REDIS_SECONDS)) as buffer:
+                settings = read_settings(buffer)
+            found = weaknesses(settings)
+            said = [f"TANDEM_REDIS_URL {buffer.place} answers", *(f"{one.fact}: {one.cost}" for one in found)]
+            verdict: Verdict = "lack" if settings.evicts else "note" if found else "ok"
+            return Finding("Redis", verdict, "; ".join(said), "; ".join(one.remedy for one in found))
         from services.buffer.redis_server import find_redis_server
 
         binary, number = find_redis_server()

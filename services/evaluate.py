@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
-from protos.errors import ConfigError, TandemError
+from protos.errors import ConfigError, DeadlineError
 from protos.nouns import Prompt
+from protos.scratch_folder import ScratchFolder
+from rollout.engine_folder import sweep_engine_folders
 from services.buffer.buffer import Buffer
 from services.children import Child
 from services.config import Recipe
 from services.crew import FAILED, FINISHED, Crew
 from services.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_examiner
+from services.model_check import check_model
+from services.preflight import check_ports, check_reward
 from services.redis_child import RedisChild
-from services.supervisor import child_specs, create_ledger
+from services.run_ledger import create_ledger
+from services.supervisor import child_specs
 
-_START_SECONDS = 600.0
+START_SECONDS = 600.0
+"""How long the services may take to be ready: loading a large model from a slow disk is the longest of it."""
 
 
 def evaluate_recipe(recipe: Recipe) -> int:
     """Answers `data.eval_file` greedily with `model.path` and prints the result. Returns the exit code.
 
     Raises:
-        UserError: no evaluation file, or one that cannot be used.
+        UserError: no evaluation file, or one that cannot be used; a model or a reward function that cannot be.
+        DeadlineError: no sampler, or no reward service, came within ten minutes.
     """
     if not recipe.data.eval_file:
         raise ConfigError(
             "data.eval_file is empty: name a file of prompts to evaluate on, e.g. data.eval_file=data/test.parquet"
         )
-    prompts = load_evaluation_prompts(recipe)  # a bad file is found before anything is started
-    with tempfile.TemporaryDirectory(prefix="tandem-eval-") as folder, ExitStack() as stack:
+    check_model(recipe)  # what is bad is found before anything is started
+    check_ports(recipe)
+    check_reward(recipe)
+    prompts = load_evaluation_prompts(recipe)
+    with ScratchFolder("eval") as folder, ExitStack() as stack:
+        stack.callback(sweep_engine_folders)
         recipe = recipe.model_copy(
-            update={"run": recipe.run.model_copy(update={"folder": folder, "run_id": "eval", "redis_url": ""})}
+            update={"run": recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})}
         )
-        crew = Crew(say=lambda line: print(line, flush=True))
+        crew = Crew(say=lambda line: print(line, flush=True), logs_stay=False)
         stack.enter_context(crew.signals())
-        redis = stack.enter_context(RedisChild(Path(folder), say=crew.say))
+        redis = stack.enter_context(RedisChild(folder, say=crew.say))
         crew.chores.append(redis.attend)
         buffer = Buffer(redis.url, recipe.run.run_id)
         stack.callback(buffer.close)
@@ -61,7 +70,7 @@ class _Examination(threading.Thread):
         self._prompts = prompts
         self._buffer = buffer
         self._crew = crew
-        self._result: Evaluation | TandemError | None = None
+        self._result: Evaluation | BaseException | None = None
         self.start()
 
     @property
@@ -71,17 +80,21 @@ class _Examination(threading.Thread):
 
     def run(self) -> None:
         try:
-            examiner = wait_for_examiner(self._buffer, self._recipe, None, _START_SECONDS, threading.Event())
-            if examiner is not None:
-                self._result = evaluate(None, self._prompts, examiner)
-        except TandemError as error:
+            examiner = wait_for_examiner(self._buffer, self._recipe, None, START_SECONDS, threading.Event())
+            if examiner is None:
+                raise DeadlineError(
+                    f"sampler and reward service were not ready within {START_SECONDS:.0f} s, so nothing was evaluated; "
+                    f"is {self._recipe.model.path} too large for this machine, or its disk too slow?"
+                )
+            self._result = evaluate(None, self._prompts, examiner)
+        except BaseException as error:  # a bug must end the command, not only this thread: `report` raises it
             self._result = error
         finally:
             self._crew.ask_to_stop()
 
     def report(self) -> int:
         """Prints the result, or raises what ended the evaluation."""
-        if isinstance(self._result, TandemError):
+        if isinstance(self._result, BaseException):
             raise self._result
         assert self._result is not None
         result = self._result

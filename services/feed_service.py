@@ -173,7 +173,7 @@ class Feed:
         """Sums since the process's start, for heartbeat and Info."""
         skipped = Counter(fault.reason for fault in self._stream.faults.values())
         return {
-            "admitted": self.admitted,
+            "groups_admitted": self.admitted,
             "waiting_seconds": self.waiting_seconds,
             "rows_skipped": skipped.total(),
             **{f"rows_skipped:{reason}": number for reason, number in skipped.items()},

@@ -13,7 +13,7 @@ from protos.errors import TandemError
 from services.buffer.buffer import Buffer
 from services.config import Recipe
 from services.control import software_version
-from services.rpc import ServerThread
+from services.rpc import USUAL_INTAKE, Intake, ServerThread
 
 _HEARTBEAT_SECONDS = 1.0
 
@@ -38,6 +38,7 @@ class ServiceFront:
         register: Callable[[grpc.aio.Server], None] = lambda server: None,
         service_names: Sequence[str] = (),
         on_stop: Callable[[], None] = lambda: None,
+        intake: Intake = USUAL_INTAKE,
     ) -> None:
         self._name = name
         self._recipe = recipe
@@ -49,6 +50,7 @@ class ServiceFront:
         self._register = register
         self._service_names = service_names
         self._on_stop = on_stop
+        self._intake = intake
         self._started_at = time.time()
         self._ended = threading.Event()
         self._pulse = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -62,6 +64,7 @@ class ServiceFront:
             register=self._register,
             service_names=self._service_names,
             on_stop=self._on_stop,
+            intake=self._intake,
         )
         self.address = self._server.address
         self._buffer.register_service(self._name, self.address)

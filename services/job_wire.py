@@ -22,6 +22,7 @@ def job_message(job: JobRecord) -> reward_pb2.Job:
         created_at=job.created_at,
         finished_at=job.finished_at,
         expires_at=job.expires_at,
+        result_bytes=job.result_bytes,
     )
 
 

@@ -7,14 +7,18 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
-from services.config import Recipe, load_resolved
+from services.command_line import complain
+from services.config import Recipe
+from services.jobs.config import JobsConfig
 from services.model_check import ModelFacts, check_adapters, check_critic, check_model
 from services.placement import gpu_ids, gpus_wanted
+from services.resume import check_resumable
 from services.run_folder import CONFIG_FILE, cannot_write, external_redis_url, running
 from trainer.engine_options import check_engine
 
@@ -28,22 +32,8 @@ OPTIMIZER_BYTES_PER_PARAMETER = 12
 TRAINING_BYTES_PER_PARAMETER = 16
 REDIS_SECONDS = 2.0
 _PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4
+_LOG_COPIES = 3  # what Redis' log holds of its memory when it has doubled and is being rewritten
 _PROBE_BYTES = 1 << 20
-
-_FIXED_ON_RESUME = (
-    "run.run_id",
-    "run.seed",
-    "run.groups_per_batch",
-    "model.path",
-    "data.train_file",
-    "data.max_prompt_tokens",
-    "data.shuffle",
-    "trainer.num_ranks",
-    "trainer.num_nodes",
-    "trainer.zero_stage",
-    "trainer.dtype",
-)
-"""What the groups, batches and checkpoints already written depend on."""
 
 
 def check_recipe(recipe: Recipe, *, resume: bool) -> None:
@@ -90,7 +80,7 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
 
 
 def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
-    """A new run needs a folder without a run in it; a resumed one needs its run there, made with a recipe that still fits."""
+    """A new run needs a folder without a run in it; a resumed one needs its run there, which learned by this recipe."""
     folder = recipe.folder
     config = folder / CONFIG_FILE
     owner = running(folder)
@@ -105,17 +95,7 @@ def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
                 "or delete the folder"
             )
         return
-    if not config.is_file():
-        raise ConfigError(
-            f"run folder {folder} holds no run to resume ({CONFIG_FILE} is missing); start it without --resume"
-        )
-    before, now = _flat(load_resolved(config)), _flat(recipe)
-    for key in _FIXED_ON_RESUME:
-        if before[key] != now[key]:
-            raise ConfigError(
-                f"{key} was {before[key]!r} in the run of {folder} and is {now[key]!r} now: a resumed run cannot change it; "
-                "set it back, or start a new run"
-            )
+    check_resumable(recipe)
 
 
 def check_dataset(recipe: Recipe) -> None:
@@ -168,9 +148,7 @@ def check_ports(recipe: Recipe) -> None:
 
 def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
     """The run folder can be written, and its disk holds roughly what the run will write."""
-    place = recipe.folder
-    while not place.exists():
-        place = place.parent
+    place = _there(recipe.folder)
     try:
         if not place.is_dir():
             raise NotADirectoryError(20, "not a folder", str(place))
@@ -190,11 +168,12 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
     """A rough figure: checkpoints and exports exactly (but for adapters, which are small), payloads for answers of half the longest
-    length.
+    length, and jobs in an embedded Redis.
     """
     run, trainer = recipe.run, recipe.trainer
     group = recipe.rows_per_group * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) / 2 * 12
-    payloads = group * (run.total_batches * run.groups_per_batch + 3 * recipe.credits)
+    payloads = group * (run.total_batches * run.groups_per_batch + _LOG_COPIES * recipe.credits)
+    payloads += 0 if external_redis_url(recipe) else _LOG_COPIES * job_bytes(recipe)
     if facts is None:
         return payloads
     checkpoints = min(
@@ -211,8 +190,40 @@ def worst_case_redis_bytes(recipe: Recipe) -> int:
     return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
 
 
+def job_bytes(recipe: Recipe) -> int:
+    """What jobs may take in the run's Redis; 0 if the service has no port of its own, where no client would look for it."""
+    return recipe.jobs.redis_bytes if recipe.reward.port else 0
+
+
+def check_job_room(jobs: JobsConfig, folder: Path) -> None:
+    """An embedded Redis in this folder has memory and disk for all that jobs may hold.
+
+    Raises:
+        EnvironmentLackError: it has not.
+    """
+    lower = "lower jobs.max_unscored_bytes or jobs.max_result_bytes"
+    need, free = jobs.redis_bytes, free_memory_bytes()
+    if need > free:
+        raise EnvironmentLackError(
+            f"memory: jobs may take {_size(need)}, {_size(free)} are free; {lower}, or end other programs"
+        )
+    place = _there(folder)
+    log = sum(file.stat().st_size for file in (folder / "redis").rglob("*") if file.is_file())
+    need, free = _LOG_COPIES * need, shutil.disk_usage(place).free + log
+    if need > free:
+        raise EnvironmentLackError(
+            f"{place}: {_size(free)} free, and Redis writes up to {_size(need)} for jobs; free space there, {lower}, "
+            "or choose another --folder"
+        )
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
 def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
-    """Without a GPU, engines and trainer fit into the memory that is free now."""
+    """Without a GPU, engines, trainer and the jobs in an embedded Redis fit into the memory that is free now."""
     if gpu_ids() or facts is None:
         return
     rollout, lora = recipe.rollout, recipe.trainer.lora
@@ -222,12 +233,14 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
     engines = rollout.num_replicas * (rollout.kv_cache_bytes + copies * weights + ENGINE_BYTES)
     training = _training_bytes(recipe, facts)
+    jobs = 0 if external_redis_url(recipe) else job_bytes(recipe)
     free = free_memory_bytes()
-    if engines + training > free:
+    if engines + training + jobs > free:
+        beside = f", jobs up to {_size(jobs)}" if jobs else ""
+        lower = "rollout.kv_cache_bytes or rollout.num_replicas" + (" or jobs.max_unscored_bytes" if jobs else "")
         raise EnvironmentLackError(
             f"memory: {rollout.num_replicas} engine(s) with rollout.kv_cache_bytes={rollout.kv_cache_bytes} need about "
-            f"{_size(engines)} and the trainer {_size(training)}, {_size(free)} are free; "
-            "lower rollout.kv_cache_bytes or rollout.num_replicas, or end other programs"
+            f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} are free; lower {lower}, or end other programs"
         )
 
 
@@ -261,7 +274,10 @@ def free_memory_bytes() -> float:
 
 
 def check_redis(recipe: Recipe) -> None:
-    """The Redis the user named answers; without one, there is a redis-server to start."""
+    """The Redis the user named answers and keeps what it is given; without one, there is a redis-server to start.
+
+    What it may lose is told on standard error; one that evicts is refused.
+    """
     url = external_redis_url(recipe)
     if not url:
         from services.buffer.redis_server import find_redis_server
@@ -269,9 +285,12 @@ def check_redis(recipe: Recipe) -> None:
         find_redis_server()
         return
     from services.buffer.buffer import Buffer
+    from services.buffer.durability import check_settings
 
     try:
-        Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS).close()
+        with closing(Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
+            for line in check_settings(buffer):
+                complain(line)
     except UnavailableError as error:
         raise EnvironmentLackError(str(error)) from None
 
@@ -338,11 +357,3 @@ def _size(num_bytes: float) -> str:
 
 def _weight_bytes(recipe: Recipe) -> int:
     return 4 if recipe.trainer.dtype == "float32" else 2
-
-
-def _flat(recipe: Recipe) -> dict[str, object]:
-    return {
-        f"{section}.{key}": value
-        for section, values in recipe.model_dump(mode="json").items()
-        for key, value in values.items()
-    }

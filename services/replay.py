@@ -10,20 +10,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from protos.codec import decode_group
-from protos.errors import ConfigError, DataError
+from protos.errors import ConfigError, DataError, ModelError
 from services.batch_source import groups_of_rank
 from services.config import Recipe, load_resolved
 from services.metrics import METRICS_FILE, JsonLines
+from services.preflight import check_models
 from services.process import run_service
 from services.publisher import copy_digest
 from services.recovery import check_world
-from services.run_folder import CONFIG_FILE
+from services.run_folder import CONFIG_FILE, HF_FOLDER
 from services.trainer_launch import single_rank_environment
-from services.trainer_service import HF_FOLDER
 from trainer.batch_record import BATCHES_FOLDER, read_record, recorded_versions
 from trainer.export import collect_weights
 from trainer.learner import Learner
@@ -36,9 +36,11 @@ def main(folder: Path) -> int:
     """Replays a run with as many ranks as trained it. Returns 0 if every weight is the same, 1 at the first version that differs.
 
     Raises:
-        UserError: the folder holds no run, or no batches.
+        UserError: the folder holds no run, or no batches; or the model it began with, or its export, cannot be read any more.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
+    check_models(recipe)
+    _check_export(folder / HF_FOLDER)
     num_ranks = recipe.trainer.num_ranks * recipe.trainer.num_nodes
     if num_ranks > 1 and "RANK" not in os.environ:
         return _run_ranks(folder, num_ranks)
@@ -46,6 +48,16 @@ def main(folder: Path) -> int:
         os.environ.update(single_rank_environment())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the supervisor starts the trainer: sums depend on it
     return Replay(folder, recipe).run()
+
+
+def _check_export(folder: Path) -> None:
+    """What the replay is compared with can be read; before anything is trained, and before there are ranks to wait for one another."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the run's export {file} cannot be read ({error}); copy it again") from None
 
 
 def _run_ranks(folder: Path, num_ranks: int) -> int:

@@ -221,6 +221,21 @@ def cancel(job_id: JobId, address: Address = "") -> None:
     finish(work)
 
 
+@reward_app.command("delete", short_help="Delete a job and its scores.")
+def delete(job_id: JobId, address: Address = "") -> None:
+    """Makes the service forget a job that has ended: its scores, and its key, so that the same file can be submitted anew.
+
+    Example: tandem reward delete 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
+    """
+
+    def work() -> int:
+        from services.reward_tasks import delete_job
+
+        return delete_job(address, job_id)
+
+    finish(work)
+
+
 @reward_app.command("scorers", short_help="List scorers and their parameters.")
 def scorers(
     name: Annotated[

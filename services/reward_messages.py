@@ -15,7 +15,7 @@ from reward.contracts import Isolation
 from reward.registry import Parameter, ScorerInfo
 from services.score_wire import MAX_ITEMS, MAX_REQUEST_BYTES, score_of
 
-JobState = Literal["open", "running", "done", "cancelled"]
+JobState = Literal["open", "running", "done", "cancelled", "expired"]
 ItemMessage = reward_pb2.ScoreRequest.Item
 
 _STATES: Mapping[int, JobState] = {
@@ -23,6 +23,7 @@ _STATES: Mapping[int, JobState] = {
     reward_pb2.Job.RUNNING: "running",
     reward_pb2.Job.DONE: "done",
     reward_pb2.Job.CANCELLED: "cancelled",
+    reward_pb2.Job.EXPIRED: "expired",
 }
 _FRAME_BYTES = 6  # tag and length of one item within its message
 _HEAD_BYTES = 256  # what a message holds beside items and rubric
@@ -50,12 +51,14 @@ class Job:
     finished_at: float
     """0 until the job has ended."""
     expires_at: float
-    """When its results are forgotten; 0 until the job has ended."""
+    """When it is forgotten with its results; 0 until the job has ended."""
+    result_bytes: int
+    """Kept of it: its results, its rubric until it has ended, and some for itself."""
 
     @property
     def ended(self) -> bool:
-        """True when nothing of it will change any more."""
-        return self.state in ("done", "cancelled")
+        """True when no result will come any more. `expired`: those there were have been given up for later jobs."""
+        return self.state in ("done", "cancelled", "expired")
 
     @property
     def num_settled(self) -> int:
@@ -100,6 +103,7 @@ def job_of(message: reward_pb2.Job) -> Job:
         created_at=message.created_at,
         finished_at=message.finished_at,
         expires_at=message.expires_at,
+        result_bytes=message.result_bytes,
     )
 
 

@@ -6,9 +6,7 @@ Every wait is bounded: by the caller's deadline, by one of ours, or by a sign of
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -17,42 +15,37 @@ from typing import Any, TypeVar
 import grpc
 
 from protos import reward_pb2, reward_pb2_grpc
-from protos.contracts import Unscored
-from protos.errors import DataError, DeadlineError, ScorerError, UnavailableError
+from protos.errors import DataError, DeadlineError, ScorerError
 from reward.config import RewardConfig
-from reward.scoring import CompiledRubric, ScoringCore
+from reward.scoring import ScoringCore
+from services.item_twins import READERS
 from services.job_wire import job_message, submit_reply
 from services.jobs.config import JobsConfig
 from services.jobs.store import JobRecord, JobStore
-from services.score_inline import is_quick
-from services.score_slices import score_in_slices
-from services.score_wire import check_size, read_items, reply_of, with_faults
+from services.rpc import Intake
+from services.score_calls import ScoreCalls
+from services.score_wire import MAX_CARRIED_BYTES, check_size
 from services.scorer_list import (
     MAX_KEY_BYTES,
     MAX_LISTED_JOBS,
     MAX_NAME_BYTES,
-    MAX_RUBRIC_BYTES,
     MOST_PRIORITY,
     REQUESTS_PER_STREAM,
     scorer_list,
 )
+from services.waits import IDLE_SECONDS, Waits, seconds_left
 
 SERVICE_NAME = "tandem.v1.RewardService"
+INTAKE = Intake(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
+"""For the server that carries the servicer."""
 
 _DEFAULT_LISTED_JOBS = 100
 
-_LONGEST_CALL_SECONDS = 3600.0  # for a caller without a deadline, or with a later one
-_IDLE_SECONDS = 600.0  # a stream on which nothing comes and nothing is under way
 _HEARTBEAT_SECONDS = 10.0
-_GRACE_SECONDS = 0.5  # for what is under way when the service stops
-_MOST_BYTES_IN_FLIGHT = 256 << 20
-_RUBRICS_KEPT = 64
-_SCORING_THREADS = 64  # they wait for workers and for the network
 _STORING_THREADS = 16
 _EVENT_BYTES = 1 << 20  # results read at once
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 0.5
-_SHUTTING_DOWN = "the service is shutting down; another one, or this one once it is back, goes on"
 
 Result = TypeVar("Result")
 
@@ -67,43 +60,41 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._jobs = jobs
         self._scorers: reward_pb2.ListScorersReply | None = None
         self._listing = asyncio.Lock()
-        self._scoring = ThreadPoolExecutor(_SCORING_THREADS, "score")
         self._storing = ThreadPoolExecutor(_STORING_THREADS, "store")
-        self._closing = asyncio.Event()
-        self._rubrics: OrderedDict[str, CompiledRubric] = OrderedDict()
-        self._bytes_in_flight = 0
+        self._waits = Waits()
+        self._calls = ScoreCalls(core, self._waits)
 
     def end_streams(self) -> None:
         """Streams end as UNAVAILABLE from now on. Called on the event loop."""
-        self._closing.set()
+        self._waits.closing.set()
 
     def close(self) -> None:
         """Starts no more threads' work. The core must be closed by then, so that what hangs in it comes back."""
-        self._scoring.shutdown(wait=False, cancel_futures=True)
+        self._calls.close()
         self._storing.shutdown(wait=False, cancel_futures=True)
 
     # ---- scores at once ----
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
-        """One result an item, in order; an item whose JSON cannot be read is unscored (`invalid_input`)."""
-        return await self._scored(request, context)
+        """One result an item, in order; an item that cannot be read is unscored (`invalid_input`)."""
+        return await self._calls.score(request, seconds_left(context))
 
     async def ScoreStream(
         self, request_iterator: AsyncIterator[reward_pb2.ScoreStreamRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.ScoreStreamReply]:
         """The same for a stream of requests, some of them at a time; a request that is refused ends the stream."""
-        closing = asyncio.ensure_future(self._closing.wait())
+        closing = asyncio.ensure_future(self._waits.closing.wait())
         reading: asyncio.Future[Any] | None = asyncio.ensure_future(anext(request_iterator, None))
         scoring: set[asyncio.Future[Any]] = set()
         try:
             while reading is not None or scoring:
                 open_to_more = reading is not None and len(scoring) < REQUESTS_PER_STREAM
                 waited_for = {closing, *scoring, *([reading] if reading is not None and open_to_more else [])}
-                timeout = None if scoring else _IDLE_SECONDS
+                timeout = None if scoring else IDLE_SECONDS
                 done, _ = await asyncio.wait(waited_for, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                self._check_open()
+                self._waits.check_open()
                 if not done:
-                    raise DeadlineError(f"no request for {_IDLE_SECONDS:.0f} s; begin a new stream")
+                    raise DeadlineError(f"no request for {IDLE_SECONDS:.0f} s; begin a new stream")
                 for task in done & scoring:
                     scoring.discard(task)
                     yield task.result()
@@ -122,55 +113,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.ScoreStreamRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.ScoreStreamReply:
         try:
-            reply = await self._scored(request.request, context)
+            reply = await self._calls.score(request.request, seconds_left(context))
         except (DataError, ScorerError) as error:
             raise type(error)(f"request {request.request_id}: {error}") from None
         return reward_pb2.ScoreStreamReply(request_id=request.request_id, reply=reply)
-
-    async def _scored(
-        self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext
-    ) -> reward_pb2.ScoreReply:
-        num_bytes = request.ByteSize()
-        check_size("the request", len(request.items), num_bytes)
-        rubric = await self._rubric(request.rubric) if request.rubric else self._core.default
-        if is_quick(rubric, len(request.items), num_bytes):
-            return self._score(rubric, request, None)
-        if self._bytes_in_flight + num_bytes > _MOST_BYTES_IN_FLIGHT:
-            raise UnavailableError(f"{self._bytes_in_flight >> 20} MiB of requests are being scored; try again")
-        unwanted = threading.Event()
-        self._bytes_in_flight += num_bytes
-        try:
-            left = _seconds_left(context)
-            return await self._in_thread(self._scoring, self._score, rubric, request, unwanted, seconds=left)
-        finally:
-            unwanted.set()  # the caller has gone: the rest of it is not scored
-            self._bytes_in_flight -= num_bytes
-
-    def _score(
-        self, rubric: CompiledRubric, request: reward_pb2.ScoreRequest, unwanted: threading.Event | None
-    ) -> reward_pb2.ScoreReply:
-        items, faults = read_items(request.items)
-        if unwanted is None:
-            scores = self._core.score(rubric, items, "calls")
-        else:
-            scores = score_in_slices(self._core, rubric, items, "calls", unwanted)
-        if self._core.closing and any(one.reason == "infrastructure" for one in scores if isinstance(one, Unscored)):
-            raise UnavailableError(_SHUTTING_DOWN)  # and not of the items' own accord
-        return reply_of(with_faults(scores, faults) if faults else scores)
-
-    async def _rubric(self, text: str) -> CompiledRubric:
-        """Raises ScorerError for a text that is none."""
-        known = self._rubrics.get(text)
-        if known is not None:
-            self._rubrics.move_to_end(text)
-            return known
-        if len(text.encode()) > MAX_RUBRIC_BYTES:
-            raise ScorerError(f"the rubric has {len(text.encode()):,} bytes, at most {MAX_RUBRIC_BYTES:,} are allowed")
-        compiled = await self._in_thread(self._scoring, self._core.compile, text, seconds=_LONGEST_CALL_SECONDS)
-        self._rubrics[text] = compiled
-        if len(self._rubrics) > _RUBRICS_KEPT:
-            self._rubrics.popitem(last=False)
-        return compiled
 
     # ---- jobs ----
 
@@ -179,8 +125,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> AsyncGenerator[reward_pb2.SubmitJobReply]:
         """Header, chunks, seal; a reply to each once it is stored, and one now and then while a chunk waits for room."""
         job_id = ""
-        ends_at = time.monotonic() + _seconds_left(context)
-        async with aclosing(self._incoming(request_iterator, ends_at)) as requests:
+        ends_at = time.monotonic() + seconds_left(context)
+        async with aclosing(self._waits.incoming(request_iterator, ends_at)) as requests:
             async for request in requests:
                 part = request.WhichOneof("part")
                 if part is None:
@@ -214,7 +160,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 raise DataError(f"header.{name} has {len(text.encode()):,} bytes, at most {most} are allowed")
         if abs(header.priority) > MOST_PRIORITY:
             raise DataError(f"header.priority {header.priority} is not between -{MOST_PRIORITY} and {MOST_PRIORITY}")
-        rubric = await self._rubric(header.rubric) if header.rubric else self._core.default
+        rubric = await self._calls.rubric(header.rubric) if header.rubric else self._core.default
         submit = self._store.submit
         return await self._stored(
             lambda: submit(
@@ -237,7 +183,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         heard_at, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
         stored, job = await self._stored(self._store.add_chunk, job_id, chunk.index, len(chunk.items), items)
         while not stored:
-            await self._sleep(pause, ends_at)
+            await self._waits.sleep(pause, ends_at)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             room, job = await self._stored(self._store.has_room, job_id, len(items))
             if room:
@@ -259,7 +205,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         cursor, num_bytes = request.after_cursor, _EVENT_BYTES if request.with_results else 0
         told: JobRecord | None = None
         told_at, pause = 0.0, _FIRST_PAUSE_SECONDS
-        ends_at = time.monotonic() + _seconds_left(context)
+        ends_at = time.monotonic() + seconds_left(context)
         while True:
             job, results = await self._stored(self._store.events, request.job_id, cursor, num_bytes)
             if cursor > job.num_results:
@@ -279,7 +225,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 pause = _FIRST_PAUSE_SECONDS if job != told else pause
                 told, told_at = job, time.monotonic()
             if cursor == job.num_results:
-                await self._sleep(pause, ends_at)
+                await self._waits.sleep(pause, ends_at)
                 pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def CancelJob(
@@ -288,15 +234,19 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """Results there are stay; the other items are counted as cancelled. A job that has ended stays as it is."""
         return job_message(await self._stored(self._store.cancel, request.job_id))
 
+    async def DeleteJob(
+        self, request: reward_pb2.DeleteJobRequest, context: grpc.aio.ServicerContext
+    ) -> reward_pb2.Job:
+        """Job, results and key are forgotten; one that has not ended is refused."""
+        return job_message(await self._stored(self._store.delete, request.job_id))
+
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.ListScorersReply:
         """What a rubric may name, within which limits, and the rubric of whoever names none."""
         async with self._listing:  # it reads source code, for which older Pythons have no two threads at once
             if self._scorers is None:
-                self._scorers = await self._in_thread(
-                    self._scoring, scorer_list, self._core, self._reward, self._jobs, seconds=_LONGEST_CALL_SECONDS
-                )
+                self._scorers = await self._calls.look_up(scorer_list, self._core, self._reward, self._jobs)
             return self._scorers
 
     async def ListJobs(
@@ -308,74 +258,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         jobs = await self._stored(self._store.list_jobs, request.limit or _DEFAULT_LISTED_JOBS)
         return reward_pb2.ListJobsReply(jobs=[job_message(job) for job in jobs])
 
-    # ---- waiting ----
-
-    async def _incoming(self, requests: AsyncIterator[Result], ends_at: float) -> AsyncGenerator[Result]:
-        """The requests of a stream; ends the wait for one when the server stops, its time is over or nothing has come for long."""
-        closing = asyncio.ensure_future(self._closing.wait())
-        try:
-            while True:
-                reading = asyncio.ensure_future(anext(requests, None))
-                try:
-                    patience = min(_IDLE_SECONDS, max(0.0, ends_at - time.monotonic()))
-                    done, _ = await asyncio.wait(
-                        {closing, reading}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    self._check_open()
-                    _check_time(ends_at)
-                    if not done:
-                        raise DeadlineError(f"nothing came for {_IDLE_SECONDS:.0f} s; send the header again to go on")
-                    request = reading.result()
-                finally:
-                    reading.cancel()
-                if request is None:
-                    return
-                yield request
-        finally:
-            closing.cancel()
-
-    async def _sleep(self, seconds: float, ends_at: float) -> None:
-        _check_time(ends_at)
-        try:
-            await asyncio.wait_for(self._closing.wait(), seconds)
-        except TimeoutError:
-            return
-        self._check_open()
-
-    def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise UnavailableError(_SHUTTING_DOWN)
-
     async def _stored(self, verb: Callable[..., Result], *arguments: Any) -> Result:
         """A verb of the store, which waits for Redis no longer than its own deadlines."""
-        return await self._in_thread(self._storing, verb, *arguments, seconds=_LONGEST_CALL_SECONDS)
-
-    async def _in_thread(
-        self, threads: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any, seconds: float
-    ) -> Result:
-        """The call's result. A service that stops waits for it a little longer."""
-        self._check_open()
-        future = asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
-        closing: asyncio.Future[Any] = asyncio.ensure_future(self._closing.wait())
-        either: set[asyncio.Future[Any]] = {future, closing}
-        try:
-            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if closing.done():
-                await asyncio.wait({future}, timeout=_GRACE_SECONDS)
-            if future.done():
-                return future.result()
-        finally:
-            closing.cancel()
-            future.cancel()
-        self._check_open()
-        raise DeadlineError(f"not done within {seconds:.0f} s")
-
-
-def _check_time(ends_at: float) -> None:
-    if time.monotonic() > ends_at:
-        raise DeadlineError("the call has lasted as long as one may; the same call again goes on where this one ends")
-
-
-def _seconds_left(context: grpc.aio.ServicerContext) -> float:
-    left = context.time_remaining()
-    return _LONGEST_CALL_SECONDS if left is None else min(left, _LONGEST_CALL_SECONDS)
+        return await self._waits.in_thread(self._storing, verb, *arguments)

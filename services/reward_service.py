@@ -332,6 +332,7 @@ def main(recipe: Recipe, redis_url: str) -> None:
             register=lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server),
             service_names=[reward_server.SERVICE_NAME],
             on_stop=servicer.end_streams,
+            intake=reward_server.INTAKE,
         )
         with front, lane:
             stage.run(stop)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from protos import common_pb2, reward_pb2_grpc
 from reward.scoring import ScoringCore
+from services.buffer.durability import check_room, check_settings
 from services.control import software_version
 from services.jobs.config import ServiceConfig
 from services.jobs.lane import JobLane
 from services.jobs.store import JobStore
+from services.preflight import check_job_room
 from services.process import starting, stop_event
 from services.redis_child import RedisChild
-from services.reward_server import SERVICE_NAME, RewardServicer
+from services.reward_server import INTAKE, SERVICE_NAME, RewardServicer
 from services.rpc import ServerThread
 
 _TURN_SECONDS = 0.2
@@ -28,22 +30,29 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
     Args:
         config: `config.reward.port` 0 picks a free port.
         host: address to listen on.
-        redis_url: where the jobs are kept; empty: an embedded Redis with its data in `folder`.
+        redis_url: where the jobs are kept; empty: an embedded Redis with its data in `folder`. What one that is named may lose is printed.
         folder: for the embedded Redis and its log; not used otherwise.
         name: of this replica among those of the namespace: one that starts anew under the name takes back at once what its
             predecessor held. Default: the machine's name and the port.
 
     Raises:
-        UserError: the scorers cannot be built, the port is in use, there is no redis-server.
+        UserError: the scorers cannot be built, the port is in use, there is no redis-server, or none with room for the jobs.
         TandemError: Redis is gone.
     """
     stop = stop_event()
     with ExitStack() as stack:
         with starting():
             core = stack.enter_context(closing(ScoringCore(config.reward)))
-        redis = None if redis_url else stack.enter_context(RedisChild(folder, say=_say))
         jobs = config.jobs.in_namespace("reward")
+        redis: RedisChild | None = None
+        if not redis_url:
+            check_job_room(jobs, folder)
+            redis = stack.enter_context(RedisChild(folder, say=_say))
         store = stack.enter_context(closing(JobStore(redis.url if redis is not None else redis_url, jobs)))
+        if redis is None:
+            for line in check_settings(store):
+                _say(line)
+            check_room(store, jobs.redis_bytes)
         servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, jobs)))
         started_at = time.time()
         lane: JobLane | None = None  # it is named after the server's port, and the server answers before it is there
@@ -65,6 +74,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
             register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, one),
             service_names=[SERVICE_NAME],
             on_stop=servicer.end_streams,
+            intake=INTAKE,
         )
         lane = JobLane(
             store,

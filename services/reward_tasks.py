@@ -228,6 +228,8 @@ def submit_file(
         faults.close()
         before = " (submitted before)" if replies[0] != "open" else ""
         print(f"job {job.job_id}{before}: {counted(job.num_items, 'item')}", flush=True)
+        if job.state == "expired":
+            return _expired(job)
         if not watch and out is None:
             print(f"its results: tandem reward results {job.job_id} --out scores.parquet")
             return int(strict and faults.number > 0)
@@ -271,7 +273,18 @@ def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None
         raise
     assert job is not None, "a watched job has at least one event"
     print(job_line(job))
+    if job.state == "expired" and out is None:
+        return _expired(job)
     return int(job.state == "cancelled" or (strict and sum(job.num_unscored.values()) > 0))
+
+
+def _expired(job: Job) -> int:
+    """Says what became of its results."""
+    complain(
+        f"the results of job {job.job_id} were given up for those of later jobs (limit max_result_bytes); to have them anew, "
+        f"`tandem reward delete {job.job_id}` and submit the file again"
+    )
+    return 1
 
 
 def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
@@ -306,6 +319,13 @@ def cancel_job(address: str, job_id: str) -> int:
     """Cancels a job; says so if it had ended before."""
     with RewardClient(address) as client:
         print(job_line(client.cancel(job_id)))
+    return 0
+
+
+def delete_job(address: str, job_id: str) -> int:
+    """Deletes a job that has ended."""
+    with RewardClient(address) as client:
+        print(f"deleted: {job_line(client.delete(job_id))}")
     return 0
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import threading
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
@@ -17,17 +18,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos import common_pb2, common_pb2_grpc
-from protos.errors import DataError, DeadlineError, EnvironmentLackError, TandemError, UnavailableError, error_class
+from protos.errors import (
+    DataError,
+    DeadlineError,
+    EnvironmentLackError,
+    SizeError,
+    TandemError,
+    UnavailableError,
+    error_class,
+)
 from services.replicas import named_addresses, target_of
 
 MAX_MESSAGE_BYTES = 256 << 20
+MAX_CALLS = 256
+"""Under way at one server. Each may hold a message that nothing else has counted yet: of the largest, 16 MiB, so many take 4 GiB."""
 _ERROR_KEY = "tandem-error"
 _MAX_DETAIL_BYTES = 4000  # a status travels in headers, for which clients accept 8 KiB
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
-]
+_TOO_LARGE = re.compile(r"larger than max(?: \((\d+) vs\. (\d+)\))?")  # in gRPC's words; no sizes if it was compressed
 _SERVICE_CONFIG = {
     "loadBalancingConfig": [{"round_robin": {}}],
     "methodConfig": [
@@ -45,7 +52,8 @@ _SERVICE_CONFIG = {
     ],
 }
 _CLIENT_OPTIONS = [
-    *_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.per_rpc_retry_buffer_size", 32 << 20),  # what does not fit is not repeated; gRPC's default is 256 KiB
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 ]
@@ -56,21 +64,42 @@ Register = Callable[[grpc.aio.Server], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Intake:
+    """What a server takes from its callers."""
+
+    max_request_bytes: int = MAX_MESSAGE_BYTES
+    """Of one message; a larger one ends its call before it is read."""
+    max_calls: int = MAX_CALLS
+    """Calls under way at a time, those of health, reflection and Info not among them: one more is UNAVAILABLE, for clients to try again."""
+    readers: Mapping[str, Callable[[bytes], Any]] = field(default_factory=dict)
+    """By the path of a method: what else to read bytes with that are no request of it. Raises DecodeError."""
+
+
+USUAL_INTAKE = Intake()
+
+
+@dataclass(frozen=True, slots=True)
 class _Malformed:
     """Stands where a request would, whose bytes are none."""
 
     fault: str
 
 
-class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+class _Interceptor(grpc.aio.ServerInterceptor):
     """Ends a call whose handler raised a TandemError with that class's status code and name, whatever kind of call it is.
 
     Bytes that are no request of the method (a string that is not UTF-8 among them) end as a DataError: gRPC would call that its
-    own failure.
+    own failure. Past `max_calls` of the counted services a call is refused before its message is read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, intake: Intake, counted: Sequence[str]) -> None:
+        self._intake = intake
+        self._counted = tuple(f"/{service}/" for service in counted)
+        self._num_calls = 0
         self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        refuse: Any = self._refuse
+        # For any kind of call, since it reads nothing.
+        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
@@ -82,25 +111,42 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            self._wrapped[method] = _wrapped(handler)
+            self._wrapped[method] = _wrapped(handler, self._intake.readers.get(method))
+        if method.startswith(self._counted):
+            if self._num_calls >= self._intake.max_calls:
+                return self._refusal
+            task = asyncio.current_task()
+            assert task is not None, "gRPC serves every call in a task of its own"
+            self._num_calls += 1
+            task.add_done_callback(self._end_call)
         return self._wrapped[method]
 
+    def _end_call(self, _task: asyncio.Task[Any]) -> None:
+        self._num_calls -= 1
 
-def _wrapped(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    async def _refuse(self, _requests: Any, context: Any) -> None:
+        most = self._intake.max_calls
+        await _end(context, UnavailableError(f"{most} calls are under way here, no more are taken; try again"))
+
+
+def _wrapped(
+    handler: grpc.RpcMethodHandler[Any, Any], reader: Callable[[bytes], Any] | None
+) -> grpc.RpcMethodHandler[Any, Any]:
+    read, write = _reading(handler, reader), handler.response_serializer
     # The stubs type a handler's context as grpc.ServicerContext; it is an aio one in truth.
     inner: Any
     if handler.unary_unary is not None:
         inner = handler.unary_unary
-        call = grpc.unary_unary_rpc_method_handler(_answering(inner), _reading(handler), handler.response_serializer)
+        call = grpc.unary_unary_rpc_method_handler(_answering(inner), read, write)
     elif handler.unary_stream is not None:
         inner = handler.unary_stream
-        call = grpc.unary_stream_rpc_method_handler(_telling(inner), _reading(handler), handler.response_serializer)
+        call = grpc.unary_stream_rpc_method_handler(_telling(inner), read, write)
     elif handler.stream_unary is not None:
         inner = handler.stream_unary
-        call = grpc.stream_unary_rpc_method_handler(_answering(inner), _reading(handler), handler.response_serializer)
+        call = grpc.stream_unary_rpc_method_handler(_answering(inner), read, write)
     else:
         inner = handler.stream_stream
-        call = grpc.stream_stream_rpc_method_handler(_telling(inner), _reading(handler), handler.response_serializer)
+        call = grpc.stream_stream_rpc_method_handler(_telling(inner), read, write)
     return call
 
 
@@ -129,8 +175,10 @@ def _telling(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return call
 
 
-def _reading(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any] | None:
-    """The handler's deserializer, which raises nothing."""
+def _reading(
+    handler: grpc.RpcMethodHandler[Any, Any], reader: Callable[[bytes], Any] | None
+) -> Callable[[bytes], Any] | None:
+    """The handler's deserializer, then the other reader; it raises nothing."""
     deserialize = handler.request_deserializer
     if deserialize is None:
         return None
@@ -139,6 +187,9 @@ def _reading(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[bytes], Any]
         try:
             return deserialize(data)
         except DecodeError as error:
+            with suppress(DecodeError):
+                if reader is not None:
+                    return reader(data)
             return _Malformed(f"the bytes are no request of this method, or a text in it is not UTF-8: {error}")
 
     return read
@@ -200,6 +251,7 @@ async def start_server(
     register: Register,
     service_names: Sequence[str],
     on_stop: Callable[[], None] = lambda: None,
+    intake: Intake = USUAL_INTAKE,
 ) -> RpcServer:
     """Starts a server with the given services besides health, reflection and Info; port 0 picks a free one.
 
@@ -208,7 +260,12 @@ async def start_server(
     Raises:
         EnvironmentLackError: the port is in use or the address is not this machine's.
     """
-    server = grpc.aio.server(interceptors=[_ErrorInterceptor()], options=_OPTIONS)
+    options = [
+        ("grpc.max_receive_message_length", intake.max_request_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
+    ]
+    server = grpc.aio.server(interceptors=[_Interceptor(intake, service_names)], options=options)
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), server)
     register(server)
     health_servicer = health.aio.HealthServicer()
@@ -241,11 +298,20 @@ class ServerThread:
         register: Register,
         service_names: Sequence[str],
         on_stop: Callable[[], None] = lambda: None,
+        intake: Intake = USUAL_INTAKE,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
         self._thread.start()
-        starting = start_server(host, port, info=info, register=register, service_names=service_names, on_stop=on_stop)
+        starting = start_server(
+            host,
+            port,
+            info=info,
+            register=register,
+            service_names=service_names,
+            on_stop=on_stop,
+            intake=intake,
+        )
         try:
             self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(timeout=10.0)
         except BaseException:
@@ -304,4 +370,7 @@ def from_rpc_error(error: grpc.RpcError) -> TandemError:
         return DeadlineError(f"no answer within the deadline: {detail}")
     if code == grpc.StatusCode.UNAVAILABLE:
         return UnavailableError(f"cannot be reached: {detail}")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and (found := _TOO_LARGE.search(detail)):
+        sizes = f" has {int(found[1]):,} bytes, at most {int(found[2]):,} are taken" if found[1] else " is too large"
+        return SizeError(f"a message{sizes}: send less at a time")
     return TandemError(f"{code.name}: {detail}")

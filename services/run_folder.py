@@ -16,6 +16,8 @@ from protos.errors import ConfigError, EnvironmentLackError, RunExistsError
 from services.config import Recipe
 
 CONFIG_FILE = "config.json"
+HF_FOLDER = "hf"
+EXPORTS_FOLDER = "exports"
 LOCK_FILE = "supervisor.lock"
 _FULL_DISK_BYTES = 1 << 20
 _LOCK_WAIT_SECONDS = (

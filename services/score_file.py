@@ -123,11 +123,13 @@ class ScoreFile:
         schema = pa.schema([field for field in _KEPT if field.name != "breakdown"] + parts)
         with pq.ParquetWriter(self._partial_path, schema) as writer:
             waiting: list[pa.RecordBatch] = []
+            num_rows = 0
             for batch in batches:
                 waiting.append(self._with_parts(batch, schema))
-                if sum(one.num_rows for one in waiting) >= _GROUP_ROWS:
+                num_rows += batch.num_rows
+                if num_rows >= _GROUP_ROWS:
                     writer.write_table(pa.Table.from_batches(waiting, schema))
-                    waiting = []
+                    waiting, num_rows = [], 0
             if waiting:
                 writer.write_table(pa.Table.from_batches(waiting, schema))
 

@@ -1,12 +1,12 @@
-"""A long batch, scored slice by slice, so that it ends soon after nobody wants it any more."""
+"""A long batch, scored slice by slice where its scorers wait for others, so that calls that ask the same scorer get their turns."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 
 from protos.contracts import Score, ScoreItem
+from reward.cutoff import CUT_OFF, Cutoff
 from reward.scoring import CompiledRubric, Lane, ScoringCore
 
 _FIRST_SLICE_ITEMS = 64
@@ -16,16 +16,20 @@ _SLICE_SECONDS = (
 
 
 def score_in_slices(
-    core: ScoringCore, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane, unwanted: threading.Event
+    core: ScoringCore, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane, cutoff: Cutoff
 ) -> list[Score]:
-    """One result an item, in order; fewer once `unwanted` is set. Items of a group are never parted."""
-    if rubric.grouped and any(item.group for item in items):
-        return [] if unwanted.is_set() else core.score(rubric, items, lane)
+    """One result an item, in order. Items of a group are never parted.
+
+    What runs in worker processes is not cut: calls take turns there, and a slice with an item that hangs would hold up the next.
+    """
+    remote = any(spec.isolation == "remote" for spec in rubric.rubric.specs())
+    if not remote or (rubric.grouped and any(item.group for item in items)):
+        return core.score(rubric, items, lane, cutoff)
     scores: list[Score] = []
     length = _FIRST_SLICE_ITEMS
-    while len(scores) < len(items) and not unwanted.is_set():
+    while len(scores) < len(items) and not cutoff.ended:
         started = time.monotonic()
-        scores += core.score(rubric, items[len(scores) : len(scores) + length], lane)
+        scores += core.score(rubric, items[len(scores) : len(scores) + length], lane, cutoff)
         if time.monotonic() - started < _SLICE_SECONDS:
             length *= 2
-    return scores
+    return scores + [CUT_OFF] * (len(items) - len(scores))

@@ -13,12 +13,14 @@ from typing import Any, cast
 
 from protos import reward_pb2
 from protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
-from protos.errors import DataError
+from protos.errors import DataError, SizeError
 
 MAX_ITEMS = 8192
 """Items of one request or chunk."""
 MAX_REQUEST_BYTES = 16 << 20
-"""Bytes of one request or chunk; far below what the transport carries, so that a sender learns why it was refused."""
+"""Bytes of one request or chunk."""
+MAX_CARRIED_BYTES = MAX_REQUEST_BYTES + 64
+"""What the transport carries of it: what stands around a request in its stream, or around a chunk, has some ten bytes."""
 MAX_DEPTH = 64
 """Lists and objects within one another in `ground_truth` and `extra_info`: what takes an item apart may recurse."""
 
@@ -26,20 +28,21 @@ _MAX_DETAIL = 1000
 _MAX_QUOTED = 320
 _read_json_prefix = json.JSONDecoder().raw_decode
 _scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
-_fields = attrgetter("data_source", "solution", "ground_truth", "extra_info", "group")  # one call in place of five
+_NAMES = ("data_source", "solution", "ground_truth", "extra_info", "group")
+_fields = attrgetter(*_NAMES)  # one call in place of five
 _new_item: Callable[[Iterable[Any]], ScoreItem] = partial(tuple.__new__, ScoreItem)  # `_make` is not written in C
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _Message = reward_pb2.ScoreRequest.Item
 
 
 def check_size(what: str, num_items: int, num_bytes: int) -> None:
-    """Raises DataError for a request or chunk that is over the limits."""
+    """Raises DataError for a request or chunk with too many items, SizeError for one with too many bytes."""
     if num_items > MAX_ITEMS:
         raise DataError(
             f"{what} has {num_items:,} items, at most {MAX_ITEMS:,} are allowed: send several, or submit a job"
         )
     if num_bytes > MAX_REQUEST_BYTES:
-        raise DataError(
+        raise SizeError(
             f"{what} has {num_bytes:,} bytes, at most {MAX_REQUEST_BYTES:,} are allowed: send fewer items at a time"
         )
 
@@ -47,14 +50,15 @@ def check_size(what: str, num_items: int, num_bytes: int) -> None:
 def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[ScoreItem], dict[int, Unscored]]:
     """The items of a batch, and by position the fault of those that cannot be read, which are not among the items.
 
-    `first_item` is the number of the first one in the words of a fault.
+    `first_item` is the number of the first one in the words of a fault. The messages may be twins (`services.item_twins`).
     """
     truths = _Truths({"": None})
     columns = list(zip(*map(_fields, messages), strict=True))
     if not columns:
         return [], {}
     data_sources, solutions, truth_texts, extras, groups = columns
-    if not any(extras):
+    are_texts = isinstance(groups[0], str)
+    if are_texts and not any(extras):
         try:  # column by column in one go: what nearly every batch is, in half of the time
             read = map(truths.__getitem__, truth_texts)
             nothing = repeat(_NOTHING, len(groups))
@@ -63,8 +67,9 @@ def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[
             pass  # which one it was is found below
     items: list[ScoreItem] = []
     faults: dict[int, Unscored] = {}
-    for position, (data_source, solution, truth, extra, group) in enumerate(zip(*columns, strict=True)):
+    for position, values in enumerate(zip(*columns, strict=True)):
         try:
+            data_source, solution, truth, extra, group = values if are_texts else map(_decoded, _NAMES, values)
             information = _read_object(extra) if extra else _NOTHING
             items.append(_new_item((data_source, solution, truths[truth], information, group)))
         except _UnreadableError as error:
@@ -147,6 +152,13 @@ class _Truths(dict[str, Any]):
                 raise _UnreadableError(f"ground_truth is not JSON: {error}") from None
         self[text] = value
         return value
+
+
+def _decoded(name: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise _UnreadableError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _read_object(text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from reward.config import RewardConfig
 from reward.ground_truth import MAX_ACCEPTED
 from reward.scoring import ScoringCore
 from services.jobs.config import JobsConfig
+from services.rpc import MAX_CALLS
 from services.score_wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES
 
 MAX_RUBRIC_BYTES = 64 << 10
@@ -15,6 +16,8 @@ MAX_NAME_BYTES = 200
 MOST_PRIORITY = 100
 """Priorities go from minus this to this."""
 MAX_LISTED_JOBS = 1000
+DEADLINE_MARGIN_SECONDS = 1.0
+"""So long before its deadline a call answers what it has, or a tenth of the time it was given if that is less."""
 REQUESTS_PER_STREAM = 8
 """Under way at a time on one ScoreStream; further ones are not read."""
 
@@ -29,9 +32,13 @@ def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> re
         "max_json_depth": MAX_DEPTH,
         "max_accepted_answers": MAX_ACCEPTED,
         "max_requests_per_stream": REQUESTS_PER_STREAM,
+        "max_calls": MAX_CALLS,
         "max_listed_jobs": MAX_LISTED_JOBS,
         "max_unscored_bytes": jobs.max_unscored_bytes,
         "max_unscored_bytes_per_job": jobs.max_unscored_bytes // 2,
+        "max_result_bytes": jobs.result_bytes,
+        "max_result_bytes_per_job": jobs.result_bytes // 2,
+        "deadline_margin_seconds": DEADLINE_MARGIN_SECONDS,
         "infrastructure_attempts": reward.infrastructure_attempts,
         "retention_seconds": jobs.retention_seconds,
         "timeout_seconds": reward.timeout_seconds,

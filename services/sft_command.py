@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 
 from protos.contracts import Scored, ScoreItem
-from protos.errors import ConfigError, DataError
-from protos.nouns import Prompt, SamplingParameters
+from protos.errors import ConfigError, DataError, EnvironmentLackError
+from protos.nouns import SamplingParameters
 from reward.scoring import ScoringCore
 from services.chat import ChatEncoder, RefusedPromptError, load_tokenizer
 from services.config import Recipe
 from services.dataset import Row, load_prompts, read_rows
+from trainer.durable import begin_folder
 from trainer.sft import SftRow, SftSettings, Validate, sample_answers, train_sft
 
 
@@ -19,7 +20,8 @@ def main(recipe: Recipe) -> int:
     """Trains `model.path` on `sft.train_file`, writes `sft.output`, and prints the figures. Returns the exit code.
 
     Raises:
-        ConfigError: a key of `[sft]` that is needed is missing.
+        ConfigError: a key of `[sft]` that is needed is missing, or its output is there already.
+        EnvironmentLackError: the output cannot be written.
         DataError: no row can be used.
     """
     for key in ("train_file", "output"):
@@ -27,6 +29,7 @@ def main(recipe: Recipe) -> int:
             raise ConfigError(f"sft.{key} is empty; `tandem sft` needs it")
     if recipe.sft.target_accuracy and not recipe.data.eval_file:
         raise ConfigError("sft.target_accuracy needs data.eval_file to be measured on")
+    _check_output(Path(recipe.sft.output))
     rows = _load_rows(recipe)
     settings = SftSettings(
         max_steps=recipe.sft.max_steps,
@@ -53,6 +56,22 @@ def main(recipe: Recipe) -> int:
         )
         return 1
     return 0
+
+
+def _check_output(output: Path) -> None:
+    """The output is new and can be written: known before the training, not after it.
+
+    An earlier one is never replaced: a run that started from it could no longer be replayed.
+    """
+    empty = output.is_dir() and not any(output.iterdir())
+    if output.exists() and not empty:
+        raise ConfigError(f"sft.output: {output} is there already; move it away, or choose another sft.output")
+    try:
+        begin_folder(output).rmdir()
+    except OSError as error:
+        raise EnvironmentLackError(
+            f"sft.output: {output} cannot be written ({error.strerror}); mend that, or choose another sft.output"
+        ) from None
 
 
 def _load_rows(recipe: Recipe) -> list[SftRow]:
@@ -88,7 +107,7 @@ def _load_rows(recipe: Recipe) -> list[SftRow]:
 def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
     """Samples at the recipe's temperature, as reinforcement learning will, and lets the recipe's scorer judge."""
     sampling = SamplingParameters(temperature=recipe.rollout.temperature, max_tokens=recipe.rollout.max_response_tokens)
-    prompts: tuple[Prompt, ...] = load_prompts(
+    loaded = load_prompts(
         recipe.data.eval_file,
         model_path=recipe.model.path,
         chat_template=recipe.model.chat_template,
@@ -96,7 +115,10 @@ def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
         num_samples=1,
         sampling=sampling,
         limit=recipe.sft.validation_rows,
-    ).prompts
+    )
+    if loaded.faults:
+        print(f"sft: validation file {recipe.data.eval_file}: rows skipped: {dict(loaded.faults)}", flush=True)
+    prompts = loaded.prompts
     tokenizer = load_tokenizer(recipe.model.path)
     started = time.monotonic()
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
-from protos.errors import EnvironmentLackError, TandemError
+from protos.errors import EnvironmentLackError, TandemError, UnavailableError
 from services import rpc
 from services.buffer.buffer import Buffer
 from services.buffer.redis_server import start_redis
@@ -123,10 +123,10 @@ def ledger_of(folder: Path) -> Iterator[Buffer]:
     """The ledger of a run folder: the one in use if the run is running, else the embedded server is started on what it left.
 
     Raises:
-        EnvironmentLackError: it left none, or its Redis cannot be reached.
+        EnvironmentLackError: it left none; or its Redis cannot be reached, also while the ledger is read, or holds no such run.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
-    with ExitStack() as stack:
+    with ExitStack() as stack, _reached():
         address = running(folder)
         url = address.redis_url if address is not None else external_redis_url(recipe)
         if not url:
@@ -138,9 +138,22 @@ def ledger_of(folder: Path) -> Iterator[Buffer]:
             server = start_redis(folder)
             stack.callback(server.stop)
             url = server.url
-        buffer = Buffer(url, recipe.run.run_id)
+        buffer = Buffer(url, recipe.run.run_id, connect_timeout_seconds=RPC_SECONDS)
         stack.callback(buffer.close)
+        if not buffer.exists():
+            raise EnvironmentLackError(
+                f"Redis at {buffer.place} knows no run {buffer.run_id}; set TANDEM_REDIS_URL to the one it used"
+            )
         yield buffer
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Nobody waits for that Redis to come back: what cannot be read now is for the user to mend, and is no fault of the ledger."""
+    try:
+        yield
+    except UnavailableError as error:
+        raise EnvironmentLackError(str(error)) from None
 
 
 def _show_stopped(folder: Path, console: Console) -> None:

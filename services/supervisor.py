@@ -8,33 +8,37 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 
 from rich.console import Console
 
-from protos.errors import TandemError, UserError
+from protos.errors import TandemError
+from rollout.engine_folder import sweep_engine_folders
 from services.buffer.buffer import Buffer
 from services.children import Child, ChildSpec
-from services.config import Recipe, dump_recipe
+from services.config import Recipe
 from services.control import ControlServer
 from services.crew import ALONG_THE_RING, FAILED, FINISHED, Crew
 from services.placement import place
-from services.preflight import check_recipe, worst_case_redis_bytes
+from services.preflight import check_recipe
 from services.progress import Progress, RunWatch
 from services.redis_child import RedisChild
-from services.run_folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url, write_text
+from services.run_folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url
+from services.run_ledger import check_redis_room, create_ledger
 
 
-def run_recipe(recipe: Recipe, resume: bool, *, console: Console) -> int:
+def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock | None = None) -> int:
     """Runs a recipe to its end in its run folder. Returns 0 when it is trained, 1 when it failed, 2 when a service found the
-    user's input wrong, 130 when it was stopped by Ctrl-C, SIGTERM or StopRun.
+    user's input wrong, 130 when it was stopped by Ctrl-C, SIGTERM or StopRun. `lock`: the caller holds the folder already.
 
     Raises:
         UserError: bad input, found before anything was started.
     """
     check_recipe(recipe, resume=resume)
-    with RunLock(recipe.folder) as lock, ExitStack() as stack:
+    holding: AbstractContextManager[RunLock] = RunLock(recipe.folder) if lock is None else nullcontext(lock)
+    with holding as held, ExitStack() as stack:
+        stack.callback(sweep_engine_folders)  # of samplers that were killed
         crew = Crew(say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
         stack.enter_context(crew.signals())
         redis_url = external_redis_url(recipe)
@@ -44,41 +48,18 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console) -> int:
             crew.chores.append(redis.attend)
         buffer = Buffer(redis_url, recipe.run.run_id)
         stack.callback(buffer.close)
-        buffer.check_memory(worst_case_redis_bytes(recipe))
+        check_redis_room(buffer, recipe)
         create_ledger(buffer, recipe, resume)
         watch = stack.enter_context(RunWatch(recipe, buffer))
         crew.progress_mark = watch.progress_mark
         crew.last_beat = lambda name: watch.last_beats.get(name, 0.0)
         control = stack.enter_context(ControlServer(recipe, crew, buffer))
         buffer.register_service("controller", control.address)
-        lock.publish(RunAddress(os.getpid(), recipe.run.run_id, redis_url, control.address))
+        held.publish(RunAddress(os.getpid(), recipe.run.run_id, redis_url, control.address))
         crew.children = [Child(spec, crew.token) for spec in child_specs(recipe, redis_url)]
         with Progress(watch, crew.states, console):
             outcome = crew.run()
         return _verified(buffer, crew.say) if outcome == FINISHED else outcome
-
-
-def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
-    """Saves the resolved recipe and creates the run's ledger in Redis, or on resume finds it there and updates what is wanted.
-
-    Raises:
-        UserError: Redis holds a run of that id already, or cannot hold this one; no run is left in the folder then.
-    """
-    config = recipe.folder / CONFIG_FILE
-    write_text(config, dump_recipe(recipe))
-    reward = recipe.reward  # its stage gives a group back after each attempt in vain
-    try:
-        buffer.create(
-            groups_per_batch=recipe.run.groups_per_batch,
-            staleness_budget=recipe.run.staleness_budget,
-            target_groups=recipe.run.total_batches * recipe.run.groups_per_batch,
-            failure_budget={"infrastructure": reward.infrastructure_attempts, "data": reward.max_attempts},
-            resume=resume,
-        )
-    except UserError:
-        if not resume:
-            config.unlink()
-        raise
 
 
 def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:

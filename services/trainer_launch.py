@@ -53,6 +53,8 @@ def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[
         trainer.rendezvous if several else "127.0.0.1:0",
         "--rdzv-id",
         recipe.run.run_id,
+        "--log-dir",
+        os.devnull,  # else torchrun makes folders in /tmp for logs it does not write
         "--module",
         "services.cli",
         "serve",

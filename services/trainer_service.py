@@ -21,12 +21,11 @@ from services.process import stop_event
 from services.publisher import Publication
 from services.rank_zero import Order, RankZero
 from services.recovery import CHECKPOINTS_FOLDER, Lineage, check_world
+from services.run_folder import EXPORTS_FOLDER, HF_FOLDER
 from trainer.batch_record import batch_from_json, read_record
 from trainer.learner import Learner
 from trainer.weight_sender import WeightSender
 
-HF_FOLDER = "hf"
-EXPORTS_FOLDER = "exports"
 _STOPPED = 143  # as a process that SIGTERM ended: stopped, not finished
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +14,16 @@ from protos.nouns import ScoredTrajectory, Segment, TrajectoryGroup
 from tests.training_groups import make_group
 
 
+@functools.cache
 def plain_policy(model: Path) -> PreTrainedModel:
     """What samples: the policy a run starts from, without our machinery."""
     return AutoModelForCausalLM.from_pretrained(model).eval()
 
 
+@functools.cache  # hundreds of learners train on the same few batches
 def groups_of(
     version: int, policy: PreTrainedModel, *, num_groups: int = 4, num_samples: int = 4
-) -> list[TrajectoryGroup]:
+) -> tuple[TrajectoryGroup, ...]:
     """The groups of the batch that makes `version`, their log-probs near the policy's."""
     groups = []
     versions = (max(0, version - 2), version - 1)
@@ -35,7 +38,7 @@ def groups_of(
         )
         rows = [_enriched(row, number, policy) for number, row in enumerate(group.scored_rows)]
         groups.append(replace(group, rows=tuple(rows)))
-    return groups
+    return tuple(groups)
 
 
 def _enriched(row: ScoredTrajectory, number: int, policy: PreTrainedModel) -> ScoredTrajectory:

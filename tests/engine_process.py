@@ -32,7 +32,11 @@ class EngineProcess:
         self._futures[-1] = ready
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.engine_pid: int = ready.result(START_SECONDS)
+        try:
+            self.engine_pid: int = ready.result(START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
         number, future = next(self._numbers), Future[Any]()
@@ -44,9 +48,17 @@ class EngineProcess:
         return self.submit(method, *args, **kwargs).result(60.0)
 
     def close(self) -> None:
-        self._pipe.send(None)
+        try:
+            self._pipe.send(None)
+            self.process.join(20)
+            assert self.process.exitcode == 0
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """kill -9 of the process, which its engine follows; does nothing to one that has ended."""
+        self.process.kill()
         self.process.join(20)
-        assert self.process.exitcode == 0
 
     def __enter__(self) -> EngineProcess:
         return self

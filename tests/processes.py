@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
+
+MARK = "TANDEM_TEST_MARK"
+"""An environment variable that everything a command starts inherits."""
 
 
 def has_ended(pid: int) -> bool:
@@ -22,3 +27,13 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
     while not has_ended(pid):
         assert time.monotonic() < deadline, f"process {pid} lives"
         time.sleep(0.02)
+
+
+def carriers(mark: str) -> Iterator[str]:
+    """The command line of every living process that was started with this mark."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                yield (process / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended, or is another user's
+            continue

@@ -17,12 +17,13 @@ import grpc
 from protos import common_pb2, reward_pb2, reward_pb2_grpc
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from reward.config import RewardConfig
+from reward.cutoff import CUT_OFF, Cutoff
 from reward.scoring import CompiledRubric, Lane, ScoringCore
 from services.jobs.config import JobsConfig
 from services.jobs.lane import JobLane
 from services.jobs.store import JobStore
-from services.reward_server import SERVICE_NAME, RewardServicer
-from services.rpc import ServerThread, connect
+from services.reward_server import INTAKE, SERVICE_NAME, RewardServicer
+from services.rpc import Intake, ServerThread, connect
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,14 +50,26 @@ class ScriptedCore(ScoringCore):
     def compile(self, text: str) -> CompiledRubric:
         return super().compile(text) if self.inline else _elsewhere(super().compile(text))
 
-    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane) -> list[Score]:
+    def score(
+        self,
+        rubric: CompiledRubric,
+        items: Sequence[ScoreItem],
+        lane: Lane,
+        cutoff: Cutoff | None = None,
+        *,
+        at_once: bool = False,
+    ) -> list[Score]:
         self.batches.append((lane, len(items)))
-        return [self._answer_to(item, len(items)) for item in items]
+        return [self._answer_to(item, len(items), cutoff or Cutoff()) for item in items]
 
-    def _answer_to(self, item: ScoreItem, together: int) -> Score:
+    def _answer_to(self, item: ScoreItem, together: int, cutoff: Cutoff) -> Score:
+        if cutoff.ended:
+            return CUT_OFF
         self.asked.append(item.solution)
-        if item.solution == "wait" and not self.go_on.wait(30.0):
-            raise AssertionError("nobody let it go on")
+        if item.solution == "wait":
+            until(lambda: cutoff.ended or self.go_on.is_set())
+            if cutoff.ended:
+                return CUT_OFF
         if item.solution == "bug":
             raise ZeroDivisionError("a bug of ours")
         if self.closing and item.solution == "wait":
@@ -81,7 +94,15 @@ class Service:
     """A server on a port of its own with a lane, and a stub that speaks to it."""
 
     def __init__(
-        self, url: str, core: ScoringCore, *, reward: RewardConfig, jobs: JobsConfig, worker: str, with_lane: bool
+        self,
+        url: str,
+        core: ScoringCore,
+        *,
+        reward: RewardConfig,
+        jobs: JobsConfig,
+        worker: str,
+        with_lane: bool,
+        intake: Intake,
     ) -> None:
         self.core = core
         self.jobs = jobs
@@ -95,6 +116,7 @@ class Service:
             register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(self.servicer, one),
             service_names=[SERVICE_NAME],
             on_stop=self.servicer.end_streams,
+            intake=intake,
         )
         self.lane = JobLane(self.store, core, worker=worker, reward=reward, stop=self.stop)
         self._with_lane = with_lane
@@ -146,11 +168,13 @@ def serving(
     jobs: JobsConfig | None = None,
     worker: str = "one",
     with_lane: bool = True,
+    intake: Intake = INTAKE,
 ) -> Iterator[Service]:
     """A service while it is open; what failed in its lane is raised at the end."""
     reward = reward or RewardConfig()
     jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
-    service = Service(url, core or ScoringCore(reward), reward=reward, jobs=jobs, worker=worker, with_lane=with_lane)
+    core = core or ScoringCore(reward)
+    service = Service(url, core, reward=reward, jobs=jobs, worker=worker, with_lane=with_lane, intake=intake)
     try:
         yield service
     finally:

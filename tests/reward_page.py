@@ -38,7 +38,16 @@ SHOWN_IDS = ("0660ca468f1360c816690e7ac842a6a1", "0660ca47159750ed80bfe785e543c8
 SHOWN_TIME = "2026-11-21 14:35"
 SHOWN_SECONDS = {"createdAt": "1795271712.25", "finishedAt": "1795271712.5", "expiresAt": "1795876512.5"}
 MOST_LINES = 20
-ERRORS = ["DataError", "ScorerError", "UnknownJobError", "JobExistsError", "JobError", "EnvironmentLackError"]
+ERRORS = [
+    "DataError",
+    "SizeError",
+    "ScorerError",
+    "UnknownJobError",
+    "JobExistsError",
+    "JobError",
+    "JobLimitError",
+    "EnvironmentLackError",
+]
 ERRORS += ["DeadlineError", "UnavailableError"]
 WAIT_SECONDS = 60.0
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from protos import common_pb2, reward_pb2, reward_pb2_grpc
 from protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
-from protos.errors import JobExistsError, ScorerError, UnavailableError, UnknownJobError
+from protos.errors import JobError, JobExistsError, ScorerError, UnavailableError, UnknownJobError
 from services.rpc import ServerThread
 from services.score_wire import read_items, reply_of, with_faults
 
@@ -30,6 +30,7 @@ class StoredJob:
     chunks: dict[int, list[Item]] = field(default_factory=dict)
     sealed: bool = False
     cancelled: bool = False
+    expired: bool = False
 
     @property
     def next_chunk(self) -> int:
@@ -101,6 +102,8 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
 
     async def WatchJob(self, request: reward_pb2.WatchJobRequest, context: Any) -> AsyncIterator[reward_pb2.JobEvent]:
         job = self._find(request.job_id)
+        if job.expired and request.with_results:
+            raise JobError(f"job {job.job_id} is EXPIRED: its results were given up")
         left = self._begin()
         first = 0
         yield reward_pb2.JobEvent(job=self._message(job), cursor=request.after_cursor)
@@ -120,6 +123,13 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     async def CancelJob(self, request: reward_pb2.CancelJobRequest, context: Any) -> reward_pb2.Job:
         job = self._find(request.job_id)
         job.cancelled = True
+        return self._message(job)
+
+    async def DeleteJob(self, request: reward_pb2.DeleteJobRequest, context: Any) -> reward_pb2.Job:
+        job = self._find(request.job_id)
+        if not (job.sealed or job.cancelled):
+            raise JobError(f"job {job.job_id} is OPEN; cancel it first")
+        del self.jobs[job.header.idempotency_key]
         return self._message(job)
 
     async def ListJobs(self, request: reward_pb2.ListJobsRequest, context: Any) -> reward_pb2.ListJobsReply:
@@ -168,6 +178,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         values = [one.scored.value for one in results if one.HasField("scored")]
         reasons = Counter(one.unscored.reason for one in results if one.HasField("unscored"))
         state = states.CANCELLED if job.cancelled else states.DONE if job.sealed else states.OPEN
+        state = states.EXPIRED if job.expired else state
         return reward_pb2.Job(
             job_id=job.job_id,
             idempotency_key=job.header.idempotency_key,

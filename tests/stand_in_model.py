@@ -28,6 +28,10 @@ def main(descriptor: int, parent: int) -> None:
         say({"working": [question["id"] for question in questions]})
         size = setup["batch"]
         for start in range(0, len(questions), size):
+            if start:
+                say({"next": True})
+                if not json.loads(lines.readline())["go_on"]:
+                    break
             batch = questions[start : start + size]
             say({"working": [question["id"] for question in batch]})
             for question in batch:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from protos.errors import BaseLackError, WeightTransferError
 from protos.nouns import SamplingParameters
 from protos.weight_group import empty_bucket, fill_bucket
 from rollout.config import RolloutConfig
+from rollout.engine_folder import sweep_engine_folders
 from tests.adapter_policy import AdapterPolicy
 from tests.engine_process import EngineProcess, without_end
 from tests.test_weight_updates import TIMEOUT, Ring
@@ -152,13 +154,30 @@ def test_a_failed_update_harms_nothing_and_a_joiner_is_caught_up(ring: AdapterRi
 def test_every_tensor_parallel_worker_merges_and_keeps_its_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Killed, they leave no shared memory behind either."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would want a NUMA node for each worker
     folder = without_end(build_tiny_model(tmp_path / "model", hidden=64))
     config = RolloutConfig(kv_cache_bytes=64 << 20, samples_per_prompt=4, tensor_parallel_size=2)
     arguments = {"model_path": str(folder), "dtype": "float32", "max_model_tokens": 512, "seed": 3}
-    with EngineProcess(config=config, **arguments) as engine:
+    engine = EngineProcess(config=config, **arguments)
+    try:
         ring = AdapterRing(engine, AdapterPolicy(folder))
         ring.join(tensor_parallel_size=2)
         for _ in range(3):
             ring.update()
             assert ring.agrees()
+        family = psutil.Process(engine.process.pid).children(recursive=True)
+        segments = {segment for process in family for segment in shared_memory(process)}
+        assert segments, "the workers exchange tensors there"
+    finally:
+        engine.kill()
+    _, alive = psutil.wait_procs(family, timeout=10.0)
+    assert not alive
+    sweep_engine_folders()
+    assert [segment for segment in segments if segment.exists()] == []
+
+
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """The named segments that a process has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {Path(name) for line in lines for name in line.split()[5:6] if name.startswith("/dev/shm/")}

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from protos.errors import ConfigError
 from services.config import apply_overrides
 from services.config_docs import as_toml, explained, keys, page
 from services.config_faults import explain
@@ -342,10 +343,10 @@ def algorithms(draw: st.DrawFn) -> Trainer:
             f"trainer.{draw(st.sampled_from(leaves))}={draw(st.sampled_from(['0.3', '2', '1.5', 'true', 'k3', '[]']))}"
         )
         attempt: dict[str, Any] = {}
-        apply_overrides(attempt, [*overrides, more], Whole)
         try:
+            apply_overrides(attempt, [*overrides, more], Whole)
             Whole.model_validate(attempt)
-        except ValidationError:
+        except (ConfigError, ValidationError):  # a table and a key inside it, or values that do not fit
             continue
         overrides.append(more)
     apply_overrides(values, overrides, Whole)

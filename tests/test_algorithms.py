@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from protos.nouns import RowHeader, TrainBatch
 from tests.algorithm_groups import groups_of, plain_policy
 from tests.engine_inputs import equal, weights_of
 from tests.learner_rank import all_weights
@@ -74,12 +77,23 @@ def policy(model: Path) -> PreTrainedModel:
     return plain_policy(model)
 
 
+@pytest.fixture(scope="module")
+def start(policy: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights before the first batch."""
+    return {name: parameter.detach() for name, parameter in policy.named_parameters()}
+
+
 @pytest.fixture
 def train(model: Path, policy: PreTrainedModel) -> Iterator[Train]:
     """Trains three batches with these settings and closes the learner; (weights, metrics of the last batch)."""
     open_learners: list[Learner] = []
 
-    def run(settings: Settings, budget: int = 2000, num_batches: int = 3) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def run(
+        settings: Settings,
+        budget: int = 2000,
+        num_batches: int = 3,
+        arrange: Callable[[TrainBatch], TrainBatch] = lambda batch: batch,
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
         config = TrainerConfig(**{"learning_rate": 1e-3, "zero_stage": 0, "optimizer_steps_per_batch": 2, **settings})
         learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=12)
         open_learners.append(learner)
@@ -88,7 +102,7 @@ def train(model: Path, policy: PreTrainedModel) -> Iterator[Train]:
             batch, by_id = make_batch(
                 groups_of(version, policy), policy_version=version, tokens_per_micro_batch=budget, optimizer_steps=2
             )
-            metrics = dict(learner.train(batch, by_id).metrics)
+            metrics = dict(learner.train(arrange(batch), by_id).metrics)
         weights = all_weights(learner)
         open_learners.pop().close()
         return weights, metrics
@@ -103,8 +117,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_learns_the_same_however_the_batch_is_cut(name: str, train: Train, model: Path) -> None:
-    start, _ = train({"learning_rate": 0.0}, num_batches=1)
+def test_it_learns_the_same_however_the_batch_is_cut(name: str, train: Train, start: dict[str, Tensor]) -> None:
     whole, metrics = train(ALGORITHMS[name])
     cut, cut_metrics = train(ALGORITHMS[name], budget=40)
     assert distance(whole, start) > 0, "it learned nothing"
@@ -117,6 +130,59 @@ def test_it_learns_the_same_however_the_batch_is_cut(name: str, train: Train, mo
         "seconds_forward_proximal",
     }:
         assert cut_metrics[figure] == pytest.approx(metrics[figure], rel=5e-3, abs=2e-4), figure
+
+
+def shuffled(batch: TrainBatch) -> TrainBatch:
+    """The batch with groups (within their optimizer step), trajectories, micro-batches and the rows of each in another order."""
+    random = np.random.default_rng(batch.policy_version)
+
+    def mixed(values: Sequence[Any]) -> list[Any]:
+        return [values[place] for place in random.permutation(len(values))]
+
+    steps = {row.group_id: row.optimizer_step for row in batch.plan}
+    trajectories: dict[tuple[str, int], list[RowHeader]] = {}
+    for header in batch.headers:
+        trajectories.setdefault((header.group_id, header.trajectory_id), []).append(header)
+    numbers = [mixed(range(count)) for count in batch.num_micro_batches]
+    return replace(
+        batch,
+        group_ids=tuple(sorted(mixed(batch.group_ids), key=steps.__getitem__)),
+        headers=tuple(header for segments in mixed(list(trajectories.values())) for header in segments),
+        plan=tuple(replace(row, micro_batch=numbers[row.optimizer_step][row.micro_batch]) for row in mixed(batch.plan)),
+    )
+
+
+IN_ANY_ORDER: dict[str, Settings] = {
+    "default": {},
+    "rejections, m2po, filtration": {
+        "loss": {"name": "m2po", "threshold": 0.01},
+        "correction": {
+            "rejections": [{"level": "token", "measure": "k3", "high": 0.01}],
+            "weights": {"normalize": True},
+        },
+        "selection": {"filtration": {"method": "best_worst"}},
+        "aggregation": "seq-mean-token-mean",
+    },
+    "critic, geometric rejection, kl_cov, kl": {
+        "advantage": {"name": "gae", "lam": 0.95},
+        "critic": {"learning_rate": 1e-2},
+        "loss": {"name": "kl_cov", "fraction": 0.2},
+        "correction": {"rejections": [{"level": "geometric", "measure": "k3", "high": 0.02}]},
+        "kl": {"reward": {"coefficient": 0.1}, "loss": {"coefficient": 0.1}},
+    },
+    "token baselines, gspo": {"advantage": "tir_optimal_token_baseline", "loss": "gspo"},
+}
+
+
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
+def test_it_learns_the_same_in_any_order_of_rows(name: str, train: Train, start: dict[str, Tensor]) -> None:
+    """Rows and plan permuted alike: other places in every column, other micro-batches first, other neighbours in each."""
+    planned, metrics = train(IN_ANY_ORDER[name], budget=60, num_batches=2)
+    other, other_metrics = train(IN_ANY_ORDER[name], budget=60, num_batches=2, arrange=shuffled)
+    assert distance(planned, start) > 0, "it learned nothing"
+    assert distance(other, planned) <= 1e-3 * distance(planned, start)
+    for figure in metrics.keys() - {"seconds_train", "seconds_forward_proximal"}:
+        assert other_metrics[figure] == pytest.approx(metrics[figure], rel=5e-3, abs=2e-4), figure
 
 
 def test_what_is_rejected_leaves_the_denominators(train: Train, policy: PreTrainedModel) -> None:
@@ -136,8 +202,7 @@ def test_figures_are_split_by_staleness(train: Train, policy: PreTrainedModel) -
     assert "staleness_2/num_loss_tokens" not in metrics
 
 
-def test_a_critic_warms_up_alone(train: Train) -> None:
-    start, _ = train({"learning_rate": 0.0}, num_batches=1)
+def test_a_critic_warms_up_alone(train: Train, start: dict[str, Tensor]) -> None:
     settings = {"advantage": "gae", "critic": {"learning_rate": 1e-2, "warmup_batches": 2}}
     still, metrics = train(settings, num_batches=2)
     assert distance(still, start) == 0 and metrics["value_loss"] > 0 and metrics["skipped_steps"] == 0

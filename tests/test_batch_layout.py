@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +105,55 @@ def test_rewards_on_tokens_are_part_of_the_reward_not_added_to_it() -> None:
     _, targets = targets_of([group], settings, StartColumns(token_rewards_N=earned_N))
     assert float(targets.advantages_N[0]) == pytest.approx(1.0)
     assert targets.advantages_N[1:].tolist() == pytest.approx([0.75] * (layout.num_tokens - 1))
+
+
+PLACES = {"advantage": {"name": "reinforce_plus_plus", "whiten": False}}
+"""An estimator that reads where a reward fell: the advantage is what is still to come."""
+
+
+def earned_at_once(group: TrajectoryGroup, amounts: Sequence[float]) -> StartColumns:
+    """So much of each trajectory's reward fell on its first token."""
+    layout, _ = targets_of([group], {})
+    earned_N = torch.zeros(layout.num_tokens)
+    earned_N[layout.lengths_R.cumsum(0) - layout.lengths_R] = torch.tensor(amounts)
+    return StartColumns(token_rewards_N=earned_N)
+
+
+def test_trajectories_are_ranked_by_what_they_earned_in_all() -> None:
+    """Filtration does not see where a reward fell: the first and the third are equally good, the second is the worst."""
+    group = make_group(0, rewards=[1.0, 0.25, 1.0, 0.5])
+    for settings in ({}, PLACES):
+        filtered = {**settings, "selection": {"filtration": {"method": "best_worst"}}}
+        _, targets = targets_of([group], filtered, earned_at_once(group, [0.75, 2.0, 0.0, 0.5]))
+        assert targets.counts_R.tolist() == [1.0, 2.0, 1.0, 0.0]
+        assert targets.figures["zero_variance_groups"] == 0
+    group = make_group(0, rewards=[0.5] * 4)
+    _, targets = targets_of([group], PLACES, earned_at_once(group, [0.5, 0.0, 2.0, -1.0]))
+    assert targets.figures["zero_variance_groups"] == 1
+
+
+def test_clip_and_penalty_are_of_the_total_and_fall_on_the_last_token() -> None:
+    """What fell on earlier tokens stays; so the whole is the clipped total, and what is still to come makes up for it."""
+    group = make_group(0, num_samples=3, rewards=[2.0, 0.25, -3.0])
+    earned = [1.5, 0.25, 0.5]
+    shaped = {"reward_clip": [-1.0, 1.0], "overlong_penalty": {"buffer_tokens": 12}}
+    layout, targets = targets_of([group], {**PLACES, "selection": shaped}, earned_at_once(group, earned))
+    lengths = layout.lengths_R.tolist()
+    assert min(lengths) >= 2
+    for row_N, clipped, length, first in zip(
+        targets.advantages_N.split(lengths), [1.0, 0.25, -1.0], lengths, earned, strict=True
+    ):
+        total = clipped - length / 12
+        assert row_N.tolist() == pytest.approx([total, *[total - first] * (length - 1)])
+
+
+def test_an_advantage_is_clipped_token_by_token() -> None:
+    group = make_group(0, num_samples=2, rewards=[1.0, -1.0])
+    settings = {**PLACES, "selection": {"advantage_clip": 0.5}}
+    layout, targets = targets_of([group], settings, earned_at_once(group, [0.75, 0.0]))
+    good_N, bad_N = targets.advantages_N.split(layout.lengths_R.tolist())
+    assert good_N.tolist() == pytest.approx([0.5, *[0.25] * (len(good_N) - 1)])
+    assert bad_N.tolist() == pytest.approx([-0.5] * len(bad_N))
 
 
 def test_a_missing_component_is_named() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from protos.errors import FencedError, LedgerError, SelectionError, UnavailableError
@@ -96,6 +98,23 @@ def test_rules() -> None:
         "a baseline is no row to train"
     )
     assert SelectionRules(2, 0, False).rejection(group_headers(make_group(0, rewards=(1.0,) * 4)), 1000) is None
+
+
+def test_equal_rewards_are_equal_wherever_they_were_earned() -> None:
+    """Dynamic sampling compares what answers earned in all, token rewards included, not the tokens they fell on."""
+    rules = SelectionRules(min_rows=2, hard_staleness_cap=0, drop_zero_variance=True)
+
+    def reason(*rewards: float) -> str | None:
+        group = make_group(0, num_samples=2, rewards=rewards)
+        rows = []
+        for number, row in enumerate(group.scored_rows):
+            earned = [np.zeros(len(one.ids), np.float32) for one in row.trajectory.segments]
+            earned[0][np.flatnonzero(row.trajectory.segments[0].loss_mask)[0]] = number
+            rows.append(replace(row, trajectory=replace(row.trajectory, token_rewards=tuple(earned))))
+        return rules.rejection(group_headers(replace(group, rows=tuple(rows))), 4)
+
+    assert reason(1.0, 1.0) == "zero_variance"
+    assert reason(0.0, 1.0) is None
 
 
 def test_rules_where_rewards_are_compared_with_the_greedy_answers() -> None:

@@ -33,7 +33,9 @@ def correction_of(hyper: dict[str, Any]) -> CorrectionOptions:
         else:
             test["high"] = hyper["rollout_rs_threshold"]
         rejections.append(test)
-    return CorrectionOptions.model_validate({"proximal": "bypassed", "weights": weights, "rejections": rejections})
+    return CorrectionOptions.model_validate(
+        {"preset": "token_tis", "proximal": "bypassed", "weights": weights, "rejections": rejections}
+    )
 
 
 @pytest.mark.parametrize("case", golden_cases("policy_loss/bypass_mode/"), ids=lambda case: case.name)

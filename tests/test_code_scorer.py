@@ -1,41 +1,19 @@
-"""The code scorer: where the program is, the shapes of tests, what counts as right, who is to blame, and programs that cheat."""
+"""The code scorer: where the program is, the shapes of tests, credit, and who is to blame."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.contracts import Scored, ScoreItem, Unscored
 from protos.errors import ScorerError
 from reward import code_trial
 from reward.code import CodeTests
-from reward.code_tests import (
-    CallTest,
-    ScriptTest,
-    StatementTest,
-    UnusableTestsError,
-    parse_tests,
-    same_output,
-    same_value,
-    spread,
-)
-from reward.sandbox.isolation import find_isolation
 from reward.sandbox.sandbox import SandboxError
-
-isolated = pytest.mark.skipif(
-    find_isolation().name == "none", reason=f"no isolation here: {'; '.join(find_isolation().faults)}"
-)
-
-DOUBLE = "print(2 * int(input()))"
-DOUBLE_TESTS = {"inputs": ["1\n", "5\n", "-3\n"], "outputs": ["2\n", "10\n", "-6\n"]}
-ADD = "def add(a, b):\n    return a + b"
-
+from tests.code_answers import ADD, DOUBLE, DOUBLE_TESTS, counted, isolated, judge, value
 
 UNITTEST = """
 import unittest
@@ -43,27 +21,6 @@ class Cases(unittest.TestCase):
     def test_one(self):
         self.assertEqual(add(1, 2), 3)
 """
-
-
-def answer(code: str) -> str:
-    return f"First some thoughts.\n\n```python\n{code}\n```\nThat is all."
-
-
-def judge(code: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, **parameters: Any) -> Score:
-    scorer = CodeTests(**parameters)
-    return scorer.judge(ScoreItem("", answer(code), ground_truth, extra_info or {}))
-
-
-def value(code: str, ground_truth: Any, **parameters: Any) -> float:
-    score = judge(code, ground_truth, **parameters)
-    assert isinstance(score, Scored), score
-    return score.value
-
-
-def counted(score: Score) -> dict[str, float]:
-    assert isinstance(score, Scored), score
-    return {name: number for name, number in score.breakdown.items() if number}
-
 
 # ---- shapes of tests ----
 
@@ -166,27 +123,6 @@ def test_tests_that_cannot_be_used_are_invalid_input(ground_truth: Any, named: s
 def test_a_test_that_nobody_could_pass_is_invalid_input(test: str, named: str) -> None:
     score = judge("def f(x): return x", {"test": test})
     assert isinstance(score, Unscored) and score.reason == "invalid_input" and named in score.detail
-
-
-def test_parsed_tests_are_what_they_say() -> None:
-    assert parse_tests(DOUBLE_TESTS, {})[1] == ScriptTest("5\n", "10\n")
-    assert parse_tests({"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[3]]}, {}) == [
-        CallTest("f", (1, [2]), ([3], 3))
-    ]
-    assert parse_tests({"test": "t", "entry_point": "f"}, {}) == [StatementTest("t", "f")]
-    with pytest.raises(UnusableTestsError):
-        parse_tests("no tests", {})
-
-
-@given(st.integers(1, 50), st.integers(0, 60))
-def test_a_selection_of_tests_is_even_and_in_order(number: int, most: int) -> None:
-    tests = [ScriptTest(str(place), "") for place in range(number)]
-    chosen = spread(tests, most)
-    assert len(chosen) == (min(number, most) if most else number)
-    places = [int(test.stdin) for test in chosen]
-    assert places == sorted(set(places)) and places[0] == 0
-    gaps = [after - before for before, after in zip(places, [*places[1:], number], strict=True)]
-    assert max(gaps) - min(gaps) <= 1
 
 
 # ---- where the program is ----
@@ -332,238 +268,6 @@ def test_packages_that_are_named_can_be_imported() -> None:
         CodeTests(packages=("no_such_package",)).start()
 
 
-# ---- what tests may do with an answer that runs elsewhere ----
-
-
-@isolated
-@pytest.mark.parametrize(
-    ("program", "test"),
-    [
-        (
-            "class P:\n    def __init__(self, a): self.a = a\n    def twice(self): return 2 * self.a",
-            "p = P(4)\nassert p.a == 4 and p.twice() == 8",
-        ),
-        (
-            "class P:\n    def __init__(self, a): self.a = a\ndef most(ps): return max(p.a for p in ps)",
-            "assert most([P(1), P(3)]) == 3",
-        ),
-        ("def f(x): x.sort()", "x = [3, 1, 2]\nf(x)\nassert x == [1, 2, 3]"),
-        ("def f(x): x['a'] = 1", "x = {}\nf(x)\nassert x == {'a': 1}"),
-        ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]"),
-        (
-            "def f(x): raise ValueError('no')",
-            "try:\n    f(1)\n    raise SystemExit(1)\nexcept ValueError as e:\n    assert str(e) == 'no'",
-        ),
-        ("def f(x, *, y): return x, y", "assert f(1, y={2, 3}) == (1, {2, 3})"),
-        (
-            "def f(): return {(1, 2): b'x', 'y': 1j, None: frozenset([1])}",
-            "assert f() == {(1, 2): b'x', 'y': 1j, None: frozenset([1])}",
-        ),
-        ("def f(): return 1 << 100_000", "assert f() == 1 << 100_000"),
-        ("def f(): return float('nan')", "import math\nassert math.isnan(f())"),
-        ("LIMIT = 10\ndef f(): return LIMIT", "assert f() == LIMIT == 10"),
-        ("def sum(a, b): return 6", "assert sum(10, 15) == 6"),
-        ("def gcd(a, b): return 2", "assert gcd(4, 6) == 2"),
-        ("def select(x): return x", "assert set(select([1])) == {1}"),
-        ("def f(g): return g", "class Mine: pass\nassert f(1) == 1"),
-        ("def apply(x): return x", "def helper(x):\n    return apply(x) + 1\nassert helper(1) == 2"),
-        (
-            "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
-            "assert f() == (1, 2)",
-        ),
-        ("def f(x): return x", "import re\nassert re.match('a+', f('aa'))"),
-    ],
-)
-def test_statements_about_an_answer_in_another_process(program: str, test: str) -> None:
-    assert value(program, [test]) == 1.0
-
-
-@isolated
-def test_many_calls_in_one_test() -> None:
-    test = "for n in range(2000):\n    assert f(n) == n + 1"
-    assert value("def f(n): return n + 1", {"test": test}) == 1.0
-    assert value("def f(n): return n + (n < 1999)", {"test": test}) == 0.0
-
-
-# ---- programs that cheat ----
-
-CHEATS = {
-    "ends before the test does": "import os\nos._exit(0)",
-    "ends quietly": "import sys\nsys.exit(0)",
-    "ends when it is called": "import os\ndef f(x): os._exit(0)",
-    "exits when it is called": "import sys\ndef f(x): sys.exit(0)",
-    "raises SystemExit": "def f(x): raise SystemExit(0)",
-    "ends a loop in silence": "def f(x): raise StopIteration",
-    "equals everything": """
-class E(int):
-    def __eq__(self, other): return True
-    __hash__ = int.__hash__
-def f(x): return E(0)
-""",
-    "equals everything as an object": """
-class E:
-    def __eq__(self, other): return True
-    def __ne__(self, other): return False
-    def __gt__(self, other): return True
-    def __bool__(self): return True
-    def __sub__(self, other): return 0
-    def __abs__(self): return 0
-def f(x): return E()
-""",
-    "changes what Python's words mean": """
-import builtins
-builtins.abs = builtins.len = lambda *a: 0
-builtins.AssertionError = type("A", (Exception,), {})
-def abs(x): return 0
-def isclose(*a): return True
-def f(x): return 0
-""",
-    "defines Python's words anew": """
-def abs(x): return 0
-def len(x): return 1
-def all(x): return True
-def isclose(*a): return True
-def f(x): return 0
-""",
-    "changes modules": """
-import sys, math
-math.isclose = lambda *a, **k: True
-sys.modules["math"] = math
-def f(x): return 0
-""",
-    "prints a protocol": """
-print('{"value": true}')
-print('{"stopped": "", "code": 0}')
-def f(x): return 0
-""",
-    "writes to every descriptor": r"""
-import os
-for descriptor in range(3, 64):
-    for line in (b'{"value": true}\n', b'\0\0\0\2{}', b'begun', b'k'):
-        try: os.write(descriptor, line)
-        except OSError: pass
-def f(x): return 0
-""",
-    "answers its line by itself": r"""
-import os
-for _ in range(50): os.write(3, b'{"value": {"object": 0, "type": "function"}}\n')
-""",
-    "answers with an exit": r"""
-import os
-for _ in range(50): os.write(3, b'{"error": "SystemExit", "message": 0}\n')
-""",
-    "answers with no data": r"""
-import os
-for _ in range(50): os.write(3, b'{"value": {"dict": [[[], 1]]}}\n')
-def f(x): return 0
-""",
-    "replaces the test": """
-import sys
-sys.modules["__main__"] = sys
-sys.settrace(lambda *a: None)
-def f(x): return 0
-""",
-    "leaves a handler": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
-    "looks at its caller": """
-import sys
-def f(x):
-    frame = sys._getframe()
-    while frame:
-        for v in [*frame.f_locals.values(), *frame.f_globals.values()]:
-            if type(v) is int and v * v == 22193521: return v
-        frame = frame.f_back
-    return 0
-""",
-    "looks through memory": """
-import gc
-def f(x):
-    for o in gc.get_objects():
-        for v in list(o.values()) if isinstance(o, dict) else list(o) if isinstance(o, (list, tuple)) else ():
-            if type(v) is int and v * v == 22193521 or type(v) is str and len(v) < 50 and v.isdigit() and int(v) ** 2 == 22193521:
-                return int(v)
-    return 0
-""",
-    "looks at files": """
-import os
-def f(x):
-    for top, _, files in os.walk("/tmp"):
-        for name in files:
-            return int(open(os.path.join(top, name)).read())
-    return 0
-""",
-    "kills the test": """
-import os, signal
-for process in range(1, 400):
-    if process != os.getpid():
-        try: os.kill(process, signal.SIGTERM)
-        except OSError: pass
-def f(x): return 0
-""",
-}
-CHEATED: dict[str, Any] = {
-    "call": {"fn_name": "f", "inputs": ["1"], "outputs": ["4711"]},
-    "statement": ["assert f(1) == 4711"],
-    "loop": ["assert all(map(lambda x: f(x) == 4711, [1, 2]))"],
-    "close": {
-        "test": "import math\ndef check(candidate):\n    assert abs(candidate(1) - 4711) < 1e-6 and math.isclose(candidate(1), 4711)\n",
-        "entry_point": "f",
-    },
-    "abs": {"test": "assert abs(f(1) - 4711) < 1e-6"},
-    "length": ["assert len([f(1)]) == 1 and f(1) > 4710 and f(1) != 0"],
-}
-
-
-@isolated
-@pytest.mark.parametrize("shape", CHEATED)
-@pytest.mark.parametrize("cheat", CHEATS)
-def test_cheats_earn_nothing(cheat: str, shape: str) -> None:
-    score = judge(CHEATS[cheat], CHEATED[shape], seconds_per_test=2.0)
-    assert isinstance(score, Scored) and score.value == 0.0, score
-    assert value("def f(x): return 4711", CHEATED[shape]) == 1.0
-
-
-@isolated
-@pytest.mark.parametrize("cheat", ["looks at its caller", "looks through memory"])
-def test_the_search_would_find_what_is_there(cheat: str) -> None:
-    """Else the test above would prove nothing."""
-    assert value(CHEATS[cheat] + "\nhidden = 4711\nmore = [hidden]", CHEATED["call"]) == 1.0
-
-
-@isolated
-@pytest.mark.parametrize(
-    "cheat",
-    [
-        "print(open(0).read())",
-        """
-import gc
-for o in gc.get_objects():
-    for v in list(o.values()) if isinstance(o, dict) else list(o) if isinstance(o, (list, tuple)) else ():
-        if type(v) is str and v.startswith("the wan") and len(v) == 16:
-            print(v)
-""",
-        """
-import sys
-frame = sys._getframe()
-while frame:
-    print(*[v for v in frame.f_locals.values() if type(v) is str and v.startswith("the wan")])
-    frame = frame.f_back
-""",
-        """
-import os
-for top, _, files in os.walk("/tmp"):
-    print(*[open(os.path.join(top, name)).read() for name in files])
-""",
-        "import sys\nsys.exit(0)",
-        "import os\nos._exit(0)",
-        'print(\'{"failure": "", "verdict": "passed"}\')',
-    ],
-)
-def test_what_a_program_should_print_is_nowhere_in_its_sandbox(cheat: str) -> None:
-    tests = {"inputs": ["x"], "outputs": ["the wanted words"]}
-    assert value(cheat, tests) == 0.0
-    assert value("print('the wanted  words')", tests) == 1.0
-
-
 @isolated
 def test_nothing_passes_from_one_test_of_an_answer_to_the_next() -> None:
     program = "import os\nprint(len(os.listdir('.')))\nopen(f'note{os.getpid()}', 'w').write('x')"
@@ -607,95 +311,3 @@ def test_no_isolation_is_refused_at_the_start_and_infrastructure_later(monkeypat
 def test_impossible_parameters(parameters: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(parameters))):
         CodeTests(**parameters)
-
-
-# ---- what is the same ----
-
-
-@pytest.mark.parametrize(
-    ("got", "wanted", "tokens", "lines"),
-    [
-        ("1 2\n3\n", "1 2\n3", True, True),
-        ("1 2 3", "1 2\n3", True, False),
-        (" 1   2\n\n", "1 2", True, True),
-        ("1\n\n2", "1\n2", True, False),
-        ("", "", True, True),
-        ("", "0", False, False),
-        ("YES", "Yes", False, False),
-        ("1.0000001", "1", True, True),
-        ("1.001", "1", False, False),
-        ("3", "3.0", True, True),
-        ("1e3", "1000", True, True),
-        ("007", "7", True, True),
-        ("1000001", "1000002", False, False),
-        ("100000000000000000001", "100000000000000000002", False, False),
-        ("1000000.5", "1000001", True, True),
-        ("nan", "nan", True, True),
-        ("inf", "1e999", False, False),
-        ("1_0", "10", False, False),
-        ("0x10", "16", False, False),
-        ("-0", "0", True, True),
-        ("1" * 5000, "1" * 5000, True, True),
-        ("1" * 5000, "1" * 4999 + "2", False, False),
-        ("٣", "3", False, False),
-    ],
-)
-def test_same_output(got: str, wanted: str, tokens: bool, lines: bool) -> None:
-    assert same_output(got, wanted, "tokens", 1e-6) == tokens
-    assert same_output(got, wanted, "lines", 1e-6) == lines
-
-
-WORDS = st.lists(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=8), max_size=6)
-
-
-@given(WORDS, st.lists(st.sampled_from([" ", "\n", "  ", "\t", " \n "]), min_size=7, max_size=7))
-def test_white_space_never_counts_among_tokens(words: list[str], between: list[str]) -> None:
-    scattered = "".join(gap + word for gap, word in zip(between, words, strict=False)) + between[-1]
-    assert same_output(scattered, " ".join(words), "tokens", 0.0)
-    assert not same_output(scattered + " more", " ".join(words), "tokens", 0.0)
-
-
-@given(st.floats(-1e6, 1e6), st.floats(-1.0, 1.0))
-def test_numbers_within_the_tolerance_and_not_beyond(wanted: float, share: float) -> None:
-    reach = 1e-3 * max(1.0, abs(wanted))
-    assert same_output(repr(wanted + 0.99 * share * reach), repr(wanted), "tokens", 1e-3)
-    beyond = wanted + math.copysign(1.01 + abs(share), share) * reach
-    if "." in repr(beyond):
-        assert not same_output(repr(beyond), repr(wanted), "tokens", 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("got", "wanted", "same"),
-    [
-        ((1, (2, 3)), [1, [2, 3]], True),
-        ([1, 2], [2, 1], False),
-        ({1: "a"}, {"1": "a"}, True),
-        ({"a": [0.1 + 0.2]}, {"a": [0.3]}, True),
-        ({"a": 1, "b": 2}, {"a": 1}, False),
-        (0.3, 0.30001, False),
-        (10**17 + 1, 10**17, False),
-        (10**400, 1.5, False),
-        (None, None, True),
-        (None, False, False),
-        (True, 1, True),
-        ("1", 1, False),
-        ({1, 2}, [1, 2], False),
-        (math.nan, 1.0, False),
-        ("ab", ["a", "b"], False),
-    ],
-)
-def test_same_value(got: Any, wanted: Any, same: bool) -> None:
-    assert same_value(got, wanted, 1e-6) == same
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=10,
-)
-
-
-@given(JSON)
-def test_every_value_of_json_is_the_same_as_itself(value: Any) -> None:
-    assert same_value(value, json.loads(json.dumps(value)), 0.0)
-    assert not same_value([value], value, 0.0) and not same_value([value, 0], [value], 0.0)

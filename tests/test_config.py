@@ -156,6 +156,15 @@ def test_a_file_that_is_no_recipe_is_one_clear_line(
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_recipe_that_cannot_be_reached_is_named(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    for file in (recipe_file / "more.toml", tmp_path / "loop.toml", tmp_path / f"{300 * 'x'}.toml"):
+        for load in (load_recipe, load_resolved):
+            with pytest.raises(ConfigError, match=r"cannot be read \(\w.*\); mend that") as caught:
+                load(file)
+            assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         load_recipe(tmp_path)

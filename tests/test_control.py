@@ -8,42 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
+from protos import control_pb2, control_pb2_grpc
 from protos.errors import DeadlineError, UnavailableError
 from services import rpc
 from services.buffer.buffer import Buffer
 from services.children import Child, ChildSpec
 from services.config import parse_recipe
-from services.control import ControlServer, software_version
+from services.control import ControlServer
 from services.crew import Crew
 from tests.redis_ring import SAMPLER, new_run, running_redis, score, train
 from tests.run_inputs import small_values
+from tests.service_wire import ask_info, check_what_it_says
 from tests.test_run_recipe import Run, wait_for
 
 CONTROL_SERVICE = "tandem.v1.ControlService"
 RPC_SECONDS = 5.0
-
-
-def ask_info(address: str) -> common_pb2.InfoReply:
-    with rpc.connect(address) as channel, rpc.translated():
-        return common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
-
-
-def health_of(address: str, name: str) -> int:
-    with rpc.connect(address) as channel:
-        request = health_pb2.HealthCheckRequest(service=name)
-        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=RPC_SECONDS).status)
-
-
-def listed_services(address: str) -> set[str]:
-    with rpc.connect(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        reply = next(stub.ServerReflectionInfo(iter([request]), timeout=RPC_SECONDS))
-    return {service.name for service in reply.list_services_response.service}
 
 
 # --- a real supervisor -----------------------------------------------------------------------------------------------
@@ -68,21 +48,11 @@ def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> No
     buffer = Buffer(address.redis_url, "small")
     wait_for(lambda: buffer.counts()["admitted"] == 6)
 
-    for name in ("", CONTROL_SERVICE, rpc.INFO_SERVICE):
-        assert health_of(address.control, name) == health_pb2.HealthCheckResponse.SERVING, name
-    assert listed_services(address.control) == {
-        CONTROL_SERVICE,
-        rpc.INFO_SERVICE,
-        health.SERVICE_NAME,
-        reflection.SERVICE_NAME,
-    }
-    info = ask_info(address.control)
-    assert (info.service, info.run_id, info.software_version) == ("controller", "small", software_version())
-    assert before < info.started_at < time.time()
-    assert (info.policy_version, info.incarnation) == (-1, 0), "nothing is published yet, no trainer has begun"
-    assert dict(info.figures) == {name: float(count) for name, count in buffer.counts().items()}
+    # Nothing is published yet, no trainer has begun.
+    info = check_what_it_says(
+        address.control, buffer, name="controller", service_names=(CONTROL_SERVICE,), started_after=before
+    )
     assert (info.figures["admitted"], info.figures["prompts_waiting"]) == (6.0, 6.0)
-    assert info.activity
     assert buffer.services()["controller"] == address.control, "it is found through the buffer, too"
 
     (run.folder / "finish").touch()

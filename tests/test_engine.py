@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 from protos.errors import DataError, EnvironmentLackError, ModelError, UnavailableError
 from protos.nouns import SamplingParameters, Trajectory
 from rollout.config import RolloutConfig
+from tests import engine_process
 from tests.engine_process import EngineProcess
 from tests.tiny_model import EOS_ID, VOCABULARY, build_tiny_model
 
@@ -179,6 +181,15 @@ def test_an_engine_that_dies_is_noticed(engine: EngineProcess) -> None:
     for method in ("check", "sample"):
         with pytest.raises(UnavailableError):
             engine.call(method, *((PROMPT, 1, SamplingParameters()) if method == "sample" else ()))
+
+
+def test_an_engine_that_is_late_is_not_left_running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "START_SECONDS", 0.0)
+    before = set(multiprocessing.active_children())
+    arguments: dict[str, Any] = {"dtype": "float32", "max_model_tokens": MAX_TOKENS, "seed": 3}
+    with pytest.raises(TimeoutError):
+        EngineProcess(config=CONFIG, model_path=str(folder), **arguments)
+    assert set(multiprocessing.active_children()) == before
 
 
 def broken_config(folder: Path) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +13,11 @@ from safetensors.torch import load_file
 from rollout.weight_receiver import StagedReceiver
 from tests.engine_inputs import logprobs_of, make_micro_batches, plain_model, relative_error
 from tests.engine_rank import STEPS, Ring
+from tests.ranks import run_two_ranks
 from tests.test_weight_group import wait
 from tests.tiny_model import build_tiny_model
 from trainer.config import TrainerConfig
 
-REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
@@ -35,22 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """What two ranks left in a folder, and what each saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.engine_rank", str(model), str(folder)]
-    ranks = [
-        subprocess.Popen(command, cwd=REPOSITORY, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return folder, run_two_ranks("tests.engine_rank", model, folder=folder, seconds=90)
 
 
 def test_two_offloaded_ranks_learn_as_one(two_ranks: tuple[Path, list[dict[str, Any]]], model: Path) -> None:

@@ -11,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protos import common_pb2, common_pb2_grpc
 from protos.codec import decode_group
 from protos.errors import DataError, ModelError
 from services.buffer.buffer import Buffer
 from services.config import Recipe, parse_recipe
 from services.feed_service import Feed, PromptStream, epoch_order, open_stream
 from services.front import ServiceFront
-from services.rpc import connect
 from tests.dataset_files import chat_folder, verl_row, write_lines
-from tests.redis_ring import SAMPLER, claim, new_run, running_redis
+from tests.redis_ring import SAMPLER, claim, new_run, offer, running_redis
+from tests.service_wire import check_what_it_says
 
 
 @pytest.fixture(scope="module")
@@ -242,16 +241,17 @@ def retired(buffer: Buffer) -> list[object]:
 
 
 def test_front_answers_info_and_beats(redis_url: str, recipe: Callable[..., Recipe]) -> None:
-    buffer = new_run(redis_url, groups_per_batch=2, target_groups=2)
-    feed = Feed(buffer, open_stream(recipe(questions(3)), 0))
+    buffer = new_run(redis_url, groups_per_batch=2, target_groups=2, run_id="feed-test")
+    offer(buffer, 1)  # an earlier process of this feed
+    feed = Feed(buffer, open_stream(recipe(questions(3)), 1))
+    before = time.time()
     with ServiceFront(
         "feed", recipe(questions(3)), buffer, figures=feed.figures, activity=lambda: feed.activity
     ) as front:
         assert buffer.services()["feed"] == front.address
-        with connect(front.address) as channel:
-            info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=10.0)
-        assert (info.service, info.policy_version, info.activity) == ("feed", -1, "starting")
-        assert info.figures["admitted"] == 0 and "prompts_waiting" in info.figures
+        info = check_what_it_says(front.address, buffer, name="feed", service_names=(), started_after=before)
+        assert info.activity == "starting"
+        assert (info.figures["admitted"], info.figures["groups_admitted"]) == (1, 0)
         eventually(lambda: "waiting_seconds" in buffer.figures().get("feed", {}))
 
 

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-    run_state_machine_as_test,
-)
 
 from protos.errors import DataError, JobError, JobExistsError, LedgerError, UnknownJobError
-from services.jobs.config import JobsConfig
-from services.jobs.store import CANCELLED, ChunkClaim, JobRecord, JobStore
+from services.jobs.store import CANCELLED, JobStore
+from tests.job_calls import LEASE_SECONDS, claim, expire, finish, new_store, submit
 from tests.redis_ring import lose_every_answer, running_redis
 from tests.reward_ring import eventually
-
-LEASE_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -41,37 +24,6 @@ def store(url: str) -> Iterator[JobStore]:
     made = new_store(url)
     yield made
     made.close()
-
-
-def new_store(url: str, **config: Any) -> JobStore:
-    return JobStore(url, JobsConfig(namespace=f"test-{uuid.uuid4().hex[:12]}", **config))
-
-
-def submit(store: JobStore, *chunks: int, key: str = "key", priority: int = 0, seal: bool = False) -> JobRecord:
-    """A job with chunks of so many items each."""
-    job = store.submit(key, rubric="", priority=priority)
-    for index, number in enumerate(chunks):
-        stored, job = store.add_chunk(job.job_id, index, number, f"{key} {index}".encode())
-        assert stored
-    return store.seal(job.job_id, len(chunks)) if seal else job
-
-
-def claim(store: JobStore, worker: str = "one") -> ChunkClaim:
-    claimed = store.claim(worker, LEASE_SECONDS, 0)
-    assert claimed is not None
-    return claimed
-
-
-def finish(store: JobStore, claimed: ChunkClaim, num_items: int) -> bool:
-    return store.complete(claimed, b"scored", num_scored=num_items, sum_values=0.5 * num_items, num_unscored={})
-
-
-def expire(store: JobStore, claimed: ChunkClaim) -> None:
-    """As if the lease had run out."""
-    store._redis.zadd(store._key("leased"), {f"{claimed.job_id}:{claimed.index}": 0}, xx=True)
-
-
-# ---- one verb at a time ----
 
 
 def test_a_job_from_its_header_to_its_last_result(store: JobStore) -> None:
@@ -249,7 +201,7 @@ def test_a_job_that_comes_late_does_not_overtake(store: JobStore) -> None:
 
 def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(url: str) -> None:
     store = new_store(url)
-    store._run("configure", 10**9, 1 << 20)
+    store._run("configure", 10**9, 1 << 20, 1 << 30)
     quarter = b"x" * ((1 << 18) - 1024)
     first, second, third = (store.submit(key, rubric="", priority=0) for key in "abc")
     assert store.add_chunk(first.job_id, 0, 1, quarter)[0] and store.add_chunk(first.job_id, 1, 1, quarter)[0]
@@ -306,248 +258,3 @@ def test_every_answer_may_get_lost(store: JobStore, monkeypatch: pytest.MonkeyPa
     job = store.cancel(job.job_id)
     assert (job.state, job.num_scored, job.sum_values, job.num_results) == ("DONE", 5, 2.5, 2)
     assert store.counts()["unscored_bytes"] == 0 and store.counts()["stale_results_refused"] == 0
-
-
-# ---- against a twin ----
-
-
-@dataclass
-class TwinChunk:
-    num_items: int
-    num_bytes: int
-    first_item: int
-    place: int
-    state: str = "waiting"
-    worker: str = ""
-    token: int = 0
-    attempts: int = 0
-    losses: int = 0
-    lost: set[int] = field(default_factory=set)
-    under_way: int = 0
-    partial: bytes = b""
-
-
-@dataclass
-class TwinJob:
-    job_id: str
-    priority: int
-    state: str = "OPEN"
-    rank: int = 0
-    chunks: list[TwinChunk] = field(default_factory=list)
-    results: list[bytes] = field(default_factory=list)
-    num_scored: int = 0
-    unscored: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def open_chunks(self) -> list[TwinChunk]:
-        return [] if self.state in ("DONE", "CANCELLED") else [one for one in self.chunks if one.state != "ended"]
-
-
-LIMIT = 8000
-OVERHEAD = 1024
-WORKERS = ("one", "two")
-
-
-class Jobs(RuleBasedStateMachine):
-    """The store and its twin do the same and look the same, whatever comes in whatever order."""
-
-    url = ""
-    keys = Bundle("keys")
-    claims = Bundle("claims")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = new_store(self.url)
-        self.store._run("configure", 10**9, LIMIT)
-        self.jobs: dict[str, TwinJob] = {}
-        self.served: dict[int, int] = {}
-        self.numbers = itertools.count()
-
-    def teardown(self) -> None:
-        self.store.close()
-
-    @initialize(target=keys)
-    def begin(self) -> Any:
-        return self.submit_job(0)
-
-    @rule(target=keys, priority=st.sampled_from([0, 0, 5, -5]))
-    def submit_job(self, priority: int) -> str:
-        key = f"key-{next(self.numbers)}"
-        self.jobs[key] = TwinJob(self.store.submit(key, rubric="", priority=priority).job_id, priority)
-        return key
-
-    @rule(key=keys)
-    def submit_again(self, key: str) -> None:
-        job = self.jobs[key]
-        assert self.store.submit(key, rubric="", priority=job.priority).job_id == job.job_id
-        with pytest.raises(JobExistsError):
-            self.store.submit(key, rubric="", priority=job.priority + 1)
-
-    @rule(key=keys, offset=st.sampled_from([0, 0, 0, 0, -1, 1]), items=st.integers(1, 5), size=st.integers(0, 3000))
-    def add_chunk(self, key: str, offset: int, items: int, size: int) -> None:
-        job = self.jobs[key]
-        index = len(job.chunks) + offset
-        if index < 0:
-            return
-        if offset >= 0 and (job.state != "OPEN" or offset == 1):
-            with pytest.raises(JobError if job.state != "OPEN" else DataError):
-                self.store.add_chunk(job.job_id, index, items, b"x" * size)
-            return
-        stored, _ = self.store.add_chunk(job.job_id, index, items, b"x" * size)
-        total = sum(chunk.num_bytes for one in self.jobs.values() for chunk in one.open_chunks)
-        own, size = sum(chunk.num_bytes for chunk in job.open_chunks), size + OVERHEAD
-        room = (total == 0 or total + size <= LIMIT) and (own == 0 or own + size <= LIMIT / 2)
-        assert stored == (offset < 0 or room)
-        if offset == 0 and stored:
-            start = max(self.served.get(job.priority, 0), job.rank)
-            first = sum(chunk.num_items for chunk in job.chunks)
-            job.chunks.append(TwinChunk(items, size, first, start))
-            job.rank = start + items
-
-    @rule(key=keys, offset=st.sampled_from([0, 0, 1]))
-    def seal(self, key: str, offset: int) -> None:
-        job = self.jobs[key]
-        if offset or job.state == "CANCELLED":
-            with pytest.raises(JobError if job.state == "CANCELLED" else DataError):
-                self.store.seal(job.job_id, len(job.chunks) + offset)
-            return
-        self.store.seal(job.job_id, len(job.chunks))
-        if job.state == "OPEN":
-            job.state = "RUNNING"
-            self._end(job)
-
-    def _end(self, job: TwinJob) -> None:
-        if job.state == "RUNNING" and not job.open_chunks:
-            job.state = "DONE"
-
-    @rule(target=claims, worker=st.sampled_from(WORKERS))
-    def claim(self, worker: str) -> Any:
-        waiting = [
-            (-job.priority, chunk.place, f"{job.job_id}:{index}", job, chunk)
-            for job in self.jobs.values()
-            for index, chunk in enumerate(job.chunks)
-            if job.state in ("OPEN", "RUNNING") and chunk.state == "waiting"
-        ]
-        claimed = self.store.claim(worker, LEASE_SECONDS, 0)
-        if not waiting:
-            assert claimed is None
-            return multiple()
-        _, place, name, job, chunk = min(waiting, key=lambda one: one[:3])
-        assert claimed is not None and f"{claimed.job_id}:{claimed.index}" == name
-        found = (claimed.first_item, claimed.attempts, claimed.losses, claimed.under_way, claimed.partial)
-        assert found == (chunk.first_item, chunk.attempts, chunk.losses, chunk.under_way, chunk.partial)
-        assert len(claimed.items) == chunk.num_bytes - OVERHEAD
-        chunk.state, chunk.worker, chunk.token = "leased", worker, claimed.token
-        self.served[job.priority] = max(place, self.served.get(job.priority, 0))
-        return claimed
-
-    def _current(self, claimed: ChunkClaim, *, alive: bool = True) -> tuple[TwinJob, TwinChunk, bool]:
-        [job] = [one for one in self.jobs.values() if one.job_id == claimed.job_id]
-        chunk = job.chunks[claimed.index]
-        current = job.state in ("OPEN", "RUNNING") and chunk.state == "leased" and chunk.token == claimed.token
-        if alive and claimed.token in chunk.lost:  # whoever asks did not die
-            chunk.lost.discard(claimed.token)
-            chunk.losses -= 1
-        return job, chunk, current
-
-    @rule(claimed=claims, failed=st.integers(0, 5))
-    def complete(self, claimed: ChunkClaim, failed: int) -> None:
-        job, chunk, current = self._current(claimed)
-        failed = min(failed, chunk.num_items)
-        result = f"{claimed.index}".encode()
-        reasons = {"timeout": failed} if failed else {}
-        scored = chunk.num_items - failed
-        accepted = self.store.complete(
-            claimed, result, num_scored=scored, sum_values=0.5 * scored, num_unscored=reasons
-        )
-        assert accepted == current
-        if current:
-            chunk.state = "ended"
-            job.results.append(result)
-            job.num_scored += scored
-            if failed:
-                job.unscored["timeout"] = job.unscored.get("timeout", 0) + failed
-            self._end(job)
-
-    @rule(claimed=claims, partial=st.sampled_from([b"", b"some"]))
-    def give_back(self, claimed: ChunkClaim, partial: bytes) -> None:
-        _, chunk, current = self._current(claimed)
-        attempts = claimed.attempts + 1
-        assert current == self.store.give_back(claimed, attempts=attempts, partial=partial, pause_seconds=0.0)
-        if current:
-            chunk.state, chunk.attempts, chunk.partial, chunk.under_way = (
-                "waiting",
-                attempts,
-                partial or chunk.partial,
-                0,
-            )
-
-    @rule(claimed=claims, under_way=st.integers(0, 3), cleared=st.booleans())
-    def save(self, claimed: ChunkClaim, under_way: int, cleared: bool) -> None:
-        _, chunk, current = self._current(claimed)
-        assert current == self.store.save(claimed, partial=b"saved", under_way=under_way, cleared=cleared)
-        if current:
-            chunk.partial, chunk.under_way = b"saved", under_way
-            if cleared:
-                chunk.losses, chunk.lost = 0, set()
-
-    @rule(claimed=claims)
-    def renew(self, claimed: ChunkClaim) -> None:
-        lost = [] if self._current(claimed)[2] else [claimed.token]
-        assert self.store.renew([claimed], LEASE_SECONDS) == lost
-
-    @rule(claimed=claims)
-    def lease_runs_out(self, claimed: ChunkClaim) -> None:
-        _, chunk, current = self._current(claimed, alive=False)
-        if current:
-            expire(self.store, claimed)
-            self.store.renew([], LEASE_SECONDS)  # somebody looks
-            self._lose(chunk)
-
-    def _lose(self, chunk: TwinChunk) -> None:
-        chunk.lost.add(chunk.token)
-        chunk.state, chunk.losses = "waiting", chunk.losses + 1
-
-    @rule(worker=st.sampled_from(WORKERS))
-    def worker_starts_anew(self, worker: str) -> None:
-        held = [c for job in self.jobs.values() for c in job.open_chunks if c.state == "leased" and c.worker == worker]
-        assert self.store.register(worker) == len(held)
-        for chunk in held:
-            self._lose(chunk)
-
-    @rule(key=keys)
-    def cancel(self, key: str) -> None:
-        job = self.jobs[key]
-        self.store.cancel(job.job_id)
-        if job.state in ("OPEN", "RUNNING"):
-            if waiting := sum(chunk.num_items for chunk in job.open_chunks):
-                job.unscored[CANCELLED] = waiting
-            job.state = "CANCELLED"
-
-    @invariant()
-    def they_look_the_same(self) -> None:
-        listed = self.store.list_jobs(1000)
-        assert [job.job_id for job in listed] == [job.job_id for job in reversed(self.jobs.values())]
-        for found, job in zip(listed, reversed(self.jobs.values()), strict=True):
-            num_items = sum(chunk.num_items for chunk in job.chunks)
-            assert (found.state, found.num_items, found.num_chunks) == (job.state, num_items, len(job.chunks))
-            assert (found.num_scored, found.num_unscored) == (job.num_scored, job.unscored)
-            assert found.sum_values == 0.5 * job.num_scored
-            assert found.num_waiting == sum(chunk.num_items for chunk in job.open_chunks)
-            assert self.store.events(job.job_id, 0, 1 << 20)[1] == job.results, "every result is told once, in order"
-            assert found.ended == (found.finished_at > 0) == (found.expires_at > 0)
-        chunks = [chunk for job in self.jobs.values() for chunk in job.open_chunks]
-        counts = self.store.counts()
-        assert counts["unscored_bytes"] == sum(chunk.num_bytes for chunk in chunks)
-        assert counts["chunks_waiting"] + counts["chunks_leased"] == len(chunks)
-
-
-def test_the_store_and_its_twin_agree(url: str) -> None:
-    class Here(Jobs):
-        pass
-
-    Here.url = url
-    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    run_state_machine_as_test(
-        Here, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=checks)
-    )

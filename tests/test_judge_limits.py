@@ -85,9 +85,19 @@ def test_a_question_above_the_rate_is_limited() -> None:
 
 
 def test_what_the_rate_leaves_no_time_for_is_a_timeout() -> None:
-    scores, asked = ask(Answer(hangs=True), [item("a")] * 2, tokens_per_minute=1500, deadline_seconds=1.0)
-    assert [refused(score)[0] for score in scores] == ["timeout"] * 2 and len(asked) == 1
-    assert "gave no answer" in refused(scores[0])[1] and "room in the rate limit" in refused(scores[1])[1]
+    """The first attempt may have taken its tokens, and the window has no room for those of a second."""
+    options = {"tokens_per_minute": 1500, "timeout_seconds": 0.2, "deadline_seconds": 2.0}
+    scores, asked = ask(Answer(hangs=True), [item("a")], **options)
+    reason, detail = refused(scores[0])
+    assert reason == "timeout" and "room in the rate limit (attempt 2)" in detail and len(asked) == 1
+
+
+def test_a_turn_that_does_not_come_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "LONGEST_LINE_SECONDS", 0.1)
+    options = {"max_concurrent": 1, "max_attempts": 1, "timeout_seconds": 1.0}
+    scores, asked = ask(Answer(hangs=True), [item("a")] * 2, **options)
+    assert [refused(score)[0] for score in scores] == ["timeout", "infrastructure"] and len(asked) == 1
+    assert refused(scores[1])[1] == "it waited 0.1 s for a place at the judge"
 
 
 # ---- spending ----
@@ -127,4 +137,6 @@ def test_what_may_have_been_billed_counts_as_spent(bad: Answer, billed: bool) ->
         )
         with closing(judge):
             judge.judge_batch([item("a")])
-            assert judge.figures() == {"judge_requests": 1.0, "judge_spent": pytest.approx(1.024) if billed else 0.0}
+            figures = judge.figures()
+            assert figures["judge_requests"] == 1.0
+            assert figures["judge_spent"] == (pytest.approx(1.024) if billed else 0.0)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +20,7 @@ from protos.errors import ConfigError, DataError, EnvironmentLackError, ModelErr
 from protos.nouns import Segment, TrajectoryGroup
 from tests import learner_rank
 from tests.learner_rank import all_weights, untrainable
+from tests.ranks import run_two_ranks
 from tests.tiny_model import build_tiny_model
 from tests.training_groups import make_batch, make_group
 from trainer.batch_rows import rank_micro_batches
@@ -31,8 +28,6 @@ from trainer.checkpoint import latest_checkpoint, list_checkpoints
 from trainer.config import TrainerConfig
 from trainer.learner import Learner
 from trainer.micro_batch import token_logprobs
-
-REPOSITORY = Path(__file__).parents[1]
 
 MakeLearner = Callable[..., Learner]
 
@@ -311,22 +306,7 @@ def test_a_missing_or_broken_model_is_one_clear_line(tmp_path: Path) -> None:
 def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
     """What two ranks at stage 3 left in a folder, and what each saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.learner_rank", str(model), str(folder)]
-    ranks = [
-        subprocess.Popen(command, cwd=REPOSITORY, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=150) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return folder, [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return folder, run_two_ranks("tests.learner_rank", model, folder=folder, seconds=150)
 
 
 def test_two_ranks_agree_with_one(two_ranks: tuple[Path, list[dict[str, object]]], model: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from protos.contracts import Score, Scored, Unscored
 from protos.errors import ScorerError
 from reward import model_lane
+from reward.cutoff import Cutoff
+from reward.lanes import Lane
 from reward.line_process import LineProcess
 from reward.model_lane import ModelLane, Question
 
@@ -135,3 +139,109 @@ def test_a_lane_that_was_never_asked_holds_nothing() -> None:
     one = lane()
     assert one.pid == 0 and threading.active_count() == before
     one.close()
+
+
+# ---- lanes ----
+
+
+class Model:
+    """Speaks as the process does, two answers a forward, without being one. The first forward waits for the test."""
+
+    pid, alive = 1, True
+
+    def __init__(self) -> None:
+        self.forwards: list[list[str]] = []
+        self.let_go = threading.Event()
+        self._said: list[Any] = []
+        self._lines = self._talk()
+
+    def say(self, message: Any) -> None:
+        self._said.append(message)
+
+    def hear(self, seconds: float) -> Iterator[Any]:
+        yield next(self._lines)
+
+    def kill(self) -> None:
+        self.let_go.set()
+
+    def close(self) -> None:
+        pass
+
+    def _talk(self) -> Iterator[Any]:
+        assert self._said.pop()["path"] == "fine"
+        yield {"ready": True}
+        while True:
+            questions = self._said.pop()["questions"]
+            yield {"working": [question["id"] for question in questions]}
+            for start in range(0, len(questions), 2):
+                if start:
+                    yield {"next": True}
+                    if not self._said.pop()["go_on"]:
+                        break
+                batch = questions[start : start + 2]
+                self.forwards.append([question["answer"] for question in batch])
+                assert self.let_go.wait(30.0)
+                yield {"scores": [[question["id"], float(question["answer"][1:])] for question in batch]}
+            yield {"done": True}
+
+
+class Asking(threading.Thread):
+    """Asks in a thread of its own; its answers are worth 0, 1, 2, …"""
+
+    def __init__(self, one: ModelLane, lane: Lane, number: int) -> None:
+        super().__init__(daemon=True)
+        self._one, self._lane = one, lane
+        self._questions = [Question(None, f"{lane[0]}{n}") for n in range(number)]
+        self.cutoff = Cutoff()
+        self.scores: list[Score] = []
+        self.start()
+
+    def run(self) -> None:
+        with self.cutoff.in_force():
+            self.scores = self._one.ask(self._questions, self._lane)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    made = Model()
+    monkeypatch.setattr(model_lane, "LineProcess", lambda module, environment: made)
+    return made
+
+
+def until_waiting(one: ModelLane, lane: Lane, number: int) -> None:
+    while one.waiting(lane) != number:
+        time.sleep(0.001)
+
+
+def test_the_ring_takes_the_next_forward_and_a_job_gets_its_share(model: Model) -> None:
+    with closing(lane()) as one:
+        job = Asking(one, "jobs", 20)
+        while not model.forwards:
+            time.sleep(0.001)
+        ring = Asking(one, "ring", 12)
+        until_waiting(one, "ring", 12)
+        model.let_go.set()
+        ring.join(30.0)
+        job.join(30.0)
+    assert "".join(forward[0][0] for forward in model.forwards) == "jrrrjrrr" + "j" * 8
+    assert all(len(forward) == 2 and forward[0][0] == forward[1][0] for forward in model.forwards)
+    assert job.scores == [Scored(n) for n in range(20)] and ring.scores == [Scored(n) for n in range(12)]
+
+
+def test_what_nobody_wants_any_more_leaves_the_line(model: Model) -> None:
+    with closing(lane()) as one:
+        gone = Asking(one, "calls", 4)
+        while not model.forwards:
+            time.sleep(0.001)
+        waiting = Asking(one, "calls", 5)
+        until_waiting(one, "calls", 5)
+        stays = Asking(one, "calls", 2)
+        until_waiting(one, "calls", 7)
+        for asking in (gone, waiting):
+            asking.cutoff.end()
+            asking.join(30.0)
+        end = Unscored("infrastructure", "the scorer is closing")
+        assert gone.scores == [end] * 4 and waiting.scores == [end] * 5
+        model.let_go.set()
+        stays.join(30.0)
+    assert stays.scores == [Scored(0), Scored(1)] and model.forwards == [["c0", "c1"], ["c0", "c1"]]

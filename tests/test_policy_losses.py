@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,7 +13,13 @@ from torch import Tensor
 from tests.golden_cases import GoldenCase, golden_cases
 from tests.test_aggregation import golden_shares
 from trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTokens, policy_loss_sum
-from trainer.policy_losses.options import ClippedSurrogateOptions, GmpoOptions, GspoOptions, loss_models
+from trainer.policy_losses.options import (
+    ClippedSurrogateOptions,
+    GmpoOptions,
+    GspoOptions,
+    PolicyLossOptions,
+    loss_models,
+)
 from trainer.policy_losses.registry import POLICY_LOSSES, policy_loss
 from trainer.ragged import flatten, spread
 
@@ -33,13 +39,22 @@ class Family:
     """False: it counts every token outside the clip range, also on the side where the loss does not cut; our marks, those cut."""
     aggregation: str | None = None
     """It ignores the aggregation asked for and takes this one."""
+    named: dict[str, Any] = field(default_factory=dict)
+    """Options of ours that reproduce its conventions."""
 
 
 FAMILIES = {
     "vanilla": Family("clipped_surrogate", {**CLIPS, "dual_clip": "clip_ratio_c"}),
     "cispo": Family("cispo", CLIPS),
     "gspo": Family("gspo", CLIPS, clamped_kl=False),
-    "geo_mean": Family("gmpo", CLIPS, clamped_kl=False, same_clip_metrics=False, aggregation="mean over all rows"),
+    "geo_mean": Family(
+        "gmpo",
+        CLIPS,
+        clamped_kl=False,
+        same_clip_metrics=False,
+        aggregation="seq-mean-token-mean",
+        named={"count_empty_rows": True},
+    ),
     "sapo": Family(
         "sapo",
         {"temperature_positive": "tau_pos", "temperature_negative": "tau_neg"},
@@ -51,12 +66,11 @@ FAMILIES = {
 }
 
 
-def shares_of(case: GoldenCase, family: Family, lengths_B: Tensor, columns: int) -> Tensor:
-    hyper = case.hyper["global"] or {}
-    if family.aggregation == "mean over all rows":
-        # Rows without tokens count with value 0, and no global denominator does: aggregation by rows, which our modes do not have.
-        return spread(1.0 / (len(lengths_B) * lengths_B.clamp(min=1).double()), lengths_B)
-    return golden_shares(lengths_B, family.aggregation or case.hyper["loss_agg_mode"], hyper, columns)
+def shares_of(case: GoldenCase, family: Family, options: PolicyLossOptions, lengths_B: Tensor, columns: int) -> Tensor:
+    totals = case.hyper["global"] or {}
+    if options.counts_empty_rows:  # as trainer/objective.py counts them; golden ignores the global denominators here
+        totals = {"global_batch_size": len(lengths_B)}
+    return golden_shares(lengths_B, family.aggregation or case.hyper["loss_agg_mode"], totals, columns)
 
 
 def tokens_of(case: GoldenCase, current_BT: Tensor) -> LossTokens:
@@ -79,11 +93,12 @@ def tokens_of(case: GoldenCase, current_BT: Tensor) -> LossTokens:
 )
 def test_policy_loss_agrees_with_golden_values(case: GoldenCase) -> None:
     family = FAMILIES[case.name.split("/")[1]]
-    options = loss_models()[family.loss](**{ours: case.hyper[theirs] for ours, theirs in family.options.items()})
+    given = {ours: case.hyper[theirs] for ours, theirs in family.options.items()}
+    options = loss_models()[family.loss](**given, **family.named)
     current_BT = case.inputs["log_prob"].clone().requires_grad_()
     tokens = tokens_of(case, current_BT)
     terms = policy_loss(tokens, options)
-    loss = policy_loss_sum(terms, shares_of(case, family, tokens.lengths_B, current_BT.shape[1]))
+    loss = policy_loss_sum(terms, shares_of(case, family, options, tokens.lengths_B, current_BT.shape[1]))
     loss.backward()
     case.check("loss", loss)
     assert current_BT.grad is not None

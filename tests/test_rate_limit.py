@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reward.lanes import Lane
 from reward.rate_limit import RateLimit, RateLimiter, Taken
 from reward.spend import SpendMeter
 
@@ -143,17 +144,66 @@ def test_room_that_comes_back_is_used_at_once() -> None:
     assert run(work) == pytest.approx(6.0)  # 10 units at 0.6 s each, not the 60 s of 100
 
 
+def test_the_ring_passes_jobs_that_came_before_and_they_get_their_share() -> None:
+    order: list[Lane] = []
+
+    async def work() -> None:
+        limiter = RateLimiter([RateLimit(60), RateLimit(1000)])
+
+        async def one(lane: Lane) -> None:
+            await limiter.take([1, 1], lane)
+            order.append(lane)
+
+        await limiter.take([60, 1])  # there is no room for a minute
+        jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
+        await asyncio.sleep(1.0)
+        assert (limiter.waiting("jobs"), limiter.waiting("ring")) == (6, 0)
+        await asyncio.gather(*jobs, *(asyncio.create_task(one("ring")) for _ in range(9)))
+
+    run(work)
+    assert "".join(lane[0] for lane in order) == "rrrjrrrjrrrjjjj"
+
+
+def test_further_attempts_go_before_first_ones_of_their_lane_in_their_order() -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        limiter = RateLimiter([RateLimit(60)])
+
+        async def one(name: str, lane: Lane, again: bool) -> None:
+            await limiter.take([1], lane, again=again)
+            order.append(name)
+
+        await limiter.take([60])
+        line: list[tuple[str, Lane, bool]] = [
+            ("job", "jobs", False),
+            ("job again", "jobs", True),
+            ("gone", "jobs", True),
+            ("job again, too", "jobs", True),
+            ("call", "calls", False),
+        ]
+        tasks = [asyncio.create_task(one(*who)) for who in line]
+        await asyncio.sleep(1.0)
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, one("late", "jobs", True), return_exceptions=True)
+
+    run(work)
+    assert order == ["call", "job again", "job again, too", "late", "job"]
+
+
 def test_one_who_gives_up_holds_nobody_up() -> None:
-    async def work() -> list[int]:
-        limiter = RateLimiter([RateLimit(10)])
-        await limiter.take([10])
+    async def work() -> float:
+        limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
+        began = loop.time()
+        await limiter.take([5])
         impatient = asyncio.create_task(limiter.take([10]))
         patient = asyncio.create_task(limiter.take([1]))
         await asyncio.sleep(1.0)
         impatient.cancel()
-        return [one.amount for one in await patient]
+        await patient
+        return loop.time() - began
 
-    assert run(work) == [1]
+    assert run(work) == pytest.approx(30.0)  # five units at 6 s each, not the 60 s of the one that left
 
 
 @given(
@@ -196,6 +246,24 @@ def test_a_request_waits_while_others_may_turn_out_cheaper() -> None:
         return iter((first, await meter.reserve(0.2), await meter.reserve(0.05)))
 
     assert list(run(work)) == [True, False, True]
+
+
+def test_the_last_money_is_the_rings() -> None:
+    async def work() -> list[bool]:
+        meter = SpendMeter(1.0)
+        assert meter.offer(0.9) == "granted"
+        job = asyncio.create_task(meter.reserve(0.6, "jobs"))
+        await asyncio.sleep(1.0)
+        ring = asyncio.create_task(meter.reserve(0.6, "ring"))
+        gone = asyncio.create_task(meter.reserve(0.6, "ring"))
+        await asyncio.sleep(1.0)
+        gone.cancel()
+        meter.charge(0.9, 0.1)
+        first = await ring
+        meter.charge(0.6, 0.6)
+        return [first, await job]
+
+    assert run(work) == [True, False]
 
 
 def test_without_a_cap_it_only_counts() -> None:

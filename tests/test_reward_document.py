@@ -51,7 +51,7 @@ def test_every_call_is_shown_with_grpcurl() -> None:
 
 def test_every_command_is_shown() -> None:
     shown = {tuple(one.split()[1:3]) for one in commands() if one.startswith("tandem")}
-    named = ("score", "submit", "jobs", "results", "cancel", "scorers", "serve")
+    named = ("score", "submit", "jobs", "results", "cancel", "delete", "scorers", "serve")
     assert {("reward", name) for name in named} == shown
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,19 @@ import pytest
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from protos.errors import ScorerError
+from reward.config import RewardConfig
+from reward.exact import ExactMatch
 from reward.function import (
     MAX_COMPONENTS,
     BatchFunctionJudge,
     CoroutineJudge,
     FunctionJudge,
     load_function,
+    source_version,
     to_score,
 )
+from reward.registry import make_spec
+from reward.scoring import ScoringCore
 
 
 def item(solution: str, ground_truth: Any = "1", **extra_info: Any) -> ScoreItem:
@@ -252,3 +259,40 @@ def test_functions_that_cannot_be_loaded(functions: Path, path: str, arguments: 
     with pytest.raises(ScorerError) as caught:
         load_function(path.format(here=functions.parent), arguments)
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- versions ----
+
+
+def test_the_version_is_that_of_the_files_text_and_nothing_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = b"raise SystemExit('imported')\n"
+    (tmp_path / "house" / "rules").mkdir(parents=True)
+    (tmp_path / "house" / "score.py").write_bytes(text)
+    (tmp_path / "house" / "rules" / "__init__.py").write_bytes(text + b"#")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "far_score.py").write_bytes(text)
+    monkeypatch.chdir(tmp_path)  # where workers look first
+    monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
+    version = hashlib.sha256(text).hexdigest()[:12]
+    for path in ("house/score.py:f", f"{tmp_path}/house/score.py:f", "house.score:f", "house.score:g", "far_score:f"):
+        assert source_version(path) == make_spec(path, {}).version == version, path
+    assert source_version("house.rules:f") == hashlib.sha256(text + b"#").hexdigest()[:12]
+    assert source_version("no/such.py:f") == source_version("house.no:f") == source_version("house:f") == ""
+    assert make_spec("exact", {}).version == ExactMatch.VERSION
+
+
+def test_a_changed_function_is_another_scorer(tmp_path: Path) -> None:
+    """A job that was submitted to one is not scored by the other (`digest`), and ListScorers tells them apart."""
+    file = tmp_path / "score.py"
+    config = RewardConfig.model_validate({"scorers": {"mine": {"scorer": f"{file}:f"}}})
+    seen = set()
+    for value in ("1.0", "2.0"):
+        file.write_text(f"def f(**item):\n    return {value}\n")
+        with closing(ScoringCore(config)) as core:
+            (mine,) = [info for info in core.scorers() if info.name == "mine"]
+            digest = core.compile("[[components]]\nscorer = 'mine'\n").digest
+            assert mine.version == hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+            seen.add((mine.version, digest))
+    assert len({version for version, _ in seen}) == len({digest for _, digest in seen}) == 2

@@ -20,12 +20,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import reward_pb2
 from reward.rubric import MAX_SCORERS
+from services.item_twins import READERS
 from services.reward_server import SERVICE_NAME
 from services.rpc import MAX_MESSAGE_BYTES
 from services.score_wire import MAX_ITEMS, MAX_REQUEST_BYTES
 from tests.reward_front import Item, Replica, Request, Stub, answers, submission, summary
 
-NUM_REQUESTS = 20_000
 AT_ONCE = 24
 CALL_SECONDS = 60.0
 SEED = 20_000
@@ -216,6 +216,7 @@ class Fuzz:
             [
                 ("GetJob", [reward_pb2.GetJobRequest(job_id=job_id)]),
                 ("CancelJob", [reward_pb2.CancelJobRequest(job_id=job_id)]),
+                ("DeleteJob", [reward_pb2.DeleteJobRequest(job_id=self.text())]),  # not the job that is looked at last
                 ("WatchJob", [reward_pb2.WatchJobRequest(job_id=job_id, with_results=True, after_cursor=cursor)]),
                 ("ListJobs", [reward_pb2.ListJobsRequest(limit=self.chance.choice([0, 3, 1001, 2**32 - 1]))]),
                 ("ListScorers", [reward_pb2.ListScorersRequest()]),
@@ -238,7 +239,7 @@ def send(channel: grpc.Channel, method: str, parts: Sequence[bytes]) -> grpc.Sta
         assert error.code() in PROPER and error.details(), f"{said}: {[part[:300] for part in parts]}"
         return error.code()
     if method == "Score":
-        asked, found = reward_pb2.ScoreRequest.FromString(data), reward_pb2.ScoreReply.FromString(replies[0])
+        asked, found = READERS[path](data), reward_pb2.ScoreReply.FromString(replies[0])
         assert [one.WhichOneof("result") is not None for one in found.items] == [True] * len(asked.items)
     if method == "ScoreStream":
         assert len(replies) == len(parts)
@@ -296,7 +297,8 @@ def throw_garbage(address: str, chance: random.Random) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_no_request_harms_the_service(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [3_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_no_request_harms_the_service(tmp_path: Path, number: int) -> None:
     replica = Replica(tmp_path)
     try:
         with (
@@ -309,7 +311,7 @@ def test_no_request_harms_the_service(tmp_path: Path) -> None:
             fuzz = Fuzz(SEED, [ended.job.job_id])
             found: Counter[tuple[str, str]] = Counter()
             for _ in range(20):
-                found += bombard(channel, fuzz, NUM_REQUESTS // 20)
+                found += bombard(channel, fuzz, number // 20)
                 throw_garbage(replica.address, fuzz.chance)
                 health = health_pb2_grpc.HealthStub(channel)
                 status = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=20).status
@@ -317,9 +319,10 @@ def test_no_request_harms_the_service(tmp_path: Path) -> None:
             assert len(seconds) > 20 and sorted(seconds)[len(seconds) // 2] < 1.0, (
                 f"health took {sorted(seconds)[-5:]} s"
             )
-            assert found.total() == NUM_REQUESTS and replica.process.poll() is None
+            assert found.total() == number and replica.process.poll() is None
             for method in ("Score", "ScoreStream", "SubmitJob", "GetJob", "WatchJob"):
-                assert found[method, "OK"] > 50 and found[method, "INVALID_ARGUMENT"] > 50, f"{method}: {dict(found)}"
+                least = min(found[method, "OK"], found[method, "INVALID_ARGUMENT"])
+                assert least > number // 400, f"{method}: {dict(found)}"
             reply = stub.Score(reward_pb2.ScoreRequest(items=answers("1", "2")), timeout=20)
             assert summary(reply.items) == [1.0, 0.0]
             (*_, last) = stub.SubmitJob(submission(answers("1", "2"), priority=100), timeout=20)

@@ -32,6 +32,7 @@ from protos.errors import (
 )
 from reward.config import RewardConfig
 from reward.rubric import MAX_SCORERS
+from reward.scoring import ScoringCore
 from reward.tags import MAX_NAMES
 from services.config import dump_recipe, parse_recipe
 from services.jobs.config import JobsConfig, ServiceConfig
@@ -156,9 +157,16 @@ def test_what_cannot_be_scored_at_all_is_refused_with_its_place(
 
 
 TEXT = b"\x0a\x02\xff\xfe"  # the first field, two bytes that are no text
-ITEMS = b"\x0a\x04" + TEXT
-WITHIN = {"Score": ITEMS, "GetJob": TEXT, "WatchJob": TEXT, "CancelJob": TEXT, "SubmitJob": b"\x0a\x04" + TEXT}
-WITHIN["ScoreStream"] = b"\x12\x06" + ITEMS
+RUBRIC = b"\x12\x02\xff\xfe"
+WITHIN = {
+    "Score": RUBRIC,
+    "GetJob": TEXT,
+    "WatchJob": TEXT,
+    "CancelJob": TEXT,
+    "DeleteJob": TEXT,
+    "SubmitJob": b"\x0a\x04" + TEXT,
+}
+WITHIN["ScoreStream"] = b"\x12\x04" + RUBRIC
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f"])
@@ -174,20 +182,6 @@ def test_bytes_that_are_no_request_are_the_callers_fault(service: Service, metho
             service.channel.unary_unary(path)(data, timeout=20)
     assert code_of(caught.value) == "INVALID_ARGUMENT" and "no request of this method" in str(caught.value.details())
     assert isinstance(from_rpc_error(caught.value), DataError)
-
-
-def test_nobody_scores_on_for_a_caller_who_has_gone(url: str) -> None:
-    core = ScriptedCore()
-    with serving(url, core, with_lane=False) as one:
-        items = answers(*["wait"], *["1"] * 999)
-        with pytest.raises(grpc.RpcError) as caught:
-            one.stub.Score(reward_pb2.ScoreRequest(items=items), timeout=0.3)
-        assert code_of(caught.value) == "DEADLINE_EXCEEDED"
-        until(lambda: one.servicer._bytes_in_flight == 0)
-        core.go_on.set()
-        assert summary(score(one, answers("1"))) == [1.0]
-        until(lambda: core.asked.count("1") >= 64)
-        assert core.asked.count("1") < 200, "the slice under way was finished, and no other begun"
 
 
 def test_health_answers_while_the_longest_work_is_done(url: str) -> None:
@@ -235,23 +229,29 @@ def test_replies_are_put_together_where_they_were_scored(url: str, monkeypatch: 
         threads.append(threading.current_thread().name)
         return reply_of(scores)
 
-    monkeypatch.setattr("services.reward_server.reply_of", watched)
+    monkeypatch.setattr("services.score_calls.reply_of", watched)
     with serving(url, ScriptedCore(), with_lane=False) as one:
         assert summary(score(one, answers("1", "2"))) == [1.0, 0.0]
     assert len(threads) == 1 and threads[0].startswith("score")
 
 
-def test_a_long_batch_is_scored_in_slices_but_groups_stay_together(url: str) -> None:
-    core = ScriptedCore()
-    with serving(url, core, with_lane=False) as one:
-        found = score(one, answers(*["1"] * 1000))
-        assert {item.scored.breakdown["together"] for item in found} == {64, 128, 256, 512, 40}
-        core.default = _grouped(core)
-        found = score(one, answers(*["1"] * 1000, group="a"))
-        assert {item.scored.breakdown["together"] for item in found} == {1000}
+def test_a_long_batch_is_scored_in_slices_where_others_wait_but_groups_stay_together(url: str) -> None:
+    reward = RewardConfig.model_validate(
+        {"scorers": {"far": {"scorer": "remote", "arguments": {"url": "http://127.0.0.1:1"}}}}
+    )
+    far = '[[components]]\nscorer = "far"\n'
+    with serving(url, ScriptedCore(reward), reward=reward, with_lane=False) as one:
+
+        def together(*items: Item, rubric: str = "") -> set[float]:
+            return {item.scored.breakdown["together"] for item in score(one, list(items), rubric)}
+
+        assert together(*answers(*["1"] * 1000)) == {1000}, "callers take turns at the worker processes"
+        assert together(*answers(*["1"] * 1000), rubric=far) == {64, 128, 256, 512, 40}
+        one.core.default = _grouped(one.core)
+        assert together(*answers(*["1"] * 1000, group="a")) == {1000}
 
 
-def _grouped(core: ScriptedCore) -> Any:
+def _grouped(core: ScoringCore) -> Any:
     one = core.default
     return type(one)(one.rubric, one.text, one.digest, False, True, 1)
 
@@ -411,7 +411,7 @@ def test_a_cancelled_job_ends_the_watch_of_it(url: str) -> None:
 def test_submission_waits_while_too_much_is_not_scored(url: str) -> None:
     core = ScriptedCore()
     with serving(url, core) as one:
-        one.store._run("configure", 10**9, 40_000)
+        one.store._run("configure", 10**9, 40_000, 10**9)
         read: list[int] = []
 
         def requests() -> Iterator[Request]:
@@ -436,9 +436,9 @@ def test_submission_waits_while_too_much_is_not_scored(url: str) -> None:
 def test_jobs_calls_have_an_end_without_a_deadline(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = ScriptedCore()
     with serving(url, core) as one:
-        one.store._run("configure", 10**9, 40_000)
+        one.store._run("configure", 10**9, 40_000, 10**9)
         job_id = one.submit(answers("wait"), key="watched").job.job_id
-        monkeypatch.setattr("services.reward_server._LONGEST_CALL_SECONDS", 0.3)
+        monkeypatch.setattr("services.waits.LONGEST_CALL_SECONDS", 0.3)
         with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
             list(one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id)))
         chunks = [answers("wait", "x" * 100_000)] * 3

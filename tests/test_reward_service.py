@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protos import common_pb2, common_pb2_grpc, reward_pb2, reward_pb2_grpc
+from protos import reward_pb2, reward_pb2_grpc
 from protos.contracts import Scored, Unscored
 from protos.nouns import ScoredTrajectory, Trajectory
 from reward.config import RewardConfig
@@ -27,6 +27,7 @@ from services.reward_service import Progress, RewardStage, lacking_rows, scored_
 from services.rpc import connect
 from tests.redis_ring import claim, running_redis
 from tests.reward_ring import ScriptedCore, answers, collect, eventually, generate, rewards, run_of, trajectory
+from tests.service_wire import check_what_it_says
 
 
 @pytest.fixture(scope="module")
@@ -391,6 +392,7 @@ def service(redis_url: str, tmp_path: Path) -> Iterator[tuple[Buffer, Callable[[
 
 def test_the_service_as_a_process(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
     buffer, start = service
+    before = time.time()
     process = start()
     ids = generate(buffer, [answers("1", "2"), answers("1", "die"), answers("hang", "1"), answers("2", "1")])
     groups = collect(buffer, 2, seconds=30.0)
@@ -400,7 +402,13 @@ def test_the_service_as_a_process(service: tuple[Buffer, Callable[[], subprocess
     assert buffer.counts()["dropped:timeout"] == buffer.counts()["dropped:crashed"] == 1
     with connect(buffer.services()["reward"]) as channel:
         reply = reward_pb2_grpc.RewardServiceStub(channel).Score(score_request(), timeout=20.0)
-        info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=10.0)
+    info = check_what_it_says(
+        buffer.services()["reward"],
+        buffer,
+        name="reward",
+        service_names=("tandem.v1.RewardService",),
+        started_after=before,
+    )
     assert [item.WhichOneof("result") for item in reply.items] == [
         "scored",
         "unscored",
@@ -411,7 +419,7 @@ def test_the_service_as_a_process(service: tuple[Buffer, Callable[[], subprocess
     assert [reply.items[n].unscored.reason for n in (1, 2, 4)] == ["invalid_input", "crashed", "invalid_input"]
     assert (reply.items[0].scored.value, dict(reply.items[0].scored.breakdown)) == (1.0, {"acc": 1.0})
     assert reply.items[3].scored.value == 0.0
-    assert info.service == "reward" and info.figures["groups_scored"] == 2 and info.figures["workers_replaced"] >= 3
+    assert info.figures["groups_scored"] == 2 and info.figures["workers_replaced"] >= 3
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10.0) == 0
     assert buffer.verify() == []

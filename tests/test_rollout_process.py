@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +16,19 @@ import numpy as np
 import psutil
 import pytest
 
-from protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from protos import rollout_pb2, rollout_pb2_grpc
 from protos.codec import decode_group
 from protos.errors import DataError, NotAdmittedError
 from protos.manifest import encode_manifest
 from protos.nouns import Trajectory, VersionSpan
+from rollout.engine_folder import sweep_engine_folders
 from services import rpc
 from services.buffer.buffer import Buffer
 from services.config import dump_recipe, parse_recipe
+from services.rollout_server import SERVICE_NAME
 from tests.engine_process import without_end
 from tests.redis_ring import SAMPLER, running_redis
+from tests.service_wire import ask_info, check_what_it_says
 from tests.test_rollout_service import offer, prompt
 from tests.test_weight_updates import Policy
 from tests.tiny_model import build_tiny_model
@@ -40,10 +44,12 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class Served:
-    """The real service as a process, with its log."""
+    """The real service as a process, with its log and a temporary folder that nobody else writes to."""
 
-    def __init__(self, folder: Path, redis_url: str, recipe_file: Path) -> None:
+    def __init__(self, folder: Path, redis_url: str, recipe_file: Path, temporary: Path) -> None:
         self.log = folder / "rollout.log"
+        self.temporary = temporary
+        self.started_after = time.time()
         code = (
             "import sys; from services.process import run_service; from services.config import load_resolved\n"
             "def main():\n"
@@ -53,7 +59,7 @@ class Served:
         )
         script = folder / "serve.py"
         script.write_text(code)
-        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(temporary)}
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([sys.executable, str(script)], stdout=log, stderr=log, env=environment)
 
@@ -67,10 +73,22 @@ class Served:
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def sockets(self) -> set[Path]:
+        """The folders of the sockets in the file system that the service and its engine listen on."""
+        processes = [psutil.Process(self.process.pid), *self.family()]
+        names = [socket.laddr for process in processes for socket in process.net_connections("unix")]
+        return {Path(name).parent for name in names if name.startswith("/")}
+
+
+@pytest.fixture(scope="module")
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="served-", dir="/tmp") as folder:  # short: there will be sockets in it
+        yield Path(folder)
+
 
 @pytest.fixture(scope="module")
 def ring(
-    redis_url: str, tmp_path_factory: pytest.TempPathFactory
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory, temporary: Path
 ) -> Iterator[tuple[Served, Buffer, str, WeightSender]]:
     folder = tmp_path_factory.mktemp("served")
     model = without_end(build_tiny_model(folder / "model", hidden=64, layers=2))
@@ -87,7 +105,7 @@ def ring(
     budget = {"infrastructure": 1, "data": 0}
     buffer.create(groups_per_batch=8, staleness_budget=1, target_groups=100, failure_budget=budget, resume=False)
     assert buffer.begin_incarnation() == 1
-    served = Served(folder, redis_url, folder / "config.json")
+    served = Served(folder, redis_url, folder / "config.json", temporary)
     address = served.wait_ready(buffer)
     sender = WeightSender(Policy(model), bucket_bytes=64 << 10)
     yield served, buffer, address, sender
@@ -101,8 +119,14 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=20) for index in range(4)))
     with rpc.connect(address) as channel, rpc.translated():
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-        info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=5)
-        assert (info.service, info.run_id, info.policy_version) == (SAMPLER, "served", -1)
+        info = check_what_it_says(
+            address,
+            buffer,
+            name=SAMPLER,
+            service_names=(SERVICE_NAME,),
+            started_after=served.started_after,
+            incarnation=0,  # it has had no weights yet
+        )
         assert info.figures["prompts_waiting"] == 4 and "no version is published" in info.activity
 
         meeting = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
@@ -153,10 +177,35 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
             bad = rollout_pb2.GenerateRequest.Item(prompt_ids=ids[:-1])
             stub.Generate(rollout_pb2.GenerateRequest(items=[bad], sampling=sampling), timeout=TIMEOUT)
 
+        check_pause(stub, buffer, address)
+
         state = stub.Drain(rollout_pb2.DrainRequest(timeout_seconds=5.0), timeout=TIMEOUT)
         assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 0, 0)
         assert not stub.Resume(rollout_pb2.ResumeRequest(), timeout=5).paused
     assert served.process.poll() is None
+
+
+def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str) -> None:
+    """Paused, it ends what it has and claims nothing; resumed, it claims again."""
+    offer(buffer, prompt(100, num_samples=2, max_tokens=250))
+    deadline = time.monotonic() + TIMEOUT
+    while buffer.counts()["prompts_leased"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
+    assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 1, 0)
+    assert ask_info(address).activity == "sampling 1 groups, paused"
+    offer(buffer, prompt(101, num_samples=2, max_tokens=20))
+    (held,) = buffer.claim("generated", "reward", 2, 30.0, TIMEOUT)
+    assert held.group_id == "0-100", "what it had under way is sampled to its end"
+    counts = buffer.counts()
+    assert (counts["prompts_waiting"], counts["generated_waiting"]) == (1, 0)
+    assert ask_info(address).activity == "paused"
+
+    state = stub.Resume(rollout_pb2.ResumeRequest(), timeout=5)
+    assert not state.paused
+    (resumed,) = buffer.claim("generated", "reward", 2, 30.0, TIMEOUT)
+    assert resumed.group_id == "0-101"
 
 
 def test_an_answer_that_two_versions_sampled_is_refused_where_one_is_required(
@@ -179,7 +228,7 @@ def test_an_answer_that_two_versions_sampled_is_refused_where_one_is_required(
 
 
 def test_sigterm_ends_it_within_seconds_and_minus_nine_leaves_nothing(
-    ring: tuple[Served, Buffer, str, WeightSender],
+    ring: tuple[Served, Buffer, str, WeightSender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, buffer, _, _ = ring
     buffer.publish(1, 1, [SAMPLER])
@@ -189,14 +238,17 @@ def test_sigterm_ends_it_within_seconds_and_minus_nine_leaves_nothing(
         time.sleep(0.005)
     family = served.family()
     assert family, "the engine is a process of its own"
+    (folder,) = served.temporary.iterdir()
+    assert served.sockets() == {folder}, "every socket is in the folder that goes with the engine"
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(10.0) == 0, served.log.read_text()
     counts = buffer.counts()
     assert counts["prompts_leased"] == 0 and counts["dropped"] == 0 and buffer.verify() == []
     assert "Traceback" not in served.log.read_text()
+    assert not list(served.temporary.iterdir()), "it left something behind"
 
     recipe_file = served.log.with_name("config.json")
-    again = Served(served.log.parent, f"{buffer.place}?db=0", recipe_file)
+    again = Served(served.log.parent, f"{buffer.place}?db=0", recipe_file, served.temporary)
     deadline = time.monotonic() + 60.0
     while not (family := [child for child in again.family() if is_engine(child)]) and time.monotonic() < deadline:
         time.sleep(0.05)  # its engine is just being started: the hardest moment
@@ -205,6 +257,10 @@ def test_sigterm_ends_it_within_seconds_and_minus_nine_leaves_nothing(
     again.process.wait(5.0)
     _, alive = psutil.wait_procs(family, timeout=5.0)
     assert not alive
+    assert list(served.temporary.iterdir()), "killed, it could not clear up"
+    monkeypatch.setattr(tempfile, "tempdir", str(served.temporary))
+    sweep_engine_folders()  # as the supervisor does, and every engine that starts
+    assert not list(served.temporary.iterdir())
 
 
 def is_engine(child: psutil.Process) -> bool:

@@ -5,131 +5,25 @@ and none does within, neither behind namespaces alone nor with the filter of sys
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from reward.sandbox import isolation
-from reward.sandbox.inside import seccomp as filter_program
-from reward.sandbox.launcher import BareLauncher, BubblewrapLauncher, ZygoteLauncher
-from reward.sandbox.layout import layout_for
-from reward.sandbox.limits import Limits, Outcome
-from reward.sandbox.sandbox import Sandbox, SandboxError
+from reward.sandbox.limits import Limits
+from reward.sandbox.sandbox import Sandbox
+from tests.sandbox_runs import LIMITS, MANY, SECRET, Launcher, Run, alive, inside_of, outside, said, settles
+
+pytest_plugins = ("tests.sandbox_attackers",)
 
 ROOT = Path(__file__).resolve().parents[1]
-DISK_BYTES = 8 << 20
-LIMITS = Limits(cpu_seconds=10.0, wall_seconds=40.0, memory_bytes=512 << 20, output_bytes=1 << 20)
-MANY = Limits(cpu_seconds=10.0, wall_seconds=40.0, memory_bytes=512 << 20, processes=8, threads=8)
-KINDS: dict[str, type[ZygoteLauncher] | type[BubblewrapLauncher]] = {
-    "namespaces": ZygoteLauncher,
-    "bubblewrap": BubblewrapLauncher,
-}
-SECRET = "a key that no program may see"
-
-Run = Callable[..., Outcome]
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def launcher(request: pytest.FixtureRequest) -> Iterator[ZygoteLauncher | BubblewrapLauncher]:
-    os.environ["TANDEM_TEST_SECRET"] = SECRET
-    try:
-        made = KINDS[request.param](layout_for(), DISK_BYTES)
-        first = made.open(seccomp=False)
-        first.await_ready(60.0)
-        first.close()
-    except SandboxError as error:
-        pytest.skip(f"{request.param} does not work here: {error}")
-    finally:
-        del os.environ["TANDEM_TEST_SECRET"]
-    isolation._prove(made)  # works, so it must hold
-    yield made
-    made.close()
-
-
-@pytest.fixture(params=["filtered", "unfiltered"])
-def filtered(request: pytest.FixtureRequest) -> bool:
-    if request.param == "filtered" and not filter_program.available():
-        pytest.skip(f"no filter of system calls is known for {os.uname().machine}")
-    return bool(request.param == "filtered")
-
-
-@pytest.fixture
-def open_one(launcher: ZygoteLauncher, filtered: bool) -> Iterator[Callable[[], Sandbox]]:
-    opened: list[Sandbox] = []
-
-    def make() -> Sandbox:
-        opened.append(launcher.open(seccomp=filtered))
-        opened[-1].await_ready(60.0)
-        return opened[-1]
-
-    yield make
-    for sandbox in opened:
-        sandbox.close()
-
-
-@pytest.fixture
-def sandbox(open_one: Callable[[], Sandbox]) -> Sandbox:
-    return open_one()
-
-
-@pytest.fixture
-def run(sandbox: Sandbox) -> Run:
-    def go(program: str, limits: Limits = LIMITS) -> Outcome:
-        return sandbox.run("script", ["", program], limits)
-
-    return go
-
-
-def outside(program: str, folder: Path) -> str:
-    """What the same program prints where nothing holds it."""
-    command = [sys.executable, "-I", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
-    return done.stdout + done.stderr
-
-
-def said(outcome: Outcome) -> str:
-    assert outcome.exit_code == 0, outcome.stderr.decode()
-    return outcome.stdout.decode().strip()
-
-
-def alive(sandbox: Sandbox) -> bool:
-    """Whether a sandbox still runs programs as if nothing had happened."""
-    return said(sandbox.run("script", ["", "print('still here')"], LIMITS)) == "still here"
-
-
-def inside_of(launcher: ZygoteLauncher | BubblewrapLauncher, sandbox: Sandbox) -> set[int]:
-    """Numbers of all processes of the machine that belong to a launcher's sandboxes."""
-    started = launcher._process if isinstance(launcher, ZygoteLauncher) else sandbox._process
-    assert started is not None
-    return {process.pid for process in psutil.Process(started.pid).children(recursive=True)}
-
-
-def settles(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def victim() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the service's user."""
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait(timeout=30)
-
 
 # ---- what it can see ----
 
@@ -341,6 +235,32 @@ def test_looking_into_the_process_that_keeps_the_sandbox(
     assert alive(sandbox)
 
 
+WITHIN_REACH = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def is_open(descriptor):
+    try:
+        return os.fstat(descriptor) is not None
+    except OSError:
+        return False
+print([descriptor for descriptor in range(1024) if is_open(descriptor)])
+buffer = ctypes.create_string_buffer(8)
+class Part(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+mine, theirs = Part(ctypes.addressof(buffer), 8), Part({address}, 8)
+for process in (*range(1, 3000), {judge}, os.getppid()):
+    if process != os.getpid() and libc.process_vm_readv(process, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0) > 0:
+        print("reads", process)
+"""
+
+
+def test_nothing_of_the_process_that_judges_is_within_reach(run: Run) -> None:
+    """Neither a descriptor of it nor its memory, in which stand what is wanted and the token of its answers."""
+    ours = ctypes.create_string_buffer(b"12345678")
+    program = WITHIN_REACH.format(address=ctypes.addressof(ours), judge=os.getpid())
+    assert said(run(program)).splitlines() == ["[0, 1, 2]"]
+
+
 def test_lowering_the_limits_of_the_process_that_keeps_the_sandbox(sandbox: Sandbox, filtered: bool, run: Run) -> None:
     if not filtered:
         pytest.skip("one user's processes may set one another's limits: the filter of system calls is what refuses it")
@@ -370,7 +290,7 @@ time.sleep(0.5)
 
 
 def test_a_daemon_does_not_survive_its_run(
-    launcher: ZygoteLauncher, sandbox: Sandbox, run: Run, filtered: bool, tmp_path: Path
+    launcher: Launcher, sandbox: Sandbox, run: Run, filtered: bool, tmp_path: Path
 ) -> None:
     outside(DAEMON.format(folder=str(tmp_path)), tmp_path)
     beat = tmp_path / "beat"
@@ -385,123 +305,6 @@ def test_a_daemon_does_not_survive_its_run(
     settles(lambda: inside_of(launcher, sandbox) <= before, "a daemon survived its run")
     if filtered:  # with one process allowed, it does not even start
         assert said(run(DAEMON.format(folder="/tmp"))) == "PermissionError"
-
-
-# ---- too much of everything ----
-
-FORK_BOMB = """
-import os, time
-born = 0
-while True:
-    try:
-        if os.fork() == 0:
-            time.sleep(60)
-            os._exit(0)
-        born += 1
-    except OSError as error:
-        print(born, type(error).__name__, flush=True)
-        break
-    if born > 500:
-        print(born, "unlimited", flush=True)
-        break
-"""
-
-
-def test_a_fork_bomb(launcher: ZygoteLauncher, sandbox: Sandbox, run: Run, filtered: bool) -> None:
-    before = inside_of(launcher, sandbox)
-    born, why = said(run(FORK_BOMB, MANY)).split()
-    assert int(born) <= MANY.processes + MANY.threads and why == "BlockingIOError"
-    settles(lambda: inside_of(launcher, sandbox) <= before, "children survived")
-    if filtered:
-        assert said(run(FORK_BOMB)) == "0 PermissionError"
-    assert alive(sandbox)
-
-
-def test_a_fork_bomb_that_never_stops_ends_with_its_time(launcher: ZygoteLauncher, sandbox: Sandbox, run: Run) -> None:
-    before = inside_of(launcher, sandbox)
-    program = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
-    many = Limits(cpu_seconds=1.0, wall_seconds=2.0, processes=8, threads=8)
-    assert run(program, many).failure == "time"
-    settles(lambda: inside_of(launcher, sandbox) <= before, "children survived")
-    assert alive(sandbox)
-
-
-def test_threads_without_end(sandbox: Sandbox, run: Run) -> None:
-    program = """
-import threading, time
-try:
-    for number in range(10_000):
-        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-except RuntimeError:
-    print(number)
-"""
-    few = Limits(cpu_seconds=10.0, wall_seconds=40.0, threads=20, memory_bytes=4 << 30)
-    assert int(said(run(program, few))) <= 21 and alive(sandbox)
-
-
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        "x = bytearray(600 << 20)",
-        "x = []\nwhile True:\n    x.append('word' * 100_000)",
-        "import mmap\nx = [mmap.mmap(-1, 100 << 20) for _ in range(8)]\nfor one in x: one[::4096] = b'x' * (len(one) // 4096)",
-        "import threading\nfor _ in range(4): threading.Thread(target=lambda: bytearray(600 << 20)).start()\nbytearray(600 << 20)",
-    ],
-)
-def test_a_memory_bomb(sandbox: Sandbox, run: Run, bomb: str) -> None:
-    outcome = run(bomb)
-    assert outcome.exit_code != 0 and outcome.memory_bytes < 600 << 20
-    assert outcome.failure in ("memory", "error"), outcome
-    assert alive(sandbox)
-
-
-def test_memory_without_a_limit_of_its_own(run: Run, filtered: bool) -> None:
-    """Files without a name and segments of System V count for no process: with the filter they are not to be had."""
-    if not filtered:
-        pytest.skip("without the filter of system calls these are bounded by files' sizes and numbers only")
-    program = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-print(libc.memfd_create(b"x", 0), libc.shmget(0, 1 << 20, 0o1600), libc.mq_open(b"/x", 0o102, 0o600, None))
-"""
-    assert said(run(program)) == "-1 -1 -1"
-
-
-@pytest.mark.parametrize("descriptor", [1, 2])
-def test_endless_output(sandbox: Sandbox, run: Run, descriptor: int) -> None:
-    outcome = run(f"import os\nwhile True:\n    os.write({descriptor}, b'word ' * 1000)")
-    assert outcome.failure == "output" and len(outcome.stdout) <= LIMITS.output_bytes and alive(sandbox)
-
-
-def test_files_without_end(sandbox: Sandbox, run: Run) -> None:
-    program = """
-import os
-opened = []
-try:
-    while True:
-        opened.append(open("/dev/null"))
-except OSError as error:
-    print(len(opened), error.strerror)
-opened.clear()
-written = 0
-try:
-    for number in range(100):
-        with open(f"large{number}", "wb", buffering=0) as file:
-            while True:
-                try:
-                    written += file.write(bytes(1 << 20))
-                except OSError as error:
-                    if error.errno == 28:
-                        raise
-                    break
-except OSError as error:
-    print(written, error.strerror)
-"""
-    limits = Limits(cpu_seconds=10.0, wall_seconds=40.0, open_files=32, file_bytes=3 << 20)
-    (opened, why), (written, full) = (line.split(maxsplit=1) for line in said(run(program, limits)).splitlines())
-    assert int(opened) < 32 and "open files" in why
-    assert int(written) <= DISK_BYTES and "No space" in full
-    assert not sandbox.clean, "what it wrote is no longer a fresh folder, and the scorer takes another sandbox"
 
 
 WRITING = """
@@ -526,32 +329,6 @@ def test_writing_outside_the_working_folder(run: Run, tmp_path: Path) -> None:
     lines = said(run(program)).splitlines()
     assert set(lines[:-1]) <= {"FileNotFoundError", "PermissionError", "OSError"} and lines[-1] == "[]"
     assert "opened" in outside(program, tmp_path)
-
-
-DEAF = """
-import signal
-for number in range(1, 32):
-    try:
-        signal.signal(number, signal.SIG_IGN)
-    except (OSError, ValueError):
-        pass
-while True: pass
-"""
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "while True: pass",
-        "import time\ntime.sleep(600)",
-        DEAF,
-        "import threading\nfor _ in range(8): threading.Thread(target=lambda: sum(iter(int, 1))).start()",
-        "import atexit, time\natexit.register(time.sleep, 600)",
-        "import os, time\nfor descriptor in range(3): os.close(descriptor)\ntime.sleep(600)",
-    ],
-)
-def test_a_program_without_end(sandbox: Sandbox, run: Run, program: str) -> None:
-    assert run(program, Limits(cpu_seconds=0.5, wall_seconds=1.5)).failure == "time" and alive(sandbox)
 
 
 # ---- one another ----
@@ -607,7 +384,7 @@ def test_runs_of_one_sandbox_share_no_memory(run: Run) -> None:
 SERVICE = """
 import sys
 sys.path.insert(0, {root!r})
-from reward.sandbox.launcher import {kind}
+from {module} import {kind}
 from reward.sandbox.layout import layout_for
 from reward.sandbox.limits import Limits
 made = {kind}(layout_for(), 1 << 20)
@@ -619,9 +396,10 @@ sandbox.outcome()
 """
 
 
-def test_everything_ends_with_a_service_that_is_killed(launcher: ZygoteLauncher) -> None:
+def test_everything_ends_with_a_service_that_is_killed(launcher: Launcher) -> None:
     program = "import os, signal, time\nos.fork()\nos.fork()\nos.setsid() if os.getpid() != 2 else None\nwhile True: time.sleep(1)"
-    code = SERVICE.format(root=str(ROOT), kind=type(launcher).__name__, program=program)
+    kind = type(launcher)
+    code = SERVICE.format(root=str(ROOT), module=kind.__module__, kind=kind.__name__, program=program)
     service = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert service.stdout is not None and service.stdout.readline() == b"started\n"
@@ -636,98 +414,3 @@ def test_everything_ends_with_a_service_that_is_killed(launcher: ZygoteLauncher)
     settles(
         lambda: not [one for one in family if one.is_running() and one.status() not in ended], "some of it survived"
     )
-
-
-# ---- the filter of system calls ----
-
-
-def test_every_refused_call_is_refused(launcher: ZygoteLauncher) -> None:
-    if not filter_program.available():
-        pytest.skip("no filter of system calls for this machine")
-    column = filter_program._ARCHITECTURES[os.uname().machine][1]
-    numbers = {name: filter_program._REFUSED[name][column] for name in filter_program.REFUSED}
-    program = f"""
-import ctypes, json
-libc = ctypes.CDLL(None, use_errno=True)
-found = {{}}
-for name, number in { ({name: number for name, number in numbers.items() if number is not None})!r}.items():
-    ctypes.set_errno(0)
-    found[name] = [libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0), ctypes.get_errno()]
-for name, number in {{"a call of x32": 0x40000027, "a call of the future": 9999, "clone3": 435}}.items():
-    found[name] = [libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0), ctypes.get_errno()]
-print(json.dumps(found))
-"""
-    found = isolation._said(launcher, program, seccomp=True)
-    results = json.loads(found)
-    unknown = {name: results.pop(name) for name in ("a call of x32", "a call of the future", "clone3")}
-    assert {name: result for name, result in results.items() if result != [-1, 1]} == {}
-    assert set(map(tuple, unknown.values())) == {(-1, 38)}
-    assert len(results) >= 75
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls of another word size, as an instruction of x86")
-def test_calls_of_another_word_size_end_the_program(launcher: ZygoteLauncher) -> None:
-    program = """
-import ctypes, mmap
-code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-code.write(bytes.fromhex("b814000000cd80c3"))  # getpid by int 0x80
-address = ctypes.addressof(ctypes.c_char.from_buffer(code))
-print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())
-"""
-    sandbox = launcher.open(seccomp=True)
-    try:
-        sandbox.await_ready(60.0)
-        outcome = sandbox.run("script", ["", program], LIMITS)
-        assert outcome.exit_code == -signal.SIGSYS and not outcome.stdout
-        assert alive(sandbox)
-    finally:
-        sandbox.close()
-
-
-# ---- what is left without isolation ----
-
-
-def test_without_isolation_there_are_limits_a_clean_environment_and_no_traces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TANDEM_TEST_SECRET", SECRET)
-    (tmp_path / "kept").write_text("x")
-    sandbox = BareLauncher(layout_for(), DISK_BYTES).open(seccomp=filter_program.available())
-    try:
-        sandbox.await_ready(60.0)
-        go = partial(sandbox.run, "script", limits=LIMITS)
-        folder = said(go(["", "import os\nprint(os.getcwd())"]))
-        assert SECRET not in said(go(["", "import os\nprint(os.environ)"]))
-        assert go(["", "x = bytearray(600 << 20)"]).failure == "memory"
-        assert (
-            sandbox.run("script", ["", "while True: pass"], Limits(cpu_seconds=0.5, wall_seconds=5.0)).failure == "time"
-        )
-        assert go(["", "import os\nwhile True: os.write(1, b'x' * 1000)"]).failure == "output"
-        said(go(["", f"import os\nos.symlink({str(tmp_path)!r}, 'link')"]))
-        assert alive(sandbox)
-    finally:
-        sandbox.close()
-    assert not Path(folder).exists() and (tmp_path / "kept").exists(), "a link in the working folder is not followed"
-
-
-def test_without_isolation_a_daemon_ends_all_the_same(tmp_path: Path) -> None:
-    sandbox = BareLauncher(layout_for(), DISK_BYTES).open(seccomp=False)
-    try:
-        sandbox.await_ready(60.0)
-        assert sandbox.run("script", ["", DAEMON.format(folder=str(tmp_path))], MANY).exit_code == 0
-        daemon = int((tmp_path / "beat").read_text())
-        settles(lambda: not psutil.pid_exists(daemon), "it lives")
-    finally:
-        sandbox.close()
-
-
-def test_a_hang_does_not_hold_another_sandbox(open_one: Callable[[], Sandbox]) -> None:
-    hanging, working = open_one(), open_one()
-    hanging.start("script", ["", "while True: pass"], Limits(cpu_seconds=30.0, wall_seconds=60.0))
-    done: list[bool] = []
-    thread = threading.Thread(target=lambda: done.append(alive(working)))
-    thread.start()
-    thread.join(timeout=30)
-    assert done == [True]
-    hanging.stop()
-    assert hanging.outcome().stopped == "asked"

@@ -1,7 +1,8 @@
-"""Sandboxes that die in the middle of a run: the test is run again in a fresh one, and no answer pays for it."""
+"""Sandboxes that die or stop in the middle of a run: the test is run again in a fresh one, and no answer pays for it."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -17,15 +18,20 @@ import pytest
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from reward import code_trial
 from reward.code import CodeTests
+from reward.processes import memory_kills
+from reward.sandbox import pool as pool_module
+from reward.sandbox import sandbox as sandbox_module
 from reward.sandbox.inside import seccomp as filter_program
 from reward.sandbox.isolation import find_isolation, open_sandboxes
 from reward.sandbox.launcher import ZygoteLauncher
 from reward.sandbox.limits import Limits
 from reward.sandbox.pool import SandboxPool
 from reward.sandbox.sandbox import Sandbox, SandboxDiedError
+from tests.processes import wait_until_gone
+from tests.sandbox_runs import zygote_of
 
 pytestmark = pytest.mark.skipif(
-    find_isolation().name != "namespaces", reason=f"the processes of another isolation: {find_isolation()}"
+    find_isolation().name == "none", reason=f"no isolation here: {'; '.join(find_isolation().faults)}"
 )
 
 PAUSE = "time.sleep(30)"
@@ -42,6 +48,9 @@ CHAIN = ("zygote", "keeper", "guest", "program")
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxPool]:
     made = open_sandboxes()
+    if not isinstance(made._launcher, ZygoteLauncher):
+        made.close()
+        pytest.skip(f"another family of processes: {find_isolation()}")
     monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: made)
     yield made
     made.close()
@@ -52,7 +61,7 @@ def running(pool: SandboxPool) -> list[dict[str, int]]:
     assert isinstance(pool._launcher, ZygoteLauncher)
     found = []
     with suppress(psutil.NoSuchProcess):
-        zygote = psutil.Process(pool._launcher._process.pid)
+        zygote = zygote_of(pool._launcher)
         for keeper in zygote.children():
             for guest in keeper.children():
                 for program in guest.children()[:1]:
@@ -72,6 +81,7 @@ class Killer:
     """0: the answer's sandbox; -1: the last one that was started, for statements the test's."""
     after_seconds: float = 0.05
     pause: str = "pass"
+    how: signal.Signals = signal.SIGKILL
     killed: int = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch, *, programs: int = 1) -> None:
@@ -97,7 +107,7 @@ class Killer:
             assert time.monotonic() < deadline, "no program runs"
             time.sleep(0.01)
         time.sleep(self.after_seconds)
-        os.kill(chains[self.which][self.victim], signal.SIGKILL)
+        os.kill(chains[self.which][self.victim], self.how)
         self.killed += 1
 
 
@@ -145,6 +155,55 @@ def test_a_program_that_kills_itself_fails_all_the_same(pool: SandboxPool, tests
     score = CodeTests(extract="whole", partial=True).judge(ScoreItem("", program, tests))
     assert isinstance(score, Scored) and score.value == 0.0
     assert score.breakdown["memory"] == score.breakdown["total"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_program_that_the_kernel_kills_for_want_of_memory_twice_is_infrastructure(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """What the kernel counts stands for what it does: here it kills something whenever it is asked, or does not say."""
+    kills = itertools.count()
+    monkeypatch.setattr(code_trial, "memory_kills", lambda: next(kills) if known else None)
+    score = CodeTests(extract="whole").judge(ScoreItem("", "import os\nos.kill(os.getpid(), 9)", SHAPES["script"][1]))
+    if known:
+        assert isinstance(score, Unscored) and score.reason == "infrastructure" and "twice" in score.detail, score
+    else:
+        assert isinstance(score, Scored) and score.breakdown["memory"] == 1.0, score
+
+
+def test_the_kernel_says_how_many_it_killed_for_want_of_memory() -> None:
+    kills = memory_kills()
+    assert kills is None or 0 <= kills <= (memory_kills() or 0)
+
+
+@pytest.mark.parametrize("victim", ["keeper", "guest"])
+def test_what_is_stopped_costs_no_answer_its_score(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    monkeypatch.setattr(sandbox_module, "GRACE_SECONDS", 0.5)
+    killer = Killer(pool, victim, 1, how=signal.SIGSTOP)
+    killer.install(monkeypatch)
+    code, tests = SHAPES["script"]
+    score = CodeTests(extract="whole", seconds_per_test=0.2).judge(ScoreItem("", code.replace("30", "0.3"), tests))
+    if victim == "keeper":  # it only waits for the end
+        assert isinstance(score, Scored) and score.value == 1.0, score
+    else:
+        assert isinstance(score, Unscored) and score.reason == "infrastructure", score
+
+
+def test_the_wait_for_a_sandbox_is_not_the_answers(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes sandboxes is stopped: that is noticed after a time in which this answer's would be over."""
+    assert isinstance(pool._launcher, ZygoteLauncher)
+    monkeypatch.setattr(pool_module, "START_SECONDS", 1.5)
+    pool.take().close()
+    stopped = zygote_of(pool._launcher)
+    stopped.suspend()
+    while pool._spare:
+        pool._spare.popleft().close()
+    scorer = CodeTests(extract="whole", seconds_per_test=1.0, seconds_per_answer=1.0)
+    score = scorer.judge(ScoreItem("", "print(2 * int(input()))", {"inputs": ["1", "2"], "outputs": ["2", "4"]}))
+    assert isinstance(score, Scored) and score.value == 1.0, score
+    wait_until_gone(stopped.pid)
 
 
 def test_the_time_of_the_run_that_was_lost_is_not_the_answers(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +21,11 @@ from reward.config import RewardConfig
 from reward.launcher_process import Launchers
 from reward.pool import ScorerPool
 from reward.registry import make_spec
+from reward.requests import encode
 from reward.worker_process import Limits
 
 MISCHIEF = r"""
-import ctypes, gc, os, signal, sys, threading, time
+import ctypes, gc, os, signal, socket, sys, threading, time
 
 def worker():
     return next(one for one in gc.get_objects() if type(one).__name__ == "Worker")
@@ -66,6 +69,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
             os.kill(os.getpid(), signal.SIGSTOP)
         case "crash":
             os._exit(4)
+        case "peek":  # at the items to come
+            with socket.socket(fileno=os.dup(3)) as line:
+                try:
+                    return len(line.recv(1 << 20, socket.MSG_DONTWAIT))
+                except BlockingIOError:
+                    return 7.0
+        case "thieves":  # for as long as the worker lives
+            for _ in range(16):
+                threading.Thread(target=lambda: [os.read(3, 100) for _ in range(1000)], daemon=True).start()
     return 7.0
 
 def together(data_sources, solution_strs, ground_truths, extra_infos):
@@ -178,6 +190,45 @@ def test_a_line_that_was_closed_before_the_answer(make_pool: Callable[..., Score
     pool, spec = make_pool(), make_spec(f"{place}:compute_score", {})
     first, closed, last = pool.score(spec, items("a", "close", "b"))
     assert first == last == SEVEN and isinstance(closed, Unscored) and closed.reason == "crashed"
+
+
+@pytest.mark.parametrize("function", ["compute_score", "together"])
+def test_what_reads_the_line_finds_no_other_item_there(
+    make_pool: Callable[..., ScorerPool], place: str, function: str
+) -> None:
+    pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
+    long = "b " + "x" * 20_000  # more than the worker would have read ahead
+    assert pool.score(spec, items("a", "peek", *[long] * 20)) == [SEVEN] * 22
+    assert pool.replaced_workers == 0
+
+
+def test_what_goes_on_reading_the_line_costs_a_worker_and_no_item(place: str) -> None:
+    pool = ScorerPool(RewardConfig(num_workers=1, timeout_seconds=0.5), startup_seconds=2.0)
+    spec, another = make_spec(f"{place}:compute_score", {}), make_spec("regex", {"pattern": "(.)"})
+    try:
+        for judged, expected in [(spec, SEVEN), (another, Scored(1.0))]:
+            assert pool.score(spec, items("a", "thieves", "b")) == [SEVEN] * 3
+            assert pool.score(judged, [ScoreItem("test", "c", "c")] * 5) == [expected] * 5
+    finally:
+        pool.close()
+
+
+def test_a_worker_says_nothing_of_a_chunk_that_it_has_not_whole(place: str) -> None:
+    """Else something that took a part of it would cost an item its time."""
+    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    try:
+        worker = launchers.spawn(())
+        lines = b"".join(line for item in items("a", "b") if isinstance(line := encode(item), bytes))
+        header = {"scorer": f"{place}:compute_score", "arguments": "{}", "preload": [], "items": 2, "bytes": len(lines)}
+        worker._channel.sendall(json.dumps({**header, "token": "t"}).encode() + b"\n" + lines[:-5])
+        told = select.poll()
+        told.register(worker._channel, select.POLLIN)
+        assert not told.poll(300)
+        worker._channel.sendall(lines[-5:])
+        assert told.poll(30_000) and worker._channel.recv(100).startswith(b't 1 {"ready": true')
+        worker.close()
+    finally:
+        launchers.close()
 
 
 def test_a_launcher_that_imports_holds_no_other_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

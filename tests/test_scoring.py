@@ -21,6 +21,7 @@ from reward import scoring
 from reward.config import RewardConfig
 from reward.contracts import Isolation
 from reward.exact import ExactMatch
+from reward.lanes import Lane
 from reward.registry import BUILT_IN
 from reward.rubric import Rubric
 from reward.scoring import CompiledRubric, ScoringCore, validate
@@ -87,7 +88,7 @@ class Far:
         if self.at_start:
             raise ScorerError(self.at_start[0])
 
-    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
         if self.meeting is not None:
             self.meeting.wait(timeout=30.0)
         self.seen.append(f"judge {self.name} {len(items)}")
@@ -343,14 +344,14 @@ def test_remote_scorers_of_one_rubric_wait_at_the_same_time(make_core: Make, mon
     assert rubric.num_callers > 1 and not rubric.in_process
     monkeypatch.setattr(Far, "meeting", threading.Barrier(3))  # broken unless all three are there
     assert score(core, rubric, item("x"), item("y")) == [Scored(3.0, dict.fromkeys(names, 1.0))] * 2
-    assert core.figures()["spent_b"] == 0.5
+    assert core.figures()["spent_b:b"] == 0.5
     core.close()
     assert sorted(one for one in Far.seen if one.startswith("close")) == ["close a", "close b", "close c"]
 
 
 def test_a_remote_number_that_is_none(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(scorer="far")
-    monkeypatch.setattr(Far, "judge_batch", lambda self, items: [Scored(math.nan) for _ in items])
+    monkeypatch.setattr(Far, "judge_batch", lambda self, items, lane: [Scored(math.nan) for _ in items])
     assert score(core, core.default, item("x")) == [
         Unscored("infrastructure", "the scorer answered nan, not a finite number")
     ]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from protos.errors import LINES_ABOVE
 from services import children, crew
 from services.children import Child, ChildSpec, RestartPolicy, end_lineage, new_run_token
 from services.crew import FAILED, FINISHED, INTERRUPTED, USER_ERROR, Crew
@@ -86,9 +87,9 @@ def start(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], subprocess.Pope
         process.stdout.close()
 
 
-def run_crew(folder: Path, table: dict[str, str]) -> tuple[int, list[str], Crew]:
+def run_crew(folder: Path, table: dict[str, str], *, logs_stay: bool = True) -> tuple[int, list[str], Crew]:
     said: list[str] = []
-    team = Crew(say=said.append)
+    team = Crew(say=said.append, logs_stay=logs_stay)
     team.children = [
         Child(ChildSpec(name, (sys.executable, "-c", code), folder / f"{name}.log"), team.token)
         for name, code in table.items()
@@ -172,6 +173,42 @@ def test_a_users_error_ends_the_run_at_once_with_its_line(tmp_path: Path) -> Non
     assert outcome == USER_ERROR
     assert said == ["tandem: reward: reward.port: in use"]
     assert team.states()["reward"][2] == 0, "it is not started again"
+
+
+ENGINE_ENDS = f"""
+import sys
+print("(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1510] Traceback (most recent call last):")
+print("ValueError: an earlier one")
+print("(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1510] ValueError: No available memory for the cache blocks.")
+print("Process EngineCore:")
+print("tandem: the engine for models/x does not start on this machine: RuntimeError: no core; {LINES_ABOVE}")
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("logs_stay", [True, False])
+def test_a_complaint_of_lines_above_brings_the_last_of_them_and_its_log(tmp_path: Path, logs_stay: bool) -> None:
+    outcome, said, _ = run_crew(tmp_path, {"trainer": SLEEP, "rollout-0": ENGINE_ENDS}, logs_stay=logs_stay)
+    assert outcome == USER_ERROR
+    log = str(tmp_path / "rollout-0.log") if logs_stay else "its log"
+    assert said == [
+        "tandem: rollout-0: the engine for models/x does not start on this machine: RuntimeError: no core; "
+        f"{log} names the cause: ValueError: No available memory for the cache blocks."
+    ]
+
+
+def test_a_complaint_of_lines_above_that_name_no_exception_brings_the_log_alone(tmp_path: Path) -> None:
+    killed = f"import sys; print('tandem: Failed core proc(s): -9; {LINES_ABOVE}'); sys.exit(2)"
+    _, said, _ = run_crew(tmp_path, {"trainer": SLEEP, "rollout-0": killed})
+    assert said == [f"tandem: rollout-0: Failed core proc(s): -9; {tmp_path / 'rollout-0.log'} names the cause"]
+
+
+def test_on_a_full_disk_nobody_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "disk_full", lambda folder: True)
+    cut = "import sys; print('tandem: half of a li'); sys.exit(2)"
+    outcome, said, _ = run_crew(tmp_path, {"trainer": cut})
+    assert outcome == USER_ERROR
+    assert said == [f"tandem: trainer: the disk of {tmp_path} is full; free space there, then go on with --resume"]
 
 
 def test_a_full_disk_is_the_users_error(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -63,6 +64,8 @@ def test_the_demo_learns_and_its_control_does_not(tmp_path: Path, seed: int) -> 
     with pa.ipc.open_file(run / "batches" / "000001" / "groups.arrow") as reader:
         assert reader.read_all().num_rows == 32 * 8
     assert list((run / "tensorboard").iterdir())
+    if seed == 0:
+        check_the_exported_model(tmp_path, figures["final_accuracy"])
 
     recipe = str(ROOT / "examples" / "recipes" / "arithmetic.toml")
     changes = ["run.run_id=control", "run.folder=runs/control", "run.total_batches=20", "trainer.learning_rate=0"]
@@ -70,6 +73,19 @@ def test_the_demo_learns_and_its_control_does_not(tmp_path: Path, seed: int) -> 
     assert control.returncode == 0, control.stdout[-3000:] + control.stderr[-3000:]
     figures = summary(tmp_path / "runs" / "control")
     assert abs(figures["final_accuracy"] - figures["initial_accuracy"]) <= 0.03
+
+
+def check_the_exported_model(folder: Path, final_accuracy: float) -> None:
+    """`tandem eval` finds the run's last accuracy in the model that it left."""
+    run = folder / "runs" / "demo"
+    done = tandem(folder, "eval", str(run / "config.json"), f"model.path={run / 'hf'}", deadline=200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = re.search(r"accuracy ([0-9.]+), mean reward ([0-9.]+) over (\d+) rows", done.stdout)
+    assert said is not None, done.stdout
+    # Greedy answers of the same weights; in another company of rows, the last bits of a tie may fall the other way.
+    assert abs(float(said[1]) - final_accuracy) <= 0.005 and int(said[3]) == EVALUATION_ROWS
+    assert final_accuracy > 0.5, "else the model before the run would do as well"
+    assert f"{run / 'hf'} on " in done.stdout and "not scored" not in done.stdout
 
 
 def stand_in(recipe: Recipe) -> list[str]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import trainer.token_logprobs
+from tests.ranks import run_two_ranks
 from tests.tiny_model import VOCABULARY, build_tiny_model
 from tests.token_model_rank import CPU, RATE, STEPS, answers, loss_of, make_batches, train
 from trainer.config import TrainerConfig
@@ -24,13 +20,25 @@ from trainer.micro_batch import stack
 from trainer.model import load_model
 from trainer.token_model import TokenHead, answer_with_tokens
 
-REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {name: build_tiny_model(place / name, tied=name == "tied") for name in ("tied", "untied")}
+
+
+@pytest.fixture(params=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
+    return models[request.param]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, int]]]:
+    """What two ranks at stage 3 left in a folder, and how many numbers of each model each of them held."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run_two_ranks("tests.token_model_rank", *models.values(), folder=folder, seconds=90)
 
 
 @pytest.fixture
@@ -123,25 +131,9 @@ def test_one_rank_learns_the_same(folder: Path, stage: int, small_chunks: None) 
     assert relative_error(weights, folder) <= 1e-4
 
 
-def test_two_partitioned_ranks_learn_the_same(folder: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.token_model_rank", str(folder), str(tmp_path)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank)], cwd=REPOSITORY, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=90) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+def test_two_partitioned_ranks_learn_the_same(folder: Path, two_ranks: tuple[Path, list[dict[str, int]]]) -> None:
+    place, held = two_ranks
     whole = sum(tensor.numel() for tensor in trained_plainly(folder)[0].values())
     for rank in range(2):
-        assert relative_error(load_file(tmp_path / f"rank{rank}.safetensors"), folder) <= 1e-4
-        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) < 0.01 * whole, "the rest is partitioned"
+        assert relative_error(load_file(place / f"{folder.name}{rank}.safetensors"), folder) <= 1e-4
+        assert held[rank][folder.name] < 0.01 * whole, "the rest is partitioned"

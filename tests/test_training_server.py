@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from protos import common_pb2, common_pb2_grpc, training_pb2, training_pb2_grpc
+from protos import training_pb2, training_pb2_grpc
 from services import rpc
 from services.buffer.registry import Sampler
 from services.watchdog import Watchdog, diagnose
 from tests.redis_ring import running_redis
 from tests.reward_ring import eventually
+from tests.service_wire import check_what_it_says
 from tests.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
 
 
@@ -32,6 +33,7 @@ def test_a_waiting_trainer_answers_saves_and_stops(tmp_path: Path, url: str) -> 
     stop = threading.Event()
     finished: list[bool] = []
     thread = threading.Thread(target=lambda: finished.append(train(recipe, url, stop)))
+    before = time.time()
     thread.start()
     try:
         eventually(lambda: "trainer" in buffer.services(), 60.0)
@@ -47,9 +49,15 @@ def test_a_waiting_trainer_answers_saves_and_stops(tmp_path: Path, url: str) -> 
             assert saved.policy_version == 2
             assert (Path(saved.path) / "state.json").exists()
             assert buffer.counts()["committed"] == 2 * P
-            info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=5.0)
-            assert (info.service, info.policy_version) == ("trainer", 2)
-            assert info.activity.startswith("waits for scored groups")
+        info = check_what_it_says(
+            buffer.services()["trainer"],
+            buffer,
+            name="trainer",
+            service_names=("tandem.v1.TrainingService",),
+            started_after=before,
+            policy_version=2,
+        )
+        assert info.activity.startswith("waits for scored groups") and info.figures["optimizer_step"] == 2
         eventually(lambda: buffer.figures().get("trainer", {}).get("waiting_seconds", 0.0) > 0.5)
     finally:
         stop.set()

@@ -1,4 +1,7 @@
-"""Buckets, digests, and every way from `WeightSender` to `StagedReceiver` that needs no GPU, without an engine."""
+"""Buckets, digests, and every way from `WeightSender` to `StagedReceiver` that needs no GPU, without an engine.
+
+The others: tests/test_weight_gpus.py.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
-from protos.errors import DataError, SchemaVersionError, WeightTransferError
+from protos.errors import DataError, EnvironmentLackError, SchemaVersionError, WeightTransferError
 from protos.manifest import ALIGNMENT, decode_manifest, encode_manifest, plan_buckets, weights_digest, with_digests
 from protos.nouns import WeightManifest
 from protos.weight_group import (
@@ -26,11 +30,10 @@ from protos.weight_group import (
     bucket_tensors,
     check_bucket,
     empty_bucket,
-    export_cuda_bucket,
     fill_bucket,
-    import_cuda_bucket,
 )
 from rollout.weight_receiver import StagedReceiver
+from trainer import weight_sender
 from trainer.weight_sender import WeightSender
 
 CPU = torch.device("cpu")
@@ -329,43 +332,19 @@ def test_disk_brings_all_tensors_and_appears_whole(source: Tensors, receiver: St
     assert "cannot read weights" in wait(receiver)["error"][1] and receiver.take() == []
 
 
-@pytest.mark.gpu
-def test_nccl_brings_all_tensors_across_two_gpus(source: Tensors) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
-    sender = WeightSender(source, bucket_bytes=400, device=torch.device("cuda", 0))
-    receiver = StagedReceiver(torch.device("cuda", 1), 0, source.shapes(), frozenset())
-    meeting = sender.prepare("127.0.0.1", 2, "nccl", 60.0)
-    receiver.start_join(asdict(meeting), 1, 60.0)
-    sender.connect(60.0)
-    assert wait(receiver, 70.0)["error"] is None
-    manifest = sender.manifest(1, 0, "nccl")
-    receiver.start_receive(encode_manifest(manifest), meeting.group_name, TIMEOUT)
-    sender.broadcast(manifest, TIMEOUT)
-    assert wait(receiver)["error"] is None
-    assert equal([(name, tensor.cpu()) for name, tensor in receiver.take()], source)
-    sender.close()
+def test_a_full_disk_is_named_and_no_unfinished_folder_is_left(
+    source: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_tensors: object, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-
-@pytest.mark.gpu
-def test_a_digest_is_the_same_on_gpu_and_cpu() -> None:
-    data = torch.randint(0, 256, (8 * 1_000_003,), dtype=torch.uint8)
-    assert bucket_digest(data.cuda()) == bucket_digest(data)
-
-
-def _import_and_sum(handle: dict[str, Any], answers: Any) -> None:
-    answers.put(int(import_cuda_bucket(handle, torch.device("cuda", 0)).sum(dtype=torch.int64)))
-
-
-@pytest.mark.gpu
-def test_ipc_maps_a_bucket_into_another_process() -> None:
-    data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda:0")
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    child = context.Process(target=_import_and_sum, args=(export_cuda_bucket(data), answers))
-    child.start()
-    assert answers.get(timeout=60) == int(data.sum(dtype=torch.int64))
-    child.join(20)
+    monkeypatch.setattr(weight_sender, "save_file", full)
+    sender = WeightSender(source, bucket_bytes=400)
+    folder = tmp_path / "weights" / "000001"
+    with pytest.raises(EnvironmentLackError, match=rf"{folder}: .*No space left.*; free space"):
+        sender.broadcast(sender.manifest(1, 1, "disk", location=str(folder)), TIMEOUT)
+    assert list(folder.parent.iterdir()) == []
 
 
 def test_the_first_rank_may_come_after_the_others() -> None:

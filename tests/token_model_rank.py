@@ -1,4 +1,4 @@
-"""One rank that trains a model by its token statistics, in a process of its own; started by tests/test_token_model.py."""
+"""One rank that trains models by their token statistics, in a process of its own; started by tests/test_token_model.py."""
 
 from __future__ import annotations
 
@@ -74,15 +74,21 @@ def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
     with whole_parameters(list(named.values()), config.zero_stage):
         weights = {name: parameter.detach().to(copy=True) for name, parameter in named.items()}
     engine.destroy()
-    leave_process_group()
+    if world_size == 1:  # several ranks leave their group together, at the end
+        leave_process_group()
     return weights, held
 
 
-def main(folder: Path, output: Path, rank: str) -> None:
-    weights, held = train(folder, TrainerConfig(zero_stage=3, gradient_clip=0.0))
-    save_file(weights, output / f"rank{rank}.safetensors")
-    (output / f"rank{rank}.json").write_text(json.dumps(held))
+def main(models: list[Path], folder: Path) -> None:
+    held = {}
+    for model in models:
+        weights, held[model.name] = train(model, TrainerConfig(zero_stage=3, gradient_clip=0.0))
+        rank = distributed.get_rank()
+        save_file(weights, folder / f"{model.name}{rank}.safetensors")
+    leave_process_group()
+    (folder / f"rank{rank}.json").write_text(json.dumps(held))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    *models, folder = map(Path, sys.argv[1:])
+    main(models, folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,6 +68,17 @@ def make_group(
         reward = float(random.integers(0, 2)) if rewards is None or number >= len(rewards) else rewards[number]
         rows.append(ScoredTrajectory(trajectory, reward, {}, None if reward is not None else "timeout"))
     return TrajectoryGroup(Prompt(0, index, prompt_ids, num_samples, sampling), tuple(rows))
+
+
+def with_broken_row(group: TrajectoryGroup, *, row: int = 0, value: float = math.nan) -> TrajectoryGroup:
+    """The group as if the sampler had said `value` of the first sampled token of a row."""
+    rows = list(group.scored_rows)
+    first, *others = rows[row].trajectory.segments
+    logprobs = first.behavior_logprobs.copy()
+    logprobs[np.flatnonzero(first.loss_mask)[0]] = value
+    segments = (replace(first, behavior_logprobs=logprobs), *others)
+    rows[row] = replace(rows[row], trajectory=replace(rows[row].trajectory, segments=segments))
+    return replace(group, rows=tuple(rows))
 
 
 def make_batch(

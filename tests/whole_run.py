@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -67,12 +68,14 @@ class WholeRun:
                 self.command(*arguments), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True
             )
 
-    def tandem(self, *arguments: str, deadline: float = RUN_DEADLINE_SECONDS) -> subprocess.CompletedProcess[str]:
-        """`tandem …` to its end."""
+    def tandem(
+        self, *arguments: str, deadline: float = RUN_DEADLINE_SECONDS, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """`tandem …` to its end, with these environment variables besides."""
         return subprocess.run(
             self.command(*arguments),
             cwd=ROOT,
-            env=environment(),
+            env=environment() | variables,
             capture_output=True,
             text=True,
             timeout=deadline,
@@ -80,9 +83,11 @@ class WholeRun:
         )
 
     def finish(self, *overrides: str) -> None:
-        """`tandem run` to its end, which must be a good one."""
-        done = self.tandem("run", str(self.recipe), *overrides)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + self.logs()
+        """`tandem run` to its end, which must be a good one and leave no temporary file behind."""
+        with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as temporary:  # short: there will be sockets in it
+            done = self.tandem("run", str(self.recipe), *overrides, TMPDIR=temporary)
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + self.logs()
+            assert os.listdir(temporary) == []
 
     def logs(self) -> str:
         return "".join(

@@ -33,13 +33,14 @@ def token_shares(
     *,
     length_constant: float,
     num_tokens: int | None = None,
-    num_sequences: int | None = None,
+    num_sequences: float | None = None,
     multiplicities: Tensor | None = None,
 ) -> Tensor:
     """The share of one token of each of the R sequences, float64 (R,); 0 for a sequence without a loss token.
 
     `counts` are the loss tokens of a sequence: of a trajectory, in all its segments together. Where these are not all the sequences of the
-    step, `num_tokens` and `num_sequences` give N and S of all of them. `length_constant` is h, above 0; the other modes do not read it.
+    step, `num_tokens` and `num_sequences` give N and S of all of them (S greater still counts sequences of which nothing is left, as
+    zeros). `length_constant` is h, above 0; the other modes do not read it.
     `multiplicities`, (R,) at least 0: how often each sequence counts, in the loss and in its denominators, as if it were there that often.
     """
     counts_R = torch.as_tensor(counts, dtype=torch.float64)

@@ -115,6 +115,11 @@ class AlgorithmConfig(BaseModel):
                 "correction.proximal loglinear is known only in the pass that trains a token, and rejections, veto and "
                 'weights.normalize judge the batch before it: leave them out, or set correction.proximal = "recomputed"'
             )
+        if self.loss.counts_empty_rows and not self.aggregation.startswith("seq-"):
+            raise ValueError(
+                f"loss {self.loss.name}: count_empty_rows is about the number of trajectories, and aggregation {self.aggregation} does "
+                "not divide by it: take seq-mean-token-mean, or leave count_empty_rows out"
+            )
         if self.needs_components:
             self._check_components()
         if self.advantage.name == "maxrl":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed
 
 from protos.nouns import RowHeader, TrainBatch
+from trainer.planning import group_steps
 from trainer.ragged import row_sums
 
 TrajectoryKey = tuple[str, int]
@@ -31,7 +32,7 @@ class BatchLayout:
     groups_R: Tensor
     """Number of each trajectory's group."""
     steps_R: Tensor
-    """The optimizer step each trajectory is trained in; −1 for one without a loss token."""
+    """The optimizer step each trajectory is trained in; of one without a loss token its group's."""
     segments_R: Tensor
     """How many segments each trajectory has."""
     lengths_S: Tensor
@@ -47,6 +48,7 @@ class BatchLayout:
                 rows.setdefault((header.group_id, header.trajectory_id), []).append(header)
         numbers = {group_id: number for number, group_id in enumerate(batch.group_ids)}
         steps = {(row.group_id, row.trajectory_id): row.optimizer_step for row in batch.plan}
+        step_of_group = group_steps(len(batch.group_ids), len(batch.num_micro_batches))
         first: dict[tuple[str, int, int], tuple[int, int]] = {}
         total = 0
         for header in (header for segments in rows.values() for header in segments):
@@ -62,7 +64,7 @@ class BatchLayout:
             headers=tuple(segments[0] for segments in rows.values()),
             lengths_R=_integers(sum(header.num_loss_tokens for header in segments) for segments in rows.values()),
             groups_R=_integers(numbers[group_id] for group_id, _ in rows),
-            steps_R=_integers(steps.get(key, -1) for key in rows),
+            steps_R=_integers(steps.get(key, step_of_group[numbers[key[0]]]) for key in rows),
             segments_R=_integers(len(segments) for segments in rows.values()),
             lengths_S=_integers(header.num_loss_tokens for segments in rows.values() for header in segments),
             places={cell: torch.cat(parts) for cell, parts in cells.items()},

@@ -36,6 +36,8 @@ from trainer.selection_options import SelectionOptions
 class StartColumns:
     """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None where nothing asked for it."""
 
+    finite_N: Tensor | None = None
+    """bool: False on every token of a row (a segment) for which the sampler's log-probs are not all finite; None: all are."""
     behavior_N: Tensor | None = None
     versions_N: Tensor | None = None
     columns_N: Tensor | None = None

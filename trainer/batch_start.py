@@ -15,6 +15,8 @@ from trainer.batch_layout import BatchLayout
 from trainer.batch_rewards import StartColumns
 from trainer.critic import Critic
 from trainer.micro_batch import MicroBatch
+from trainer.off_policy.correct import finite_rows
+from trainer.ragged import spread
 from trainer.reference import ReferencePolicy
 from trainer.token_model import token_answers
 
@@ -37,7 +39,10 @@ def look(
     reads_batch: bool,
     device: torch.device,
 ) -> StartColumns:
-    """Runs what `needs` asks for, policy first, and makes columns of it; `reads_batch` adds the sampler's. All ranks enter."""
+    """Runs what `needs` asks for, policy first, and makes columns of it; `reads_batch` adds the sampler's. All ranks enter.
+
+    Whether the sampler's are finite is always looked at: it decides denominators, which are fixed before a micro-batch is corrected.
+    """
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
 
     def column(of: Callable[[MicroBatch], Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -58,6 +63,7 @@ def look(
         assert critic is not None, "the algorithm has a critic"
         values_N = column(critic.values)
     return StartColumns(
+        finite_N=column(finite_tokens, torch.uint8).bool(),
         behavior_N=column(lambda one: one.behavior_logprobs_N) if reads_batch else None,
         versions_N=column(lambda one: one.versions_N, torch.int64) if reads_batch else None,
         columns_N=_whole_rows(layout, column(lambda one: one.response_column_N, torch.int64))
@@ -80,6 +86,11 @@ def rank_columns(
 ) -> Tensor:
     """The column of what `of` says of this rank's micro-batches and of the others'. All ranks enter."""
     return layout.gather({cell: of(one) for cell, one in cells.items()}, dtype=dtype, device=device)
+
+
+def finite_tokens(batch: MicroBatch) -> Tensor:
+    """bool (N,): False on every token of a row whose log-probs from the sampler are not all finite."""
+    return spread(finite_rows(batch.behavior_logprobs_N, batch.lengths_B), batch.lengths_B)
 
 
 def _gathered(layout: BatchLayout, parts: Mapping[Cell, Tensor], device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     If the block raises, nothing remains.
 
     Raises:
-        EnvironmentLackError: the disk is full.
+        EnvironmentLackError: the disk is full, or a file of that name is there.
     """
     begun = begin_folder(folder)
     try:
@@ -39,7 +39,15 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def begin_folder(folder: Path) -> Path:
-    """An empty partial folder, rid of what an earlier crash left in it."""
+    """An empty partial folder, rid of what an earlier crash left in it.
+
+    Raises:
+        EnvironmentLackError: as `whole_folder`.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise EnvironmentLackError(
+            f"{folder}: a file stands where a folder is needed; move it away, or write elsewhere"
+        )
     begun = partial_folder(folder)
     shutil.rmtree(begun, ignore_errors=True)
     with disk_full_named(folder):
@@ -73,7 +81,7 @@ def disk_full_named(folder: Path) -> Iterator[None]:
     except Exception as error:
         if _is_disk_full(error, folder):
             raise EnvironmentLackError(
-                f"no space left on the disk of {folder}: free some, or set run.folder elsewhere"
+                f"no space left on the disk of {folder}: free some, or name another place (run.folder, sft.output)"
             ) from error
         raise
 

@@ -116,7 +116,7 @@ def first_coefficients(options: KlOptions) -> KlCoefficients:
 
 
 def resumed_coefficients(options: KlOptions, saved: Mapping[str, float]) -> KlCoefficients:
-    """Those of a checkpoint where a target moves them; else those of the options, which a resumed run may have changed."""
+    """Those of a checkpoint where a target moves them; else those of the options."""
 
     def resumed(penalty: KlPenalty | None, name: str, first: float) -> float:
         moved = penalty is not None and penalty.target is not None

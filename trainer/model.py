@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import huggingface_hub
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
 from protos.errors import ModelError
 from trainer.token_model import answer_with_tokens
 
+_UNREADABLE = (
+    *(OSError, ValueError, KeyError, RuntimeError),
+    *(SafetensorError, UnpicklingError, EOFError),  # of weight files that are cut short or none at all
+    StrictDataclassError,  # of values in config.json
+)
+"""What loading a folder raises that is the folder's fault."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -120,9 +129,13 @@ def _loading(folder: Path) -> Iterator[None]:
     transformers.utils.logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"model folder {folder} cannot be loaded: {_first_line(error)}") from error
+    except _UNREADABLE as error:
+        raise ModelError(
+            f"model folder {folder} cannot be loaded: {_first_line(error)}; copy or save it again, or name another one"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of its text, with the next where that one only announces it."""
+    first, *others = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {others[0].strip()}" if others and first.endswith(":") else first

@@ -122,6 +122,8 @@ class BatchObjective:
             weights_N = torch.ones(layout.num_tokens)
             weights_N[places] = corrected.weights_N.float()
         keep_N &= (self._targets.counts_R > 0).repeat_interleave(layout.lengths_R)
+        if self._start.finite_N is not None:
+            keep_N &= self._start.finite_N
         chosen_N = self._choose(step, places, keep_N, weights_N, current_N)
         return _Step(self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
 
@@ -265,9 +267,15 @@ class BatchObjective:
     def _shares(self, step: int, keep_N: Tensor) -> Tensor:
         """What each token counts in the step's loss: denominators over all of its kept tokens and trajectories."""
         layout, counts_R = self._layout, self._targets.counts_R
-        kept_R = torch.where(layout.steps_R == step, layout.kept_of(keep_N), 0)
+        here_R = layout.steps_R == step
+        kept_R = torch.where(here_R, layout.kept_of(keep_N), 0)
+        num_rows = float(torch.where(here_R, counts_R, 0.0).sum())
         shares_R = token_shares(
-            kept_R, self._config.aggregation, length_constant=self._max_response_tokens, multiplicities=counts_R
+            kept_R,
+            self._config.aggregation,
+            length_constant=self._max_response_tokens,
+            num_sequences=num_rows if self._config.loss.counts_empty_rows else None,
+            multiplicities=counts_R,
         )
         return shares_R.repeat_interleave(layout.lengths_R)
 

@@ -14,6 +14,12 @@ def is_trained(header: RowHeader) -> bool:
     return header.role == "policy" and header.reward is not None and header.num_loss_tokens > 0
 
 
+def group_steps(num_groups: int, num_steps: int) -> list[int]:
+    """The optimizer step each group of a batch is trained in: runs of neighbours, as many as there are steps, of like length."""
+    edges = [step * num_groups // num_steps for step in range(num_steps + 1)]
+    return [step for step in range(num_steps) for _ in range(edges[step], edges[step + 1])]
+
+
 def plan_batch(
     headers: Sequence[RowHeader],
     group_ids: Sequence[str],
@@ -37,9 +43,9 @@ def plan_batch(
     num_steps = min(optimizer_steps, len(group_ids))
     plan: list[PlannedRow] = []
     num_micro_batches = []
+    steps = group_steps(len(group_ids), num_steps)
     for step in range(num_steps):
-        first, last = step * len(group_ids) // num_steps, (step + 1) * len(group_ids) // num_steps
-        members = set(group_ids[first:last])
+        members = {group_id for group_id, of_group in zip(group_ids, steps, strict=True) if of_group == step}
         rows = [header for header in headers if header.group_id in members and is_trained(header)]
         lengths = [row.num_tokens for row in rows]
         cut = pack_flat if packing == "flat" else pack

@@ -1,7 +1,8 @@
 """What is learned from: which groups, trajectories and tokens, and how much each trajectory counts. Pure functions; no torch at run time.
 
 DAPO: arXiv:2503.14476. PF-PPO: arXiv:2409.06957. R: trajectories of the batch, whose groups are labelled by any integers; G: those of
-one group; N: loss tokens. A reward that is NaN or infinite is refused wherever it would decide something.
+one group; N: loss tokens. A trajectory's reward is all that it earned, rewards on its tokens included. One that is NaN or infinite is
+refused wherever it would decide something.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ POWER_EPSILON = 1e-8
 def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> bool:
     """True if the group has more than one reward and all are equal: no advantage can come of it, so DAPO samples another instead.
 
-    They are the scorers' rewards, before any penalty. `by_deviation` asks whether the computed standard deviation is exactly 0, as the
-    golden convention does; rounding makes that false for three times 0.1.
+    They are what answers earned in all, on whichever tokens it fell, before any penalty. `by_deviation` asks whether the computed standard
+    deviation is exactly 0, as the golden convention does; rounding makes that false for three times 0.1.
 
     Raises:
         DataError: a reward is NaN or infinite.

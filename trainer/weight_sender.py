@@ -16,6 +16,7 @@ from typing import Protocol
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from protos.errors import EnvironmentLackError, WeightTransferError
@@ -236,7 +237,7 @@ class WeightSender:
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
             _sync(folder.parent)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise EnvironmentLackError(
                 f"weights cannot be written to {folder}: {error}; free space or choose another folder"

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from protos.errors import ScorerError
-from reward.sandbox.launcher import BareLauncher, BubblewrapLauncher, IsolationName, Launcher, ZygoteLauncher
+from reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
+from reward.sandbox.launcher import BareLauncher, IsolationName, Launcher, ZygoteLauncher
 from reward.sandbox.layout import Layout, layout_for
 from reward.sandbox.limits import Limits
 from reward.sandbox.pool import START_SECONDS, SandboxPool
@@ -21,7 +22,9 @@ DISK_BYTES = 64 << 20
 """Size of a sandbox's working folder."""
 
 _PROBE_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=START_SECONDS, memory_bytes=1 << 30)
-_KINDS: tuple[type[BubblewrapLauncher] | type[ZygoteLauncher], ...] = (BubblewrapLauncher, ZygoteLauncher)
+_Kind = type[ZygoteLauncher] | type[BubblewrapEachLauncher]
+_KINDS: tuple[_Kind, ...] = (BubblewrapLauncher, ZygoteLauncher, BubblewrapEachLauncher)
+"""The best first: the last one starts a Python for every sandbox, and is for machines where the others get no namespaces."""
 
 # What code in a sandbox must not be able to do: each line that succeeds adds its name.
 _PROBE = """
@@ -51,17 +54,21 @@ _SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionErr
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What code runs behind. `seccomp`: a filter of system calls as well. `faults`: why there is no better one, a line each."""
+    """What code runs behind. `seccomp`: a filter of system calls as well. `faults`: why there is no better one, a line each. `place`:
+    the program that makes it, if it is not Tandem itself."""
 
     name: IsolationName
     seccomp: bool
     faults: tuple[str, ...] = ()
+    place: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}, {'with' if self.seccomp else 'without'} seccomp"
+        place = f" ({self.place})" if self.place else ""
+        return f"{self.name}{place}, {'with' if self.seccomp else 'without'} seccomp"
 
 
-_found: Isolation | None = None
+_found: tuple[Isolation, _Kind | None] | None = None
+"""What was found here, and what makes it."""
 
 
 def find_isolation() -> Isolation:
@@ -71,7 +78,7 @@ def find_isolation() -> Isolation:
         if launcher is not None:
             launcher.close()
     assert _found is not None
-    return _found
+    return _found[0]
 
 
 def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = False) -> SandboxPool:
@@ -93,29 +100,38 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
     return SandboxPool(bare(), bare, seccomp=isolation.seccomp)
 
 
-def _start(layout: Layout) -> tuple[BubblewrapLauncher | ZygoteLauncher | None, Isolation]:
+def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | None, Isolation]:
     """The launcher of the best isolation, tried if that has not been done, and the isolation; no launcher if that is none."""
     global _found
-    faults = []
+    if _found is not None:
+        return _start_again(layout, *_found)
+    faults: dict[str, None] = {}
     for kind in _KINDS:
-        if _found is not None and _found.name != kind.name:
-            continue
+        launcher = None
         try:
             launcher = kind(layout, DISK_BYTES)
+            found = Isolation(kind.name, _prove(launcher), tuple(faults), launcher.place)
         except SandboxError as error:
-            faults.append(f"{kind.name}: {error}")
+            if launcher is not None:
+                launcher.close()
+            faults[f"{kind.name}: {error}"] = None
             continue
-        if _found is not None:
-            return launcher, _found
-        try:
-            _found = Isolation(kind.name, _prove(launcher), tuple(faults))
-            return launcher, _found
-        except SandboxError as error:
-            launcher.close()
-            faults.append(f"{kind.name}: {error}")
-    if _found is None:
-        _found = Isolation("none", _filters(BareLauncher(layout, DISK_BYTES)), tuple(faults))
-    return None, Isolation("none", _found.seccomp, tuple(faults) or _found.faults)
+        _found = found, kind
+        return launcher, found
+    found = Isolation("none", _filters(BareLauncher(layout, DISK_BYTES)), tuple(faults))
+    _found = found, None
+    return None, found
+
+
+def _start_again(
+    layout: Layout, found: Isolation, kind: _Kind | None
+) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | None, Isolation]:
+    if kind is None:
+        return None, found
+    try:
+        return kind(layout, DISK_BYTES), found
+    except SandboxError as error:
+        return None, Isolation("none", found.seccomp, (f"{kind.name}: {error}",))
 
 
 def _prove(launcher: Launcher) -> bool:

@@ -1,44 +1,49 @@
-"""How sandboxes come into being: forked by a zygote inside namespaces, or started one by one with bubblewrap or with nothing."""
+"""How sandboxes come into being: forked by a zygote inside namespaces, or started one by one."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
 import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from protos.scratch_folder import ScratchFolder
 from reward.sandbox.inside import wire
-from reward.sandbox.inside.zygote import USER, WORK_FOLDER
+from reward.sandbox.inside.zygote import WORK_FOLDER
 from reward.sandbox.layout import PACKAGES_FOLDER, Layout
-from reward.sandbox.sandbox import Sandbox, SandboxError
+from reward.sandbox.sandbox import Sandbox, SandboxError, last_words
 
 IsolationName = Literal["bubblewrap", "namespaces", "none"]
 
 ZYGOTE_SECONDS = 30.0
 """To start, on a busy machine; it takes a tenth of a second on an idle one."""
 
+PROJECT = str(Path(__file__).resolve().parents[2])
+# Not the link in a virtual environment, which is not in the sandbox.
+EXECUTABLE = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+PYTHON = (EXECUTABLE, "-I", "-S", "-B", "-X", "utf8", "-c")
+
 # Nothing of the service's environment. One thread for numerical libraries: a program has its share of the machine, and no more.
 _ENVIRONMENT = {"HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "LANG": "C.UTF-8"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
-# Not the link in a virtual environment, which is not in the sandbox.
-_EXECUTABLE = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-_PYTHON = (_EXECUTABLE, "-I", "-S", "-B", "-X", "utf8", "-c")
-_START_ZYGOTE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from reward.sandbox.inside.zygote import main; main(int(sys.argv[2]))"
-)
+_START_ZYGOTE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from reward.sandbox.inside.zygote import main
+main(*map(int, sys.argv[2:]))
+"""
 # Tandem's files are not in the sandbox: the modules of its first process come over the channel.
-_START_GUEST = """
+_START_INSIDE = """
 import json, socket, sys, types
-channel = socket.socket(fileno=int(sys.argv[1]))
+entry, channel, path, settings = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), *map(json.loads, sys.argv[3:])
 size = int.from_bytes(channel.recv(4, socket.MSG_WAITALL))
 sources = json.loads(channel.recv(size, socket.MSG_WAITALL))
 for name, source in sources.items():
@@ -48,18 +53,19 @@ for name, source in sources.items():
     parent, _, child = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], child, module)
-del sources
-sys.modules["reward.sandbox.inside.zygote"].warm_up()
-sys.path.extend(json.loads(sys.argv[2]))
-sys.modules["reward.sandbox.inside.guest"].serve(channel, apart=json.loads(sys.argv[3]))
+del sources, source
+sys.path += [place for place in path if place not in sys.path]
+getattr(sys.modules["reward.sandbox.inside.zygote"], entry)(channel, **settings)
 """
-_GUEST_MODULES = ("kernel", "wire", "plain", "seccomp", "calls", "program", "guest", "zygote")
+_INSIDE_MODULES = ("kernel", "wire", "plain", "seccomp", "calls", "program", "guest", "zygote")
 
 
 class Launcher(Protocol):
     """Makes sandboxes of one kind. `open` returns at once: the sandbox starts in the background."""
 
     name: IsolationName
+    place: str
+    """What of the machine makes them, if they are not all our own making."""
 
     def open(self, *, seccomp: bool) -> Sandbox:
         """Raises SandboxError if none can be started."""
@@ -76,24 +82,37 @@ class ZygoteLauncher:
     """
 
     name: IsolationName = "namespaces"
+    place = ""
 
     def __init__(self, layout: Layout, disk_bytes: int) -> None:
         self._disk_bytes = disk_bytes
         self._control, theirs = socket.socketpair()
-        with theirs:
-            command = [*_PYTHON, _START_ZYGOTE, str(Path(__file__).resolve().parents[2]), str(theirs.fileno())]
-            self._process = _start(command, theirs)
         self._control.settimeout(ZYGOTE_SECONDS)
+        with theirs:
+            try:
+                self._process = self._launch(layout, theirs)
+            except OSError as error:
+                self._control.close()
+                raise SandboxError(f"the process that makes sandboxes cannot be started: {error}") from None
+        reply: wire.Message | None = None
         try:
-            wire.send(self._control, layout.as_dict())
-            reply = wire.receive(self._control)
+            with suppress(ConnectionError):  # it has ended, and its last words say why
+                self._tell(layout)
+                reply = wire.receive(self._control)
         except (OSError, ValueError) as error:
             self.close()
             raise SandboxError(f"the process that makes sandboxes did not start: {error}") from None
         if reply is None or "ready" not in reply.header:
-            reason = reply.header["error"] if reply is not None else "the process that makes sandboxes has ended"
+            reason = reply.header["error"] if reply is not None else last_words(self._process)
             self.close()
             raise SandboxError(reason)
+
+    def _launch(self, layout: Layout, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        with the_machines_proc() as proc:
+            return start([*PYTHON, _START_ZYGOTE, PROJECT, str(theirs.fileno()), str(proc)], [theirs.fileno(), proc])
+
+    def _tell(self, layout: Layout) -> None:
+        wire.send(self._control, layout.as_dict())
 
     def open(self, *, seccomp: bool) -> Sandbox:
         mine, theirs = socket.socketpair()
@@ -108,37 +127,18 @@ class ZygoteLauncher:
     def close(self) -> None:
         """Ends the zygote and all its sandboxes; may be called again."""
         self._control.close()
-        self._process.kill()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it was started through, too
         self._process.wait(timeout=ZYGOTE_SECONDS)
         if self._process.stderr is not None:
             self._process.stderr.close()
-
-
-class BubblewrapLauncher:
-    """Each sandbox a new Python under bubblewrap."""
-
-    name: IsolationName = "bubblewrap"
-
-    def __init__(self, layout: Layout, disk_bytes: int) -> None:
-        binary = shutil.which("bwrap")
-        if binary is None:
-            raise SandboxError("there is no bwrap on PATH")
-        self._layout = layout
-        self._prefix = [binary, *bubblewrap_arguments(layout, disk_bytes)]
-
-    def open(self, *, seccomp: bool) -> Sandbox:
-        # Of root, bubblewrap would make a process that is root outside: no limit on processes would hold for it.
-        nobody = USER if os.geteuid() == 0 else None
-        return _spawn_guest(self._prefix, self._layout.path, apart=True, seccomp=seccomp, user=nobody)
-
-    def close(self) -> None:
-        """Holds nothing: every sandbox has its own process."""
 
 
 class BareLauncher:
     """No isolation at all: a process with limits, no environment and a session of its own, in a folder that is removed afterwards."""
 
     name: IsolationName = "none"
+    place = ""
 
     def __init__(self, layout: Layout, disk_bytes: int) -> None:
         del disk_bytes  # of an ordinary folder nothing limits the size
@@ -146,108 +146,82 @@ class BareLauncher:
         self._path = tuple(dict.fromkeys(os.path.dirname(source) for source in packages))
 
     def open(self, *, seccomp: bool) -> Sandbox:
-        folder = tempfile.mkdtemp(prefix="tandem-")
-
-        def leave() -> None:
-            shutil.rmtree(folder, ignore_errors=True)
-
+        folder = ScratchFolder("bare")
         try:
-            return _spawn_guest([], self._path, apart=False, seccomp=seccomp, folder=folder, leave=leave)
+            place = str(folder.path)
+            return open_alone([], self._path, apart=False, seccomp=seccomp, folder=place, leave=folder.close)
         except SandboxError:
-            leave()
+            folder.close()
             raise
 
     def close(self) -> None:
         """Holds nothing."""
 
 
-def bubblewrap_arguments(layout: Layout, disk_bytes: int) -> list[str]:
-    """The options that make bubblewrap build the layout around a Python. The order counts: later ones cover earlier ones."""
-    arguments = ["--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", "sandbox", "--as-pid-1", "--new-session"]
-    for link, target in layout.links:
-        arguments += ["--symlink", target, link]
-    for source, target in (*layout.binds, *_interpreter_binds(layout)):
-        arguments += ["--ro-bind", source, target]
-    for device in layout.devices:
-        arguments += ["--dev-bind", device, device]
-    for hidden in layout.hidden:
-        if os.path.isdir(hidden):
-            arguments += ["--tmpfs", hidden, "--remount-ro", hidden]
-    return [
-        *arguments,
-        "--size",
-        str(disk_bytes),
-        "--tmpfs",
-        WORK_FOLDER,
-        "--remount-ro",
-        "/",
-        "--chdir",
-        WORK_FOLDER,
-        "--",
-    ]
-
-
-def _interpreter_binds(layout: Layout) -> list[tuple[str, str]]:
-    """The interpreter's own files, where the layout has them not: a zygote has loaded them before it builds its root."""
-    files = [_EXECUTABLE]
-    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        files.append(os.path.join(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME")))
-    shown = [target for _, target in layout.binds]
-    return [
-        (os.path.realpath(file), file)
-        for file in files
-        if os.path.exists(file) and not any(file.startswith(f"{target}/") for target in shown)
-    ]
+def inside(entry: str, channel: int, path: Sequence[str], settings: dict[str, Any]) -> list[str]:
+    """The command that runs an entry of `inside.zygote` where Tandem's files are not; `inside_sources` must follow over the channel."""
+    return [*PYTHON, _START_INSIDE, entry, str(channel), json.dumps(path), json.dumps(settings)]
 
 
 @cache
-def _guest_sources() -> bytes:
+def inside_sources() -> bytes:
     """The modules of a sandbox's first process, in an order in which each finds those it imports."""
     folder = Path(__file__).parent / "inside"
     sources = {"reward": "", "reward.sandbox": "", "reward.sandbox.inside": ""}
-    for name in _GUEST_MODULES:
+    for name in _INSIDE_MODULES:
         sources[f"reward.sandbox.inside.{name}"] = (folder / f"{name}.py").read_text(encoding="utf-8")
     text = json.dumps(sources).encode()
-    return len(text).to_bytes(4, "big") + text
+    return len(text).to_bytes(4) + text
 
 
-def _spawn_guest(
+def open_alone(
     prefix: Sequence[str],
     path: Sequence[str],
     *,
     apart: bool,
     seccomp: bool,
-    user: int | None = None,
+    proc: int | None = None,
     folder: str = "/",
     leave: Callable[[], None] = lambda: None,
 ) -> Sandbox:
+    """A sandbox whose first process is started for it, behind the prefix.
+
+    Raises:
+        SandboxError: it cannot be started.
+    """
     mine, theirs = socket.socketpair()
     with theirs:
-        command = [*prefix, *_PYTHON, _START_GUEST, str(theirs.fileno()), json.dumps(path), json.dumps(apart)]
+        settings = {"proc": proc, "apart": apart}
+        command = [*prefix, *inside("serve_alone", theirs.fileno(), path, settings)]
         try:
-            process = _start(command, theirs, user=user, folder=folder)
+            process = start(command, [theirs.fileno(), *([] if proc is None else [proc])], folder=folder)
             mine.settimeout(ZYGOTE_SECONDS)
-            mine.sendall(_guest_sources())  # fits into the socket's buffer: nothing waits for the process
+            mine.sendall(inside_sources())  # fits into the socket's buffer: nothing waits for the process
         except OSError as error:
             mine.close()
             raise SandboxError(f"{command[0]} cannot be started: {error}") from None
     return Sandbox(mine, process, seccomp=seccomp, leave=leave)
 
 
-def _start(
-    command: Sequence[str], channel: socket.socket, *, user: int | None = None, folder: str = "/"
-) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], descriptors: Sequence[int], *, folder: str = "/") -> subprocess.Popen[bytes]:
+    """Starts a command with nothing of this process but those descriptors, in a session of its own. Raises OSError."""
     return subprocess.Popen(
         command,
-        pass_fds=[channel.fileno()],
+        pass_fds=descriptors,
         env=_ENVIRONMENT,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        user=user,
-        group=user,
-        extra_groups=None if user is None else [],
     )
+
+
+@contextmanager
+def the_machines_proc() -> Iterator[int]:
+    """A descriptor of /proc. Raises OSError."""
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield proc
+    finally:
+        os.close(proc)

@@ -68,7 +68,7 @@ class Sandbox:
             message = None
         if message is None or "ready" not in message.header:
             raise SandboxError(
-                f"a sandbox did not start: {message.header.get('error') if message else self._last_words()}"
+                f"a sandbox did not start: {message.header.get('error') if message else last_words(self._process)}"
             )
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
@@ -158,12 +158,15 @@ class Sandbox:
         leave, self._leave = self._leave, lambda: None
         leave()
 
-    def _last_words(self) -> str:
-        if self._process is None or self._process.stderr is None:
-            return "it has gone without a word"
-        try:
-            self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            return "it closed its line"
-        words = self._process.stderr.read(4096).decode(errors="replace").strip()
-        return words.rpartition("\n")[2] or f"exit code {self._process.returncode}"
+
+def last_words(process: subprocess.Popen[bytes] | None) -> str:
+    """What a process that has closed its line said last, else how it ended."""
+    if process is None or process.stderr is None:
+        return "it has gone without a word"
+    try:
+        process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return "it closed its line"
+    os.set_blocking(process.stderr.fileno(), False)  # something it started may hold the other end
+    words = (process.stderr.read(4096) or b"").decode(errors="replace").strip()
+    return words.rpartition("\n")[2] or f"exit code {process.returncode}"

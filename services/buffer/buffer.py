@@ -82,6 +82,10 @@ class Buffer(Ledger, Registry):
         budgets = (failure_budget["infrastructure"], failure_budget["data"])
         self._run("create", new_request(), int(resume), *limits, *budgets)
 
+    def exists(self) -> bool:
+        """Whether Redis holds a run of this id."""
+        return bool(self._persist(lambda: self._redis.exists(self._key("meta"))))
+
     def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
         """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
 

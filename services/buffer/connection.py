@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -23,6 +23,7 @@ from protos.errors import (
     FencedError,
     JobError,
     JobExistsError,
+    JobLimitError,
     LedgerError,
     NotAdmittedError,
     RunExistsError,
@@ -45,6 +46,7 @@ _REFUSALS: dict[str, type[TandemError]] = {
     "FENCED": FencedError,
     "JOB": JobError,
     "JOBEXISTS": JobExistsError,
+    "JOBLIMIT": JobLimitError,
     "LEDGER": LedgerError,
     "NORUN": UnavailableError,
     "NOTADMITTED": NotAdmittedError,
@@ -52,7 +54,7 @@ _REFUSALS: dict[str, type[TandemError]] = {
 }
 _REMEDIES = {
     "EXISTS": "; add --resume to go on with it, or choose another run.run_id",
-    "NORUN": "; start it with `tandem run` first",
+    "NORUN": "; start it with `tandem run`, or its feed with `tandem serve feed`",
 }
 
 Answer = TypeVar("Answer")
@@ -113,7 +115,7 @@ class Connection:
         except ValueError as error:
             raise ConfigError(f"run.redis_url {self.place!r} cannot be used: {error}") from None
         self._scripts: dict[str, Script] = {}
-        server = self._persist(lambda: self._redis.info("server"), connect_timeout_seconds)
+        server = self.information("server", connect_timeout_seconds)
         version = str(server["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
             raise EnvironmentLackError(f"Redis at {self.place} is version {version}; Tandem needs 6.2 or later")
@@ -121,6 +123,21 @@ class Connection:
     def close(self) -> None:
         """Closes the pool's connections."""
         self._redis.close()
+
+    def information(self, section: str, outage_seconds: float | None = None) -> Mapping[str, Any]:
+        """What the server says of itself in a section of INFO."""
+        return self._persist(lambda: self._redis.info(section), outage_seconds)
+
+    def setting(self, name: str) -> str:
+        """A setting of the server; empty if it does not tell."""
+
+        def ask() -> str:
+            try:
+                return str(self._redis.config_get(name).get(name, ""))
+            except redis.ResponseError:  # managed servers keep CONFIG to themselves
+                return ""
+
+        return self._persist(ask)
 
     def _key(self, name: str) -> str:
         return self._prefix + name
@@ -146,6 +163,10 @@ class Connection:
                     raise UnavailableError(
                         f"Redis at {self.place} cannot be reached: {_one_line(error)}; start it, or name another one"
                     ) from None
+            except redis.InvalidResponse as error:
+                raise EnvironmentLackError(
+                    f"what answers at {self.place} is no Redis: {_one_line(error)}; name another one, or start one there"
+                ) from None
             except redis.ResponseError as error:
                 raise self._refusal(error) from error
             time.sleep(pause)

@@ -33,6 +33,10 @@ _MAX_REASON = 64
 class Ledger(Connection):
     """Incarnations, versions, and figures of every state. All verbs may be repeated without harm."""
 
+    def exists(self) -> bool:
+        """Whether the run was created here."""
+        return bool(self._persist(lambda: self._redis.exists(self._key("meta"))))
+
     def begin_incarnation(self) -> int:
         """A new trainer starts: earlier ones are refused from now on, and no sampler is LIVE until it is updated.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from protos import reward_pb2
 from protos.contracts import Score, ScoreItem, Unscored
+from services.item_twins import chunk_of
 from services.jobs.store import ChunkClaim
 from services.score_wire import read_items, reply_of, score_of
 
@@ -14,7 +15,7 @@ class Chunk:
     """The items of a claimed chunk, and the results they have so far."""
 
     def __init__(self, claim: ChunkClaim) -> None:
-        messages = reward_pb2.SubmitJobRequest.Chunk.FromString(claim.items).items
+        messages = chunk_of(claim.items).items
         items, faults = read_items(messages, claim.first_item)
         readable = iter(items)
         self.items: dict[int, ScoreItem] = {n: next(readable) for n in range(len(messages)) if n not in faults}

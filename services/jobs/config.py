@@ -10,7 +10,7 @@ from reward.config import RewardConfig
 
 
 class JobsConfig(BaseModel):
-    """`[jobs]`: reward jobs that clients submit: where they are kept, for how long, and how many bytes of them may wait."""
+    """`[jobs]`: reward jobs that clients submit: where they are kept, for how long, and how many bytes of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -18,8 +18,21 @@ class JobsConfig(BaseModel):
     """Services with the same namespace on one Redis share its jobs; default: the run's id, `reward` for a service that stands alone."""
     max_unscored_bytes: Annotated[int, Field(ge=1 << 25)] = 1 << 28
     """Items waiting for their score; above it submission waits. One job may fill half of it."""
+    max_result_bytes: Annotated[int, Field(ge=0)] = 0
+    """Results kept; above it jobs that have ended give up theirs (`expired`), the first to end first. One job may fill half of it.
+    0: twice max_unscored_bytes."""
     retention_seconds: Annotated[float, Field(gt=0.0)] = 604800.0
     """How long the results of a job that has ended are kept; then job and idempotency key are forgotten."""
+
+    @property
+    def result_bytes(self) -> int:
+        """`max_result_bytes`, derived if it is not given."""
+        return self.max_result_bytes or 2 * self.max_unscored_bytes
+
+    @property
+    def redis_bytes(self) -> int:
+        """What jobs may take in Redis: items that wait, and results that are kept."""
+        return self.max_unscored_bytes + self.result_bytes
 
     def in_namespace(self, default: str) -> JobsConfig:
         """The same with the default filled in."""

@@ -17,7 +17,7 @@ from protos.errors import UnknownJobError
 from services.buffer.connection import Connection, ScriptFolder, milliseconds, new_request
 from services.jobs.config import JobsConfig
 
-JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED"]
+JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED", "EXPIRED"]
 
 CANCELLED = "cancelled"
 """Reason of the items of a cancelled job that have no result."""
@@ -44,6 +44,8 @@ class JobRecord:
     """Stored so far: indices 0 … num_chunks - 1."""
     num_results: int
     """Chunks that have results: cursors 1 … num_results."""
+    result_bytes: int
+    """Kept of it: its results, its rubric until it has ended, and some for itself."""
     created_at: float
     finished_at: float
     expires_at: float
@@ -54,8 +56,8 @@ class JobRecord:
 
     @property
     def ended(self) -> bool:
-        """True once nothing of it can change any more."""
-        return self.state in ("DONE", "CANCELLED")
+        """True once no result will come any more; those there are may be given up yet (`EXPIRED`)."""
+        return self.state in ("DONE", "CANCELLED", "EXPIRED")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,15 @@ class JobStore(Connection):
     SCRIPTS: ClassVar = ScriptFolder("services.jobs.scripts", ("jobs", "room"))
     PREFIX: ClassVar[str] = "tandem:reward"
     KIND: ClassVar[str] = "namespace"
-    WHEN_FULL: ClassVar[str] = "raise its `maxmemory`, or lower jobs.max_unscored_bytes or jobs.retention_seconds"
+    WHEN_FULL: ClassVar[str] = (
+        "raise its `maxmemory`, or delete jobs and lower jobs.max_unscored_bytes or jobs.max_result_bytes"
+    )
 
     def __init__(self, redis_url: str, config: JobsConfig, *, connect_timeout_seconds: float = 5.0) -> None:
         assert config.namespace, "the caller fills in the default"
         super().__init__(redis_url, config.namespace, connect_timeout_seconds=connect_timeout_seconds)
-        self._run("configure", milliseconds(config.retention_seconds), config.max_unscored_bytes)
+        limits = (config.max_unscored_bytes, config.result_bytes)
+        self._run("configure", milliseconds(config.retention_seconds), *limits)
 
     def _words(self, refusal: str) -> str:
         return refusal  # it goes to clients, who need not know where jobs are kept
@@ -109,6 +114,7 @@ class JobStore(Connection):
 
         Raises:
             JobExistsError: the key's job has another rubric or priority.
+            JobLimitError: so much is kept of other jobs that no new one is taken.
         """
         # Ids sort by age: of chunks that are due at once, that of the older job comes first.
         fresh = f"{time.time_ns() // 1000:014x}{uuid.uuid4().hex[:18]}"
@@ -121,6 +127,7 @@ class JobStore(Connection):
             UnknownJobError: there is no such job.
             JobError: the job takes no more chunks.
             DataError: a chunk before this one is missing.
+            JobLimitError: the results of this job, or of all that have not ended, have reached their limit.
         """
         stored, job = self._run("add_chunk", checked_job_id(job_id), index, num_items, items)
         return bool(stored), _job(job)
@@ -175,6 +182,8 @@ class JobStore(Connection):
     ) -> bool:
         """Stores the results of all items of a chunk and ends its lease. False if the lease is not current: they are refused.
 
+        If too much is kept now, other jobs that have ended give up their results.
+
         Raises:
             LedgerError: the numbers do not add up to the items of the chunk.
         """
@@ -186,10 +195,23 @@ class JobStore(Connection):
         """Ends a job: items without a result are counted as `cancelled`. Nothing happens to one that has ended. Raises UnknownJobError."""
         return _job(self._run("cancel", checked_job_id(job_id)))
 
+    def delete(self, job_id: str) -> JobRecord:
+        """Forgets a job that has ended, its results and its key, and returns it as it was; asked again within a minute, too.
+
+        Raises:
+            UnknownJobError: there is no such job.
+            JobError: it has not ended.
+        """
+        return _job(self._run("delete", checked_job_id(job_id)))
+
     def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
         """The job, and results with cursors `after_cursor` + 1, + 2, …: up to `max_bytes`, but one at least if there is any.
 
-        0 bytes: only the job. Raises UnknownJobError.
+        0 bytes: only the job.
+
+        Raises:
+            UnknownJobError: there is no such job.
+            JobError: its results were given up.
         """
         job, results = self._run("events", checked_job_id(job_id), after_cursor, max_bytes)
         return _job(job), list(results)
@@ -199,7 +221,7 @@ class JobStore(Connection):
         return [_job(reply) for reply in self._run("list", limit)]
 
     def counts(self) -> dict[str, float]:
-        """Jobs kept, chunks waiting and leased, bytes not scored yet, and sums over the life of the namespace."""
+        """Jobs kept, chunks waiting and leased, bytes of items and of results, and sums over the life of the namespace."""
         reply = self._run("counts")
         return {name.decode(): float(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
 
@@ -226,6 +248,7 @@ def _job(reply: Sequence[bytes]) -> JobRecord:
         sum_values=float(fields["sum_values"]),
         num_chunks=int(fields["num_chunks"]),
         num_results=int(fields["num_results"]),
+        result_bytes=int(fields["result_bytes"]),
         created_at=int(fields["created_ms"]) / 1000,
         finished_at=int(fields["finished_ms"]) / 1000,
         expires_at=int(fields["expires_ms"]) / 1000,

@@ -62,9 +62,10 @@ def correct(
     trained for another reason.
 
     A row with a NaN or infinite log-prob (a fault of the sampler's or the trainer's engine) is rejected whole, weighs 0, and is counted
-    (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Where denominators are fixed before this is
-    known, it still counts in them: drop such rows as the batch is assembled (`finite_rows` of the behavior log-probs). No tokens, or
-    none that passes, is an ordinary outcome: every `keep_N` false, no NaN.
+    (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Rows that the sampler broke leave every
+    denominator, for trainer/batch_start.py looks for them first. One that only the trainer's engine breaks, in the pass that trains it, is
+    known too late for that, and its gradient is not finite: the step is skipped. No tokens, or none that passes, is an ordinary outcome:
+    every `keep_N` false, no NaN.
     """
     shape = proximal_logprobs_N.shape
     assert len(shape) == 1 and behavior_logprobs_N.shape == shape, (shape, behavior_logprobs_N.shape)

@@ -15,6 +15,11 @@ class LossOptions(BaseModel):
     has_ratio: ClassVar[bool] = True
     """Whether it has an importance ratio in it, which a behavior weight that is π_current/π_behavior already would count twice."""
 
+    @property
+    def counts_empty_rows(self) -> bool:
+        """Whether trajectories of which no token is left are in the number that `seq-` aggregations divide by."""
+        return False
+
 
 class ClippedSurrogateOptions(LossOptions):
     """PPO's loss. Plain PPO: clip_low = clip_high and dual_clip = 0. DAPO's clip-higher: clip_high 0.28."""
@@ -67,6 +72,14 @@ class GmpoOptions(LossOptions):
     """Lower clip of the importance ratio (e^−clip_low)."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.4
     """Upper clip of the importance ratio (e^clip_high)."""
+    count_empty_rows: bool = False
+    """Whether `seq-` aggregations also divide by the trajectories of which no token is left: with `seq-mean-token-mean` other trainers'
+    `geo_mean`. The rest then counts less, the more is rejected."""
+
+    @property
+    def counts_empty_rows(self) -> bool:
+        """As `count_empty_rows` says."""
+        return self.count_empty_rows
 
 
 class SapoOptions(LossOptions):

@@ -23,6 +23,7 @@ _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096  # kept of what a program says on its standard error
 _STACK_BYTES = 64 << 20
 _FEWEST_WAIT_SECONDS = 0.01
+_LAST_WAIT_MILLISECONDS = 10  # for the end of a program that ends, or was killed, just as it is to be stopped
 _BEGUN = "begun"
 
 
@@ -134,7 +135,9 @@ class _Run:
             if channel.fileno() in ready:
                 if wire.receive(channel) is None:
                     raise ConnectionResetError("the scorer has gone")
-                self.stopped = "asked"
+                if not _is_readable(ended, _LAST_WAIT_MILLISECONDS):
+                    self.stopped = "asked"
+                return
             for descriptor in ready.intersection(self._descriptors[:2]):
                 if not self._read(descriptor):
                     poll.unregister(descriptor)
@@ -256,6 +259,12 @@ def _read_some(descriptor: int) -> bytes:
         return os.read(descriptor, _CHUNK_BYTES)
     except BlockingIOError:
         return b""
+
+
+def _is_readable(descriptor: int, milliseconds: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(milliseconds))
 
 
 def _is_empty(folder: str) -> bool:

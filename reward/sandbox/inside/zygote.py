@@ -1,10 +1,12 @@
-"""Makes sandboxes out of namespaces: builds their root once, then forks a process into fresh namespaces for each.
+"""Makes sandboxes out of namespaces: stands in their root, and forks a process into fresh namespaces for each.
 
 It never runs what it is given: it forks, and the fork, in namespaces of its own, becomes the first process of a sandbox (`guest`).
 So a sandbox costs two forks instead of a start of Python, and starts from memory that no untrusted code has touched.
 
     service ── zygote ── keeper ── first process of the sandbox ── the program, one a run
                root      new user, process, mount, network, ipc and host name namespaces; an empty working folder
+
+The root is built by the zygote itself, or by bubblewrap, which then starts it in there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -35,17 +38,26 @@ lzma bz2
 """
 
 
-def main(descriptor: int) -> None:
-    """Serves the socket `descriptor`: settings first, then one message with a channel for every sandbox wanted."""
+def main(descriptor: int, proc: int) -> None:
+    """The zygote that builds the root itself: serves the socket `descriptor`, over which the layout comes first."""
     control = socket.socket(fileno=descriptor)
+    settings = wire.receive(control)
+    if settings is not None:
+        serve(control, proc, settings.header)
+
+
+def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = None) -> None:
+    """Opens a sandbox for every message, which brings the channel to it, until the other end closes.
+
+    Args:
+        proc: the machine's /proc, which no program gets.
+        layout: the root to build; None: this process stands in it.
+    """
     try:
-        settings = wire.receive(control)
-        if settings is None:
-            return
         warm_up()
-        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-        _enter_namespaces(proc)
-        _build_root(settings.header)
+        if layout is not None:
+            _enter_namespaces(proc)
+            _build_root(layout)
         _become_nobody()
     except OSError as error:
         wire.send(control, {"error": error.strerror or str(error)})
@@ -59,6 +71,24 @@ def main(descriptor: int) -> None:
             control.close()
             _open_sandbox(channel, proc, mother, request.header["disk_bytes"])
         channel.close()
+
+
+def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoReturn:
+    """The first process of a sandbox that was started for it alone: by bubblewrap, or (not `apart`) with nothing around it."""
+    warm_up()
+    if apart:
+        _become_nobody()
+    guest.serve(channel, apart=apart, proc=proc)
+
+
+def enter(proc: int, command: Sequence[str]) -> NoReturn:
+    """Runs a command in a user namespace that knows its owner and nobody, for root: what it starts can then become nobody, also
+    where bubblewrap needs root to read what it shows."""
+    try:
+        _enter_namespaces(proc)
+        os.execv(command[0], list(command))
+    except OSError as error:
+        sys.exit(error.strerror or str(error))
 
 
 def warm_up() -> None:

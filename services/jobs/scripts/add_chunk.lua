@@ -12,6 +12,8 @@ if index > job.num_chunks then
 end
 if not has_room(job, #ARGV[4]) then return { 0, snapshot(id) } end
 refuse_when_full()
+local refusal = refuse_beyond_results(id, job)
+if refusal then return refusal end
 
 -- Start-time fair queueing: of jobs of one priority none waits for another's whole length.
 local start = math.max(number_of(META, 'served:' .. job.priority, 0), job.rank)

@@ -21,6 +21,7 @@ refuse_when_full()
 
 local job = key('job', id)
 redis.call('HSET', key('results', id), redis.call('HINCRBY', job, 'num_results', 1), ARGV[5])
+hold(id, #ARGV[5] + RESULT_OVERHEAD_BYTES)
 redis.call('HINCRBY', job, 'num_scored', ARGV[6])
 redis.call('HSET', job, 'sum_values', string.format('%.17g', redis.call('HGET', job, 'sum_values') + ARGV[7]))
 for i = 8, #ARGV, 2 do
@@ -37,4 +38,5 @@ touch(id)
 if redis.call('HINCRBY', job, 'open_chunks', -1) == 0 and redis.call('HGET', job, 'state') == 'RUNNING' then
   finish(id, 'DONE')
 end
+give_up_results(id)
 return tonumber(remember(ARGV[1], 1))

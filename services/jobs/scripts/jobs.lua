@@ -1,16 +1,20 @@
 -- Put before every verb of jobs: their keys, queues and figures.
--- A job is job:<id> (figures), rubric:<id>, and four hashes: items:<id>, partials:<id> and chunks:<id> by index, of the chunks that
--- have no result yet, and results:<id> by cursor. A chunk stands in `waiting` (by place) or in `leased` (until when) as "<id>:<index>".
+-- A job is job:<id> (figures), rubric:<id> until it has ended, and four hashes: items:<id>, partials:<id> and chunks:<id> by index, of the
+-- chunks that have no result yet, and results:<id> by cursor. A chunk stands in `waiting` (by place) or in `leased` (until when) as
+-- "<id>:<index>".
 
 local JOBS = PREFIX .. 'jobs' -- job id by order of creation
 local BY_KEY = PREFIX .. 'by_key' -- idempotency key -> job id
 local EXPIRING = PREFIX .. 'expiring' -- job id by when to look whether it can be forgotten
+local ENDED = PREFIX .. 'ended' -- job id by order of ending, of those that can give up results
 local WAITING = PREFIX .. 'waiting'
 local LEASED = PREFIX .. 'leased'
 local BELL = PREFIX .. 'bell:waiting'
 local BELL_TOKENS = 64
 local LOOKS = 64 -- leases and jobs that one verb looks after at most, so that none takes long
 local CHUNK_OVERHEAD_BYTES = 1024 -- what Redis needs for a chunk besides its items
+local RECORD_BYTES = 4096 -- what Redis needs for a job besides its rubric, chunks and results
+local RESULT_OVERHEAD_BYTES = 256 -- and for the results of a chunk besides themselves
 local PLACES_A_PRIORITY = 2 ^ 44 -- 200 priorities of so many places each are exact in a double
 
 local function count(name, by)
@@ -55,7 +59,7 @@ local function snapshot(id)
 end
 
 local function unknown(id)
-  return refuse('UNKNOWNJOB', 'there is no job ' .. id .. '; it was never submitted, or its results were forgotten')
+  return refuse('UNKNOWNJOB', 'there is no job ' .. id .. '; it was never submitted, or it was deleted or forgotten')
 end
 
 local function retention_ms()
@@ -112,23 +116,60 @@ local function touch(id)
   redis.call('ZADD', EXPIRING, NOW_MS + retention_ms(), id)
 end
 
+-- What is kept of jobs, in bytes: records, rubrics of those that have not ended, results.
+local function hold(id, bytes)
+  redis.call('HINCRBY', key('job', id), 'result_bytes', bytes)
+  count('result_bytes', bytes)
+end
+
+local function most_result_bytes()
+  return number_of(META, 'max_result_bytes', 2 ^ 29)
+end
+
+-- Jobs that have ended, but for one that is spared, give up their results, the first to end first, until what is kept is within its limit.
+local function give_up_results(spared)
+  local above = number_of(META, 'result_bytes', 0) - most_result_bytes()
+  if above <= 0 then return end
+  for _, id in ipairs(redis.call('ZRANGE', ENDED, 0, LOOKS)) do
+    if id ~= spared and above > 0 then
+      local bytes = number_of(key('job', id), 'result_bytes', 0) - RECORD_BYTES
+      redis.call('UNLINK', key('results', id))
+      redis.call('ZREM', ENDED, id)
+      redis.call('HSET', key('job', id), 'state', 'EXPIRED')
+      hold(id, 0 - bytes)
+      count('jobs_expired')
+      above = above - bytes
+    end
+  end
+end
+
 local function finish(id, state)
   local expires = string.format('%.0f', NOW_MS + retention_ms())
   redis.call('HSET', key('job', id), 'state', state, 'finished_ms', NOW_MS, 'expires_ms', expires)
   touch(id)
-  redis.call('UNLINK', key('items', id), key('partials', id), key('chunks', id))
+  hold(id, 0 - redis.call('STRLEN', key('rubric', id)))
+  redis.call('UNLINK', key('items', id), key('partials', id), key('chunks', id), key('rubric', id))
+  if number_of(key('job', id), 'num_results', 0) > 0 then redis.call('ZADD', ENDED, count('jobs_ended'), id) end
+end
+
+-- The first write takes no memory: Redis lets that pass even when it is full.
+local function forget(id)
+  redis.call('UNLINK', key('results', id), key('rubric', id))
+  local bytes, name = unpack(redis.call('HMGET', key('job', id), 'result_bytes', 'idempotency_key'))
+  redis.call('HDEL', BY_KEY, name)
+  for _, queue in ipairs({ EXPIRING, JOBS, ENDED }) do
+    redis.call('ZREM', queue, id)
+  end
+  redis.call('UNLINK', key('job', id))
+  count('result_bytes', 0 - bytes)
 end
 
 local function forget_expired()
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', EXPIRING, '-inf', NOW_MS, 'LIMIT', 0, LOOKS)) do
-    local job = figures_of(id)
-    if num_waiting(job) > 0 then
+    if num_waiting(figures_of(id)) > 0 then
       touch(id)
     else
-      redis.call('ZREM', EXPIRING, id)
-      redis.call('ZREM', JOBS, id)
-      redis.call('HDEL', BY_KEY, redis.call('HGET', key('job', id), 'idempotency_key'))
-      redis.call('UNLINK', key('job', id), key('rubric', id), key('results', id))
+      forget(id)
     end
   end
 end

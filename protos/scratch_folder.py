@@ -1,0 +1,117 @@
+"""Temporary folders that no death leaves behind.
+
+A folder is locked while a process lives that made it or was forked from one that did; the kernel lets go of the lock however they
+end. What is not locked any more belongs to nobody, and goes when the next folder of its kind is made, or at a `sweep`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from protos.errors import EnvironmentLackError
+
+_RANDOM_CHARACTERS = 8  # `tempfile.mkdtemp` appends so many
+_TRIES = 10  # a sweep may take a folder for ownerless in the instant before it is locked
+
+
+class ScratchFolder:
+    """A private folder `tandem-<kind>-…` below the temporary folder, or below /tmp where that one's path is too long.
+
+    `longest_path` is in bytes. `clear` removes a folder of this kind, with whatever stands elsewhere under a name that the folder tells.
+
+    Raises:
+        EnvironmentLackError: no temporary folder can be written that is short enough.
+    """
+
+    def __init__(self, kind: str, *, longest_path: int = 4096, clear: Callable[[Path], None] | None = None) -> None:
+        self._clear = clear or remove
+        sweep(kind, clear=self._clear)
+        self.path, self._lock = _make(f"tandem-{kind}-", longest_path)
+
+    def close(self) -> None:
+        """Removes the folder. May be called twice."""
+        if self._lock >= 0:
+            self._clear(self.path)
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+def sweep(kind: str, *, clear: Callable[[Path], None] | None = None) -> None:
+    """Removes this user's folders of that kind whose owners have ended; those of living ones, in whatever run, stay."""
+    for place in _places():
+        for folder in sorted(place.glob(f"tandem-{kind}-*")):
+            lock = _locked(folder)
+            if lock is not None:
+                try:
+                    (clear or remove)(folder)
+                finally:
+                    os.close(lock)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder with all it holds, as far as it is this user's to remove."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _places() -> Iterator[Path]:
+    try:
+        usual = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise EnvironmentLackError(f"no temporary folder can be made: {error.strerror}") from None
+    yield from dict.fromkeys((Path(usual), Path("/tmp")))
+
+
+def _make(prefix: str, longest_path: int) -> tuple[Path, int]:
+    """The new folder, and a descriptor that holds its lock."""
+    reasons = []
+    for place in _places():
+        if len(os.fsencode(place / prefix)) + _RANDOM_CHARACTERS > longest_path:
+            reasons.append(f"{place} is a path too long for what goes into it")
+            continue
+        try:
+            for _ in range(_TRIES):
+                folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+                lock = _locked(folder)
+                if lock is not None:
+                    return folder, lock
+            reasons.append(f"{place}: others remove every folder made there")
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror}")
+    raise EnvironmentLackError(f"no temporary folder can be made: {'; '.join(reasons)}; set TMPDIR to a short path")
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock; None if another holds it, or it is not this user's, or gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # gone, a link, or another user's
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(lock)
+        if status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode) and _is(folder, status):
+            return lock
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
+def _is(folder: Path, status: os.stat_result) -> bool:
+    """Whether the path still leads to what was opened."""
+    try:
+        return os.path.samestat(folder.lstat(), status)
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,142 @@
+"""Sandboxes by bubblewrap: it builds the root, for a zygote that forks every sandbox in there, or anew for each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
+from reward.sandbox.inside.zygote import USER, WORK_FOLDER
+from reward.sandbox.launcher import (
+    EXECUTABLE,
+    PROJECT,
+    PYTHON,
+    IsolationName,
+    ZygoteLauncher,
+    inside,
+    inside_sources,
+    open_alone,
+    start,
+    the_machines_proc,
+)
+from reward.sandbox.layout import Layout
+from reward.sandbox.sandbox import Sandbox, SandboxError
+
+_ENTER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from reward.sandbox.inside.zygote import enter
+enter(int(sys.argv[2]), sys.argv[3:])
+"""
+
+
+def find_bubblewrap() -> str:
+    """`bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError if there is none."""
+    beside = os.path.join(sys.prefix, "bin")
+    found = shutil.which("bwrap") or shutil.which("bwrap", path=beside)
+    if found is None:
+        raise SandboxError(f"there is no bwrap on PATH or in {beside}")
+    return found
+
+
+class BubblewrapLauncher(ZygoteLauncher):
+    """One zygote in a root that bubblewrap built, and every sandbox forked into further namespaces there.
+
+    Raises:
+        SandboxError: there is no bubblewrap, or it does not work here, or what it starts gets no namespaces.
+    """
+
+    name: IsolationName = "bubblewrap"
+
+    def __init__(self, layout: Layout, disk_bytes: int) -> None:
+        self.place = find_bubblewrap()
+        super().__init__(layout, disk_bytes)
+
+    def _launch(self, layout: Layout, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        with the_machines_proc() as proc:
+            zygote = inside("serve", theirs.fileno(), layout.path, {"proc": proc})
+            return start([*_entry(proc), self.place, *bubblewrap_arguments(layout), *zygote], [theirs.fileno(), proc])
+
+    def _tell(self, layout: Layout) -> None:
+        del layout  # bubblewrap was told
+        self._control.sendall(inside_sources())
+
+
+class BubblewrapEachLauncher:
+    """Each sandbox a new Python under bubblewrap: for machines on which bubblewrap may make namespaces, and what it starts may not."""
+
+    name: IsolationName = "bubblewrap"
+
+    def __init__(self, layout: Layout, disk_bytes: int) -> None:
+        self._binary = find_bubblewrap()
+        self.place = f"{self._binary}, once for every sandbox"
+        self._layout = layout
+        self._arguments = bubblewrap_arguments(layout, disk_bytes)
+
+    def open(self, *, seccomp: bool) -> Sandbox:
+        try:
+            with the_machines_proc() as proc:
+                prefix = [*_entry(proc), self._binary, *self._arguments]
+                return open_alone(prefix, self._layout.path, apart=True, seccomp=seccomp, proc=proc)
+        except OSError as error:
+            raise SandboxError(str(error)) from None
+
+    def close(self) -> None:
+        """Holds nothing: every sandbox has its own process."""
+
+
+def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[str]:
+    """The options that make bubblewrap build the layout around a Python. The order counts: later ones cover earlier ones.
+
+    `disk_bytes`: the size of the working folder; None: it is only a place to put one.
+    """
+    # Of root, what bubblewrap starts would be root outside, for which no limit on processes holds: see `_entry`.
+    user = [] if os.geteuid() == 0 else ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+    arguments = [*user, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
+    arguments += ["--as-pid-1"]
+    for link, target in layout.links:
+        arguments += ["--symlink", target, link]
+    binds = (*layout.binds, *_interpreter_binds(layout))
+    for folder in _folders_above([*(target for _, target in binds), *layout.devices]):
+        arguments += ["--dir", folder]
+    for source, target in binds:
+        arguments += ["--ro-bind", source, target]
+    for device in layout.devices:
+        arguments += ["--dev-bind", device, device]
+    for hidden in layout.hidden:
+        if os.path.isdir(hidden):
+            arguments += ["--tmpfs", hidden, "--remount-ro", hidden]
+    if disk_bytes is None:
+        arguments += ["--dir", WORK_FOLDER]
+    else:
+        arguments += ["--size", str(disk_bytes), "--perms", "0777", "--tmpfs", WORK_FOLDER]
+    return [*arguments, "--remount-ro", "/", "--chdir", WORK_FOLDER, "--"]
+
+
+def _entry(proc: int) -> list[str]:
+    """What leads root into bubblewrap: a user namespace in which its zygotes and guests can become nobody."""
+    return [*PYTHON, _ENTER, PROJECT, str(proc)] if os.geteuid() == 0 else []
+
+
+def _folders_above(targets: Sequence[str]) -> list[str]:
+    """All of them, from the root down: those that bubblewrap makes by itself only its own user may enter."""
+    above = {str(folder) for target in targets for folder in PurePosixPath(target).parents}
+    return sorted(above - {"/"})
+
+
+def _interpreter_binds(layout: Layout) -> list[tuple[str, str]]:
+    """The interpreter's own files, where the layout has them not: a zygote of ours has loaded them before it builds its root."""
+    files = [EXECUTABLE]
+    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        files.append(os.path.join(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME")))
+    shown = [target for _, target in layout.binds]
+    return [
+        (os.path.realpath(file), file)
+        for file in files
+        if os.path.exists(file) and not any(file.startswith(f"{target}/") for target in shown)
+    ]

@@ -1,0 +1,13 @@
+-- ARGV: job id. Forgets a job that has ended, with its results and its key. Answers it as it was; to who asks again within a minute, too.
+local id = ARGV[1]
+local answer = remembered('delete:' .. id)
+if answer then return cjson.decode(answer) end
+local job = figures_of(id)
+if not job then return unknown(id) end
+if job.state == 'OPEN' or job.state == 'RUNNING' then
+  return refuse('JOB', 'job ' .. id .. ' is ' .. job.state .. '; cancel it first, then delete it')
+end
+local was = snapshot(id)
+forget(id)
+remember('delete:' .. id, cjson.encode(was))
+return was
