@@ -1,20 +1,21 @@
 """What does staleness cost, and what does off-policy correction give back? Whole runs at S = 0, 1, 4, 8, some seeds each.
 
-    python benchmarks/staleness.py [--seeds 5] [--cells 4/token_clip 8/none …] [--batches 70] [--minutes 60]
+    python benchmarks/staleness.py [--problem demo] [--seeds 5] [--cells 4/token_clip 8/none …] [--batches 200] [--minutes 60]
 
 Every cell `S/correction` is the same recipe with another `run.staleness_budget` and `trainer.correction`: as many batches and
 optimizer steps, from the same warm start of its seed, through the real services on this machine. Accuracy is over 2,000 sums that
 neither the warm start nor the training has seen, answered greedily by the last version. Intervals are 95 %, t-distribution over seeds.
 
-The task is the demo's, made harder: a pupil who can add is then taught to forget 9 of 10 carries, so that the right answer is a
-rare one whose probability must rise tenfold. A loss that is clipped around the sampler's policy (`none`) can raise it by a fifth for
-every version the sampler gets, and that is what staleness delays. A loss that is clipped around the trainer's own latest policy only
-(`token_tis`) meets the same few versions' wrong answers batch after batch and pushes them down each time, long after they were left,
-so that the probability goes anywhere but to the right ones before a sampler shows it. `token_clip` weighs as `token_tis` does and
-stops where a token has moved far enough from the sampler's policy.
+demo       the demo as it stands, examples/recipes/arithmetic.toml, but for the number of questions: nothing in it was chosen for
+           this study
+forgotten  made to be hard: the demo's pupil is taught to forget 9 of 10 carries, so that the right answer is a rare one whose
+           probability must rise tenfold, in 70 batches of two steps. A loss that is clipped around the sampler's policy (`none`) can
+           raise it by a fifth for every version the sampler gets, and that is what staleness delays. A loss that is clipped around the
+           trainer's own latest policy only (`token_tis`) meets the same few versions' wrong answers batch after batch and pushes them
+           down each time, long after they were left, so that the probability goes anywhere but to the right ones before a sampler
+           shows it; `token_clip` weighs as `token_tis` does and stops where a token has moved far enough from the sampler's policy
 
-The settings are those at which `token_tis` lost up to 9 points at S = 4 when single-process trials were made on seeds 0 to 3, and
-`token_clip` was made to mend that. Seeds begin at 10, so that none of the study's was ever tried.
+Trials, in one process with exact staleness, were made on seeds 0 to 3. The study's begin at 10.
 
 The record is written after every run. Started again with the same settings, the study goes on where it stopped, and `--seeds` and `--cells`
 add to it. Exit code 1 if the default correction at S = 4 may lose 3 points or more against S = 0, staleness was not reached, or --minutes
@@ -42,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.staleness_report import DEFAULT, NAIVE, TRUNCATED, Cell, page, runs_of, table, verdicts  # noqa: E402
 from services.arithmetic import write_task  # noqa: E402
+from services.config import load_recipe  # noqa: E402
 from services.process import die_with_parent  # noqa: E402
 from trainer.off_policy.presets import PRESETS  # noqa: E402
 
@@ -52,17 +54,18 @@ QUESTIONS = 2000
 DEMONSTRATED_SHARE = 0.675  # as many demonstrations as the demo has, though twice as many sums are evaluated
 FORGETFUL_SHARE = 0.9
 FORGETTING_STEPS = 300
-MOST_STEPS = 4000  # of the first warm start, which ends when it has learned to add
-
-SETTINGS: dict[str, Any] = {
-    "batches": 70,
-    "groups_per_batch": 32,
-    "samples_per_prompt": 8,
-    "optimizer_steps_per_batch": 2,
-    "learning_rate": 1.5e-4,
-    "warmup_batches": 5,
-    "schedule": "cosine",
+RECIPE = ROOT / "examples" / "recipes" / "arithmetic.toml"
+DEMO, FORGOTTEN = "demo", "forgotten"
+PROBLEMS: dict[str, dict[str, Any]] = {
+    DEMO: {},
+    FORGOTTEN: {
+        "run.total_batches": 70,
+        "trainer.optimizer_steps_per_batch": 2,
+        "trainer.learning_rate": 1.5e-4,
+        "trainer.warmup_batches": 5,
+    },
 }
+"""What each changes in the recipe."""
 DEADLINE_SECONDS = 900.0
 FIGURES = (
     "behavior_proximal_kl",
@@ -79,7 +82,7 @@ CELLS = tuple(Cell(budget, correction) for budget in BUDGETS for correction in (
 
 def main() -> int:
     arguments = _arguments()
-    settings = {**SETTINGS, "batches": arguments.batches, "questions": QUESTIONS}
+    settings = _settings(arguments.problem, arguments.batches)
     record = _open_record(arguments.output, settings)
     cells = tuple(dict.fromkeys(arguments.cells))
     planned = [
@@ -92,10 +95,11 @@ def main() -> int:
         if not clock.has_time():
             print(f"{arguments.minutes:g} minutes are over; the same command goes on from here", flush=True)
             break
-        clock.begin(warm_start=not (arguments.folder / f"seed-{seed}" / "model").exists())
-        _warm_start(arguments.folder / f"seed-{seed}", seed)
+        start = arguments.folder / arguments.problem / f"seed-{seed}"
+        clock.begin(warm_start=not (start / "model").exists())
+        _warm_start(start, seed, forgets=arguments.problem == FORGOTTEN)
         clock.warmed()
-        run = _run(arguments.folder, seed, cell, settings)
+        run = _run(arguments.folder / "run", start, seed, cell, settings)
         record["runs"].append(run)
         _write(arguments.output, record)
         print(clock.end() + _told(run, settings), flush=True)
@@ -109,17 +113,40 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--problem", choices=PROBLEMS, default=DEMO)
     parser.add_argument("--seeds", type=int, default=5, help="so many, from 10 on")
     parser.add_argument("--cells", nargs="+", type=_cell, default=CELLS, metavar="S/CORRECTION")
-    parser.add_argument("--batches", type=int, default=SETTINGS["batches"])
+    parser.add_argument("--batches", type=int, help="in place of the problem's own number")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "staleness", help="warm starts and the run under way"
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "staleness.json")
+    parser.add_argument(
+        "--output", type=Path, help="benchmarks/records/staleness.json; staleness_forgotten.json for that problem"
+    )
     arguments = parser.parse_args()
+    if arguments.output is None:
+        ending = "" if arguments.problem == DEMO else f"_{arguments.problem}"
+        arguments.output = ROOT / "benchmarks" / "records" / f"staleness{ending}.json"
     arguments.folder = arguments.folder.resolve()  # the services run in the tree's root
     return arguments
+
+
+def _settings(problem: str, batches: int | None) -> dict[str, Any]:
+    """What the runs have in common, as the recipe says it."""
+    changed = PROBLEMS[problem] | ({"run.total_batches": batches} if batches else {})
+    recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changed.items()])
+    return {
+        "problem": problem,
+        "batches": recipe.run.total_batches,
+        "groups_per_batch": recipe.run.groups_per_batch,
+        "samples_per_prompt": recipe.rollout.samples_per_prompt,
+        "optimizer_steps_per_batch": recipe.trainer.optimizer_steps_per_batch,
+        "learning_rate": recipe.trainer.learning_rate,
+        "warmup_batches": recipe.trainer.warmup_batches,
+        "schedule": recipe.trainer.schedule,
+        "questions": QUESTIONS,
+    }
 
 
 def _cell(text: str) -> Cell:
@@ -163,7 +190,7 @@ def _write(file: Path, record: dict[str, Any]) -> None:
 # One run
 
 
-def _warm_start(folder: Path, seed: int) -> None:
+def _warm_start(folder: Path, seed: int, *, forgets: bool) -> None:
     """The seed's data and the model that all of its cells start from; nothing if they are there."""
     model = folder / "model"
     if model.exists():
@@ -171,12 +198,13 @@ def _warm_start(folder: Path, seed: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     split = {"evaluation_rows": QUESTIONS, "demonstrated_share": DEMONSTRATED_SHARE}
     write_task(folder / "data", seed, **split)
-    write_task(folder / "forgetful", seed, sloppy_share=FORGETFUL_SHARE, **split)
     base, pupil, done = folder / "base", folder / "pupil", folder / "model.part"
     _python("-m", "services.demo", str(base), str(seed))
-    _imitate(folder, seed, base, folder / "data", pupil, f"sft.max_steps={MOST_STEPS}")
-    forgetting = (f"sft.max_steps={FORGETTING_STEPS}", "sft.learning_rate=1e-3", "sft.target_accuracy=0")
-    _imitate(folder, seed, pupil, folder / "forgetful", done, *forgetting)
+    _imitate(folder, seed, base, folder / "data", pupil if forgets else done)
+    if forgets:
+        write_task(folder / "forgetful", seed, sloppy_share=FORGETFUL_SHARE, **split)
+        forgetting = (f"sft.max_steps={FORGETTING_STEPS}", "sft.learning_rate=1e-3", "sft.target_accuracy=0")
+        _imitate(folder, seed, pupil, folder / "forgetful", done, *forgetting)
     done.rename(model)
 
 
@@ -184,32 +212,37 @@ def _imitate(folder: Path, seed: int, start: Path, data: Path, output: Path, *ov
     paths = {
         "run.folder": folder / "sft",
         "model.path": start,
-        "data.train_file": data / "train.parquet",
-        "data.eval_file": data / "eval.parquet",
+        **_data(data),
         "sft.train_file": data / "demonstrations.parquet",
         "sft.output": output,
     }
     settings = [f"{key}={value}" for key, value in paths.items()]
-    _python("-m", "services.cli", "sft", str(_DEMO), f"run.seed={seed}", *settings, *overrides)
+    _python("-m", "services.cli", "sft", str(RECIPE), f"run.seed={seed}", *settings, *overrides)
 
 
-def _run(folder: Path, seed: int, cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
+def _data(folder: Path) -> dict[str, Path]:
+    return {"data.train_file": folder / "train.parquet", "data.eval_file": folder / "eval.parquet"}
+
+
+def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
     """A whole run from the warm start, and its figures."""
-    run, start = folder / "run", folder / f"seed-{seed}"
     shutil.rmtree(run, ignore_errors=True)
-    recipe = folder / "recipe.toml"
-    recipe.write_text(
-        _RECIPE.format(
-            run=run,
-            start=start,
-            seed=seed,
-            budget=cell.budget,
-            correction=cell.correction,
-            **settings,
-        )
-    )
+    overrides = {
+        **PROBLEMS[settings["problem"]],
+        "run.run_id": "staleness",
+        "run.folder": run,
+        "run.seed": seed,
+        "run.total_batches": settings["batches"],
+        "run.staleness_budget": cell.budget,
+        "run.metrics_to_tensorboard": "false",
+        "model.path": start / "model",
+        **_data(start / "data"),
+        "trainer.correction": cell.correction,
+        "trainer.evaluate_every": 0,  # the first version and the last
+        "trainer.checkpoint_every": settings["batches"],
+    }
     load, began = os.getloadavg()[0], time.monotonic()
-    _python("-m", "services.cli", "run", str(recipe))
+    _python("-m", "services.cli", "run", str(RECIPE), *(f"{key}={value}" for key, value in overrides.items()))
     seconds = time.monotonic() - began
     summary = json.loads((run / "summary.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -293,40 +326,6 @@ def _told(run: dict[str, Any], settings: dict[str, Any]) -> str:
         f"accuracy {run['initial_accuracy']:.1%} → {run['accuracy']:.1%}  "
         f"mean staleness {run['mean_staleness']:.2f}  {run['seconds']:.0f} s, of them {run['train_seconds']:.0f} s training{skipped}"
     )
-
-
-_DEMO = ROOT / "examples" / "recipes" / "arithmetic.toml"
-
-_RECIPE = """
-[run]
-run_id = "staleness"
-folder = "{run}"
-seed = {seed}
-total_batches = {batches}
-groups_per_batch = {groups_per_batch}
-staleness_budget = {budget}
-metrics_to_tensorboard = false
-[model]
-path = "{start}/model"
-[data]
-train_file = "{start}/data/train.parquet"
-eval_file = "{start}/data/eval.parquet"
-max_prompt_tokens = 16
-[rollout]
-samples_per_prompt = {samples_per_prompt}
-max_response_tokens = 8
-max_groups_in_flight = {groups_per_batch}
-kv_cache_bytes = 67108864
-[reward]
-scorer = "exact"
-[trainer]
-correction = "{correction}"
-learning_rate = {learning_rate}
-warmup_batches = {warmup_batches}
-schedule = "{schedule}"
-optimizer_steps_per_batch = {optimizer_steps_per_batch}
-tokens_per_micro_batch = 8192
-"""
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import threading
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from protos import common_pb2, common_pb2_grpc
 from protos.errors import (
@@ -61,6 +61,7 @@ INFO_SERVICE = "tandem.v1.InfoService"
 
 Info = Callable[[], common_pb2.InfoReply]
 Register = Callable[[grpc.aio.Server], None]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +86,47 @@ class _Malformed:
     fault: str
 
 
-class _Interceptor(grpc.aio.ServerInterceptor):
-    """Ends a call whose handler raised a TandemError with that class's status code and name, whatever kind of call it is.
+class _Door:
+    """Where services are registered in place of the server: each of their calls comes in through here.
 
-    Bytes that are no request of the method (a string that is not UTF-8 among them) end as a DataError: gRPC would call that its
-    own failure. Past `max_calls` of the counted services a call is refused before its message is read.
+    A handler that raises a TandemError ends its call with that class's status code and name, whatever kind of call it is. Bytes that
+    are no request of the method (a string that is not UTF-8 among them) end as a DataError: gRPC would call that its own failure.
+    Past `max_calls` of the counted services a call is refused before its message is read.
+
+    An interceptor would do the same for half as much again as an empty call costs (a coroutine and a queue a call).
     """
 
-    def __init__(self, intake: Intake, counted: Sequence[str]) -> None:
+    def __init__(self, server: grpc.aio.Server, intake: Intake, counted: Sequence[str]) -> None:
+        self._server = server
         self._intake = intake
-        self._counted = tuple(f"/{service}/" for service in counted)
+        self._counted = frozenset(counted)
         self._num_calls = 0
-        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         refuse: Any = self._refuse
         # For any kind of call, since it reads nothing.
-        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
+        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(refuse)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        method = str(handler_call_details.method)
-        if method not in self._wrapped:
-            handler = await continuation(handler_call_details)
-            if handler is None:
-                return None
-            self._wrapped[method] = _wrapped(handler, self._intake.readers.get(method))
-        if method.startswith(self._counted):
-            if self._num_calls >= self._intake.max_calls:
-                return self._refusal
-            task = asyncio.current_task()
-            assert task is not None, "gRPC serves every call in a task of its own"
-            self._num_calls += 1
-            task.add_done_callback(self._end_call)
-        return self._wrapped[method]
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """As a server does it."""
+        self._server.add_generic_rpc_handlers([_Entrance(handler, self._wrapped) for handler in handlers])
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
+        """Nothing: a server would find these before the ones above, which are the same."""
+
+    def _wrapped(self, method: str, handler: Handler) -> Callable[[], Handler]:
+        wrapped = _wrapped(handler, self._intake.readers.get(method))
+        if method.split("/")[1] not in self._counted:
+            return lambda: wrapped
+        return lambda: wrapped if self._count() else self._refusal
+
+    def _count(self) -> bool:
+        """Whether one more call is taken; if so it counts until its task ends."""
+        if self._num_calls >= self._intake.max_calls:
+            return False
+        task = asyncio.current_task()
+        assert task is not None, "gRPC serves every call in a task of its own"
+        self._num_calls += 1
+        task.add_done_callback(self._end_call)
+        return True
 
     def _end_call(self, _task: asyncio.Task[Any]) -> None:
         self._num_calls -= 1
@@ -129,44 +136,64 @@ class _Interceptor(grpc.aio.ServerInterceptor):
         await _end(context, UnavailableError(f"{most} calls are under way here, no more are taken; try again"))
 
 
-def _wrapped(
-    handler: grpc.RpcMethodHandler[Any, Any], reader: Callable[[bytes], Any] | None
-) -> grpc.RpcMethodHandler[Any, Any]:
+class _Entrance(grpc.GenericRpcHandler):
+    """The methods of one service, each wrapped when it is first called."""
+
+    def __init__(self, handler: grpc.GenericRpcHandler, wrap: Callable[[str, Handler], Callable[[], Handler]]) -> None:
+        self._handler = handler
+        self._wrap = wrap
+        self._open: dict[str, Callable[[], Handler]] = {}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """What serves this call; None for a method of another service."""
+        method = str(handler_call_details.method)
+        enter = self._open.get(method)
+        if enter is None:
+            handler = self._handler.service(handler_call_details)
+            if handler is None:
+                return None
+            enter = self._open[method] = self._wrap(method, handler)
+        return enter()
+
+
+def _wrapped(handler: Handler, reader: Callable[[bytes], Any] | None) -> Handler:
     read, write = _reading(handler, reader), handler.response_serializer
     # The stubs type a handler's context as grpc.ServicerContext; it is an aio one in truth.
     inner: Any
     if handler.unary_unary is not None:
         inner = handler.unary_unary
-        call = grpc.unary_unary_rpc_method_handler(_answering(inner), read, write)
+        call = grpc.unary_unary_rpc_method_handler(_answering(inner, _checked), read, write)
     elif handler.unary_stream is not None:
         inner = handler.unary_stream
-        call = grpc.unary_stream_rpc_method_handler(_telling(inner), read, write)
+        call = grpc.unary_stream_rpc_method_handler(_telling(inner, _checked), read, write)
     elif handler.stream_unary is not None:
         inner = handler.stream_unary
-        call = grpc.stream_unary_rpc_method_handler(_answering(inner), read, write)
+        call = grpc.stream_unary_rpc_method_handler(_answering(inner, _checked_stream), read, write)
     else:
         inner = handler.stream_stream
-        call = grpc.stream_stream_rpc_method_handler(_telling(inner), read, write)
+        call = grpc.stream_stream_rpc_method_handler(_telling(inner, _checked_stream), read, write)
     return call
 
 
-def _answering(inner: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+def _answering(
+    inner: Callable[[Any, Any], Awaitable[Any]], checked: Callable[[Any], Any]
+) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await inner(_checked(request), context)
+            return await inner(checked(request), context)
         except TandemError as error:
             await _end(context, error)
 
     return call
 
 
-def _telling(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _telling(inner: Callable[[Any, Any], Any], checked: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     if not inspect.isasyncgenfunction(inner):  # it writes to the context itself, as gRPC's own services do
-        return _answering(inner)
+        return _answering(inner, checked)
 
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async with aclosing(inner(_checked(request), context)) as replies:  # whoever leaves: it may hold tasks
+            async with aclosing(inner(checked(request), context)) as replies:  # whoever leaves: it may hold tasks
                 async for reply in replies:
                     yield reply
         except TandemError as error:
@@ -175,9 +202,7 @@ def _telling(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return call
 
 
-def _reading(
-    handler: grpc.RpcMethodHandler[Any, Any], reader: Callable[[bytes], Any] | None
-) -> Callable[[bytes], Any] | None:
+def _reading(handler: Handler, reader: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """The handler's deserializer, then the other reader; it raises nothing."""
     deserialize = handler.request_deserializer
     if deserialize is None:
@@ -196,10 +221,10 @@ def _reading(
 
 
 def _checked(request: Any) -> Any:
-    """The request, or the stream of requests, without malformed ones: they raise DataError."""
+    """The request; raises DataError for a malformed one."""
     if isinstance(request, _Malformed):
         raise DataError(request.fault)
-    return _checked_stream(request) if hasattr(request, "__aiter__") else request
+    return request
 
 
 async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
@@ -265,13 +290,16 @@ async def start_server(
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
     ]
-    server = grpc.aio.server(interceptors=[_Interceptor(intake, service_names)], options=options)
-    common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), server)
-    register(server)
+    server = grpc.aio.server(options=options)
+    door = cast("grpc.aio.Server", _Door(server, intake, service_names))  # which is all that registering needs of one
+    common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), door)
+    register(door)
     health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, door)
     names = [*service_names, INFO_SERVICE]
-    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    shown = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    add_reflection: Callable[[Any, Any], None] = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add_reflection(reflection.aio.ReflectionServicer(shown), door)
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError:

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protos import reward_pb2
@@ -77,6 +77,27 @@ def test_faults_stand_in_their_places(truths: list[str], first: int) -> None:
             assert score.detail.startswith(f"item {number}: ground_truth is not JSON: ")
         else:
             assert score == Scored(float(truth or 0))
+
+
+PIECES = st.lists(st.sampled_from(['"', '"a"', "b", ",", "[", "]", "\n", " ", "1", "\\", '"c","d"', '"]']), max_size=4)
+
+
+@example(['"', '"', '"c","d"'])
+@settings(max_examples=400)
+@given(st.lists(st.one_of(PIECES.map("".join), TEXT.map(json.dumps)), min_size=1, max_size=4))
+def test_texts_that_are_read_together_are_what_each_is_alone(truths: list[str]) -> None:
+    """Even where two that are no JSON would be some, put side by side."""
+    messages = [reward_pb2.ScoreRequest.Item(ground_truth=truth) for truth in truths]
+    items, faults = read_items(messages)
+    left = iter(items)
+    for number, truth in enumerate(truths):
+        try:
+            expected = json.loads(truth) if truth else None
+        except ValueError:
+            assert number in faults
+        else:
+            assert next(left).ground_truth == expected
+    assert next(left, None) is None
 
 
 def test_what_is_deep_is_refused_however_it_is_written() -> None:
