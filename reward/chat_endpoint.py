@@ -6,16 +6,16 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
-from protos.contracts import Unscored
+from protos.contracts import Score, ScoreItem, Unscored
 from reward.contracts import Isolation
 from reward.gate import Places
 from reward.http_client import Fault, HttpClient, check_url, in_line, open_client, read_json, read_key, with_retries
 from reward.lanes import LANES, Lane
-from reward.loop_thread import LoopThread
+from reward.loop_thread import CLOSING, ClosedError, LoopThread
 from reward.prompt_text import Message
 from reward.rate_limit import RateLimit, RateLimiter, Taken
 from reward.spend import SpendMeter
@@ -62,14 +62,12 @@ class Quote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatEndpoint:
-    """The parameters of every judge behind a chat endpoint.
+    """What every judge behind a chat endpoint has in common: its parameters, and how it asks.
 
     Limits, spending and connections belong to the object: build it once and share it.
     """
 
     ISOLATION: ClassVar[Isolation] = "remote"
-    DECLARED_ONLY: ClassVar[bool] = True
-    """Its parameters name an endpoint and a secret of the service's: they come from the operator, never from a client."""
 
     base_url: str
     """Up to `/chat/completions`, which is added: e.g. `http://127.0.0.1:8000/v1`."""
@@ -136,6 +134,19 @@ class ChatEndpoint:
             raise ValueError(f"extra_body must not hold {own[0]}")
         read_key(self.api_key_env)
         object.__setattr__(self, "_loop", LoopThread("judge", self._open_desk))
+
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
+        """One result an item, in order. Thread-safe; blocks its caller."""
+        scores: list[Score] = [CLOSING] * len(items)
+        if not items:
+            return scores
+        with suppress(ClosedError):
+            self._loop.run(lambda desk: self._judge_all(desk.of(lane), items, scores))
+        return scores
+
+    async def _judge_all(self, desk: Desk, items: Sequence[ScoreItem], scores: list[Score]) -> None:
+        """Puts each item's result in its place in `scores` as soon as there is one; what is not there yet when the loop closes stays."""
+        raise NotImplementedError("a judge's own")
 
     def close(self) -> None:
         """Ends what is under way: it comes back unscored (`infrastructure`), and so does all that is asked later."""

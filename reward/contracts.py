@@ -15,7 +15,7 @@ and what an object may say: `longest_seconds`, within which it ends every item i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from protos.contracts import Score, ScoreItem
 from reward.lanes import Lane
@@ -30,13 +30,6 @@ nor crash.
 `remote`: on the service's threads, because it waits for the network or for a process of its own. It has `judge_batch` with a `lane`
 (`RemoteJudge`) and `close`, may be called by several threads at once, raises nothing, and keeps its own time limits.
 """
-
-
-class ScorerType(Protocol):
-    """What every scorer's class carries beside its fields."""
-
-    VERSION: ClassVar[str]
-    ISOLATION: ClassVar[Isolation]
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""What a scorer's source says of it: the summary and example of its docstring, the string below each parameter."""
+"""What a class's source says of it: the summary of its docstring, the string below each field."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 
@@ -18,17 +19,18 @@ def attribute_docs(kind: type[Any]) -> Mapping[str, str]:
     """The string below each field of a class, its own or inherited, in one line. A field without one is missing here."""
     docs: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
-        if owner is not object:
-            docs |= _own_docs(owner)
+        with suppress(OSError, TypeError):  # installed without its source: the fields go without their words
+            docs |= own_docs(owner)
     return docs
 
 
-def _own_docs(kind: type[Any]) -> dict[str, str]:
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):
-        return {}  # installed without its source: the parameters go without their words
-    body = ast.parse(textwrap.dedent(source)).body[0]
+def own_docs(kind: type[Any]) -> dict[str, str]:
+    """The string below each field that stands in the class itself, in one line.
+
+    Raises:
+        OSError, TypeError: its source is not there.
+    """
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}
     for field, after in zip(body.body, body.body[1:], strict=False):

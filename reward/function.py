@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from protos.errors import ScorerError
+from reward.finite import finite
 
 MAX_COMPONENTS = 100
 """Numbers in the dict that a function returns."""
@@ -153,33 +153,27 @@ def to_score(result: Any) -> Score:
                 "invalid_input", clean(f"the function returned a dict without `score`: keys {list(result)!r:.100}")
             )
         components, result = result, result["score"]
-    value = _finite(result)
+    value = _number_of(result)
     if value is None:
         what = f"{result}" if isinstance(result, float) else f"{type(result).__name__} {_shown(result)}"
         return Unscored("invalid_input", clean(f"the function returned {what}, not a finite number"))
     if not components:
         return Scored(value)
-    numbers = {clean(str(name)): _finite(part) for name, part in components.items() if name != "score"}
+    numbers = {clean(str(name)): _number_of(part) for name, part in components.items() if name != "score"}
     breakdown = {name: number for name, number in numbers.items() if number is not None}
     if len(breakdown) > MAX_COMPONENTS:
         return Unscored("invalid_input", f"the function returned {len(breakdown)} components, above {MAX_COMPONENTS}")
     return Scored(value, breakdown)
 
 
-def _finite(value: Any) -> float | None:
+def _number_of(value: Any) -> float | None:
     read_scalar = getattr(value, "item", None)  # numpy's and torch's scalars, without importing either
     if callable(read_scalar):
         try:
             value = read_scalar()
         except (TypeError, ValueError, RuntimeError):
             return None  # an array of several numbers
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return finite(value)
 
 
 def clean(text: str) -> str:

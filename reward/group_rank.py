@@ -33,8 +33,6 @@ class GroupRank:
     ISOLATION: ClassVar[Isolation] = "remote"
     GROUPED: ClassVar[bool] = True
     """Its scores hold for a whole group: one answer of it cannot be scored again alone."""
-    DECLARED_ONLY: ClassVar[bool] = True
-    """Its scorer may name a folder or an address: that comes from the operator, never from a client."""
 
     scorer: str
     """The built-in scorer whose values are compared; one that needs no worker process: `reward_model`, `judge`, `remote`, `numeric`, …"""

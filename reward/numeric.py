@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from protos.contracts import Score, Scored, ScoreItem
 from reward.contracts import Isolation
+from reward.finite import finite
 from reward.ground_truth import unusable
 
 # A sign counts only where no operand stands before it ("5-3" ends in 3). Every part is matched without backtracking
@@ -92,10 +93,7 @@ def _value(match: re.Match[str]) -> float:
 
 def _number_of(ground_truth: Any) -> float | None:
     if isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool):
-        try:
-            return float(ground_truth) if math.isfinite(ground_truth) else None
-        except OverflowError:
-            return None  # an integer beyond every float
+        return finite(ground_truth)
     if not isinstance(ground_truth, str):
         return None
     # A worked solution as ground truth (GSM8K's raw answers) would hold many numbers: only a lone one is unambiguous.

@@ -11,14 +11,11 @@ import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored
 from reward.chat_endpoint import ChatEndpoint, Desk
-from reward.lanes import Lane
-from reward.loop_thread import CLOSING, ClosedError
 from reward.prompt_text import ITEM_NAMES, PromptTemplate, item_values
 from reward.verdict import VerdictReader
 
@@ -91,15 +88,6 @@ class Pairwise(ChatEndpoint):
         template = PromptTemplate(self.template, known=known, needed=("answer_a", "answer_b"))
         object.__setattr__(self, "_reader", reader)
         object.__setattr__(self, "_prompt", template)
-
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
-        """One result an item, in order. Thread-safe; blocks its caller."""
-        scores: list[Score] = [CLOSING] * len(items)
-        if not items:
-            return scores
-        with suppress(ClosedError):
-            self._loop.run(lambda desk: self._judge_all(desk.of(lane), items, scores))
-        return scores
 
     async def _judge_all(self, desk: Desk, items: Sequence[ScoreItem], scores: list[Score]) -> None:
         async with asyncio.TaskGroup() as tasks:

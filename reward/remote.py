@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast, get_args
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
 from reward.contracts import Isolation
+from reward.finite import finite
 from reward.gate import Places
 from reward.http_client import Fault, HttpClient, check_url, in_line, open_client, read_json, read_key, with_retries
 from reward.lanes import LANES, Lane
@@ -61,8 +62,6 @@ class RemoteScorer:
 
     VERSION: ClassVar[str] = "1"
     ISOLATION: ClassVar[Isolation] = "remote"
-    DECLARED_ONLY: ClassVar[bool] = True
-    """Its parameters name an address and a secret of the service's: they come from the operator, never from a client."""
 
     url: str
     """Where items are POSTed."""
@@ -235,11 +234,11 @@ class RemoteScorer:
             return Unscored("infrastructure", f"the endpoint gave reason {result['reason']!r:.80}: {detail}")
         if self.labels and not isinstance(found, str):
             return Unscored("infrastructure", f"the endpoint's result has no word at {self.score_path}: {found!r:.80}")
-        value = self.labels.get(found) if self.labels else _finite(found)
+        value = self.labels.get(found) if self.labels else finite(found)
         if value is None:
             return Unscored("infrastructure", f"the endpoint's result has no score at {self.score_path}: {found!r:.80}")
         parts = _at(result, self.breakdown_path) if self.breakdown_path else None
-        numbers = {str(name): _finite(part) for name, part in parts.items()} if isinstance(parts, dict) else {}
+        numbers = {str(name): finite(part) for name, part in parts.items()} if isinstance(parts, dict) else {}
         return Scored(float(value), {name: number for name, number in numbers.items() if number is not None})
 
 
@@ -248,13 +247,3 @@ def _at(value: Any, path: str) -> Any:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value
-
-
-def _finite(value: Any) -> float | None:
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None

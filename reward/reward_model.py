@@ -33,8 +33,6 @@ class RewardModel:
 
     VERSION: ClassVar[str] = "1"
     ISOLATION: ClassVar[Isolation] = "remote"
-    DECLARED_ONLY: ClassVar[bool] = True
-    """It names a folder of the service's: that comes from the operator, never from a client."""
 
     path: str
     """Folder with model and tokenizer (`config.json`, `*.safetensors`, `tokenizer.json`, …)."""

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from reward.finite import finite
+
 _END_CHARACTERS = 8000  # the verdict stands at the end; what comes before is not searched
 _MOST_OBJECTS = 200  # opening braces tried before a text counts as one without JSON
 _OBJECT_START = re.compile(r'\{\s*"')
@@ -103,13 +105,7 @@ def _number(found: Any) -> float | None:
             found = float(found.strip()) if "_" not in found else None
         except ValueError:
             return None
-    if not isinstance(found, int | float):
-        return None
-    try:
-        number = float(found)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return finite(found)
 
 
 def _end_of(text: str) -> str:

@@ -6,13 +6,10 @@ python -m services.config_docs --check    exits 1 if the file is not what would 
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from reward.docstrings import own_docs, summary
 from services.config import Recipe
 from services.config_tree import Table, default_of, shape_of, tables, type_words
 
@@ -102,19 +100,7 @@ def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
     docs: dict[str, str] = {}
     for owner in reversed(model.__mro__):
         if issubclass(owner, BaseModel) and owner is not BaseModel:
-            docs |= _own_docs(owner)
-    return docs
-
-
-def _own_docs(model: type[BaseModel]) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(model))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    docs = {}
-    for field, after in zip(body.body, body.body[1:], strict=False):
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-            continue
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            docs[field.target.id] = " ".join(after.value.value.split())
+            docs |= own_docs(owner)
     return docs
 
 
@@ -158,7 +144,7 @@ def page(root: type[BaseModel] = Recipe) -> str:
 
 def purpose(model: type[BaseModel]) -> str:
     """The first paragraph of a model's docstring, without the heading it may begin with."""
-    paragraph = " ".join((inspect.getdoc(model) or "").partition("\n\n")[0].split())
+    paragraph = summary(model)
     words = paragraph.partition(": ")[2] if paragraph.startswith("`[") else paragraph
     return words[:1].upper() + words[1:]
 

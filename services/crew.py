@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
@@ -19,32 +19,27 @@ SIGKILL_AFTER_SECONDS = 6.0
 FINISHED, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 """How a run ends, as the exit code of `tandem run`. A child's exit code 2 is its user's error, too."""
 
+FINISHER = "trainer"
+"""The child whose end is the run's."""
+
 ALONG_THE_RING = ("feed", "rollout", "reward", "trainer")
 
 
 class Crew:
-    """The children of one run, watched until the one named `finisher` has finished, one cannot go on, or somebody says stop.
+    """The children of one run, watched until the trainer has finished, one cannot go on, or somebody says stop.
 
     `logs_stay`: their logs are still there when the run is over, and worth naming.
     """
 
-    def __init__(
-        self,
-        children: Sequence[Child] = (),
-        *,
-        say: Callable[[str], None],
-        finisher: str = "trainer",
-        logs_stay: bool = True,
-    ) -> None:
+    def __init__(self, *, say: Callable[[str], None], logs_stay: bool = True) -> None:
         self.token = new_run_token()
-        self.children = list(children)
+        self.children: list[Child] = []
         self.chores: list[Callable[[], None]] = []
         """Called at every turn, e.g. to look after Redis; what they raise ends the run."""
         self.progress_mark: Callable[[], int] = lambda: 0
         self.last_beat: Callable[[str], float] = lambda name: time.monotonic()
         """Monotonic time of a child's last sign of life; one after its start turns `starting` into `running`."""
         self.say = say
-        self._finisher = finisher
         self._logs_stay = logs_stay
         self._stops_asked = 0
         self._stops_heeded = 0
@@ -105,7 +100,7 @@ class Crew:
             return None
         if code == 0:
             child.state = "stopped"
-            return FINISHED if child.name == self._finisher else None
+            return FINISHED if child.name == FINISHER else None
         child.state = "failed"
         full = disk_full(child.spec.log_file.parent)
         if code == USER_ERROR and not full:  # on a full disk its log lacks what it had to say

@@ -64,16 +64,14 @@ class _Marks:
     unscored: Counter[str] = field(default_factory=Counter)
 
 
-def evaluate(
-    version: int | None, prompts: Sequence[Prompt], examiner: Examiner, *, deadline_seconds: float = DEADLINE_SECONDS
-) -> Evaluation:
+def evaluate(version: int | None, prompts: Sequence[Prompt], examiner: Examiner) -> Evaluation:
     """Asks every prompt once, greedily, spread over the samplers; `version` None takes whatever weights they carry.
 
     A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A chunk whose call
     fails is asked again of another sampler, up to three times; its rows are then counted as unscored, never averaged in.
     """
     started = time.monotonic()
-    deadline = started + deadline_seconds
+    deadline = started + DEADLINE_SECONDS
     marks = _Marks()
     channels = {address: connect(address) for address in {*examiner.samplers, examiner.reward}}
     pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]

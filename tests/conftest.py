@@ -1,8 +1,11 @@
-"""The order of the test files, and which tests are skipped: those marked `gpu`, with the reason, where torch sees no CUDA device."""
+"""The order of the test files, a Redis for those that need one, and which tests are skipped: those marked `gpu`, with the reason, where
+torch sees no CUDA device.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,9 +17,12 @@ LONGEST_FIRST: tuple[str, ...] = (
     "test_learner",
     "test_flat_rows",
     "test_engine_options",
+    "test_scorer_pool_judges",
     "test_scorer_pool",
     "test_sandbox_attacks",
+    "test_sandbox_view",
     "test_reward_client",
+    "test_reward_client_jobs",
     "test_system_kills",
     "test_rollout_process",
     "test_weight_updates",
@@ -34,6 +40,15 @@ LONGEST_FIRST: tuple[str, ...] = (
 )
 """Files that take longest, longest first. Several processes take turns at whole files: a long one that came last would leave the
 others without work. What it holds is a matter of speed alone."""
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server for one file of tests, which need not survive a crash."""
+    from tests.redis_ring import running_redis  # here, for most files need none
+
+    with running_redis(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -22,27 +22,32 @@ NUM_TOKENS = 48.0  # about as many loss tokens, whatever the seed
 RATE = 1e-2
 
 
-def make_micro_batches(seed: int = 0, *, rank: int = 0, world_size: int = 1, rows_each: int = 2) -> list[MicroBatch]:
-    """A rank's part of 8 random rows, cut into micro-batches."""
+def random_rows(seed: int, number: int) -> list[TrainingRow]:
+    """Short ones, each with a prompt and a temperature."""
     random = np.random.default_rng(seed)
     rows = []
-    for _ in range(NUM_ROWS):
+    for _ in range(number):
         num_prompt, num_sampled = int(random.integers(2, 8)), int(random.integers(1, 12))
         ids = random.integers(3, 98, num_prompt + num_sampled).astype(np.int32)
         loss_mask = (np.arange(len(ids)) >= num_prompt).astype(np.uint8)
         segment = Segment(ids, np.zeros(len(ids), np.float32), loss_mask, ())
         rows.append(TrainingRow(segment, float(random.choice([0.7, 1.0]))))
-    own = rows[rank::world_size]
+    return rows
+
+
+def make_micro_batches(seed: int = 0, *, rank: int = 0, world_size: int = 1, rows_each: int = 2) -> list[MicroBatch]:
+    """A rank's part of 8 random rows, cut into micro-batches."""
+    own = random_rows(seed, NUM_ROWS)[rank::world_size]
     return [stack(own[first : first + rows_each], CPU) for first in range(0, len(own), rows_each)]
 
 
-def policy_step(engine: Any, micro_batches: Sequence[MicroBatch], *, world_size: int = 1, rate: float = RATE) -> float:
+def policy_step(engine: Any, micro_batches: Sequence[MicroBatch], *, world_size: int = 1) -> float:
     """One step of REINFORCE, every token with an advantage of its own; the gradient's norm."""
     for batch in micro_batches:
         loss = -torch.dot(token_logprobs(engine, batch), advantages(batch)) / NUM_TOKENS
         engine.backward(loss * world_size, scale_wrt_gas=False)
     for group in engine.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = RATE
     engine.step()
     assert engine.was_step_applied()
     return float(engine.get_global_grad_norm())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -26,6 +28,7 @@ from services.reward_server import INTAKE, SERVICE_NAME, RewardServicer
 from services.rpc import Intake, ServerThread, connect
 
 ROOT = Path(__file__).resolve().parents[1]
+EXACT = '[[components]]\nscorer = "exact"\nname = "same"\n'
 
 Request = reward_pb2.SubmitJobRequest
 Item = reward_pb2.ScoreRequest.Item
@@ -100,7 +103,6 @@ class Service:
         *,
         reward: RewardConfig,
         jobs: JobsConfig,
-        worker: str,
         with_lane: bool,
         intake: Intake,
     ) -> None:
@@ -118,7 +120,7 @@ class Service:
             on_stop=self.servicer.end_streams,
             intake=intake,
         )
-        self.lane = JobLane(self.store, core, worker=worker, reward=reward, stop=self.stop)
+        self.lane = JobLane(self.store, core, worker="one", reward=reward, stop=self.stop)
         self._with_lane = with_lane
         if with_lane:
             self.lane.__enter__()
@@ -166,7 +168,6 @@ def serving(
     *,
     reward: RewardConfig | None = None,
     jobs: JobsConfig | None = None,
-    worker: str = "one",
     with_lane: bool = True,
     intake: Intake = INTAKE,
 ) -> Iterator[Service]:
@@ -174,11 +175,34 @@ def serving(
     reward = reward or RewardConfig()
     jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
     core = core or ScoringCore(reward)
-    service = Service(url, core, reward=reward, jobs=jobs, worker=worker, with_lane=with_lane, intake=intake)
+    service = Service(url, core, reward=reward, jobs=jobs, with_lane=with_lane, intake=intake)
     try:
         yield service
     finally:
         service.end()
+
+
+def grouped(core: ScoringCore) -> CompiledRubric:
+    """Its default rubric, as if a scorer of it compared the items of a group."""
+    one = core.default
+    return CompiledRubric(one.rubric, one.text, one.digest, False, True, 1)
+
+
+class Feed:
+    """Requests of a stream, given one by one."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, *requests: Any) -> None:
+        for request in requests:
+            self._waiting.put(request)
+
+    def close(self) -> None:
+        self._waiting.put(None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._waiting.get, None)
 
 
 def submission(

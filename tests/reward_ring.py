@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -70,13 +70,6 @@ def collect(buffer: Buffer, number: int, seconds: float = 20.0) -> dict[str, Tra
             assert [header.reward for header in one.headers] == [row.reward for row in group.scored_rows]
             found[one.group_id] = group
     return found
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 def rewards(group: TrajectoryGroup) -> list[float | None]:

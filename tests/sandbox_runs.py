@@ -23,6 +23,27 @@ SECRET = "a key that no program may see"
 Launcher = ZygoteLauncher | BubblewrapEachLauncher
 Run = Callable[..., Outcome]
 
+DAEMON = """
+import os, sys, time
+def leave():
+    if os.fork():
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for descriptor in range(3):
+        os.close(descriptor)
+    while True:
+        time.sleep(0.05)
+        open(os.path.join({folder!r}, "beat"), "w").write(str(os.getpid()))
+try:
+    leave()
+except OSError as error:
+    print(type(error).__name__)
+time.sleep(0.5)
+"""
+"""Starts a process that leaves its session and beats in `folder` for ever."""
+
 
 def outside(program: str, folder: Path) -> str:
     """What the same program prints where nothing holds it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -44,8 +44,8 @@ class StoredJob:
 class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
     """Every solution is its own score: a number, or the name of a reason. The breakdown counts the item's group in its request."""
 
-    def __init__(self, *, max_items: int = 1000, max_bytes: int = 1 << 20) -> None:
-        self.limits = {"max_items_per_request": float(max_items), "max_request_bytes": float(max_bytes)}
+    def __init__(self) -> None:
+        self.limits = {"max_items_per_request": 1000.0, "max_request_bytes": float(1 << 20)}
         self.requests: list[reward_pb2.ScoreRequest] = []
         self.jobs: dict[str, StoredJob] = {}
         self.breaks: list[int] = []
@@ -224,3 +224,11 @@ def serving(servicer: ScriptedReward, port: int = 0) -> Iterator[str]:
         yield server.address
     finally:
         server.stop(grace_seconds=0.1)
+
+
+def items_of(*solutions: object, group: str = "") -> list[ScoreItem]:
+    return [ScoreItem("test", str(solution), "1", group=group) for solution in solutions]
+
+
+def values(scores: Iterable[Score]) -> list[float]:
+    return [score.value for score in scores if isinstance(score, Scored)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from protos.weight_group import empty_bucket, fill_bucket
 from rollout.weight_receiver import StagedReceiver, checkpoint_shapes
 from services.publisher import Publisher
 from tests.adapter_policy import ALPHA, RANK, AdapterPolicy
-from tests.redis_ring import running_redis
-from tests.test_publisher import FakeSampler, Ring, eventually
+from tests.test_publisher import FakeSampler, Ring
 from tests.test_weight_group import connected, wait
 from tests.tiny_model import build_tiny_model
 from tests.trainer_ring import make_recipe, make_run
+from tests.waiting import eventually
 from trainer.weight_sender import WeightSender
 
 CPU = torch.device("cpu")
@@ -251,17 +250,11 @@ class Samplers(Ring):
         )
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as found:
-        yield found
-
-
 @pytest.mark.parametrize("backend", ["gloo", "disk"])
 def test_samplers_with_and_without_the_base_come_early_late_and_again(
-    model: Path, tmp_path: Path, url: str, backend: str
+    model: Path, tmp_path: Path, redis_url: str, backend: str
 ) -> None:
-    ring = Samplers(tmp_path, url, AdapterPolicy(model), backend)
+    ring = Samplers(tmp_path, redis_url, AdapterPolicy(model), backend)
     try:
         with_it, without = ring.based_sampler("rollout-0", model), ring.based_sampler("rollout-1", None)
         first = ring.publisher.publish(0, changed=True)

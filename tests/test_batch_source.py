@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +14,8 @@ from protos.nouns import TrainBatch
 from services.batch_source import BatchSource, SelectionRules, groups_of_rank, read_payloads, selection_rules
 from services.buffer.buffer import Buffer
 from services.config import Recipe
-from tests.redis_ring import running_redis
 from tests.trainer_ring import different_rewards, make_recipe, make_run, put_scored
 from tests.training_groups import group_headers, make_group
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as found:
-        yield found
 
 
 class Run:
@@ -42,8 +34,8 @@ class Run:
         return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop)
 
 
-def test_groups_become_batches_in_order_of_completion(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url)
+def test_groups_become_batches_in_order_of_completion(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url)
     groups = different_rewards(5)
     put_scored(run.buffer, [groups[3], groups[0], groups[4], groups[1], groups[2]])
     source = run.source()
@@ -59,8 +51,8 @@ def test_groups_become_batches_in_order_of_completion(tmp_path: Path, url: str) 
         source.poll(2, 1.0)  # `put_scored` began an incarnation of its own
 
 
-def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url, credits=1, trainer={"selection": {"drop_zero_variance": True}})
+def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, credits=1, trainer={"selection": {"drop_zero_variance": True}})
     dull = [make_group(index, rewards=(1.0,) * 4) for index in range(3)]
     put_scored(run.buffer, [*dull, *different_rewards(1, start=3)])
     assert run.buffer.admission().free == 0
@@ -76,8 +68,8 @@ def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: 
     assert source.take_rejections() == {"rejected_groups": 0}
 
 
-def test_too_many_rejections_in_a_row_end_the_run_with_the_counts(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url, trainer={"selection": {"drop_zero_variance": True}, "max_consecutive_rejections": 4})
+def test_too_many_rejections_in_a_row_end_the_run_with_the_counts(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, trainer={"selection": {"drop_zero_variance": True}, "max_consecutive_rejections": 4})
     put_scored(run.buffer, [make_group(index, rewards=(0.0,) * 4) for index in range(4)])
     with pytest.raises(SelectionError, match=r"4 groups in a row.*dropped:zero_variance': 4"):
         run.source().poll(0, 1.0)
@@ -140,8 +132,8 @@ def test_the_rules_are_the_recipes(tmp_path: Path) -> None:
     assert selection_rules(remax) == SelectionRules(1, 0, False, needs_baseline=True)
 
 
-def test_a_group_without_its_greedy_answer_never_reaches_the_batch(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url, trainer={"advantage": "remax"})
+def test_a_group_without_its_greedy_answer_never_reaches_the_batch(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, trainer={"advantage": "remax"})
     compared = [make_group(index, rewards=(0.0, 1.0, 1.0, 0.0, 1.0), baseline=True) for index in (1, 3)]
     alone = different_rewards(1) + different_rewards(1, start=2)
     put_scored(run.buffer, [alone[0], compared[0], alone[1], compared[1]])
@@ -151,8 +143,8 @@ def test_a_group_without_its_greedy_answer_never_reaches_the_batch(tmp_path: Pat
     assert run.buffer.counts()["dropped:no_scored_baseline"] == 2
 
 
-def test_the_last_batch_may_be_smaller_and_then_nothing_comes(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url)
+def test_the_last_batch_may_be_smaller_and_then_nothing_comes(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url)
     put_scored(run.buffer, different_rewards(3))
     run.buffer.mark_exhausted("dataset")
     source = run.source()
@@ -163,8 +155,8 @@ def test_the_last_batch_may_be_smaller_and_then_nothing_comes(tmp_path: Path, ur
     assert source.exhausted
 
 
-def test_a_stop_ends_the_wait(tmp_path: Path, url: str) -> None:
-    run = Run(tmp_path, url)
+def test_a_stop_ends_the_wait(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url)
     source = run.source()
     run.stop.set()
     assert source.poll(0, 60.0) is None
@@ -192,9 +184,9 @@ def two_ranks(run: Run) -> TrainBatch:
     return batch
 
 
-def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.batch_source._RETRY_SECONDS", 0.01)
-    run = Run(tmp_path, url, world_size=2)
+    run = Run(tmp_path, redis_url, world_size=2)
     batch = two_ranks(run)
     assert groups_of_rank(batch, 0) == ["0-0", "0-1"], "rank 0 writes the record"
     rank = Rank(1, True)
@@ -207,9 +199,11 @@ def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, url: str, monkeypat
         read_payloads(run.buffer, batch, Rank(0, False, False))
 
 
-def test_a_payload_that_is_gone_fails_on_every_rank(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_is_gone_fails_on_every_rank(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.batch_source._RETRY_SECONDS", 0.01)
-    run = Run(tmp_path, url)
+    run = Run(tmp_path, redis_url)
     put_scored(run.buffer, different_rewards(2))
     source = run.source()
     batch = source.poll(0, 1.0)

@@ -21,15 +21,9 @@ from services.buffer.buffer import Admission, Buffer
 from tests import redis_ring as ring
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with ring.running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
-
-
 @pytest.fixture()
-def buffer(url: str) -> Iterator[Buffer]:
-    run = ring.new_run(url)
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    run = ring.new_run(redis_url)
     yield run
     assert run.verify() == []
     run.close()
@@ -38,9 +32,9 @@ def buffer(url: str) -> Iterator[Buffer]:
 # ---- creating and admitting ----
 
 
-def test_an_existing_run_is_refused_without_resume(buffer: Buffer, url: str) -> None:
+def test_an_existing_run_is_refused_without_resume(buffer: Buffer, redis_url: str) -> None:
     ring.offer(buffer, 2)
-    again = Buffer(url, buffer.run_id)
+    again = Buffer(redis_url, buffer.run_id)
     limits = {"groups_per_batch": 2, "staleness_budget": 1, "failure_budget": {"infrastructure": 1, "data": 0}}
     with pytest.raises(RunExistsError, match="--resume"):
         again.create(**limits, target_groups=100, resume=False)  # type: ignore[arg-type]
@@ -48,9 +42,9 @@ def test_an_existing_run_is_refused_without_resume(buffer: Buffer, url: str) -> 
     assert again.admission() == Admission(free=2, wanted=1, cursor=2)
 
 
-def test_a_run_that_was_never_created_says_so(url: str) -> None:
+def test_a_run_that_was_never_created_says_so(redis_url: str) -> None:
     with pytest.raises(UnavailableError, match="never created"):
-        Buffer(url, "nobody").admit([("0-0", b"")], 1)
+        Buffer(redis_url, "nobody").admit([("0-0", b"")], 1)
 
 
 def test_admission_takes_the_prefix_that_credits_allow_and_moves_the_cursor(buffer: Buffer) -> None:
@@ -77,8 +71,8 @@ def test_an_id_that_is_no_instance_is_refused(buffer: Buffer, group_id: str) -> 
         buffer.admit([(group_id, b"")], 1)
 
 
-def test_exhaustion_is_undone_by_a_drop_and_waits_for_the_stages(url: str) -> None:
-    buffer = ring.new_run(url, target_groups=2)
+def test_exhaustion_is_undone_by_a_drop_and_waits_for_the_stages(redis_url: str) -> None:
+    buffer = ring.new_run(redis_url, target_groups=2)
     assert not buffer.mark_exhausted("target")
     group_ids = ring.offer(buffer, 2)
     assert buffer.mark_exhausted("target") and not buffer.exhausted()
@@ -175,8 +169,8 @@ def test_renewing_keeps_a_lease(buffer: Buffer) -> None:
     assert buffer.renew([claim], 0.6) == ["0-0"], "a completed claim is ours no longer"
 
 
-def test_failures_have_separate_budgets_and_do_not_hold_up_the_others(url: str) -> None:
-    buffer = ring.new_run(url, infrastructure=2, data=1)
+def test_failures_have_separate_budgets_and_do_not_hold_up_the_others(redis_url: str) -> None:
+    buffer = ring.new_run(redis_url, infrastructure=2, data=1)
     ring.offer(buffer, 2)
     ring.move(buffer, "prompts", 2)
 
@@ -279,10 +273,10 @@ def test_timeouts_are_honoured(buffer: Buffer) -> None:
     assert 1.2 <= _timed(lambda: buffer.claim_scored(1, 1, 1.25)) < 10
 
 
-def test_blocked_claimers_wake_at_once_and_none_is_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_claimers_wake_at_once_and_none_is_forgotten(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight claimers sleep; eight groups come, some in one go: all are claimed long before anybody looks unasked."""
     monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
-    buffer = ring.new_run(url, groups_per_batch=8)
+    buffer = ring.new_run(redis_url, groups_per_batch=8)
     claimed: list[tuple[str, float]] = []
 
     def work() -> None:

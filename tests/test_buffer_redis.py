@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,8 @@ from services.buffer.redis_server import start_redis
 from tests import redis_ring as ring
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with ring.running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
-
-
-def test_two_runs_share_a_server_and_every_key_carries_its_run(url: str) -> None:
-    first, second = ring.new_run(url, run_id="one"), ring.new_run(url, run_id="two")
+def test_two_runs_share_a_server_and_every_key_carries_its_run(redis_url: str) -> None:
+    first, second = ring.new_run(redis_url, run_id="one"), ring.new_run(redis_url, run_id="two")
     ring.score(first, 3)
     assert second.counts()["admitted"] == 0
     keys = [key.decode() for key in first._redis.scan_iter("*")]
@@ -35,8 +28,8 @@ def test_two_runs_share_a_server_and_every_key_carries_its_run(url: str) -> None
     assert any(key.startswith("tandem:{one}:") for key in keys) and any(key.startswith("tandem:{two}:") for key in keys)
 
 
-def test_nothing_is_left_of_a_group_but_a_bit(url: str) -> None:
-    buffer = ring.new_run(url, run_id="footprint", target_groups=400, staleness_budget=0, groups_per_batch=4)
+def test_nothing_is_left_of_a_group_but_a_bit(redis_url: str) -> None:
+    buffer = ring.new_run(redis_url, run_id="footprint", target_groups=400, staleness_budget=0, groups_per_batch=4)
     sizes = []
     for version in range(1, 51):
         group_ids = ring.score(buffer, 4)

@@ -20,8 +20,8 @@ from services.clients import RewardClient
 from services.reward_server import INTAKE, SERVICE_NAME
 from services.rpc import from_rpc_error, translated
 from services.score_wire import MAX_CARRIED_BYTES, MAX_REQUEST_BYTES
-from tests.redis_ring import running_redis
 from tests.reward_front import (
+    EXACT,
     Item,
     Request,
     ScriptedCore,
@@ -44,13 +44,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         time.sleep(600)
     return float(solution_str == ground_truth)
 """
-EXACT = '[[components]]\nscorer = "exact"\nname = "same"\n'
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +52,12 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(url: str, log: Path) -> Iterator[Service]:
+def service(redis_url: str, log: Path) -> Iterator[Service]:
     """Two workers, a scorer that hangs on demand for longer than any test."""
     file = log.with_name("scorer.py")
     file.write_text(FUNCTION.format(log=str(log)))
     reward = RewardConfig(scorer=f"{file}:compute_score", num_workers=2, timeout_seconds=300.0)
-    with serving(url, reward=reward, with_lane=False) as one:
+    with serving(redis_url, reward=reward, with_lane=False) as one:
         assert summary(score(one, answers(*["1"] * 8))) == [1.0] * 8
         yield one
 
@@ -143,20 +136,20 @@ def test_nothing_goes_on_for_a_caller_who_has_gone(service: Service, log: Path) 
     assert service.core.figures()["worker_items_calls"] < judged + 100 and hanging_now(log) <= before + 4
 
 
-def test_a_caller_who_goes_frees_its_thread(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.score_calls._SCORING_THREADS", 1)
     core = ScriptedCore()
-    with serving(url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_lane=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
         until(lambda: core.asked == ["wait"])
         call.cancel()
         assert summary(score(one, answers("1"))) == [1.0] and not core.go_on.is_set()
 
 
-def test_a_rubric_is_compiled_while_scoring_hangs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.score_calls._SCORING_THREADS", 1)
     core = ScriptedCore()
-    with serving(url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_lane=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
         until(lambda: core.asked == ["wait"])
         assert one.submit(answers("1"), rubric=EXACT).job.num_items == 1
@@ -169,9 +162,9 @@ def test_a_rubric_is_compiled_while_scoring_hangs(url: str, monkeypatch: pytest.
 # ---- too many calls ----
 
 
-def test_one_call_more_is_tried_again_and_health_answers(url: str) -> None:
+def test_one_call_more_is_tried_again_and_health_answers(redis_url: str) -> None:
     core = ScriptedCore()
-    with serving(url, core, with_lane=False, intake=replace(INTAKE, max_calls=1)) as one:
+    with serving(redis_url, core, with_lane=False, intake=replace(INTAKE, max_calls=1)) as one:
         request = reward_pb2.ScoreRequest(items=answers("1"))
         waiting = reward_pb2.ScoreRequest(items=answers("wait"))
         under_way = one.stub.Score.future(waiting, timeout=60)
@@ -261,8 +254,8 @@ def test_an_item_that_is_no_text_is_named_with_its_field_and_the_rest_is_scored(
         assert reply.items[1].unscored.detail == detail
 
 
-def test_a_job_with_an_item_that_is_no_text_is_scored_but_for_it(url: str) -> None:
-    with serving(url) as one:
+def test_a_job_with_an_item_that_is_no_text_is_scored_but_for_it(redis_url: str) -> None:
+    with serving(redis_url) as one:
         header, *chunks, seal = submission(answers("1"), [*answers("2"), Item(solution="@@"), *answers("1")])
         requests = [header.SerializeToString(), *[chunk.SerializeToString() for chunk in chunks[:1]]]
         requests += [with_bad("solution", chunks[1]), seal.SerializeToString()]

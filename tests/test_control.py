@@ -17,10 +17,11 @@ from services.children import Child, ChildSpec
 from services.config import parse_recipe
 from services.control import ControlServer
 from services.crew import Crew
-from tests.redis_ring import SAMPLER, new_run, running_redis, score, train
+from tests.redis_ring import SAMPLER, new_run, score, train
 from tests.run_inputs import small_values
 from tests.service_wire import ask_info, check_what_it_says
-from tests.test_run_recipe import Run, wait_for
+from tests.stand_in_run import Run, stand_in_run
+from tests.waiting import eventually
 
 CONTROL_SERVICE = "tandem.v1.ControlService"
 RPC_SECONDS = 5.0
@@ -31,22 +32,15 @@ RPC_SECONDS = 5.0
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """`tandem run` in a process of its own, with small programs in place of the four services."""
-    made = Run(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.wait(timeout=30.0)
-        assert process.stdout is not None
-        process.stdout.close()
+    with stand_in_run(tmp_path) as made:
+        yield made
 
 
 def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> None:
     before = time.time()
     process, address = run.start_run()
     buffer = Buffer(address.redis_url, "small")
-    wait_for(lambda: buffer.counts()["admitted"] == 6)
+    eventually(lambda: buffer.counts()["admitted"] == 6)
 
     # Nothing is published yet, no trainer has begun.
     info = check_what_it_says(
@@ -62,12 +56,6 @@ def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> No
 
 
 # --- the server alone ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @pytest.fixture

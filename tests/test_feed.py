@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +17,9 @@ from services.config import Recipe, parse_recipe
 from services.feed_service import Feed, PromptStream, epoch_order, open_stream
 from services.front import ServiceFront
 from tests.dataset_files import chat_folder, verl_row, write_lines
-from tests.redis_ring import SAMPLER, claim, new_run, offer, running_redis
+from tests.redis_ring import SAMPLER, claim, new_run, offer
 from tests.service_wire import check_what_it_says
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
+from tests.waiting import eventually, looping
 
 
 @pytest.fixture(scope="module")
@@ -55,33 +49,9 @@ def questions(number: int) -> list[object]:
 
 @contextmanager
 def feeding(buffer: Buffer, stream: PromptStream) -> Iterator[Feed]:
-    stop = threading.Event()
     feed = Feed(buffer, stream)
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            feed.run(stop)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with looping(feed.run):
         yield feed
-    finally:
-        stop.set()
-        thread.join(timeout=10.0)
-        assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
 
 
 def positions(stream: PromptStream, number: int) -> list[str]:

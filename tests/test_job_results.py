@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -28,12 +27,6 @@ RECORD_BYTES = 4096
 OVERHEAD_BYTES = 256
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
-
-
 def finished(store: JobStore, key: str, num_bytes: int, *, seal: bool = True) -> JobRecord:
     """A job whose only chunk has results of so many bytes."""
     job = submit(store, 1, key=key, seal=seal)
@@ -56,8 +49,8 @@ def test_the_limit_is_twice_what_may_wait_if_it_is_not_given() -> None:
     assert JobsConfig(max_result_bytes=5).redis_bytes == JobsConfig().max_unscored_bytes + 5
 
 
-def test_the_first_to_end_gives_up_its_results_and_says_so(url: str) -> None:
-    with closing(new_store(url, max_result_bytes=40_000)) as store:
+def test_the_first_to_end_gives_up_its_results_and_says_so(redis_url: str) -> None:
+    with closing(new_store(redis_url, max_result_bytes=40_000)) as store:
         late = submit(store, 1, key="late", seal=True)  # submitted first, does not end
         claim(store)
         first, second = finished(store, "first", 10_000), finished(store, "second", 8_000)
@@ -78,8 +71,8 @@ def test_the_first_to_end_gives_up_its_results_and_says_so(url: str) -> None:
         assert store.cancel(late.job_id).state == "CANCELLED"
 
 
-def test_a_job_that_goes_on_gives_up_nothing_and_takes_no_more_beyond_half(url: str) -> None:
-    with closing(new_store(url, max_result_bytes=40_000)) as store:
+def test_a_job_that_goes_on_gives_up_nothing_and_takes_no_more_beyond_half(redis_url: str) -> None:
+    with closing(new_store(redis_url, max_result_bytes=40_000)) as store:
         other = finished(store, "other", 9_000)
         large = finished(store, "large", 50_000, seal=False)
         assert store.events(other.job_id, 0, 0)[0].state == "EXPIRED"
@@ -96,16 +89,16 @@ def test_a_job_that_goes_on_gives_up_nothing_and_takes_no_more_beyond_half(url: 
         assert store.events(large.job_id, 0, 0)[0].state == "EXPIRED"
 
 
-def test_a_job_does_not_give_way_to_itself(url: str) -> None:
-    with closing(new_store(url, max_result_bytes=40_000)) as store:
+def test_a_job_does_not_give_way_to_itself(redis_url: str) -> None:
+    with closing(new_store(redis_url, max_result_bytes=40_000)) as store:
         alone = finished(store, "alone", 50_000)
         assert alone.state == "DONE" and len(store.events(alone.job_id, 0, 1)[1]) == 1
         finished(store, "next", 300)
         assert store.events(alone.job_id, 0, 0)[0].state == "EXPIRED"
 
 
-def test_a_rubric_counts_until_its_job_has_ended_and_a_key_is_compared_all_the_same(url: str) -> None:
-    with closing(new_store(url)) as store:
+def test_a_rubric_counts_until_its_job_has_ended_and_a_key_is_compared_all_the_same(redis_url: str) -> None:
+    with closing(new_store(redis_url)) as store:
         job = store.submit("key", rubric="r" * 60_000, priority=0)
         assert kept(store) == job.result_bytes == RECORD_BYTES + 60_000
         job = store.seal(job.job_id, 0)
@@ -138,8 +131,8 @@ def test_what_is_counted_is_no_less_than_what_redis_takes(tmp_path: Path) -> Non
 # ---- deleting ----
 
 
-def test_a_deleted_job_is_gone_with_its_key_and_its_bytes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(new_store(url)) as store:
+def test_a_deleted_job_is_gone_with_its_key_and_its_bytes(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(new_store(redis_url)) as store:
         lose_every_answer(monkeypatch)
         job = finished(store, "key", 5_000)
         assert store.delete(job.job_id) == job
@@ -152,8 +145,8 @@ def test_a_deleted_job_is_gone_with_its_key_and_its_bytes(url: str, monkeypatch:
         assert finished(store, "key", 5_000).job_id != job.job_id
 
 
-def test_a_job_that_goes_on_is_not_deleted(url: str) -> None:
-    with closing(new_store(url)) as store:
+def test_a_job_that_goes_on_is_not_deleted(redis_url: str) -> None:
+    with closing(new_store(redis_url)) as store:
         for job in (submit(store, 1, key="open"), submit(store, 1, key="running", seal=True)):
             with pytest.raises(JobError, match=f"job {job.job_id} is {job.state}; cancel it first, then delete it"):
                 store.delete(job.job_id)
@@ -185,9 +178,9 @@ def job_of(service: Service, job_id: str) -> reward_pb2.Job:
     return service.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20)
 
 
-def test_a_job_with_too_many_results_is_refused_by_name_and_keeps_them(url: str) -> None:
+def test_a_job_with_too_many_results_is_refused_by_name_and_keeps_them(redis_url: str) -> None:
     jobs = JobsConfig(max_result_bytes=40_000)
-    with serving(url, jobs=jobs, with_lane=False) as one:
+    with serving(redis_url, jobs=jobs, with_lane=False) as one:
         limits = one.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20).limits
         assert (limits["max_result_bytes"], limits["max_result_bytes_per_job"]) == (40_000, 20_000)
         *requests, chunk, _ = submission(*[answers("1")] * 61, key="large")
@@ -212,11 +205,14 @@ def reward(service: Service, *arguments: object, code: int = 0) -> Result:
 
 
 def test_results_that_were_given_up_are_missed_in_words_and_deleting_lets_them_come_anew(
-    url: str, tmp_path: Path
+    redis_url: str, tmp_path: Path
 ) -> None:
     rows = [{"solution": str(number), "ground_truth": "1"} for number in range(100)]
     file, out = write_lines(tmp_path / "answers.jsonl", rows), tmp_path / "scores.jsonl"
-    with serving(url, jobs=JobsConfig(max_result_bytes=25_000)) as one, RewardClient(one.server.address) as client:
+    with (
+        serving(redis_url, jobs=JobsConfig(max_result_bytes=25_000)) as one,
+        RewardClient(one.server.address) as client,
+    ):
         first = reward(one, "submit", file, "--watch").stdout.split()[1].removesuffix(":")
         while (job := job_of(one, first)).state != reward_pb2.Job.EXPIRED:
             job_id = one.submit(answers(*["1"] * 100)).job.job_id
@@ -236,9 +232,9 @@ def test_results_that_were_given_up_are_missed_in_words_and_deleting_lets_them_c
         assert len(out.read_text().splitlines()) == 100
 
 
-def test_a_client_deletes_what_has_ended(url: str) -> None:
+def test_a_client_deletes_what_has_ended(redis_url: str) -> None:
     core = ScriptedCore()
-    with serving(url, core) as one, RewardClient(one.server.address) as client:
+    with serving(redis_url, core) as one, RewardClient(one.server.address) as client:
         job_id = one.submit(answers("wait")).job.job_id
         with pytest.raises(JobError, match="is RUNNING; cancel it first") as caught:
             client.delete(job_id)

@@ -9,19 +9,13 @@ import pytest
 from protos.errors import DataError, JobError, JobExistsError, LedgerError, UnknownJobError
 from services.jobs.store import CANCELLED, JobStore
 from tests.job_calls import LEASE_SECONDS, claim, expire, finish, new_store, submit
-from tests.redis_ring import lose_every_answer, running_redis
-from tests.reward_ring import eventually
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
+from tests.redis_ring import lose_every_answer
+from tests.waiting import eventually
 
 
 @pytest.fixture()
-def store(url: str) -> Iterator[JobStore]:
-    made = new_store(url)
+def store(redis_url: str) -> Iterator[JobStore]:
+    made = new_store(redis_url)
     yield made
     made.close()
 
@@ -199,8 +193,8 @@ def test_a_job_that_comes_late_does_not_overtake(store: JobStore) -> None:
     assert all(abs(order[:n].count("early") - order[:n].count("late")) <= 1 for n in range(10)), order
 
 
-def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(url: str) -> None:
-    store = new_store(url)
+def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(redis_url: str) -> None:
+    store = new_store(redis_url)
     store._run("configure", 10**9, 1 << 20, 1 << 30)
     quarter = b"x" * ((1 << 18) - 1024)
     first, second, third = (store.submit(key, rubric="", priority=0) for key in "abc")
@@ -223,8 +217,8 @@ def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(url: s
     assert store.add_chunk(huge.job_id, 0, 1, quarter * 5)[0]
 
 
-def test_what_has_ended_is_forgotten_after_its_retention_and_what_waits_is_not(url: str) -> None:
-    store = new_store(url, retention_seconds=0.05)
+def test_what_has_ended_is_forgotten_after_its_retention_and_what_waits_is_not(redis_url: str) -> None:
+    store = new_store(redis_url, retention_seconds=0.05)
     done, waiting, abandoned = (
         submit(store, 1, key="done", seal=True),
         submit(store, 1, key="waits"),
@@ -242,8 +236,8 @@ def test_what_has_ended_is_forgotten_after_its_retention_and_what_waits_is_not(u
     assert {name for name in left if not name.startswith("answer:")} <= {"meta", "bell:waiting"}
 
 
-def test_namespaces_do_not_meet(url: str) -> None:
-    one, other = new_store(url), new_store(url)
+def test_namespaces_do_not_meet(redis_url: str) -> None:
+    one, other = new_store(redis_url), new_store(redis_url)
     submit(one, 1)
     assert other.claim("one", LEASE_SECONDS, 0) is None and other.list_jobs(10) == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,6 @@ from hypothesis.stateful import (
 from protos.errors import DataError, JobError, JobExistsError, JobLimitError, UnknownJobError
 from services.jobs.store import CANCELLED, ChunkClaim
 from tests.job_calls import LEASE_SECONDS, expire, new_store
-from tests.redis_ring import running_redis
 
 LIMIT = 8000
 OVERHEAD = 1024
@@ -32,12 +30,6 @@ RESULT_LIMIT = 40_000
 RESULT_OVERHEAD = 256
 RECORD = 4096
 WORKERS = ("one", "two")
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
 
 
 @dataclass
@@ -333,11 +325,11 @@ class Jobs(RuleBasedStateMachine):
         assert counts["chunks_waiting"] + counts["chunks_leased"] == len(chunks)
 
 
-def test_the_store_and_its_twin_agree(url: str) -> None:
+def test_the_store_and_its_twin_agree(redis_url: str) -> None:
     class Here(Jobs):
         pass
 
-    Here.url = url
+    Here.url = redis_url
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     run_state_machine_as_test(
         Here, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=checks)

@@ -337,6 +337,6 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, Any], wrong: dict[st
 
 @pytest.mark.parametrize("name", ["judge", "pairwise", "group_rank", "remote", "reward_model"])
 def test_a_client_cannot_name_addresses_and_folders(arguments: dict[str, Any], name: str) -> None:
-    assert BUILT_IN[name].DECLARED_ONLY
+    assert BUILT_IN[name].ISOLATION == "remote"
     with pytest.raises(ScorerError, match="a client cannot"):
         Catalogue(for_clients=True).spec(name, arguments, "components[0]")

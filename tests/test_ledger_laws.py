@@ -18,15 +18,9 @@ from tests import redis_ring as ring
 from tests.buffer_chaos import Chaos
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with ring.running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
-
-
 @pytest.fixture()
-def buffer(url: str) -> Iterator[Buffer]:
-    run = ring.new_run(url, groups_per_batch=2, staleness_budget=3)
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    run = ring.new_run(redis_url, groups_per_batch=2, staleness_budget=3)
     yield run
     run.close()
 
@@ -211,8 +205,8 @@ def test_a_disk_that_contradicts_redis_is_refused_and_changes_nothing(
     assert _sound(buffer) == before
 
 
-def test_restored_groups_may_exceed_the_budget_but_nothing_is_admitted_meanwhile(url: str) -> None:
-    buffer = ring.new_run(url, groups_per_batch=2, staleness_budget=0)
+def test_restored_groups_may_exceed_the_budget_but_nothing_is_admitted_meanwhile(redis_url: str) -> None:
+    buffer = ring.new_run(redis_url, groups_per_batch=2, staleness_budget=0)
     batches = {}
     for version in (1, 2, 3):
         ring.score(buffer, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -23,12 +22,6 @@ from services.buffer.limiter import Limiter
 from tests import redis_ring as ring
 
 _QUICK = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with ring.running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
 
 
 class RingMachine(RuleBasedStateMachine):
@@ -146,14 +139,14 @@ class RingMachine(RuleBasedStateMachine):
             self.buffer.close()
 
 
-def test_lua_and_python_agree_at_every_step(url: str) -> None:
-    RingMachine.url = url
+def test_lua_and_python_agree_at_every_step(redis_url: str) -> None:
+    RingMachine.url = redis_url
     run_state_machine_as_test(RingMachine, settings=_QUICK)
 
 
-def test_they_agree_when_every_answer_is_lost_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_agree_when_every_answer_is_lost_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every verb is run twice by Redis: the first answer never arrives."""
-    RingMachine.url = url
+    RingMachine.url = redis_url
     ring.lose_every_answer(monkeypatch)
     run_state_machine_as_test(RingMachine, settings=settings(_QUICK, max_examples=20))
 
@@ -207,14 +200,14 @@ def test_a_run_never_gets_stuck(drop_percent: int, staleness_budget: int, groups
 @given(**_RUNS)
 @settings(max_examples=15, deadline=None)
 def test_a_run_in_redis_never_gets_stuck(
-    url: str, drop_percent: int, staleness_budget: int, groups_per_batch: int, seed: int
+    redis_url: str, drop_percent: int, staleness_budget: int, groups_per_batch: int, seed: int
 ) -> None:
-    _run_in_redis(url, drop_percent, staleness_budget, groups_per_batch, seed)
+    _run_in_redis(redis_url, drop_percent, staleness_budget, groups_per_batch, seed)
 
 
 @pytest.mark.parametrize(("drop_percent", "staleness_budget"), [(0, 0), (99, 0), (99, 4)])
-def test_the_corners_never_get_stuck(url: str, drop_percent: int, staleness_budget: int) -> None:
-    _run_in_redis(url, drop_percent, staleness_budget, groups_per_batch=2, seed=7)
+def test_the_corners_never_get_stuck(redis_url: str, drop_percent: int, staleness_budget: int) -> None:
+    _run_in_redis(redis_url, drop_percent, staleness_budget, groups_per_batch=2, seed=7)
 
 
 def _run_in_redis(url: str, drop_percent: int, staleness_budget: int, groups_per_batch: int, seed: int) -> None:

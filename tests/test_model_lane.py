@@ -19,11 +19,7 @@ from reward.cutoff import Cutoff
 from reward.lanes import Lane
 from reward.line_process import LineProcess
 from reward.model_lane import ModelLane, Question
-
-
-def refused(score: Score) -> tuple[str, str]:
-    assert isinstance(score, Unscored), score
-    return score.reason, score.detail
+from tests.judge_calls import refused
 
 
 @pytest.fixture

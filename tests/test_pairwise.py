@@ -18,6 +18,7 @@ from reward import http_client
 from reward.group_rank import GroupRank, ranked
 from reward.pairwise import Pairwise, choose_pairs, win_rates
 from reward.registry import make_spec
+from tests.judge_calls import refused
 from tests.misbehaving_server import Answer, Asked, MisbehavingServer, chat
 
 
@@ -54,11 +55,6 @@ def ask(answer: Callable[[Asked], Answer], items: list[ScoreItem], **options: An
 def values(scores: list[Score]) -> list[float]:
     assert all(isinstance(score, Scored) for score in scores), scores
     return [score.value for score in scores if isinstance(score, Scored)]
-
-
-def refused(score: Score) -> tuple[str, str]:
-    assert isinstance(score, Unscored), score
-    return score.reason, score.detail
 
 
 # ---- pairs by a chat model ----

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -24,17 +23,11 @@ from services.buffer.buffer import Buffer
 from services.buffer.registry import Sampler
 from services.publisher import Publication, Publisher
 from services.rpc import ServerThread
-from tests.redis_ring import running_redis
 from tests.trainer_ring import make_recipe, make_run
+from tests.waiting import eventually
 from trainer.weight_sender import WeightSender
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as found:
-        yield found
 
 
 class Weights:
@@ -157,17 +150,10 @@ class Ring:
 
 
 @pytest.fixture
-def ring(tmp_path: Path, url: str, request: pytest.FixtureRequest) -> Iterator[Ring]:
-    made = Ring(tmp_path, url, getattr(request, "param", "gloo"))
+def ring(tmp_path: Path, redis_url: str, request: pytest.FixtureRequest) -> Iterator[Ring]:
+    made = Ring(tmp_path, redis_url, getattr(request, "param", "gloo"))
     yield made
     made.close()
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("ring", ["gloo", "disk"], indirect=True)

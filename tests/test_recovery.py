@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from services.buffer.buffer import Buffer
 from services.config import Recipe
 from services.rank_zero import RankZero
 from services.recovery import TrainerLock, check_world, find_lineage
-from tests.redis_ring import running_redis
 from tests.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.training_groups import make_batch, make_group, make_payloads
 from trainer.batch_record import record_folder, recorded_versions, write_record
@@ -27,12 +25,6 @@ TOTAL = 4
 
 class Crash(Exception):
     """Stands for the end of the process: nothing in the trainer catches it."""
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as found:
-        yield found
 
 
 def prepared(folder: Path, url: str) -> tuple[Recipe, Buffer]:
@@ -48,10 +40,10 @@ def exported(recipe: Recipe) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, url: str) -> tuple[dict[int, str], bytes]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[dict[int, str], bytes]:
     """Digests of the weights by version, and the exported file, of a run that nothing happens to."""
-    recipe, _ = prepared(tmp_path_factory.mktemp("undisturbed"), url)
-    assert train(recipe, url)
+    recipe, _ = prepared(tmp_path_factory.mktemp("undisturbed"), redis_url)
+    assert train(recipe, redis_url)
     return {line["step"]: line["weights_digest"] for line in lines_of(recipe)}, exported(recipe)
 
 
@@ -89,7 +81,7 @@ def crash_at(patched: pytest.MonkeyPatch, owner: Any, name: str, when: str, nth:
 )
 def test_a_crash_at_any_moment_changes_nothing(
     tmp_path: Path,
-    url: str,
+    redis_url: str,
     undisturbed: tuple[dict[int, str], bytes],
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
@@ -97,12 +89,12 @@ def test_a_crash_at_any_moment_changes_nothing(
     when: str,
     nth: int,
 ) -> None:
-    recipe, buffer = prepared(tmp_path, url)
+    recipe, buffer = prepared(tmp_path, redis_url)
     with monkeypatch.context() as patched:
         crash_at(patched, owner, name, when, nth)
         with pytest.raises(Crash):
-            train(recipe, url)
-    assert train(recipe, url)
+            train(recipe, redis_url)
+    assert train(recipe, redis_url)
     digests, weights = undisturbed
     lines = lines_of(recipe)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -116,13 +108,13 @@ def test_a_crash_at_any_moment_changes_nothing(
 
 
 def test_without_a_checkpoint_everything_recorded_is_trained_again_and_published_once(
-    tmp_path: Path, url: str, undisturbed: tuple[dict[int, str], bytes], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, _ = prepared(tmp_path, url)
+    recipe, _ = prepared(tmp_path, redis_url)
     with monkeypatch.context() as patched:
         crash_at(patched, Learner, "train", "before", 4)
         with pytest.raises(Crash):
-            train(recipe, url)
+            train(recipe, redis_url)
     shutil.rmtree(recipe.folder / "checkpoints")
     # The ledger believes that versions 1 and 2 are committed. The disk is the truth.
     published: list[int] = []
@@ -133,14 +125,14 @@ def test_without_a_checkpoint_everything_recorded_is_trained_again_and_published
         original(self, incarnation, version, acknowledged)
 
     monkeypatch.setattr(Buffer, "publish", publish)
-    assert train(recipe, url)
+    assert train(recipe, redis_url)
     assert published == [4], "version 4 was recorded, too; nothing is left to train afresh"
     assert [bool(line.get("replayed")) for line in lines_of(recipe)] == [True] * 4
     assert exported(recipe) == undisturbed[1]
 
 
-def test_a_replaced_trainer_takes_no_step(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, buffer = prepared(tmp_path, url)
+def test_a_replaced_trainer_takes_no_step(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, buffer = prepared(tmp_path, redis_url)
     original = RankZero.record
 
     def record(self: RankZero, *args: Any) -> None:
@@ -151,16 +143,16 @@ def test_a_replaced_trainer_takes_no_step(tmp_path: Path, url: str, monkeypatch:
     monkeypatch.setattr(RankZero, "record", record)
     monkeypatch.setattr(Learner, "train", lambda self, batch, *_, **__: steps.append(batch.policy_version))
     with pytest.raises(FencedError):
-        train(recipe, url)
+        train(recipe, redis_url)
     assert steps == []
     assert recorded_versions(recipe.folder) == []
 
 
 def test_a_trainer_replaced_within_a_batch_does_not_take_its_second_step(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(tmp_path, trainer={"optimizer_steps_per_batch": 2})
-    buffer = make_run(url, recipe)
+    buffer = make_run(redis_url, recipe)
     put_scored(buffer, different_rewards(TOTAL * P))
     original = RankZero.check
     checks = itertools.count(1)
@@ -172,7 +164,7 @@ def test_a_trainer_replaced_within_a_batch_does_not_take_its_second_step(
 
     monkeypatch.setattr(RankZero, "check", check)
     with pytest.raises(FencedError):
-        train(recipe, url)
+        train(recipe, redis_url)
     assert next(checks) == 4
     assert buffer.published_version() == 0
 

@@ -15,22 +15,16 @@ from services.buffer.buffer import Buffer
 from tests import redis_ring as ring
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with ring.running_redis(tmp_path_factory.mktemp("redis")) as address:
-        yield address
-
-
 @pytest.fixture()
-def buffer(url: str) -> Iterator[Buffer]:
-    run = ring.new_run(url)
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    run = ring.new_run(redis_url)
     yield run
     assert run.verify() == []
     run.close()
 
 
-def test_only_a_live_sampler_at_the_published_version_claims(url: str) -> None:
-    buffer = ring.new_run(url)
+def test_only_a_live_sampler_at_the_published_version_claims(redis_url: str) -> None:
+    buffer = ring.new_run(redis_url)
     ring.score(buffer, 2)
     ring.offer(buffer, 1)
     with pytest.raises(NotAdmittedError, match="has not registered"):
@@ -55,8 +49,8 @@ def test_only_a_live_sampler_at_the_published_version_claims(url: str) -> None:
     buffer.close()
 
 
-def test_nobody_claims_before_a_version_is_published(url: str) -> None:
-    buffer = Buffer(url, "unpublished")
+def test_nobody_claims_before_a_version_is_published(redis_url: str) -> None:
+    buffer = Buffer(redis_url, "unpublished")
     buffer.create(
         groups_per_batch=1,
         staleness_budget=0,
@@ -70,12 +64,12 @@ def test_nobody_claims_before_a_version_is_published(url: str) -> None:
         ring.claim(buffer, "prompts")
 
 
-def test_a_restarted_sampler_gives_its_leases_back_and_its_zombie_is_refused(buffer: Buffer, url: str) -> None:
+def test_a_restarted_sampler_gives_its_leases_back_and_its_zombie_is_refused(buffer: Buffer, redis_url: str) -> None:
     ring.offer(buffer, 2)
     zombie_claims = ring.claim(buffer, "prompts", 2)
     time.sleep(0.005)  # the first claimed is renewed last, and still goes first
     buffer.renew(zombie_claims[:1], 30, {"0-0": b"half"})
-    reborn = Buffer(url, buffer.run_id)
+    reborn = Buffer(redis_url, buffer.run_id)
     reborn.register_sampler(ring.SAMPLER, "127.0.0.1:3", 1)
     assert reborn.admit_sampler(1, ring.SAMPLER, 0)
     counts = buffer.counts()

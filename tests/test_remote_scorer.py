@@ -17,6 +17,7 @@ from protos.errors import ScorerError
 from reward import http_client
 from reward.registry import make_spec
 from reward.remote import RemoteScorer
+from tests.judge_calls import refused
 from tests.misbehaving_server import Answer, Asked, MisbehavingServer, free_port
 
 
@@ -44,11 +45,6 @@ def ask(
         closing(RemoteScorer(url=server.url + "/score", **options)) as scorer,
     ):
         return scorer.judge_batch(items), server.asked
-
-
-def refused(score: Score) -> tuple[str, str]:
-    assert isinstance(score, Unscored), score
-    return score.reason, score.detail
 
 
 # ---- what is sent, what comes back ----

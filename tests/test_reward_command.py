@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import Result
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
-from protos.errors import DataError, ScorerError, UserError
-from services import async_client, completions, reward_tasks, score_file
+from protos.errors import ScorerError, UserError
+from services import async_client, reward_tasks
 from services.cli import app
-from services.completions import CompletionFile, Fields
 from services.reward_tasks import Choice
-from services.score_file import ScoreFile
-from tests.dataset_files import write_lines, write_parquet
+from tests.answer_files import answers, row
+from tests.dataset_files import write_lines
 from tests.scripted_reward import ScriptedReward, serving
 
 ROWS = [0.5, 1, "timeout", 2]
@@ -46,22 +40,6 @@ def at_home(service: ScriptedReward, address: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TANDEM_REWARD_ADDRESS", address)
     service.jobs.clear()
     service.requests.clear()
-
-
-def row(solution: Any, /, **more: Any) -> dict[str, Any]:
-    return {
-        "data_source": "test",
-        "prompt": [{"role": "user", "content": "?"}],
-        "reward_model": {"style": "rule", "ground_truth": "1"},
-        "extra_info": {"index": 3},
-        "solution": str(solution),
-        **more,
-    }
-
-
-def answers(folder: Path, *solutions: Any, name: str = "answers.jsonl") -> Path:
-    rows = [row(solution) for solution in solutions]
-    return write_parquet(folder / name, rows) if name.endswith(".parquet") else write_lines(folder / name, rows)
 
 
 def reward(*arguments: object, code: int = 0, given: str | None = None) -> Result:
@@ -354,145 +332,12 @@ def test_the_scorers_are_listed(service: ScriptedReward) -> None:
     assert one[2].split(maxsplit=3) == ["scale", "number", "1.0", "What it is multiplied by."]
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.one_of(st.none(), st.text(max_size=5), st.integers()), min_size=1, max_size=30), st.integers(1, 7))
-def test_parquet_and_json_lines_hold_the_same_items(
-    tmp_path_factory: pytest.TempPathFactory, values: list[Any], block: int
-) -> None:
-    folder = tmp_path_factory.mktemp("files")
-    rows = [
-        {"solution": f"s{number}", "extra_info": {"v": str(value)}, "group": str(value) if value is not None else None}
-        for number, value in enumerate(values)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completions, "_READ_ROWS", block)
-        from_parquet = list(CompletionFile(write_parquet(folder / "f.parquet", rows)))
-    from_lines = list(CompletionFile(write_lines(folder / "f.jsonl", rows)))
-    assert from_parquet == from_lines and len(from_lines) == len(rows)
-    assert all(isinstance(item, ScoreItem) for item in from_lines)
-
-
 def test_values_that_json_cannot_hold_cost_their_row_alone(tmp_path: Path) -> None:
     table = pa.table({"solution": ["1", "2"], "extra_info": pa.array([{"b": b"\xff"}, {"b": None}])})
     pq.write_table(table, tmp_path / "f.parquet")
     done = reward("score", tmp_path / "f.parquet")
     assert "0  –  invalid_input: ground_truth or extra_info holds what JSON cannot" in done.stdout
     assert "1  2  group=1" in done.stdout
-
-
-def test_a_file_is_never_whole_in_memory(tmp_path: Path) -> None:
-    rows = [{"solution": "x" * 5000} for _ in range(4000)]  # 20 MB
-    files = [
-        write_parquet(
-            tmp_path / "f.parquet", [dict(one, solution=f"{n}{one['solution']}") for n, one in enumerate(rows)]
-        )
-    ]
-    files.append(write_lines(tmp_path / "f.jsonl", rows))
-    for file in files:
-        tracemalloc.start()
-        count = sum(1 for _ in CompletionFile(file))
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert count == 4000 and peak < 8 << 20, (file, peak)
-
-
-def test_a_line_without_end_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "_MAX_LINE_BYTES", 100)
-    long = json.dumps(row("x" * 1000))
-    (tmp_path / "f.jsonl").write_text("\n".join([json.dumps({"solution": "1"}), long, json.dumps({"solution": "2"})]))
-    first, bad, last = CompletionFile(tmp_path / "f.jsonl")
-    assert isinstance(first, ScoreItem) and isinstance(last, ScoreItem) and isinstance(bad, Unscored)
-
-
-def test_blank_lines_count_but_not_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / "f.jsonl").write_text('{"solution": "1"}\n\n{"solution": "2"}\n\n  \n')
-    assert [isinstance(item, ScoreItem) for item in CompletionFile(tmp_path / "f.jsonl")] == [True, False, True]
-
-
-def test_a_digest_is_of_content_and_columns(tmp_path: Path) -> None:
-    file = answers(tmp_path, 1)
-    same = answers(tmp_path, 1, name="same.jsonl")
-    assert CompletionFile(file).digest() == CompletionFile(same).digest()
-    assert CompletionFile(file).digest() != CompletionFile(file, Fields("data_source")).digest()
-    assert CompletionFile(file).digest() != CompletionFile(answers(tmp_path, 2, name="other.jsonl")).digest()
-
-
-def test_a_file_that_breaks_half_way_ends_with_a_line(tmp_path: Path) -> None:
-    file = answers(tmp_path, *range(3000), name="f.parquet")
-    opened = CompletionFile(file)
-    data = bytearray(file.read_bytes())
-    data[100 : len(data) // 2] = bytes(len(data) // 2 - 100)
-    file.write_bytes(data)
-    with pytest.raises(DataError, match="cannot be read"):
-        list(opened)
-
-
-# --- the file of scores ----------------------------------------------------------------------------------------------
-
-scores = st.lists(
-    st.one_of(
-        st.builds(Scored, st.floats(-10, 10), st.dictionaries(st.sampled_from(["a", "b/c", "d"]), st.floats(0, 1))),
-        st.builds(Unscored, st.sampled_from(["timeout", "limit"]), st.text(max_size=5)),
-    ),
-    max_size=40,
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(scores, st.data())
-def test_scores_come_out_in_order_however_they_went_in(
-    tmp_path_factory: pytest.TempPathFactory, given_scores: list[Score], data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("scores")
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(given_scores)))) | {0, len(given_scores)})
-    pieces = [(first, given_scores[first:last]) for first, last in pairwise(cuts)]
-    for suffix in (".parquet", ".jsonl"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(score_file, "_GROUP_ROWS", 5)
-            with ScoreFile(folder / f"s{suffix}") as file:
-                for first, part in data.draw(st.permutations(pieces)):
-                    file.add(first, part)
-                file.finish()
-    lines = [json.loads(line) for line in (folder / "s.jsonl").read_text().splitlines()]
-    assert lines == [score_file.row_of(index, score) for index, score in enumerate(given_scores)]
-    table = pq.read_table(folder / "s.parquet")
-    assert table.num_rows == len(given_scores)
-    for line, wide in zip(lines, table.to_pylist(), strict=True):
-        assert {name: wide[name] for name in ("index", "value", "reason", "detail")} == {
-            name: line[name] for name in ("index", "value", "reason", "detail")
-        }
-        assert {
-            name.removeprefix("breakdown/"): value for name, value in wide.items() if "/" in name and value is not None
-        } == line["breakdown"]
-
-
-def test_items_without_a_result_were_cancelled(tmp_path: Path) -> None:
-    with ScoreFile(tmp_path / "s.jsonl") as file:
-        file.add(2, [Scored(1.0)])
-        file.add(5, [Scored(2.0)])
-        file.finish(8)
-    lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
-    assert [line["index"] for line in lines] == list(range(8))
-    assert [line["reason"] for line in lines] == ["cancelled"] * 2 + [None] + ["cancelled"] * 2 + [None] + [
-        "cancelled"
-    ] * 2
-
-
-def test_a_file_left_unfinished_leaves_what_was_there(tmp_path: Path) -> None:
-    (tmp_path / "s.jsonl").write_text("before")
-    with pytest.raises(KeyError), ScoreFile(tmp_path / "s.jsonl") as file:
-        file.add(0, [Scored(1.0)])
-        raise KeyError
-    assert [path.name for path in tmp_path.iterdir()] == ["s.jsonl"] and (tmp_path / "s.jsonl").read_text() == "before"
-
-
-def test_a_breakdown_without_bounds_is_for_json_lines(tmp_path: Path) -> None:
-    parts = Scored(1.0, {f"p{number}": 1.0 for number in range(1001)})
-    with pytest.raises(DataError, match=r"write \.jsonl"), ScoreFile(tmp_path / "s.parquet") as file:
-        file.add(0, [parts])
 
 
 def test_a_choice_writes_its_rubric() -> None:

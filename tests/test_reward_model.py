@@ -11,22 +11,18 @@ from typing import Any
 
 import pytest
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
+from protos.contracts import Score, Scored, ScoreItem
 from protos.errors import ScorerError
 from reward.model_process import Classifier, SetupError, batches
 from reward.registry import make_spec
 from reward.reward_model import RewardModel
+from tests.judge_calls import refused
 from tests.tiny_model import VOCABULARY, build_tiny_model, character_tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # torch starts in seconds, on a machine with other things to do in minutes
 
 LABELS = 3
 LONGEST = 200
-
-
-def refused(score: Score) -> tuple[str, str]:
-    assert isinstance(score, Unscored), score
-    return score.reason, score.detail
 
 
 def values(scores: list[Score]) -> list[float]:

@@ -27,7 +27,7 @@ from services.buffer.buffer import Buffer
 from services.config import dump_recipe, parse_recipe
 from services.rollout_server import SERVICE_NAME
 from tests.engine_process import without_end
-from tests.redis_ring import SAMPLER, running_redis
+from tests.redis_ring import SAMPLER
 from tests.service_wire import ask_info, check_what_it_says
 from tests.test_rollout_service import offer, prompt
 from tests.test_weight_updates import Policy
@@ -35,12 +35,6 @@ from tests.tiny_model import build_tiny_model
 from trainer.weight_sender import WeightSender
 
 TIMEOUT = 20.0
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 class Served:

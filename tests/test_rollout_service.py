@@ -19,18 +19,12 @@ from rollout.config import RolloutConfig
 from rollout.engine import EngineFigures
 from services.buffer.buffer import Buffer
 from services.rollout_service import RolloutStage
-from tests.redis_ring import SAMPLER, new_run, running_redis
+from tests.redis_ring import SAMPLER, new_run
 
 TIMEOUT = 20.0
 CONFIG = RolloutConfig(
     max_groups_in_flight=4, samples_per_prompt=3, lease_seconds=3.0
 )  # long enough for a busy machine to renew in time
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @pytest.fixture

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,115 +14,15 @@ import redis
 from protos import control_pb2, control_pb2_grpc
 from services import rpc
 from services.buffer.buffer import Buffer
-from services.config import dump_recipe
-from services.run_folder import CONFIG_FILE, RunAddress, running
-from services.status import ask_supervisor
-from tests.run_inputs import recipe_of, small_values
-
-ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_SECONDS = 30.0
-
-# `tandem`, with stand-ins for the services. Their programs see BUFFER, NAME and RUN (the run folder).
-TANDEM = """
-import sys
-from services import cli, supervisor
-from services.children import ChildSpec
-
-PROGRAMS = {
-    "feed": "BUFFER.admit([(f'0-{i}', b'prompt') for i in range(6)], 6); beat(lambda: False)",
-    "reward": "beat(lambda: False)",
-    "trainer": "beat((RUN / 'finish').exists)",
-}
-START = '''
-import os, pathlib, sys, time
-from services.process import die_with_parent
-die_with_parent(int(os.environ["TANDEM_PARENT_PID"]))
-from services.buffer.buffer import Buffer
-NAME, RUN = sys.argv[1], pathlib.Path(sys.argv[2])
-BUFFER = Buffer(os.environ["TANDEM_REDIS_URL"], "small")
-BUFFER.register_service(NAME, "")
-def beat(done):
-    while not done():
-        BUFFER.heartbeat(NAME, {})
-        time.sleep(0.05)
-'''
-def child_specs(recipe, redis_url):
-    return [
-        ChildSpec(name, (sys.executable, "-c", START + program, name, str(recipe.folder)), recipe.folder / "logs" / f"{name}.log",
-                  supervisor.common_environment(redis_url))
-        for name, program in PROGRAMS.items()
-    ]
-supervisor.child_specs = child_specs
-cli.main()
-"""
-
-
-class Run:
-    """A recipe, and the `tandem` processes started on it."""
-
-    def __init__(self, folder: Path) -> None:
-        recipe = recipe_of(small_values(folder))
-        self.folder = recipe.folder
-        self.recipe_file = folder / "recipe.json"
-        self.recipe_file.write_text(dump_recipe(recipe))
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", TANDEM, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "TANDEM_REDIS_URL": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.started.append(process)
-        return process
-
-    def tandem(self, *arguments: str) -> tuple[int, str]:
-        process = self.start(*arguments)
-        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
-        return process.returncode, said
-
-    def start_run(self, *arguments: str) -> tuple[subprocess.Popen[str], RunAddress]:
-        """Starts it and waits until every service is running."""
-        process = self.start("run", str(self.recipe_file), *arguments)
-        wait_for(lambda: process.poll() is not None or self.all_running())
-        address = running(self.folder)
-        assert address is not None, process.communicate()[0]
-        return process, address
-
-    def all_running(self) -> bool:
-        address = running(self.folder)
-        if address is None or not address.control:
-            return False
-        return {service.state for service in ask_supervisor(address).services} == {"running"}
-
-    def pids(self) -> list[int]:
-        """The supervisor's children and its Redis."""
-        address = running(self.folder)
-        assert address is not None
-        services = [service.pid for service in ask_supervisor(address).services]
-        return [*services, int(redis.Redis.from_url(address.redis_url).info("server")["process_id"])]
+from services.run_folder import CONFIG_FILE, running
+from tests.stand_in_run import DEADLINE_SECONDS, Run, stand_in_run
+from tests.waiting import eventually
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path)
-    yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.wait(timeout=DEADLINE_SECONDS)
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def wait_for(what: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+    with stand_in_run(tmp_path) as made:
+        yield made
 
 
 def alive(pid: int) -> bool:
@@ -137,7 +34,7 @@ def alive(pid: int) -> bool:
 
 def test_a_run_shows_itself_while_it_goes_on_and_its_ledger_afterwards(run: Run) -> None:
     process, address = run.start_run()
-    wait_for(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     code, said = run.tandem("status", str(run.folder))
     assert code == 0
     assert all(name in said for name in ("feed", "reward", "trainer", "running", "prompts_waiting"))
@@ -157,7 +54,7 @@ def test_a_run_shows_itself_while_it_goes_on_and_its_ledger_afterwards(run: Run)
 
 def test_the_ledger_of_a_run_that_does_not_add_up_exits_with_1(run: Run) -> None:
     process, address = run.start_run()
-    wait_for(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     server = redis.Redis.from_url(address.redis_url)
     assert server.delete("tandem:{small}:payload:0-3") == 1
     code, said = run.tandem("ledger", str(run.folder))
@@ -180,22 +77,22 @@ def test_stop_run_ends_it_as_ctrl_c_does(run: Run) -> None:
 
 def test_a_redis_that_dies_is_started_again_with_everything_it_held(run: Run) -> None:
     _process, address = run.start_run()
-    wait_for(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     before = run.pids()
     os.kill(before[-1], signal.SIGKILL)
-    wait_for(lambda: not alive(before[-1]))
+    eventually(lambda: not alive(before[-1]))
     assert Buffer(address.redis_url, "small", connect_timeout_seconds=10.0).counts()["prompts_waiting"] == 6
-    wait_for(run.all_running)
+    eventually(run.all_running)
     assert run.pids()[:-1] == before[:-1], "the services have waited for it"
     assert run.tandem("ledger", str(run.folder))[0] == 0
 
 
 def test_a_run_killed_by_9_leaves_no_process_and_is_resumed(run: Run) -> None:
     process, address = run.start_run()
-    wait_for(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     pids = run.pids()
     process.kill()
-    wait_for(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
+    eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
 
     code, said = run.tandem("run", str(run.recipe_file))
     assert code == 2 and "--resume" in said and len(said.splitlines()) == 1

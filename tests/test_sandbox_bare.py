@@ -12,8 +12,7 @@ from reward.sandbox.inside import seccomp as filter_program
 from reward.sandbox.launcher import BareLauncher
 from reward.sandbox.layout import layout_for
 from reward.sandbox.limits import Limits
-from tests.sandbox_runs import DISK_BYTES, LIMITS, MANY, SECRET, alive, said, settles
-from tests.test_sandbox_attacks import DAEMON
+from tests.sandbox_runs import DAEMON, DISK_BYTES, LIMITS, MANY, SECRET, alive, said, settles
 
 
 def test_without_isolation_there_are_limits_a_clean_environment_and_no_traces(

@@ -1,4 +1,4 @@
-"""The pool of worker processes: a hang, a crash or a broken limit costs one item, lanes take turns, nothing outlives its owner."""
+"""The pool of worker processes: a hang, a crash or a broken limit costs one item, and lanes take turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,125 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored
-from protos.errors import ScorerError
 from reward import requests
-from reward.config import LimitsConfig, RewardConfig
 from reward.lanes import LANES, SHARE, Lane, Lanes
-from reward.pool import ScorerPool
-from reward.processes import _children_by_parent, children_of, count_descendants
 from reward.registry import ScorerSpec, make_spec
-from reward.requests import Request
+from tests.pool_trouble import Make, items, reason, value
 from tests.processes import wait_until_gone
 
-TROUBLE = r"""
-import hashlib, os, re, signal, subprocess, sys, threading, time
-
-kept = []
-
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    match solution_str:
-        case "hang":
-            time.sleep(600)
-        case "spin":  # holds the interpreter's lock for ever
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        case "burn":  # four threads, most of it without the interpreter's lock: more processor time than wall time
-            burn = lambda: [hashlib.sha256(bytes(1 << 20)) for _ in range(10**6)]
-            [threading.Thread(target=burn).start() for _ in range(3)]
-            burn()
-        case "exit":
-            print("no way on", file=sys.stderr, flush=True)
-            os._exit(3)
-        case "segv":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "print":
-            print("spoken by the scorer")
-        case "chat":
-            for _ in range(5000):
-                print("a line that is quite long, " * 4)
-        case "pid":
-            return os.getpid()
-        case "child":
-            return subprocess.Popen(["sleep", "600"]).pid
-        case "daemon":  # leaves its session and its parent
-            command = "import os, subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
-            return int(subprocess.run([sys.executable, "-c", command], capture_output=True, start_new_session=True).stdout)
-        case "children":
-            for _ in range(20):
-                subprocess.Popen(["sleep", "600"])
-            time.sleep(600)
-        case "bomb":
-            while True:
-                os.fork()
-        case "memory":
-            return len(b"1" * (1 << 40))
-        case "leak":
-            kept.append(bytearray(16 << 20))
-        case "files":
-            return len([open("/dev/null") for _ in range(10_000)])
-        case "babble":
-            while True:
-                print("word " * 1000)
-        case "large":
-            return {"score": 1.0, "x" * (2 << 20): 1.0}
-    return float(solution_str == ground_truth)
-
-
-def together(data_sources, solution_strs, ground_truths, extra_infos):
-    if "raise" in solution_strs:
-        raise KeyError("raise")
-    for text in solution_strs:
-        if text != "length":
-            compute_score("", text, "", {})
-    if "length" in solution_strs:
-        return [1.0]
-    return [{"score": float(s == g), "batch": len(solution_strs)} for s, g in zip(solution_strs, ground_truths)]
-"""
-
-
-@pytest.fixture
-def trouble(tmp_path: Path) -> str:
-    file = tmp_path / "trouble.py"
-    file.write_text(TROUBLE)
-    return f"{file}:compute_score"
-
-
-@pytest.fixture
-def spec(trouble: str) -> ScorerSpec:
-    return make_spec(trouble, {})
-
-
-@pytest.fixture
-def make_pool() -> Iterator[Callable[..., ScorerPool]]:
-    pools: list[ScorerPool] = []
-
-    def make(
-        num_workers: int = 1, timeout_seconds: float = 20.0, startup_seconds: float = 60.0, **limits: Any
-    ) -> ScorerPool:
-        config = RewardConfig(num_workers=num_workers, timeout_seconds=timeout_seconds, limits=LimitsConfig(**limits))
-        pools.append(ScorerPool(config, startup_seconds=startup_seconds))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
-Make = Callable[..., ScorerPool]
-
-
-def items(*solutions: str) -> list[ScoreItem]:
-    return [ScoreItem("test", solution, "1") for solution in solutions]
-
-
-def reason(score: Score) -> str:
-    assert isinstance(score, Unscored), score
-    return score.reason
-
-
-def value(score: Score) -> int:
-    assert isinstance(score, Scored), score
-    return int(score.value)
-
+pytest_plugins = ("tests.scorer_pools",)
 
 # ---- trouble ----
 
@@ -280,121 +167,6 @@ def test_a_launcher_that_died_is_started_anew(make_pool: Make, spec: ScorerSpec)
     assert psutil.Process(again).ppid() != launcher
 
 
-# ---- judges ----
-
-
-def test_a_worker_serves_every_scorer_and_keeps_its_judges(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool()
-    regex = make_spec("regex", {"pattern": "(.)"})
-    first = value(pool.score(spec, items("pid"))[0])
-    assert pool.score(regex, items("1", "2")) == [Scored(1.0), Scored(0.0)]
-    assert value(pool.score(spec, items("pid"))[0]) == first
-
-
-def test_functions_of_two_folders_do_not_meet(make_pool: Make, tmp_path: Path) -> None:
-    specs = []
-    for number in (1, 2):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "shared.py").write_text(f"VALUE = {number}\n")
-        (folder / "score.py").write_text("import shared\n\ndef f(**item):\n    return shared.VALUE\n")
-        specs.append(make_spec(f"{folder}/score.py:f", {}))
-    pool = make_pool()
-    for _ in range(2):
-        assert [pool.score(spec, items("x")) for spec in specs] == [[Scored(1.0)], [Scored(2.0)]]
-
-
-def test_a_batch_function_gets_batches_and_a_culprit_is_found(make_pool: Make, trouble: str) -> None:
-    pool = make_pool(timeout_seconds=1.0)
-    spec = make_spec(trouble.replace("compute_score", "together"), {})
-    texts = ["1"] * 40
-    texts[5], texts[17], texts[30] = "exit", "hang", "raise"
-    scores = pool.score(spec, items(*texts))
-    assert [reason(scores[n]) for n in (5, 17, 30)] == ["crashed", "timeout", "crashed"]
-    good = [score for n, score in enumerate(scores) if n not in (5, 17, 30)]
-    assert all(isinstance(score, Scored) and score.value == 1.0 for score in good)
-    assert max(score.breakdown["batch"] for score in good if isinstance(score, Scored)) > 1
-    assert [reason(score) for score in pool.score(spec, items("1", "length"))] == ["crashed"] * 2
-
-
-def test_coroutines_run_side_by_side_and_one_that_blocks_is_found(make_pool: Make, tmp_path: Path) -> None:
-    (tmp_path / "later.py").write_text(
-        "import asyncio, time\n"
-        "async def f(solution_str, **item):\n"
-        "    if solution_str == 'block':\n"
-        "        time.sleep(600)\n"
-        "    await asyncio.sleep(600 if solution_str == 'hang' else 0.01)\n"
-        "    return 1.0\n"
-    )
-    pool, spec = make_pool(timeout_seconds=2.0), make_spec(f"{tmp_path}/later.py:f", {})
-    texts = ["1"] * 60
-    texts[20], texts[50] = "hang", "block"
-    scores = pool.score(spec, items(*texts))
-    assert scores[20] == Unscored("timeout", "no answer within 1.8 s")
-    assert scores[50] == Unscored("timeout", "no answer within 2 s")
-    assert [n for n, score in enumerate(scores) if score != Scored(1.0)] == [20, 50]
-
-
-def test_many_crashes_leave_nothing_open(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool(2)
-    launcher = psutil.Process(value(pool.score(spec, items("pid"))[0])).parent()
-    assert launcher is not None
-    pool.score(spec, items(*["exit"] * 4, "1", "1", "1"))
-    here, there = psutil.Process().num_fds(), launcher.num_fds()
-    pool.score(spec, items(*["exit"] * 60, "1", "1", "1"))
-    assert psutil.Process().num_fds() <= here + 4 and launcher.num_fds() <= there + 2
-    assert len(launcher.children()) <= 2 and pool.replaced_workers == 64
-
-
-@settings(deadline=None)
-@given(st.lists(st.sampled_from(["", "a", "b", "c"]), max_size=40), st.integers(1, 12))
-def test_groups_stay_together(groups: list[str], size: int) -> None:
-    spec = ScorerSpec("by_group", "{}", "worker", grouped=True)
-    request = Request(
-        spec, [ScoreItem("", str(n), None, group=group) for n, group in enumerate(groups)], "calls", lambda: None
-    )
-    chunks = []
-    while request.todo:
-        chunk = request.cut(size)
-        if len(chunks) % 2:  # what is put back comes again, whole
-            request.put_back(chunk)
-            assert request.cut(size)[: len(chunk)] == chunk[: len(chunk)]
-        chunks.append(chunk)
-    assert sorted(number for chunk in chunks for number in chunk) == list(range(len(groups)))
-    homes: dict[str, set[int]] = {}
-    for place, chunk in enumerate(chunks):
-        for number in chunk:
-            homes.setdefault(groups[number], set()).add(place)
-    assert all(len(places) == 1 for group, places in homes.items() if group)
-
-
-@pytest.mark.parametrize(
-    ("source", "told"),
-    [
-        ("import os\nos._exit(7)\n", "the scoring process exited with code 7"),
-        ("import time\ntime.sleep(600)\n", "no answer within 3 s"),
-        ("raise SystemExit(0)\n", "does not import: SystemExit"),
-        ("x = b'1' * (1 << 40)\n", "does not import: MemoryError"),
-    ],
-)
-def test_a_module_that_takes_the_process_down(make_pool: Make, tmp_path: Path, source: str, told: str) -> None:
-    (tmp_path / "bad.py").write_text(source)
-    pool = make_pool(startup_seconds=3.0)
-    spec = make_spec(f"{tmp_path}/bad.py:f", {})
-    pool.load(make_spec("regex", {"pattern": "."}))  # the launcher is up
-    with pytest.raises(ScorerError) as caught:
-        pool.load(spec)
-    assert told in str(caught.value) and "\n" not in str(caught.value)
-    (score,) = pool.score(spec, items("1"))
-    assert reason(score) == "infrastructure" and told in score.detail  # type: ignore[union-attr]
-
-
-def test_a_file_named_like_a_module_of_ours(make_pool: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "reward.py").write_text("def compute_score(**everything):\n    return 0.75\n")
-    monkeypatch.chdir(tmp_path)
-    assert make_pool().score(make_spec("reward.py:compute_score", {}), items("1")) == [Scored(0.75)]
-
-
 # ---- lanes ----
 
 
@@ -463,87 +235,7 @@ def test_the_ring_passes_a_job_and_the_job_goes_on(make_pool: Make, tmp_path: Pa
     pool.close()
 
 
-# ---- the end ----
-
-
-def test_close_ends_what_hangs_and_everything_it_started(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool()
-    pids = [value(score) for score in pool.score(spec, items("pid", "child", "daemon"))]
-    launcher = psutil.Process(pids[0]).ppid()
-    request = pool.submit(spec, items("1", "hang", "1"), "calls")
-    while request.missing > 2:
-        time.sleep(0.01)
-        if request.scores[0] is None and pool.figures()["worker_items_calls"] >= 3:
-            break  # answers are entered with their chunk
-    time.sleep(0.2)
-    pool.close()
-    assert request.wait() == [Scored(1.0), *[Unscored("infrastructure", "the scorer is closing")] * 2]
-    for pid in [*pids, launcher]:
-        wait_until_gone(pid)
-    assert [reason(score) for score in pool.score(spec, items("1"))] == ["infrastructure"]
-
-
-@pytest.mark.parametrize("left", ["child", "daemon"])
-def test_what_an_item_left_running_ends_with_its_worker(make_pool: Make, spec: ScorerSpec, left: str) -> None:
-    pool = make_pool()
-    child, _ = pool.score(spec, items(left, "exit"))
-    wait_until_gone(value(child))
-
-
-def test_a_daemon_does_not_survive_even_while_its_worker_lives(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool()
-    pid, daemon = (value(score) for score in pool.score(spec, items("pid", "daemon")))
-    wait_until_gone(daemon)
-    assert value(pool.score(spec, items("pid"))[0]) == pid
-
-
-@pytest.mark.parametrize("doing", ["spin", "child", "daemon"])
-def test_everything_dies_with_the_service_even_when_it_is_killed(trouble: str, doing: str) -> None:
-    code = (
-        "from reward.config import RewardConfig\n"
-        "from reward.pool import ScorerPool\n"
-        "from reward.registry import make_spec\n"
-        "from protos.contracts import ScoreItem\n"
-        f"pool, spec = ScorerPool(RewardConfig(timeout_seconds=60)), make_spec({trouble!r}, {{}})\n"
-        "print(int(pool.score(spec, [ScoreItem('', 'pid', '')])[0].value), flush=True)\n"
-        f"print(int(pool.score(spec, [ScoreItem('', {doing!r}, '')])[0].value), flush=True)\n"
-        "pool.score(spec, [ScoreItem('', 'hang', '')])\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
-    try:
-        assert parent.stdout is not None
-        pids = [int(parent.stdout.readline())]
-        pids.append(psutil.Process(pids[0]).ppid())
-        if doing == "spin":
-            time.sleep(0.3)
-        else:
-            pids.append(int(parent.stdout.readline()))
-    finally:
-        parent.kill()
-        parent.wait(timeout=10.0)
-        parent.stdout.close()  # type: ignore[union-attr]
-    for pid in pids:
-        wait_until_gone(pid)
-
-
-def test_a_bug_in_a_thread_of_the_pool_is_told_to_who_waits(
-    make_pool: Make, spec: ScorerSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = make_pool()
-    monkeypatch.setattr(pool, "note_pace", lambda *_: 1 / 0)
-    with pytest.raises(RuntimeError) as caught:
-        pool.score(spec, items("1"))
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_children_are_found_with_and_without_the_kernels_lists() -> None:
-    with subprocess.Popen(["sleep", "600"]) as child:
-        try:
-            assert child.pid in children_of(os.getpid()) and child.pid in _children_by_parent(os.getpid())
-            assert count_descendants(os.getpid(), 100) >= 1
-        finally:
-            child.kill()
-    assert children_of(child.pid) == []
+# ---- all together ----
 
 
 def test_callers_in_many_threads(make_pool: Make, spec: ScorerSpec) -> None:

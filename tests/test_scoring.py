@@ -1,125 +1,23 @@
-"""The one worker core: every kind of scorer by one rubric, what runs where, what is kept, and what a failure costs."""
+"""The one worker core: every kind of scorer by one rubric, what runs where, and what a failure costs."""
 
 from __future__ import annotations
 
-import math
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
 import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
-from protos.errors import ScorerError
-from reward import scoring
+from protos.contracts import Score, Scored, Unscored
 from reward.config import RewardConfig
-from reward.contracts import Isolation
 from reward.exact import ExactMatch
-from reward.lanes import Lane
-from reward.registry import BUILT_IN
-from reward.rubric import Rubric
-from reward.scoring import CompiledRubric, ScoringCore, validate
+from reward.scoring import ScoringCore
+from tests.scoring_stand_ins import Make, item, score
 
-Make = Callable[..., ScoringCore]
-
-
-@pytest.fixture
-def make_core() -> Iterator[Make]:
-    cores: list[ScoringCore] = []
-
-    def make(**config: Any) -> ScoringCore:
-        cores.append(ScoringCore(RewardConfig(**config)))
-        return cores[-1]
-
-    yield make
-    for core in cores:
-        core.close()
-
-
-def item(solution: str, truth: Any = "1", source: str = "d", group: str = "") -> ScoreItem:
-    return ScoreItem(source, solution, truth, {}, group)
-
-
-def score(core: ScoringCore, rubric: CompiledRubric, *items: ScoreItem) -> list[Score]:
-    return core.score(rubric, items, "calls")
-
-
-FUNCTIONS = """
-import os, time
-
-def compute_score(data_source, solution_str, ground_truth, extra_info, log=""):
-    if log:
-        open(log, "a").write(solution_str + "\\n")
-    if solution_str == "hang":
-        time.sleep(600)
-    if solution_str == "die":
-        os._exit(9)
-    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
-"""
-
-
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    file = tmp_path / "functions.py"
-    file.write_text(FUNCTIONS)
-    return file
-
-
-@dataclass(frozen=True, slots=True)
-class Far:
-    """A stand-in for a remote scorer; what happens to it is written down."""
-
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "remote"
-    seen: ClassVar[list[str]] = []
-    meeting: ClassVar[threading.Barrier | None] = None
-    name: str = "far"
-    value: float = 1.0
-    at_start: list[str] = field(default_factory=list)
-
-    def start(self) -> None:
-        self.seen.append(f"start {self.name}")
-        if self.at_start:
-            raise ScorerError(self.at_start[0])
-
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane = "calls") -> list[Score]:
-        if self.meeting is not None:
-            self.meeting.wait(timeout=30.0)
-        self.seen.append(f"judge {self.name} {len(items)}")
-        return [Unscored("limit", "spent") if one.solution == "costly" else Scored(self.value) for one in items]
-
-    def close(self) -> None:
-        self.seen.append(f"close {self.name}")
-
-    def figures(self) -> dict[str, float]:
-        return {f"spent_{self.name}": 0.5}
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A stand-in for a scorer that compares the items of a group: the share of its group that is shorter."""
-
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
-    GROUPED: ClassVar[bool] = True
-
-    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
-        groups = {one.group: [len(other.solution) for other in items if other.group == one.group] for one in items}
-        return [Scored(float(sum(n < len(one.solution) for n in groups[one.group]))) for one in items]
-
-
-@pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILT_IN, "far", Far)
-    monkeypatch.setitem(BUILT_IN, "rank", Rank)
-    monkeypatch.setattr(Far, "seen", [])
-    monkeypatch.setattr(Far, "meeting", None)
+pytest_plugins = ("tests.scoring_cores",)
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 # ---- a scorer alone ----
@@ -150,35 +48,6 @@ def test_a_pattern_that_never_ends_is_a_timeout(make_core: Make) -> None:
 
 
 # ---- rubrics ----
-
-
-@pytest.fixture
-def mixed(tmp_path: Path, functions: Path) -> Path:
-    """A gate in a worker, a cheap scorer for one source, a user's function for the others, and what is only reported."""
-    log = tmp_path / "judged"
-    log.touch()
-    file = tmp_path / "rubric.toml"
-    file.write_text(f"""
-[[components]]
-name = "format"
-scorer = "regex"
-arguments = {{ pattern = "^[0-9a-z]+$", compare = false }}
-gate = true
-weight = 0.5
-[[components]]
-scorer = "numeric"
-data_sources = ["numbers*"]
-[[components]]
-scorer = "{functions}:compute_score"
-arguments = {{ log = "{log}" }}
-data_sources = ["words*"]
-weight = 2.0
-[[components]]
-name = "same"
-scorer = "exact"
-weight = 0
-""")
-    return file
 
 
 def test_one_rubric_with_every_kind(make_core: Make, mixed: Path) -> None:
@@ -288,140 +157,6 @@ def test_the_core_does_what_the_rubric_says(
     expected = [rubric.rubric.combine([judge.judge(one) for judge in judges], one.data_source) for one in items]
     assert score(core, rubric, *items) == expected
     core.close()
-
-
-# ---- what clients may bring ----
-
-
-def test_a_clients_rubric_is_kept_by_its_text(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_core()
-    text = "[[components]]\nscorer = 'numeric'\n"
-    assert core.compile(text) is core.compile(text) is not core.compile(text + "weight = 2")
-    assert core.compile("") is core.default
-    monkeypatch.setattr(scoring, "MAX_RUBRICS", 2)
-    first = core.compile(text)
-    for weight in range(3):
-        core.compile(text + f"weight = {weight}")
-    assert core.compile(text) is not first and core.compile(text).digest == first.digest
-
-
-def test_clients_use_declared_names(make_core: Make, functions: Path) -> None:
-    core = make_core(
-        scorers={
-            "mine": {"scorer": f"{functions}:compute_score"},
-            "near": {"scorer": "far", "arguments": {"name": "n"}},
-        }
-    )
-    assert Far.seen == ["start n"]
-    rubric = core.compile("[[components]]\nscorer = 'mine'\n[[components]]\nscorer = 'near'\n")
-    assert score(core, rubric, item("1")) == [Scored(2.0, {"mine": 1.0, "mine/acc": 1.0, "near": 1.0})]
-    infos = {info.name: info for info in core.scorers()}
-    assert (infos["mine"].isolation, infos["near"].isolation) == ("worker", "remote")
-    assert "far" not in infos and infos["exact"].parameters and not infos["near"].parameters
-    for text, told in [
-        (f"[[components]]\nscorer = '{functions}:compute_score'", "no import path"),
-        ("[[components]]\nscorer = 'far'", "reward.scorers"),
-        ("[[components]]\nscorer = 'mien'", "did you mean mine?"),
-    ]:
-        with pytest.raises(ScorerError, match=told):
-            core.compile(text)
-
-
-def test_the_default_can_be_asked_for_as_a_rubric(make_core: Make, mixed: Path) -> None:
-    core = make_core(scorer="regex", arguments={"pattern": "a\"\\d+'"})
-    again = Rubric.parse(core.default.text, allowed=core._clients)
-    assert [spec.key for spec in again.specs()] == [spec.key for spec in core.default.rubric.specs()]
-    assert make_core(rubric=str(mixed)).default.text == mixed.read_text()
-
-
-# ---- remote ----
-
-
-def test_remote_scorers_of_one_rubric_wait_at_the_same_time(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["a", "b", "c"]
-    core = make_core(scorers={name: {"scorer": "far", "arguments": {"name": name}} for name in names})
-    rubric = core.compile("".join(f"[[components]]\nscorer = '{name}'\n" for name in names))
-    assert rubric.num_callers > 1 and not rubric.in_process
-    monkeypatch.setattr(Far, "meeting", threading.Barrier(3))  # broken unless all three are there
-    assert score(core, rubric, item("x"), item("y")) == [Scored(3.0, dict.fromkeys(names, 1.0))] * 2
-    assert core.figures()["spent_b:b"] == 0.5
-    core.close()
-    assert sorted(one for one in Far.seen if one.startswith("close")) == ["close a", "close b", "close c"]
-
-
-def test_a_remote_number_that_is_none(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_core(scorer="far")
-    monkeypatch.setattr(Far, "judge_batch", lambda self, items, lane: [Scored(math.nan) for _ in items])
-    assert score(core, core.default, item("x")) == [
-        Unscored("infrastructure", "the scorer answered nan, not a finite number")
-    ]
-
-
-def test_a_remote_scorer_that_does_not_start_is_told_at_once_and_closed(make_core: Make) -> None:
-    config = {"scorer": "far", "arguments": {"at_start": ["no such model"]}}
-    with pytest.raises(ScorerError, match="no such model"):
-        make_core(**config)
-    assert Far.seen == ["start far", "close far"]
-    Far.seen.clear()
-    validate(RewardConfig(**config))  # what is only checked is not started
-    assert Far.seen == ["close far"]
-
-
-# ---- bad recipes ----
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({"scorer": "exat"}, "reward.scorer 'exat' is unknown; did you mean exact?"),
-        ({"scorer": "something"}, "module.path:function and path/to/file.py:function"),
-        (
-            {"scorer": "exact", "arguments": {"ignore_cas": True}},
-            "reward.arguments.ignore_cas: scorer exact has no such",
-        ),
-        ({"scorer": "exact", "arguments": {"ignore_case": "yes"}}, "needs true or false there, got 'yes'"),
-        ({"scorer": "numeric", "arguments": {"tolerance": True}}, "needs a number there"),
-        ({"scorer": "numeric", "arguments": {"tolerance": -1}}, "tolerance must be finite and at least 0"),
-        ({"scorer": "regex"}, "reward.arguments.pattern is missing"),
-        ({"scorer": "regex", "arguments": {"pattern": "(1"}}, "pattern '(1' is not a regular expression: missing )"),
-        ({"scorer": "surely.not.there:f"}, "reward.scorer surely.not.there:f: no module named surely.not.there"),
-        (
-            {"scorers": {"x": {"scorer": "surely.not:f"}}},
-            "reward.scorers.x.scorer surely.not:f: no module named surely",
-        ),
-        ({"rubric": "absent.toml"}, "reward.rubric absent.toml: no such file"),
-        ({"rubric": "bad.toml"}, "reward.rubric bad.toml: components[0].scorer 'exat' is unknown; did you mean exact?"),
-        ({"rubric": "path.toml"}, "reward.rubric path.toml: surely.not:f: no module named surely"),
-        ({"rubric": "picture.toml"}, "reward.rubric picture.toml is not text"),
-        ({"rubric": "."}, "reward.rubric .: Is a directory"),
-    ],
-)
-def test_recipes_that_cannot_be_scored(
-    config: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("bad.toml").write_text("[[components]]\nscorer = 'exat'\n")
-    Path("path.toml").write_text("[[components]]\nscorer = 'surely.not:f'\n")
-    Path("picture.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ScorerError) as caught:
-        validate(RewardConfig(**config))
-    assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_validation_leaves_user_code_out_of_this_process(tmp_path: Path) -> None:
-    (tmp_path / "loud.py").write_text("import sys\nsys.tandem_was_here = True\ndef f(**everything):\n    return 1\n")
-    rubric = validate(RewardConfig(scorer=f"{tmp_path}/loud.py:f"))
-    assert [spec.scorer for spec in rubric.specs()] == [f"{tmp_path}/loud.py:f"]
-    assert not hasattr(sys, "tandem_was_here")
-
-
-def test_a_core_that_cannot_be_built_leaves_no_process(tmp_path: Path) -> None:
-    before = {
-        child.pid for child in psutil.Process().children(recursive=True)
-    }  # of earlier tests; they may end meanwhile
-    with pytest.raises(ScorerError):
-        ScoringCore(RewardConfig(scorer="surely.not.there:f"))
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 # ---- the end ----

@@ -19,7 +19,6 @@ from trainer.selection import (
     filtration_weights,
     finished_rows,
     overlong_penalties,
-    varied_rows,
     zero_variance,
 )
 from trainer.selection_options import OverlongPenalty, PolicyFiltration, SelectionOptions
@@ -30,8 +29,8 @@ METHODS = ("best_of_n", "best_random", "best_worst", "power")
 @pytest.mark.parametrize("case", golden_cases("dapo/group_filter/"), ids=lambda case: case.name)
 def test_golden_group_filter(case: GoldenCase) -> None:
     scores, groups = case.inputs["score"].numpy(), case.inputs["index"].numpy()
-    keep_R = varied_rows(scores, groups, by_deviation=case.peculiar)
-    case.check("keep_row", torch.from_numpy(keep_R))
+    keep = [not zero_variance(scores[groups == group], by_deviation=case.peculiar) for group in groups]
+    case.check("keep_row", torch.tensor(keep))
 
 
 def test_rounding_makes_no_variance() -> None:
@@ -61,8 +60,6 @@ def test_past_the_limit_the_penalty_stays_at_its_factor() -> None:
 
 def test_groups_of_one_and_of_none_are_kept() -> None:
     assert not zero_variance([1.0]) and not zero_variance([])
-    assert varied_rows(np.array([1.0, 1.0, 1.0]), np.array([4, 9, 4])).tolist() == [False, True, False]
-    assert varied_rows(np.zeros(0), np.zeros(0, np.int64)).tolist() == []
 
 
 def test_answers_that_were_cut_off_are_left_out() -> None:
@@ -76,7 +73,6 @@ def test_bad_rewards_and_advantages_are_refused(bad: float) -> None:
     for refuse in (
         lambda: zero_variance([1.0, bad]),
         lambda: zero_variance([bad]),
-        lambda: varied_rows(rewards, groups),
         lambda: clip_rewards(rewards, (-1.0, 1.0)),
         *(
             lambda method=method: filtration_weights(rewards, groups, PolicyFiltration(method=method), seed=0)

@@ -20,18 +20,11 @@ from services.config import Recipe, dump_recipe, load_resolved
 from services.run_folder import CONFIG_FILE
 from services.run_ledger import join_run
 from tests.dataset_files import chat_folder, verl_row, write_lines
-from tests.redis_ring import running_redis
 from tests.run_inputs import CONFIG, recipe_of, write_safetensors
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 60.0
 P, S = 2, 1
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as url:
-        yield url
 
 
 @pytest.fixture

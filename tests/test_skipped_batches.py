@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,10 @@ import pytest
 
 from protos.errors import TrainingError
 from protos.nouns import TrajectoryGroup
-from tests.redis_ring import running_redis
 from tests.trainer_ring import P, lines_of, make_recipe, make_run, put_scored, train
 from tests.training_groups import make_group
 
 GOOD, BAD = (0.0, 1.0, 1.0, 0.0), (1e200, 0.0, 1.0, 0.0)  # no float32 holds it
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as found:
-        yield found
 
 
 def groups(*bad: bool) -> list[TrajectoryGroup]:
@@ -44,16 +36,16 @@ def skipping_run(folder: Path, url: str, bad: tuple[bool, ...], **trainer: Any) 
     return lines
 
 
-def test_batches_that_lose_some_of_their_steps_end_the_run(tmp_path: Path, url: str) -> None:
+def test_batches_that_lose_some_of_their_steps_end_the_run(tmp_path: Path, redis_url: str) -> None:
     with pytest.raises(TrainingError, match=r"2 batches in a row .* the last for version 4"):
-        skipping_run(tmp_path, url, (True, False, True, True, False), advantage="dr_grpo")
+        skipping_run(tmp_path, redis_url, (True, False, True, True, False), advantage="dr_grpo")
 
 
-def test_a_good_batch_begins_the_count_anew(tmp_path: Path, url: str) -> None:
-    lines = skipping_run(tmp_path, url, (True, False, True), advantage="dr_grpo")
+def test_a_good_batch_begins_the_count_anew(tmp_path: Path, redis_url: str) -> None:
+    lines = skipping_run(tmp_path, redis_url, (True, False, True), advantage="dr_grpo")
     assert [(line["skipped_steps"], line["optimizer_step"]) for line in lines] == [(1, 1), (0, 3), (1, 4)]
 
 
-def test_a_critic_that_always_skips_ends_the_run_while_it_warms_up(tmp_path: Path, url: str) -> None:
+def test_a_critic_that_always_skips_ends_the_run_while_it_warms_up(tmp_path: Path, redis_url: str) -> None:
     with pytest.raises(TrainingError, match=r"2 batches in a row .* the last for version 2"):
-        skipping_run(tmp_path, url, (True, True, True), advantage="gae", critic={"warmup_batches": 3})
+        skipping_run(tmp_path, redis_url, (True, True, True), advantage="gae", critic={"warmup_batches": 3})

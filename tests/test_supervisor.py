@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from protos.errors import LINES_ABOVE
 from services import children, crew
 from services.children import Child, ChildSpec, RestartPolicy, end_lineage, new_run_token
 from services.crew import FAILED, FINISHED, INTERRUPTED, USER_ERROR, Crew
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 20.0
@@ -95,13 +95,6 @@ def run_crew(folder: Path, table: dict[str, str], *, logs_stay: bool = True) -> 
         for name, code in table.items()
     ]
     return team.run(), said, team
-
-
-def wait_for(what: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def log_says(file: Path, text: str) -> bool:
@@ -248,7 +241,7 @@ def test_end_lineage_ends_nobody_else() -> None:
         [sys.executable, "-c", SLEEP], env={**os.environ, children.LINEAGE_VARIABLE: f"{token}:feed"}
     )
     try:
-        wait_for(lambda: end_lineage(token) == [victim.pid])  # until its exec its environment is still ours
+        eventually(lambda: end_lineage(token) == [victim.pid])  # until its exec its environment is still ours
         assert victim.wait(timeout=DEADLINE_SECONDS) == -signal.SIGKILL
         assert bystander.poll() is None
     finally:
@@ -261,13 +254,13 @@ def test_ctrl_c_ends_everything_within_ten_seconds_even_the_stubborn(
     tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
 ) -> None:
     process = start({"trainer": STUBBORN, "feed": SLEEP, "reward": MORTAL})
-    wait_for(lambda: log_says(tmp_path / "trainer.log", "deaf") and log_says(tmp_path / "reward.log", "pids"))
+    eventually(lambda: log_says(tmp_path / "trainer.log", "deaf") and log_says(tmp_path / "reward.log", "pids"))
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=10.0)
     assert process.returncode == INTERRUPTED
     assert "trainer did not end when asked to; killed" in said
     assert "feed did not end" not in said
-    wait_for(lambda: not any(alive(pid) for pid in pids_in(tmp_path / "reward.log")))
+    eventually(lambda: not any(alive(pid) for pid in pids_in(tmp_path / "reward.log")))
 
 
 def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(
@@ -278,7 +271,7 @@ def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(
         "print('ready', flush=True); time.sleep(600)"
     )
     process = start({"trainer": tells})
-    wait_for(lambda: log_says(tmp_path / "trainer.log", "ready"))
+    eventually(lambda: log_says(tmp_path / "trainer.log", "ready"))
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     assert process.wait(timeout=10.0) == INTERRUPTED
     assert not log_says(tmp_path / "trainer.log", "interrupted")
@@ -288,7 +281,7 @@ def test_a_second_ctrl_c_waits_for_nobody(
     tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
 ) -> None:
     process = start({"trainer": STUBBORN})
-    wait_for(lambda: log_says(tmp_path / "trainer.log", "deaf"))
+    eventually(lambda: log_says(tmp_path / "trainer.log", "deaf"))
     process.send_signal(signal.SIGINT)
     assert process.stdout is not None
     assert "stopping" in process.stdout.readline()
@@ -301,7 +294,7 @@ def test_other_polite_signals_do_as_ctrl_c(
     number: signal.Signals, tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
 ) -> None:
     process = start({"trainer": MORTAL})
-    wait_for(lambda: log_says(tmp_path / "trainer.log", "pids"))
+    eventually(lambda: log_says(tmp_path / "trainer.log", "pids"))
     process.send_signal(number)
     assert process.wait(timeout=10.0) == INTERRUPTED
 
@@ -311,11 +304,11 @@ def test_a_supervisor_killed_by_9_leaves_no_process(
 ) -> None:
     process = start({"trainer": MORTAL, "rollout-0": MORTAL})
     logs = [tmp_path / "trainer.log", tmp_path / "rollout-0.log"]
-    wait_for(lambda: all(log_says(log, "pids") for log in logs))
+    eventually(lambda: all(log_says(log, "pids") for log in logs))
     pids = [pid for log in logs for pid in pids_in(log)]
     assert len(pids) == 4 and all(alive(pid) for pid in pids)
     process.kill()
-    wait_for(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
+    eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
 
 
 def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:

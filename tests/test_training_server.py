@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,18 @@ from protos import training_pb2, training_pb2_grpc
 from services import rpc
 from services.buffer.registry import Sampler
 from services.watchdog import Watchdog, diagnose
-from tests.redis_ring import running_redis
-from tests.reward_ring import eventually
 from tests.service_wire import check_what_it_says
 from tests.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
+from tests.waiting import eventually
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_redis(tmp_path_factory.mktemp("redis")) as found:
-        yield found
-
-
-def test_a_waiting_trainer_answers_saves_and_stops(tmp_path: Path, url: str) -> None:
+def test_a_waiting_trainer_answers_saves_and_stops(tmp_path: Path, redis_url: str) -> None:
     recipe = make_recipe(tmp_path)
-    buffer = make_run(url, recipe)
+    buffer = make_run(redis_url, recipe)
     put_scored(buffer, different_rewards(2 * P + 1))
     stop = threading.Event()
     finished: list[bool] = []
-    thread = threading.Thread(target=lambda: finished.append(train(recipe, url, stop)))
+    thread = threading.Thread(target=lambda: finished.append(train(recipe, redis_url, stop)))
     before = time.time()
     thread.start()
     try:
@@ -107,11 +99,11 @@ def test_the_watchdog_names_who_starves_the_trainer(
 
 
 def test_the_watchdog_looks_without_any_work_in_flight(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("services.watchdog.STARVED_SECONDS", 0.2)
     monkeypatch.setattr("services.watchdog._POLL_SECONDS", 0.05)
-    buffer = make_run(url, make_recipe(tmp_path))
+    buffer = make_run(redis_url, make_recipe(tmp_path))
     since: float | None = None
     watchdog = Watchdog(buffer, lambda: since, 32)
     try:

@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
-from protos.nouns import Segment
+from tests.engine_inputs import random_rows
 from trainer.config import TrainerConfig
 from trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
-from trainer.micro_batch import MicroBatch, TrainingRow, stack
+from trainer.micro_batch import MicroBatch, stack
 from trainer.model import load_model
 from trainer.token_logprobs import TokenStatistics
 from trainer.token_model import answer_with_tokens, token_answers
@@ -26,14 +25,7 @@ CPU = torch.device("cpu")
 
 def make_batches(step: int, *, rank: int = 0, world_size: int = 1) -> list[MicroBatch]:
     """A rank's part of 5 rows, in micro-batches of two; the last rank's last one is empty."""
-    random = np.random.default_rng(step)
-    rows = []
-    for _ in range(NUM_ROWS):
-        num_prompt, num_sampled = int(random.integers(2, 8)), int(random.integers(1, 12))
-        ids = random.integers(3, 98, num_prompt + num_sampled).astype(np.int32)
-        loss_mask = (np.arange(len(ids)) >= num_prompt).astype(np.uint8)
-        segment = Segment(ids, np.zeros(len(ids), np.float32), loss_mask, ())
-        rows.append(TrainingRow(segment, float(random.choice([0.7, 1.0]))))
+    rows = random_rows(step, NUM_ROWS)
     own = [stack(rows[first : first + 2], CPU) for first in range(0, NUM_ROWS, 2)][rank::world_size]
     return own + [stack([], CPU)] * (rank == world_size - 1)
 

@@ -29,10 +29,10 @@ RUN_DEADLINE_SECONDS = 300.0
 class WholeRun:
     """A run in a folder of its own. `sections` are merged over a small recipe whose answers have 256 tokens and never end early."""
 
-    def __init__(self, folder: Path, *, tied: bool = True, ends: bool = False, **sections: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, *, tied: bool = True, **sections: Mapping[str, Any]) -> None:
         self.scratch = folder
         self.folder = folder / "run"
-        self.model = build_tiny_model(folder / "model", tied=tied, ends=ends)
+        self.model = build_tiny_model(folder / "model", tied=tied, ends=False)
         write_task(folder / "data", seed=1)
         values: dict[str, dict[str, Any]] = {
             "run": {

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 HIDDEN_SIZE = 4096
+"""Of the model that work is reckoned for, whichever is trained: plans are the same for all, and even a small one's are hardly less even."""
 
 
-def workload(num_tokens: int, hidden_size: int = HIDDEN_SIZE) -> int:
-    """6·hidden·n + n²: the work of a row of n tokens in a transformer, up to a factor: what grows with n (a layer's matrix products,
-    12·hidden²·n multiplications) and with n² (attention, 2·hidden·n²), both divided by 2·hidden. 24576·n + n² by default."""
-    return 6 * hidden_size * num_tokens + num_tokens * num_tokens
+def workload(num_tokens: int) -> int:
+    """6·hidden·n + n² = 24576·n + n²: the work of a row of n tokens in a transformer, up to a factor: what grows with n (a layer's matrix
+    products, 12·hidden²·n multiplications) and with n² (attention, 2·hidden·n²), both divided by 2·hidden."""
+    return 6 * HIDDEN_SIZE * num_tokens + num_tokens * num_tokens
 
 
 def partition(costs: Sequence[int], num_parts: int, *, equal_size: bool = False) -> list[list[int]]:

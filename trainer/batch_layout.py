@@ -84,10 +84,6 @@ class BatchLayout:
         here_S = (self.steps_R == step).repeat_interleave(self.segments_R)
         return here_S.repeat_interleave(self.lengths_S).nonzero()[:, 0], self.lengths_S[here_S]
 
-    def trajectories_of_tokens(self) -> Tensor:
-        """int64 (N,): the trajectory of each token."""
-        return torch.arange(len(self.lengths_R)).repeat_interleave(self.lengths_R)
-
     def kept_of(self, keep_N: Tensor) -> Tensor:
         """int64 (R,): how many of each trajectory's tokens are kept."""
         return row_sums(keep_N.double(), self.lengths_R).long()

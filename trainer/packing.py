@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from protos.errors import DataError
-from trainer.balance import HIDDEN_SIZE, partition, workload
+from trainer.balance import partition, workload
 
 MAX_PADDING = 1 / 20
 """More padding than this share of the tokens is worth another micro-batch …"""
@@ -43,9 +43,7 @@ def pack(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> 
     return _halve_to_multiple(bins, lengths, multiple_of)
 
 
-def pack_flat(
-    lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1, hidden_size: int = HIDDEN_SIZE
-) -> list[list[int]]:
+def pack_flat(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
     """Bins of row numbers for attention over rows of any length end to end (no padding): a bin's lengths sum to ≤ `token_budget`.
 
     The fewest bins for which the largest differencing method finds parts of like work (`trainer.balance.workload`) within the budget,
@@ -57,7 +55,7 @@ def pack_flat(
     if not lengths:
         return []
     _check_longest(lengths, token_budget)
-    works = [workload(length, hidden_size) for length in lengths]
+    works = [workload(length) for length in lengths]
     count = _round_up(-(-sum(lengths) // token_budget), multiple_of)
     while True:
         bins = partition(works, min(count, len(lengths)))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.config import TrainerConfig
 from trainer.engine import build_frozen_engine
@@ -17,8 +17,6 @@ from trainer.model import load_model
 
 if TYPE_CHECKING:
     from trainer.lora import Adapters
-
-LogprobsOf = Callable[[nn.Module, MicroBatch], Tensor]
 
 
 class ReferencePolicy:
@@ -52,14 +50,14 @@ class ReferencePolicy:
         return cls(engine, adapters.disabled, owned=False)
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch], logprobs_of: LogprobsOf = token_logprobs) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """log π_reference of the N loss tokens of every micro-batch, without gradient, under each row's temperature.
 
         All ranks enter, with equally many micro-batches; never between a forward pass of the policy and its backward.
-        `logprobs_of` is what the policy's own are computed by, so that equal weights give equal numbers.
+        They are computed as the policy's own are, so that equal weights give equal numbers.
         """
         with self._policy_set_aside():
-            return [logprobs_of(self._engine, micro_batch) for micro_batch in micro_batches]
+            return [token_logprobs(self._engine, micro_batch) for micro_batch in micro_batches]
 
     def close(self) -> None:
         """Gives the memory back."""

@@ -41,15 +41,6 @@ def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> 
     return bool(rewards.std() == 0.0) if by_deviation else bool(rewards.min() == rewards.max())
 
 
-def varied_rows(rewards_R: Floats, groups_R: NDArray[np.int64], *, by_deviation: bool = False) -> NDArray[np.bool_]:
-    """False for the trajectories of groups with zero variance. Groups of one are kept. Raises DataError as `zero_variance` does."""
-    assert rewards_R.shape == groups_R.shape, (rewards_R.shape, groups_R.shape)
-    keep_R = np.ones(len(rewards_R), np.bool_)
-    for rows in _groups(groups_R):
-        keep_R[rows] = not zero_variance(rewards_R[rows], by_deviation=by_deviation)  # type: ignore[arg-type]
-    return keep_R
-
-
 def finished_rows(finish_reasons: Sequence[FinishReason]) -> NDArray[np.bool_]:
     """False for trajectories that were cut off at the length limit (overlong filtering): their loss tokens are to be left out of the
     loss and of its denominators, while their rewards stay in the baselines. None finished: nothing is left, and the loss is 0."""

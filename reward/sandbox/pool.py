@@ -15,7 +15,7 @@ SPARE = 2
 
 
 class SandboxPool:
-    """Keeps `spare` sandboxes started. Each serves one answer and is thrown away; for one taken, one is started, so this never takes more
+    """Keeps `SPARE` sandboxes started. Each serves one answer and is thrown away; for one taken, one is started, so this never takes more
     of the machine than the answers do. Thread-safe.
 
     Args:
@@ -24,15 +24,12 @@ class SandboxPool:
         seccomp: whether programs run behind the filter of system calls.
     """
 
-    def __init__(
-        self, launcher: Launcher, launch: Callable[[], Launcher], *, seccomp: bool, spare: int = SPARE
-    ) -> None:
+    def __init__(self, launcher: Launcher, launch: Callable[[], Launcher], *, seccomp: bool) -> None:
         self.seccomp = seccomp
         self._launcher = launcher
         self._launch = launch
         self._spare: deque[Sandbox] = deque()
         self._lock = threading.Lock()
-        self._most = spare
         self._closed = False
 
     @property
@@ -62,7 +59,7 @@ class SandboxPool:
         with self._lock:
             if self._closed:
                 raise SandboxError("the sandboxes were closed")
-            while len(self._spare) <= self._most:
+            while len(self._spare) <= SPARE:
                 self._spare.append(self._launcher.open(seccomp=self.seccomp))
             sandbox = self._spare.popleft()
         try:

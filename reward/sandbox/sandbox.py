@@ -53,7 +53,6 @@ class Sandbox:
         self._leave = leave
         self._deadline = 0.0
         self._most_bytes = 0
-        self._running = False
         self.clean = True
         """Whether the working folder is empty, so that a further run of the same answer may follow."""
 
@@ -99,7 +98,6 @@ class Sandbox:
         except OSError as error:
             self.clean = False
             raise SandboxDiedError(f"a sandbox took no program: {error}") from None
-        self._running = True
 
     def fileno(self) -> int:
         """Readable when a run has ended."""
@@ -119,7 +117,6 @@ class Sandbox:
             SandboxDiedError: that ended without a word.
             SandboxError: the program did not begin, or that process said nothing in time.
         """
-        self._running = False
         self._channel.settimeout(max(0.1, self._deadline - time.monotonic()))
         try:
             message = wire.receive(self._channel, self._most_bytes)

@@ -96,9 +96,9 @@ class JobStore(Connection):
         "raise its `maxmemory`, or delete jobs and lower jobs.max_unscored_bytes or jobs.max_result_bytes"
     )
 
-    def __init__(self, redis_url: str, config: JobsConfig, *, connect_timeout_seconds: float = 5.0) -> None:
+    def __init__(self, redis_url: str, config: JobsConfig) -> None:
         assert config.namespace, "the caller fills in the default"
-        super().__init__(redis_url, config.namespace, connect_timeout_seconds=connect_timeout_seconds)
+        super().__init__(redis_url, config.namespace)
         limits = (config.max_unscored_bytes, config.result_bytes)
         self._run("configure", milliseconds(config.retention_seconds), *limits)
 

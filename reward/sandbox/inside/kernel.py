@@ -58,9 +58,9 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _check(_libc.mount(*arguments), f"mount {target}")
 
 
-def restrict_mount(path: str, *, read_only: bool = True, devices: bool = False) -> None:
-    """Takes rights from a mount and all below it: writing, set-user-id, device files. Needs Linux 5.12."""
-    wanted = (MS_RDONLY if read_only else 0) | MS_NOSUID | (0 if devices else MS_NODEV)
+def restrict_mount(path: str, *, devices: bool) -> None:
+    """Takes rights from a mount and all below it: writing, set-user-id, without `devices` device files. Needs Linux 5.12."""
+    wanted = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)
     attributes = _MountAttributes(set=wanted)  # the first bits of mount_setattr(2) are those of mount(2)
     arguments = (ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(attributes))
     _check(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments, ctypes.c_size_t(32)), f"mount_setattr {path}")
