@@ -1,11 +1,11 @@
-"""What is judged, and what comes of it: a score, or the reason why there is none."""
+"""The protocols that `services` injects into the rooms: a scorer into the reward service, a tool into an agent loop."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 # Here and not beside the other nouns: a scoring process has no use for their arrays, nor for numpy's threads.
 UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
@@ -39,3 +39,19 @@ class Unscored:
 
 
 Score = Scored | Unscored
+
+
+class Scorer(Protocol):
+    """Judges answers. `score` returns one result an item, in order, and raises nothing for a bad item."""
+
+    name: str
+
+    def score(self, items: Sequence[ScoreItem]) -> list[Score]: ...
+
+
+class Tool(Protocol):
+    """Something an agent may call between two turns."""
+
+    name: str
+
+    async def call(self, arguments: Mapping[str, Any], *, timeout_seconds: float) -> str: ...
