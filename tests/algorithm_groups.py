@@ -1,4 +1,4 @@
-"""Groups that every algorithm finds something in: greedy answers, components of the reward, rewards on tokens, several segments."""
+"""Groups that every algorithm finds something in: greedy answers, components, rewards on tokens, several segments, tool output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from protos.nouns import ScoredTrajectory, Segment, TrajectoryGroup
-from tests.training_groups import make_group
+from tests.training_groups import make_group, with_tool_output
 
 
 @functools.cache
@@ -36,6 +36,8 @@ def groups_of(
             baseline=True,
             num_segments=1 + index % 2,
         )
+        if index < 2:
+            group = with_tool_output(group)
         rows = [_enriched(row, number, policy) for number, row in enumerate(group.scored_rows)]
         groups.append(replace(group, rows=tuple(rows)))
     return tuple(groups)

@@ -126,9 +126,15 @@ def test_links_within_the_page_lead_somewhere() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
 
 
-def test_figures_are_those_of_the_records() -> None:
+def test_figures_are_those_of_the_records_and_of_all_that_is_measured() -> None:
     said = {names(row[2:])[0].removeprefix("benchmarks/records/"): row[1] for row in rows(MEASURED)}
     records = {name: json.loads((ROOT / "benchmarks" / "records" / name).read_text()) for name in said}
+    assert set(records["estimator_cost.json"]["equal"]) == set(estimator_models())
+    assert set(records["loss_cost.json"]["losses"]) == set(loss_models())
+    (sizes,) = (row[0] for row in rows(MEASURED) if "chunked_logprobs.json" in row[2])
+    assert [f"{one['hidden']}" for one in records["chunked_logprobs.json"]["rows"]] == re.findall(
+        r"\d+", sizes.partition("hidden")[2]
+    )
     estimators = records["estimator_cost.json"]["equal"].values()
     assert said == {
         "estimator_cost.json": f"{max(one['ratio'] for one in estimators):.2f}",

@@ -320,6 +320,8 @@ def test_an_estimator_reads_what_it_says_and_nothing_else(name: str) -> None:
     first_N[batch.lengths_R.cumsum(0) - batch.lengths_R] = batch.scores_R
     moved_N = estimate(replace(batch, rewards_N=first_N), options).advantages_N
     assert torch.equal(moved_N, want_N) != options.reads_places
+    weighed = replace(batch, behavior_weights_N=1.0 + torch.arange(len(want_N), dtype=torch.float64))
+    assert torch.equal(estimate(weighed, options).advantages_N, want_N) != options.weighs_tokens
 
 
 @pytest.mark.parametrize(

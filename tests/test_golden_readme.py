@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 from tests.golden_cases import golden_cases
+from tests.test_kl import ESTIMATORS
+from tests.test_policy_losses import FAMILIES as LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "golden"
@@ -26,6 +28,14 @@ def test_every_file_is_named_and_every_file_named_is_there() -> None:
 
 def test_every_family_has_its_formulas() -> None:
     assert {case.name.partition("/")[0] for case in golden_cases("")} | {"scorer"} == FAMILIES
+
+
+def test_every_case_is_compared_by_some_test() -> None:
+    """Those of the prefixes that tests ask for, as they are written there, or that they make of their own names."""
+    texts = [file.read_text() for file in (ROOT / "tests").glob("test_*.py") if file != Path(__file__)]
+    asked = {prefix for text in texts for prefix in re.findall(r'golden_cases\("([^"]+)"\)', text)}
+    asked |= {f"policy_loss/{family}/" for family in LOSSES} | {case.name for case in ESTIMATORS}
+    assert [case.name for case in golden_cases("") if not case.name.startswith(tuple(asked))] == []
 
 
 def test_what_makes_a_case_peculiar_is_said() -> None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.golden_cases import GoldenCase, golden_cases
-from trainer.off_policy.correct import Corrected, correct, correction_weight_sums
+from trainer.off_policy.correct import Corrected, correct
 from trainer.off_policy.diagnostics import correction_sums
 from trainer.off_policy.options import CorrectionOptions, RejectionOptions
 from trainer.off_policy.proximal import proximal_logprobs
+from trainer.off_policy.weights import weight_sums
 from trainer.ragged import flatten, keep_tokens, spread, unflatten
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
@@ -132,7 +133,8 @@ def check_figures(
     for name, value in golden_figures(case, options, figures).items():
         case.check_metric(name, value)
     if options.weights.normalize:
-        total, count = correction_weight_sums(corrected, lengths_B, options).tolist()
+        level = options.weights.level
+        total, count = weight_sums(corrected.bounded_N, corrected.keep_N, lengths_B, level).tolist()
         case.check_metric("rollout_is_batch_norm_factor", total / count)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.off_policy.correct import Corrected, correct, correction_weight_sums, finite_rows
+from trainer.off_policy.correct import Corrected, correct, finite_rows
 from trainer.off_policy.diagnostics import CorrectionSums, correction_sums
 from trainer.off_policy.options import CorrectionOptions, RejectionOptions, WeightOptions
 from trainer.off_policy.presets import PRESETS
@@ -26,7 +25,7 @@ def weight_options(draw: st.DrawFn) -> WeightOptions:
         level=draw(st.sampled_from(["none", "token", "sequence", "geometric"])),
         low=draw(st.sampled_from([0.0, 0.5, 0.9])),
         high=draw(st.sampled_from([1.0, 1.1, 2.0, 5.0])),
-        outside=draw(st.sampled_from(["clamp", "zero"])),
+        outside=draw(st.sampled_from(["clamp", "zero", "stop"])),
         normalize=draw(st.booleans()),
     )
 
@@ -74,13 +73,11 @@ class Batch:
             setattr(part, name, getattr(self, name)[index])
         return part
 
-    def correct(self, options: CorrectionOptions, **more: Any) -> Corrected:
-        return correct(
-            self.proximal_N, self.behavior_N, self.lengths_B, options, advantages_N=self.advantages_N, **more
-        )
+    def correct(self, options: CorrectionOptions) -> Corrected:
+        return correct(self.proximal_N, self.behavior_N, self.lengths_B, options, advantages_N=self.advantages_N)
 
-    def sums(self, options: CorrectionOptions, **more: Any) -> CorrectionSums:
-        corrected = self.correct(options, **more)
+    def sums(self, options: CorrectionOptions) -> CorrectionSums:
+        corrected = self.correct(options)
         return correction_sums(corrected, self.proximal_N, self.behavior_N, self.lengths_B, self.staleness_N, options)
 
 
@@ -184,18 +181,11 @@ def test_order_of_rows_and_cut_into_micro_batches_leave_no_trace(
     parts = [batch.take(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
     shuffled = batch.take(order)
     whole = shuffled.correct(options)
-    mean_sums = sum(
-        (correction_weight_sums(part.correct(options), part.lengths_B, options) for part in parts), torch.zeros(2)
-    )
-    pieces = [part.correct(options, batch_weight_sums=mean_sums) for part in parts]
+    pieces = [part.correct(options) for part in parts]
     assert torch.equal(torch.cat([piece.keep_N for piece in pieces]), whole.keep_N)
-    weights_N = torch.cat([piece.weights_N for piece in pieces])
-    if options.weights.normalize:
-        torch.testing.assert_close(weights_N, whole.weights_N, rtol=1e-12, atol=0)
-    else:
-        assert torch.equal(weights_N, whole.weights_N)
-    if not options.needs_whole_batch:
-        assert torch.equal(torch.cat([part.correct(options).weights_N for part in parts]), whole.weights_N)
+    assert torch.equal(torch.cat([piece.bounded_N for piece in pieces]), whole.bounded_N)
+    if not options.weights.normalize:
+        assert torch.equal(torch.cat([piece.weights_N for piece in pieces]), whole.weights_N)
 
     total = sum((part.sums(options) for part in parts), CorrectionSums.zeros(options))
     check_close(total.figures(), batch.sums(options).figures())
@@ -222,9 +212,9 @@ def test_a_bucket_holds_what_a_batch_of_only_its_rows_would_give() -> None:
     figures = batch.sums(options).figures()
     for bucket, rows in {"staleness_0": [1], "staleness_1": [0, 2], "staleness_8_plus": [3]}.items():
         alone = batch.take(rows).sums(options).figures()
-        shared = {name: value for name, value in alone.items() if f"{bucket}/{name}" in figures}
-        assert {"behavior_proximal_kl", "effective_sample_size", "truncated_fraction"} <= shared.keys()
-        check_close({name: figures[f"{bucket}/{name}"] for name in shared}, shared)
+        whole = {name: value for name, value in alone.items() if not name.startswith("staleness_")}
+        assert {"rejection/sequence_ratio/mean", "perplexity_ratio", "truncated_above_fraction"} <= whole.keys()
+        check_close({name: figures[f"{bucket}/{name}"] for name in whole}, whole)
     assert not any(name.startswith(("staleness_2", "staleness_7")) for name in figures)
 
 

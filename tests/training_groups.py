@@ -70,6 +70,35 @@ def make_group(
     return TrajectoryGroup(Prompt(0, index, prompt_ids, num_samples, sampling), tuple(rows))
 
 
+def with_tool_output(group: TrajectoryGroup) -> TrajectoryGroup:
+    """The group as if a tool had answered after every second sampled token of an answer, but for the last; it keeps the versions."""
+    random = np.random.default_rng(len(group.rows))
+    rows = [
+        replace(
+            row,
+            trajectory=replace(row.trajectory, segments=tuple(_with_gaps(random, s) for s in row.trajectory.segments)),
+        )
+        for row in group.scored_rows
+    ]
+    return replace(group, rows=tuple(rows))
+
+
+def _with_gaps(random: np.random.Generator, segment: Segment) -> Segment:
+    sampled = np.flatnonzero(segment.loss_mask)
+    after = sampled[1:-1:2] + 1  # one to four tokens of output before each of these places
+    after = np.repeat(after, random.integers(1, 5, len(after)))
+    spans = tuple(
+        replace(one, first_token=one.first_token + int((after < one.first_token).sum())) for one in segment.spans
+    )
+    output = random.integers(3, NUM_TOKENS_KNOWN, len(after)).astype(np.int32)
+    return Segment(
+        np.insert(segment.ids, after, output),
+        np.insert(segment.behavior_logprobs, after, 0.0),
+        np.insert(segment.loss_mask, after, 0),
+        spans,
+    )
+
+
 def with_broken_row(group: TrajectoryGroup, *, row: int = 0, value: float = math.nan) -> TrajectoryGroup:
     """The group as if the sampler had said `value` of the first sampled token of a row."""
     rows = list(group.scored_rows)

@@ -20,6 +20,7 @@ from trainer.batch_layout import BatchLayout, TrajectoryKey
 from trainer.estimators.inputs import EstimatorBatch
 from trainer.estimators.registry import estimate
 from trainer.kl import kl_in_reward
+from trainer.off_policy.correct import correct
 from trainer.ragged import row_sums
 from trainer.selection import (
     Floats,
@@ -147,8 +148,18 @@ def _estimator_batch(
         values_N=start.values_N.double() if start.values_N is not None else None,
         logprobs_N=start.proximal_N.double() if start.proximal_N is not None else None,
         squared_probs_N=start.squared_probs_N.double() if start.squared_probs_N is not None else None,
+        behavior_weights_N=_behavior_weights(layout, start, config) if config.advantage.weighs_tokens else None,
         columns_N=start.columns_N,
     )
+
+
+def _behavior_weights(layout: BatchLayout, start: StartColumns, config: AlgorithmConfig) -> Tensor:
+    """(N,) float64: what the correction will multiply each token's gradient with, 0 if it rejects it; as far as that is known at the
+    batch's start and without advantages."""
+    assert start.proximal_N is not None and start.behavior_N is not None, "weights need both log-probs"
+    known = config.correction.without_advantages
+    corrected = correct(start.proximal_N, start.behavior_N, layout.lengths_S, known)
+    return corrected.weights_N.double() * corrected.keep_N
 
 
 def _baselines(

@@ -36,10 +36,9 @@ def look(
     policy: Any,
     reference: ReferencePolicy | None,
     critic: Critic | None,
-    reads_batch: bool,
     device: torch.device,
 ) -> StartColumns:
-    """Runs what `needs` asks for, policy first, and makes columns of it; `reads_batch` adds the sampler's. All ranks enter.
+    """Runs what `needs` asks for, policy first, and makes columns of it. All ranks enter.
 
     Whether the sampler's are finite is always looked at: it decides denominators, which are fixed before a micro-batch is corrected.
     """
@@ -64,8 +63,8 @@ def look(
         values_N = column(critic.values)
     return StartColumns(
         finite_N=column(finite_tokens, torch.uint8).bool(),
-        behavior_N=column(lambda one: one.behavior_logprobs_N) if reads_batch else None,
-        versions_N=column(lambda one: one.versions_N, torch.int64) if reads_batch else None,
+        behavior_N=column(lambda one: one.behavior_logprobs_N) if needs.behavior else None,
+        versions_N=column(lambda one: one.versions_N, torch.int64) if needs.behavior else None,
         columns_N=_whole_rows(layout, column(lambda one: one.response_column_N, torch.int64))
         if needs.columns
         else None,

@@ -172,15 +172,13 @@ class Learner(Rank):
         return steps
 
     def _look(self, layout: BatchLayout, steps: Sequence[Sequence[MicroBatch]]) -> StartColumns:
-        needs = Needs.of(self._config, len(steps))
         return look(
             layout,
             steps,
-            needs,
+            Needs.of(self._config, len(steps)),
             policy=self._engine,
             reference=self._reference,
             critic=self._critic,
-            reads_batch=self._config.correction.needs_whole_batch or needs.every_step,
             device=self.device,
         )
 

@@ -45,6 +45,8 @@ class Needs:
     """Rewards that fell on tokens; to an estimator that only reads a row's sum they make no difference."""
     every_step: bool
     """The current policy's log-probs of a step's whole part of the batch, before that step."""
+    behavior: bool
+    """The sampler's log-probs and versions, for what looks beyond the micro-batch that has them."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig, num_steps: int) -> Needs:
@@ -52,6 +54,7 @@ class Needs:
         correction, needs = config.correction, config.advantage.needs
         selects = POLICY_LOSSES[config.loss.name].select is not None
         bypassed = correction.proximal == "bypassed"
+        every_step = selects or (bypassed and correction.needs_whole_batch)
         return cls(
             proximal=(num_steps > 1 and correction.proximal == "recomputed")
             or (correction.needs_whole_batch and not bypassed)
@@ -62,7 +65,8 @@ class Needs:
             values="values" in needs,
             columns="columns" in needs,
             token_rewards=config.advantage.reads_places,
-            every_step=selects or (bypassed and correction.needs_whole_batch),
+            every_step=every_step,
+            behavior=every_step or correction.needs_whole_batch or config.advantage.weighs_tokens,
         )
 
 

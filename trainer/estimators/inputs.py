@@ -38,7 +38,7 @@ class EstimatorBatch:
     squared_probs_N: Tensor | None = None
     """Σ over the vocabulary of the squared proximal probability."""
     behavior_weights_N: Tensor | None = None
-    """What multiplies each token's loss; None stands for ones."""
+    """What the off-policy correction multiplies each token's gradient with, 0 if it rejects it; None stands for ones."""
     columns_N: Tensor | None = None
     """int64 place of each loss token in its row's response, tool tokens counted; increases within a row."""
 

@@ -21,6 +21,8 @@ class _Options(BaseModel):
     """Whether the answers to a prompt are compared with one another; if not, one will do."""
     reads_places: ClassVar[bool] = False
     """Whether it matters on which of a row's tokens a reward fell."""
+    weighs_tokens: ClassVar[bool] = False
+    """Whether it matters what the off-policy correction multiplies each token's gradient with."""
 
     @property
     def min_group_size(self) -> int:
@@ -170,7 +172,7 @@ class GdpoOptions(_Options):
     name: Literal["gdpo"] = "gdpo"
     """Picks this estimator."""
     weights: tuple[float, ...] = ()
-    """One a component, in the components' order; empty for ones."""
+    """One a component, in the alphabetical order of their names; empty for ones."""
     divide_by_std: bool = True
     """Divide each component by the group's standard deviation."""
     whiten: bool = True
@@ -182,6 +184,7 @@ class OptimalTokenBaselineOptions(_Options):
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs", "columns"})
     reads_places: ClassVar[bool] = True
+    weighs_tokens: ClassVar[bool] = True
 
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     """Picks this estimator."""
@@ -194,6 +197,7 @@ class TirOptimalTokenBaselineOptions(_Options):
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs"})
     reads_places: ClassVar[bool] = True
+    weighs_tokens: ClassVar[bool] = True
 
     name: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
     """Picks this estimator."""

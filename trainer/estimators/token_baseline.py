@@ -1,6 +1,6 @@
 """The optimal token baseline: at every token the group's rewards-to-go, weighted by how much gradient each row has gathered so far.
 
-With m the loss mask, π and Σπ² the proximal probability of the token and the squared ones over the vocabulary, ŵ the behavior weight:
+With π and Σπ² the proximal probability of the token and the squared ones over the vocabulary, ŵ the behavior weight (0 if it is rejected):
 
     e_t = (1 − 2π_t + Σπ²)·ŵ_t²    W_t = Σ_{s ≤ t} e_s    b_t = Σ_j G_jt·W_jt / (Σ_j W_jt + 1e-8)    A_t = G_t − b_t
 

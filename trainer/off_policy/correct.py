@@ -51,15 +51,13 @@ def correct(
     *,
     advantages_N: Tensor | None = None,
     counts_N: Tensor | None = None,
-    batch_weight_sums: Tensor | None = None,
 ) -> Corrected:
     """Weighs and judges every token. All tests must pass (`options.tests`, the veto among them), each on the batch as it came.
 
     With `proximal = "bypassed"` the first argument is the current log-probs (see `proximal.proximal_logprobs`). Rows must be whole. Unless
-    `options.needs_whole_batch`, a micro-batch alone gives what the batch would, number for number; with it, tests still look only
-    at a token's own row, but normalised weights need the batch's mean: from the batch's columns given here, or from outside as the
-    sum of all micro-batches' `correction_weight_sums`. `counts_N` is how often each token counts in that mean: 0 for a row that is not
-    trained for another reason.
+    `options.needs_whole_batch`, a micro-batch alone gives what the batch would, number for number; with it, the batch's columns are to be
+    given: tests look only at a token's own row, but the loss's denominators and the mean of normalised weights at all that is kept.
+    `counts_N` is how often each token counts in that mean: 0 for a row that is not trained for another reason.
 
     A row with a NaN or infinite log-prob (a fault of the sampler's or the trainer's engine) is rejected whole, weighs 0, and is counted
     (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Rows that the sampler broke leave every
@@ -84,13 +82,5 @@ def correct(
     ratio_N = ratios(log_ratio_N, lengths_B, options.weights.level)
     weights_N = bounded_N = bounded(ratio_N, options.weights, advantages_N).masked_fill_(broken_N, 0.0)
     if options.weights.normalize:
-        sums = batch_weight_sums
-        if sums is None:
-            sums = weight_sums(bounded_N, keep_N, lengths_B, options.weights.level, counts_N)
-        weights_N = normalized(bounded_N, sums)
+        weights_N = normalized(bounded_N, weight_sums(bounded_N, keep_N, lengths_B, options.weights.level, counts_N))
     return Corrected(weights_N, keep_N, log_ratio_N, finite_N, ratio_N, bounded_N, verdicts)
-
-
-def correction_weight_sums(corrected: Corrected, lengths_B: Tensor, options: CorrectionOptions) -> Tensor:
-    """What a micro-batch adds to the batch's mean weight: float64 (2,), to be added up and given to `correct` again."""
-    return weight_sums(corrected.bounded_N, corrected.keep_N, lengths_B, options.weights.level)

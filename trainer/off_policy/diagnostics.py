@@ -67,26 +67,6 @@ _MAXIMA = ("weight", "minus_weight", "difference", "minus_difference")
 _TEST_SUMS = ("value", "rejected", "touched_rows")
 _TEST_MAXIMA = ("greatest", "minus_least")
 
-_BY_STALENESS = (
-    "num_loss_tokens",
-    "num_rows",
-    "behavior_proximal_kl",
-    "behavior_proximal_kl_k1",
-    "behavior_perplexity",
-    "proximal_perplexity",
-    "log_perplexity_difference",
-    "chi_squared_token",
-    "chi_squared_sequence",
-    "effective_sample_size",
-    "behavior_weight_mean",
-    "behavior_weight_std",
-    "behavior_weight_min",
-    "behavior_weight_max",
-    "truncated_fraction",
-    "rejected_fraction",
-    "rejected_row_fraction",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSums:
@@ -112,7 +92,7 @@ class CorrectionSums:
         return CorrectionSums(self.tests, self.sums_SK + other.sums_SK, torch.maximum(self.maxima_SM, other.maxima_SM))
 
     def figures(self) -> dict[str, float]:
-        """Every figure of the batch, and the chief ones of each staleness that occurs as `staleness_<s>/<figure>`. Synchronises the device.
+        """Every figure of the batch, and each again of every staleness that occurs as `staleness_<s>/<figure>`. Synchronises the device.
 
         Always finite. Of a batch without tokens (or with none that is finite), all are 0 but the effective sample size and perplexities: 1.
         """
@@ -120,9 +100,9 @@ class CorrectionSums:
         del everything["num_loss_tokens"], everything["num_rows"]  # the batch's own figures say them
         for staleness, (sums, maxima) in enumerate(zip(self.sums_SK.tolist(), self.maxima_SM.tolist(), strict=True)):
             if any(sums):
-                part = _figures(self.tests, sums, maxima)
                 name = f"staleness_{staleness}" + ("_plus" if staleness == MAX_STALENESS else "")
-                everything.update({f"{name}/{figure}": part[figure] for figure in _BY_STALENESS})
+                part = _figures(self.tests, sums, maxima)
+                everything.update({f"{name}/{figure}": value for figure, value in part.items()})
         return everything
 
 

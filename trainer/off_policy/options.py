@@ -141,9 +141,13 @@ class CorrectionOptions(BaseModel):
         return self.weights.normalize or bool(self.tests)
 
     @property
-    def needs_advantages(self) -> bool:
-        """Whether a test or the weight looks at advantages."""
-        return self.weights.outside == "stop" or any(test.negative_only for test in self.tests.values())
+    def without_advantages(self) -> CorrectionOptions:
+        """What can be said before advantages are known: weights are cut where they might stop, tests of negative advantages left out."""
+        weights = self.weights
+        if weights.outside == "stop":
+            weights = weights.model_copy(update={"outside": "clamp", "low": 0.0})
+        rejections = tuple(test for test in self.rejections if not test.negative_only)
+        return self.model_copy(update={"weights": weights, "rejections": rejections})
 
     @property
     def needs_ratio_free_loss(self) -> bool:

@@ -57,8 +57,8 @@ def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None
 def weight_sums(
     weights_N: Tensor, keep_N: Tensor, lengths_B: Tensor, level: str, counts_N: Tensor | None = None
 ) -> Tensor:
-    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token where the weight is the row's. They add up over
-    micro-batches and ranks; the quotient is what normalised weights are divided by.
+    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token where the weight is the row's; the quotient is what
+    normalised weights are divided by.
 
     `counts_N`: how often each token counts, the same on all of a row's, as if its row were there that often; 0 leaves it out.
     """
