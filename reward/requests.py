@@ -76,9 +76,10 @@ class Request:
         """Whether every item has its result, or nobody wants one any more."""
         return self._done.is_set()
 
-    def given_up(self) -> bool:
-        """Whether a process that is still at an item of it should be ended: it was to be done a second after the end."""
-        return time.monotonic() > self._ended_at + _LATE_SECONDS
+    def given_up(self, since: float) -> bool:
+        """Whether a process that has been at its items since then should be ended: it was to be done a second after the end, or after
+        its begin if it had to build the judge until then. Or it would be ended with a judge just built, which others need."""
+        return time.monotonic() > max(self._ended_at, since) + _LATE_SECONDS
 
     def cut(self, size: int) -> list[int]:
         """The numbers of the next items, at most `size` unless one unit has more."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,7 @@ class _OverError(Exception):
         self.reason = reason
 
 
-def _never() -> bool:
+def _never(since: float = 0.0) -> bool:
     return False
 
 
@@ -151,15 +152,15 @@ class WorkerProcess:
         spec: ScorerSpec,
         items: Sequence[bytes],
         pace: float = 0.0,
-        given_up: Callable[[], bool] = _never,
+        given_up: Callable[[float], bool] = _never,
         answers: list[Score] | None = None,
     ) -> Outcome:
         """Judges encoded items, in order. The clock starts anew with every answer, so it runs for one item.
 
         Args:
             pace: what an item of this scorer took lately, in seconds; 0: not known.
-            given_up: once it says so, the process is ended as if the time of its item were over. Not while it builds the judge: those
-                who come after need it too.
+            given_up: asked with when the first item was begun (time.monotonic); once it says so, the process is ended as if the time
+                of its item were over. Not while it builds the judge: those who come after need it too.
             answers: where the answers are entered as they come.
         """
         header: dict[str, Any] = {
@@ -192,7 +193,7 @@ class WorkerProcess:
         self._loaded.add(spec.key)
         outcome.batch = first.get("batch") is True
         watched = spec.isolation == "worker"
-        self._pace, self._given_up = pace, given_up
+        self._pace, self._given_up = pace, partial(given_up, time.monotonic())
         try:
             self._collect(outcome, rest, len(items), watched, max(self._limits.seconds, spec.longest_seconds))
         except _OverError as error:

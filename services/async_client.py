@@ -23,6 +23,7 @@ from services.reward_messages import (
     Limits,
     Packed,
     Scorers,
+    as_text,
     cut,
     groups_together,
     job_of,
@@ -187,8 +188,10 @@ class AsyncRewardClient:
                 if isinstance(items, Sequence)
                 else f"once-{uuid.uuid4().hex}"
             )
+        header = reward_pb2.SubmitJobRequest.Header(
+            idempotency_key=as_text("key", key), rubric=rubric, priority=priority, name=as_text("name", name)
+        )
         reader = ItemReader(items, limits, on_fault=on_fault)
-        header = reward_pb2.SubmitJobRequest.Header(idempotency_key=key, rubric=rubric, priority=priority, name=name)
         patience = Patience(self._retry_seconds, self._stall_seconds)
         try:
             return await Submission(header, reader, on_progress, patience).run(await self._stub())
@@ -199,7 +202,7 @@ class AsyncRewardClient:
 
     async def get(self, job_id: str) -> Job:
         """The job as it is now. Raises UnknownJobError if there is none, or TandemError as `score`."""
-        return job_of(await self._call("GetJob", reward_pb2.GetJobRequest(job_id=job_id)))
+        return job_of(await self._call("GetJob", reward_pb2.GetJobRequest(job_id=as_text("job_id", job_id))))
 
     async def watch(
         self,
@@ -217,7 +220,9 @@ class AsyncRewardClient:
             DeadlineError: it has not ended within `timeout_seconds`; it goes on.
             TandemError: the service cannot be reached.
         """
-        request = reward_pb2.WatchJobRequest(job_id=job_id, with_results=with_results, after_cursor=after_cursor)
+        request = reward_pb2.WatchJobRequest(
+            job_id=as_text("job_id", job_id), with_results=with_results, after_cursor=after_cursor
+        )
         patience = Patience(self._retry_seconds, _NO_STALL)
         try:
             deadline = time.monotonic() + timeout_seconds
@@ -244,14 +249,14 @@ class AsyncRewardClient:
 
     async def cancel(self, job_id: str) -> Job:
         """Cancels the job: what is scored stays, what waits is `cancelled`. A job that has ended stays as it is. Raises as `get`."""
-        return job_of(await self._call("CancelJob", reward_pb2.CancelJobRequest(job_id=job_id)))
+        return job_of(await self._call("CancelJob", reward_pb2.CancelJobRequest(job_id=as_text("job_id", job_id))))
 
     async def delete(self, job_id: str) -> Job:
         """Makes the service forget a job that has ended, its results and its key; returns it as it was.
 
         Raises as `get`, and JobError for a job that has not ended.
         """
-        return job_of(await self._call("DeleteJob", reward_pb2.DeleteJobRequest(job_id=job_id)))
+        return job_of(await self._call("DeleteJob", reward_pb2.DeleteJobRequest(job_id=as_text("job_id", job_id))))
 
     async def jobs(self, limit: int = 100) -> list[Job]:
         """The newest jobs, newest first; at most 1,000."""

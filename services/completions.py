@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from protos.contracts import ScoreItem, Unscored
 from protos.errors import DataError
 from services.config_tree import nearest
-from services.dataset import RowFault, is_parquet, parse_line, reading
+from services.dataset import RowFault, is_parquet, parse_line, reading, table_rows
 
 COMPLETION_COLUMNS = ("solution", "response", "completion")
 GROUP_COLUMN = "group"
@@ -71,6 +71,10 @@ class CompletionFile:
                 self._parquet = is_parquet(self.file)
                 columns = self._parquet_columns() if self._parquet else self._line_columns()
         self.completion = self._completion_column(columns)
+        if self._fields.group not in ("", GROUP_COLUMN):
+            self._check_column(self._fields.group, columns)
+        if self._fields.prompt_to_extra_info:
+            self._check_column("prompt", columns)
         self._columns = columns
 
     @property
@@ -97,7 +101,10 @@ class CompletionFile:
             self.num_rows = parquet.metadata.num_rows
             if not self.num_rows:
                 raise DataError(f"dataset {self.file} holds no rows; write at least one")
-            return tuple(parquet.schema_arrow.names)
+            names = tuple(parquet.schema_arrow.names)
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise DataError(f"dataset {self.file} has several columns {twice!r}; write it with one")
+            return names
 
     def _line_columns(self) -> tuple[str, ...]:
         with open(self.file, "rb") as data:
@@ -117,11 +124,8 @@ class CompletionFile:
     def _completion_column(self, columns: tuple[str, ...]) -> str:
         wanted = self._fields.completion
         if wanted:
-            if wanted in columns:
-                return wanted
-            near = nearest(wanted, columns)
-            meant = f"did you mean {near}?" if near else f"it has {', '.join(columns)}"
-            raise DataError(f"dataset {self.name} has no column {wanted!r}; {meant}")
+            self._check_column(wanted, columns)
+            return wanted
         for name in COMPLETION_COLUMNS:
             if name in columns:
                 return name
@@ -130,14 +134,23 @@ class CompletionFile:
             "name the one with the completions by --column"
         )
 
+    def _check_column(self, wanted: str, columns: tuple[str, ...]) -> None:
+        """A column that was asked for by name must be there: without its groups, say, a file has other scores."""
+        if wanted not in columns:
+            near = nearest(wanted, columns)
+            meant = f"did you mean {near}?" if near else f"it has {', '.join(columns)}"
+            raise DataError(f"dataset {self.name} has no column {wanted!r}; {meant}")
+
     def _parquet_rows(self) -> Generator[Mapping[str, Any] | RowFault]:
         needed = {self.completion, self._fields.group, "data_source", "reward_model", "ground_truth", "extra_info"}
         if self._fields.prompt_to_extra_info:
             needed.add("prompt")
         columns = [name for name in self._columns if name in needed]
         with pq.ParquetFile(self.file, memory_map=True) as parquet:
+            index = 0
             for batch in parquet.iter_batches(batch_size=_READ_ROWS, columns=columns, use_threads=False):
-                yield from batch.to_pylist()
+                yield from table_rows(index, batch)
+                index += batch.num_rows
 
     def _json_rows(self) -> Generator[Mapping[str, Any] | RowFault]:
         if self._standard_input is not None:
@@ -168,14 +181,16 @@ def item_of(values: Mapping[str, Any], completion: str, fields: Fields) -> Score
     for name, value in (("reward_model", judged_by), ("extra_info", extra_info)):
         if value is not None and not isinstance(value, Mapping):
             return _not(name, value, "an object")
-    group = values.get(fields.group)
+    data_source, group = values.get("data_source"), values.get(fields.group)
+    if data_source is not None and not isinstance(data_source, str | int):
+        return _not("data_source", data_source, "text")
     if group is not None and (not isinstance(group, str | int) or isinstance(group, bool)):
         return _not(fields.group, group, "text or a whole number")
     truth = judged_by.get("ground_truth") if judged_by else None
     if fields.prompt_to_extra_info and values.get("prompt") is not None:
         extra_info = {"prompt": values["prompt"], **(extra_info or {})}
     return ScoreItem(
-        data_source=str(values.get("data_source") or ""),
+        data_source="" if data_source is None else str(data_source),
         solution=solution,
         ground_truth=values.get("ground_truth") if truth is None else truth,
         extra_info=extra_info or {},

@@ -84,6 +84,26 @@ def parse_line(index: int, line: bytes) -> Mapping[str, Any] | RowFault:
     return parsed if isinstance(parsed, dict) else RowFault(index, "malformed", f"line {index + 1} is no JSON object")
 
 
+def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, Any] | RowFault]:
+    """The values of rows of Parquet that begin with row `index`. What Python cannot hold (text that is not UTF-8, a time beyond its
+    years, a key twice in a map) costs its row alone."""
+    try:
+        rows: list[Mapping[str, Any] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
+        return rows
+    except (ValueError, OverflowError, KeyError):  # UnicodeDecodeError is a ValueError
+        return [_table_row(index + place, table.slice(place, 1)) for place in range(table.num_rows)]
+
+
+def _table_row(index: int, table: pa.RecordBatch | pa.Table) -> Mapping[str, Any] | RowFault:
+    values = {}
+    for name in table.schema.names:
+        try:
+            (values[name],) = table.column(name).to_pylist(maps_as_pydicts="strict")
+        except (ValueError, OverflowError, KeyError) as error:
+            return RowFault(index, "malformed", f"{name} cannot be read: {' '.join(str(error).split())}")
+    return values
+
+
 class Dataset:
     """An open dataset file. Rows are parsed as they are asked for.
 
@@ -123,16 +143,16 @@ class Dataset:
                 f"write it in verl's columns: {', '.join(COLUMNS)}"
             )
         table: list[pa.Table] = []
-        block: list[tuple[int, list[dict[str, Any]]]] = []
+        block: list[tuple[int, list[Mapping[str, Any] | RowFault]]] = []
 
-        def values(index: int) -> Mapping[str, Any]:
+        def values(index: int) -> Mapping[str, Any] | RowFault:
             if not table:
                 table.append(self._read_table(parquet))
             # One row at a time in shuffled order, a block at a time when read in order.
             if block and block[0][0] <= index < block[0][0] + len(block[0][1]):
                 return block[0][1][index - block[0][0]]
             in_order = index == 0 or bool(block and index == block[0][0] + len(block[0][1]))
-            rows: list[dict[str, Any]] = table[0].slice(index, _READ_ROWS if in_order else 1).to_pylist()
+            rows = table_rows(index, table[0].slice(index, _READ_ROWS if in_order else 1))
             block[:] = [(index, rows)]
             return rows[0]
 

@@ -52,14 +52,14 @@ class RedisChild:
 
         Raises:
             EnvironmentLackError: the disk is full.
-        UnavailableError: it died five times in a row.
+            UnavailableError: it died five times in a row.
         """
         assert self._server is not None
         if self._server.alive:
             return
         if disk_full(self._folder):
             raise EnvironmentLackError(
-                f"Redis ended: the disk of {self._folder} is full; free space there, then go on with --resume"
+                f"Redis ended: the disk of {self._folder} is full; free space there, then start it again (a run with --resume)"
             )
         delay = self._policy.delay(time.monotonic() - self._started_at, 0)
         if delay is None:

@@ -10,19 +10,27 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from protos.contracts import Score, Scored
+from protos.contracts import Score, Scored, Unscored
+from services.command_line import complain
+from services.completions import CompletionFile
 from services.reward_messages import Job
 
 PLAIN_SECONDS = 10.0
 """Between two lines of progress where there is no terminal."""
+_MOST_FAULTS_TOLD = 20
 
 
 def score_line(index: int, score: Score) -> str:
     """A result on one line: its number, its reward and the parts of it, or its reason."""
     if isinstance(score, Scored):
-        parts = [f"{name}={number(value)}" for name, value in sorted(score.breakdown.items())]
+        parts = [f"{plain(name)}={number(value)}" for name, value in sorted(score.breakdown.items())]
         return "  ".join([str(index), number(score.value), *parts])
-    return f"{index}  –  {score.reason}: {' '.join(score.detail.split())}"
+    return f"{index}  –  {score.reason}: {plain(score.detail)}"
+
+
+def plain(text: str) -> str:
+    """A text of others on one line, without what would command a terminal."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
 
 
 def number(value: float) -> str:
@@ -66,6 +74,32 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def moment(seconds: float) -> str:
     """A Unix time as this machine's clock has it; – for none."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "–"
+
+
+class Faults:
+    """Tells of the rows of a file that cannot be judged, the first twenty one by one."""
+
+    def __init__(self, completions: CompletionFile) -> None:
+        self._completions = completions
+        self.number = 0
+
+    def tell(self, index: int, fault: Unscored) -> None:
+        """Names file, row and field; the row is not scored."""
+        self.number += 1
+        if self.number <= _MOST_FAULTS_TOLD:
+            row = "" if fault.detail.startswith(f"row {index}:") else f"row {index}: "
+            complain(f"{self._completions.name} {row}{fault.detail}")
+
+    def close(self) -> None:
+        """The rest in one line, and what may be a fault."""
+        completions = self._completions
+        if self.number > _MOST_FAULTS_TOLD:
+            complain(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
+        if completions.num_without_truth:
+            complain(
+                f"{completions.name}: {counted(completions.num_without_truth, 'row')} without reward_model.ground_truth, the first "
+                f"is row {completions.first_without_truth}; a scorer that needs it gives no score there"
+            )
 
 
 class JobProgress:

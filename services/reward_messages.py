@@ -154,6 +154,13 @@ def message_of(item: ScoreItem) -> ItemMessage | Unscored:
     return ItemMessage(**fields)
 
 
+def as_text(name: str, text: str) -> str:
+    """The text, which a message can carry. Raises DataError for half a surrogate pair, as Python makes of bytes that are no text."""
+    if not _is_utf8(text):
+        raise DataError(f"{name} {text!r:.80} is no text: it holds what UTF-8 cannot")
+    return text
+
+
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
@@ -191,9 +198,9 @@ class Limits:
         """What is left for the items of a message that carries this rubric too.
 
         Raises:
-            DataError: nothing is.
+            DataError: nothing is, or the rubric is no text.
         """
-        left = self.max_bytes - len(rubric.encode(errors="replace"))
+        left = self.max_bytes - len(as_text("the rubric", rubric).encode())
         if left <= 0:
             raise DataError(
                 f"the rubric has {len(rubric):,} characters; a whole request may have {self.max_bytes:,} bytes"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from protos import common_pb2, reward_pb2_grpc
+from protos.errors import EnvironmentLackError
 from reward.scoring import ScoringCore
 from services.buffer.durability import check_room, check_settings
 from services.control import software_version
@@ -47,7 +49,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
         redis: RedisChild | None = None
         if not redis_url:
             check_job_room(jobs, folder)
-            redis = stack.enter_context(RedisChild(folder, say=_say))
+            redis = _own_redis(stack, folder)
         store = stack.enter_context(closing(JobStore(redis.url if redis is not None else redis_url, jobs)))
         if redis is None:
             for line in check_settings(store):
@@ -92,6 +94,18 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
             finally:
                 server.stop(_GRACE_SECONDS)
                 core.close()  # ends what hangs, for the lane to give back
+
+
+def _own_redis(stack: ExitStack, folder: Path) -> RedisChild:
+    """Raises EnvironmentLackError for a folder that cannot be one, or be written."""
+    try:
+        return stack.enter_context(RedisChild(folder, say=_say))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the command says so
+        raise EnvironmentLackError(
+            f"--folder {folder}: {error.strerror or error}; name a folder that can be written"
+        ) from None
 
 
 def _say(text: str) -> None:

@@ -16,19 +16,30 @@ from pathlib import Path
 from rich.console import Console
 
 from protos.contracts import Score, Scored, ScoreItem, Unscored
-from protos.errors import ScorerError, UserError
+from protos.errors import JobError, ScorerError, UserError
 from services.clients import RewardClient
 from services.command_line import complain
 from services.completions import CompletionFile, Fields
 from services.config_tree import nearest
 from services.replicas import DEFAULT_PORT
-from services.reward_display import JobProgress, columns, counted, job_line, moment, number, score_line, sum_line
+from services.reward_display import (
+    Faults,
+    JobProgress,
+    columns,
+    counted,
+    job_line,
+    moment,
+    number,
+    plain,
+    score_line,
+    sum_line,
+)
 from services.reward_messages import Job
-from services.score_file import ScoreFile, check_suffix, row_of
+from services.score_file import ScoreFile, check_out, row_of
 
 MOST_ROWS_AT_ONCE = 10_000
 """Rows of a file that `tandem reward score` takes; larger ones are jobs."""
-_MOST_FAULTS_TOLD = 20
+_MOST_NAME_BYTES = 200  # of a job's name, for every service
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,7 @@ def score_file(
     if file is None:
         raise UserError("name a FILE to score (- for standard input), or give --solution")
     if out is not None:
-        check_suffix(out)
+        check_out(out, Path(file))
     text = choice.text()
     completions = CompletionFile(file, fields)
     items = list(islice(completions, MOST_ROWS_AT_ONCE + 1))
@@ -121,7 +132,7 @@ def score_file(
         raise UserError(
             f"{completions.name} has more than {MOST_ROWS_AT_ONCE:,} rows; `tandem reward submit` takes any number"
         )
-    teller = _Faults(completions)
+    teller = Faults(completions)
     for index, item in enumerate(items):
         if isinstance(item, Unscored):
             teller.tell(index, item)
@@ -157,32 +168,6 @@ def _sum_of(scores: Sequence[Score]) -> str:
     return sum_line(len(values), sum(values) / len(values) if values else 0.0, reasons)
 
 
-class _Faults:
-    """Tells of the rows of a file that cannot be judged, the first twenty one by one."""
-
-    def __init__(self, completions: CompletionFile) -> None:
-        self._completions = completions
-        self.number = 0
-
-    def tell(self, index: int, fault: Unscored) -> None:
-        """Names file, row and field; the row is not scored."""
-        self.number += 1
-        if self.number <= _MOST_FAULTS_TOLD:
-            row = "" if fault.detail.startswith(f"row {index}:") else f"row {index}: "
-            complain(f"{self._completions.name} {row}{fault.detail}")
-
-    def close(self) -> None:
-        """The rest in one line, and what may be a fault."""
-        completions = self._completions
-        if self.number > _MOST_FAULTS_TOLD:
-            complain(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
-        if completions.num_without_truth:
-            complain(
-                f"{completions.name}: {counted(completions.num_without_truth, 'row')} without reward_model.ground_truth, the first "
-                f"is row {completions.first_without_truth}; a scorer that needs it gives no score there"
-            )
-
-
 def submit_file(
     choice: Choice,
     file: Path,
@@ -198,12 +183,12 @@ def submit_file(
 ) -> int:
     """Submits a file as a job and, if asked to, stays until it has ended."""
     if out is not None:
-        check_suffix(out)
+        check_out(out, file)
     if str(file) == "-":
         raise UserError("a job needs a file that can be read again; write standard input to one first")
     text = choice.text()
     completions = CompletionFile(file, fields)
-    faults = _Faults(completions)
+    faults = Faults(completions)
     replies: list[str] = []
     with RewardClient(choice.address) as client:
         with JobProgress(console, "submitting") as progress:
@@ -217,7 +202,7 @@ def submit_file(
                     completions,
                     text,
                     key=key or file_key(completions, text, priority),
-                    name=name or file.name,
+                    name=name or _name_of(file),
                     priority=priority,
                     on_progress=on_progress,
                     on_fault=faults.tell,
@@ -225,15 +210,27 @@ def submit_file(
             except KeyboardInterrupt:
                 complain(f"{file} is not submitted as a whole; the same command goes on where this one was")
                 raise
+            except JobError as error:
+                return _overtaken(error)
         faults.close()
         before = " (submitted before)" if replies[0] != "open" else ""
         print(f"job {job.job_id}{before}: {counted(job.num_items, 'item')}", flush=True)
         if job.state == "expired":
             return _expired(job)
+        if job.state == "cancelled":
+            complain(
+                f"job {job.job_id} was cancelled; to score the file, `tandem reward delete {job.job_id}` and submit it again, "
+                "or give another --key"
+            )
         if not watch and out is None:
             print(f"its results: tandem reward results {job.job_id} --out scores.parquet")
-            return int(strict and faults.number > 0)
+            return int(job.state == "cancelled" or (strict and faults.number > 0))
         return _watch(client, job.job_id, console, out, strict)
+
+
+def _name_of(file: Path) -> str:
+    """The file's name as that of a job: text, and no longer than one may be."""
+    return file.name.encode(errors="replace")[:_MOST_NAME_BYTES].decode(errors="ignore")
 
 
 def file_key(completions: CompletionFile, rubric: str, priority: int) -> str:
@@ -245,7 +242,7 @@ def file_key(completions: CompletionFile, rubric: str, priority: int) -> str:
 def fetch_results(address: str, job_id: str, console: Console, *, out: Path | None, strict: bool) -> int:
     """Waits for a job's end, and writes its scores."""
     if out is not None:
-        check_suffix(out)
+        check_out(out)
     with RewardClient(address) as client:
         return _watch(client, job_id, console, out, strict)
 
@@ -271,11 +268,21 @@ def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None
             f"job {job_id} goes on; watch it by `tandem reward results {job_id}`, end it by `tandem reward cancel {job_id}`"
         )
         raise
+    except JobError as error:
+        return _overtaken(error)
     assert job is not None, "a watched job has at least one event"
     print(job_line(job))
     if job.state == "expired" and out is None:
         return _expired(job)
     return int(job.state == "cancelled" or (strict and sum(job.num_unscored.values()) > 0))
+
+
+def _overtaken(error: JobError) -> int:
+    """For a job that was cancelled, or gave up its results, meanwhile; what else a job is refused for is raised."""
+    if type(error) is not JobError:
+        raise error
+    complain(str(error))
+    return 1
 
 
 def _expired(job: Job) -> int:
@@ -307,7 +314,7 @@ def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
             number(job.mean_value) if job.num_scored else "–",
             str(job.priority),
             moment(job.created_at),
-            job.name,
+            plain(job.name),
         )
         for job in found
     ]

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import re
+import socket
 import threading
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -301,7 +302,7 @@ async def start_server(
     add_reflection: Callable[[Any, Any], None] = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add_reflection(reflection.aio.ReflectionServicer(shown), door)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(f"{host}:{port}") if _can_listen(host, port) else 0
     except RuntimeError:
         bound = 0
     if bound == 0:
@@ -312,6 +313,20 @@ async def start_server(
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return RpcServer(server, f"{host}:{bound}", health_servicer, on_stop)
+
+
+def _can_listen(host: str, port: int) -> bool:
+    """Asked before gRPC is, which says in a line of its own on standard error that it cannot."""
+    try:
+        places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    for family, kind, protocol, _, place in places:
+        with suppress(OSError), socket.socket(family, kind, protocol) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(place)
+            return True
+    return False
 
 
 class ServerThread:

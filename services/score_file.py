@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -32,12 +33,22 @@ _KEPT = pa.schema(
 )
 
 
-def check_suffix(path: Path) -> None:
-    """Raises UserError if the name does not say which kind of file it is, or its folder is missing."""
+def check_out(path: Path, completions: Path | None = None) -> None:
+    """Raises UserError if no scores can be written there, or only in place of what is scored: better known before they are made."""
+    if completions is not None and path.exists() and completions.exists() and path.samefile(completions):
+        raise UserError(f"--out {path}: that is the file of completions itself; name another")
+    with ScoreFile(path):
+        pass
+
+
+def _check_name(path: Path) -> None:
+    """Raises UserError if the name does not say which kind of file it is, its folder is missing, or it is one."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"--out {path}: the name should end in {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise UserError(f"--out {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise UserError(f"--out {path}: that is a folder; name a file")
 
 
 class ScoreFile:
@@ -46,11 +57,11 @@ class ScoreFile:
     Memory is that of one row group, however many results there are. Left without `finish`, nothing of it stays.
 
     Raises:
-        UserError: on creation, if name or folder cannot be used.
+        UserError: if name or folder cannot be used, on creation; if nothing can be written there, as its block begins.
     """
 
     def __init__(self, path: Path) -> None:
-        check_suffix(path)
+        _check_name(path)
         self._path = path
         self._kept_path = path.with_name(f".{path.name}.{os.getpid()}.results")
         self._partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -61,7 +72,13 @@ class ScoreFile:
         self.num_results = 0
 
     def __enter__(self) -> Self:
-        self._sink = pa.OSFile(str(self._kept_path), "wb")
+        try:
+            self._sink = pa.OSFile(str(self._kept_path), "wb")
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise  # the command says so of every file
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise UserError(f"--out {self._path}: nothing can be written there: {reason}") from None
         self._writer = pa.ipc.new_file(self._sink, _KEPT)
         return self
 

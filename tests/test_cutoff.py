@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +16,7 @@ from reward.config import RewardConfig
 from reward.cutoff import CUT_OFF, Cutoff, current
 from reward.judge import GenerativeJudge
 from reward.judging import _cut, judge_each, judge_remotely, wait_aside
+from reward.lanes import Lane
 from reward.loop_thread import CLOSING
 from reward.remote import RemoteScorer
 from reward.scoring import CompiledRubric, ScoringCore
@@ -136,18 +137,23 @@ def test_a_call_that_ended_before_it_began_costs_nothing(scoring: Scoring) -> No
     assert scoring.core.figures()["calls_waiting_calls"] == 0
 
 
-def test_a_judge_that_is_being_built_is_built(tmp_path: Path, scoring: Scoring) -> None:
+def test_a_judge_that_is_being_built_is_built(
+    tmp_path: Path, scoring: Scoring, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or callers with short deadlines would have it begun again and again, and never done."""
+    monkeypatch.setattr("reward.requests._LATE_SECONDS", 1.5)
+    loads, loaded = tmp_path / "loading", tmp_path / "loaded"
     (tmp_path / "large.py").write_text(
-        f"import time\nopen({str(tmp_path / 'loading')!r}, 'a').write('x')\ntime.sleep(1.0)\n\ndef f(**item):\n    return 1.0\n"
+        f"import os, time\nopen({str(loads)!r}, 'a').write('x')\nwhile not os.path.exists({str(loaded)!r}):\n"
+        "    time.sleep(0.01)\n\ndef f(**item):\n    time.sleep(0.2)\n    return 1.0\n"
     )
-    loads = tmp_path / "loading"
     pool = scoring.core._the_pool()
     spec = scoring.core._catalogue.spec(f"{tmp_path}/large.py:f", {}, "here")
     request = pool.submit(spec, items("a"), "calls")
     until(loads.exists)
     pool.withdraw(request)
     assert request.wait() == [CUT_OFF]
+    threading.Timer(2.0, loaded.touch).start()  # past the time that a withdrawn item has
     assert pool.score(spec, items("b")) == [Scored(1.0)]
     assert loads.read_text() == "x" and pool.replaced_workers == 0
 
@@ -227,6 +233,16 @@ def test_requests_to_a_remote_scorer_are_cancelled_and_their_places_free(monkeyp
         assert judge_remotely(judge, items("e"), "calls", cutoff, False) == [CUT_OFF] and len(server.asked) == 3
 
 
+def test_nothing_is_asked_for_a_call_that_has_ended() -> None:
+    class NeverAsked:
+        def judge_batch(self, items: Sequence[ScoreItem], *, lane: Lane) -> list[Score]:
+            raise AssertionError("it was asked")
+
+    cutoff = Cutoff()
+    cutoff.end()
+    assert judge_remotely(NeverAsked(), items("a", "b"), "calls", cutoff, False) == [CUT_OFF] * 2
+
+
 def test_a_question_that_nobody_waits_for_may_be_billed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     cutoff = Cutoff()
@@ -269,4 +285,4 @@ def test_those_compared_with_one_that_is_cut_off_have_no_score_either() -> None:
     assert _cut(scores, group, True) == [CUT_OFF, CUT_OFF, *scores[2:]]
     assert _cut(scores, group, False) == [scores[0], CUT_OFF, *scores[2:]]
     alone = Unscored("infrastructure", "no other answer of the group has a score: the scorer is closing")
-    assert _cut([alone, *scores[1:]], group, True) == [CUT_OFF, CUT_OFF, *scores[2:]]
+    assert _cut([alone, alone, *scores[2:]], group, True) == [CUT_OFF, CUT_OFF, *scores[2:]]

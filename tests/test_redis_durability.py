@@ -223,6 +223,17 @@ def test_an_embedded_redis_needs_memory_and_disk_for_both_limits(
     looking()
 
 
+def test_a_folder_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.reward_standalone.stop_event", lambda: None)
+    monkeypatch.setattr("services.reward_standalone.check_job_room", lambda *_: None)
+    folder = tmp_path / "file"
+    folder.write_text("")
+    with pytest.raises(
+        EnvironmentLackError, match=r"--folder .*/file: Not a directory; name a folder that can be written"
+    ):
+        serve_alone(ServiceConfig(), host="127.0.0.1", redis_url="", folder=folder)
+
+
 def test_a_run_that_offers_jobs_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
     monkeypatch.setattr(preflight, "gpu_ids", lambda: ())

@@ -71,10 +71,14 @@ def test_every_error_class_maps_to_a_status_code_that_exists() -> None:
     assert FencedError in classes
 
 
-def test_a_port_in_use_is_named(server: rpc.ServerThread) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_port_that_cannot_be_had_is_named_once(
+    server: rpc.ServerThread, host: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     port = int(server.address.rpartition(":")[2])
-    with pytest.raises(EnvironmentLackError, match=str(port)):
-        rpc.ServerThread("127.0.0.1", port, info=common_pb2.InfoReply, register=lambda s: None, service_names=[])
+    with pytest.raises(EnvironmentLackError, match=f"{host}:{port}"):
+        rpc.ServerThread(host, port, info=common_pb2.InfoReply, register=lambda s: None, service_names=[])
+    assert capfd.readouterr().err == "", "gRPC says it on a line of its own"
 
 
 def test_nobody_there_is_unavailable_or_past_the_deadline() -> None:

@@ -113,7 +113,9 @@ class Connection:
                 retry=Retry(NoBackoff(), 0),  # `_persist` retries, and knows which calls may be repeated
             )
         except ValueError as error:
-            raise ConfigError(f"run.redis_url {self.place!r} cannot be used: {error}") from None
+            raise ConfigError(
+                f"{self.place!r} (run.redis_url, TANDEM_REDIS_URL or --redis-url) cannot be used: {error}"
+            ) from None
         self._scripts: dict[str, Script] = {}
         server = self.information("server", connect_timeout_seconds)
         version = str(server["redis_version"])

@@ -164,7 +164,8 @@ def _locked(data: Path) -> IO[bytes]:
             if time.monotonic() > deadline:
                 lock.close()
                 raise EnvironmentLackError(
-                    f"another redis-server serves {data}: is this run still going on? stop it, or choose another run.folder"
+                    f"another redis-server serves {data}: is what uses it still going on? stop it, or choose another folder "
+                    "(run.folder, --folder)"
                 ) from None
             time.sleep(0.02)
 
