@@ -188,8 +188,9 @@ async def with_retries(
 ) -> T | Fault:
     """Attempts until one succeeds, one fails for good, `max_attempts` failed, or the next could not begin before the deadline.
 
-    An attempt gets the deadline (by the loop's clock) and keeps it. Pauses grow by two from half a second to 30 s; of each, a random
-    part of up to a half is left out, so that many that failed at once do not come back at once.
+    An attempt gets the deadline (by the loop's clock) and keeps it. Pauses grow by two from half a second to 30 s; the second half of
+    each is of random length, so that many that failed at once do not come back at once. Where the endpoint asked for a longer wait than
+    the first half, that stands in its place: they come no sooner, and not all at the moment when they may.
     """
     loop = asyncio.get_running_loop()
     number = 0
@@ -199,7 +200,7 @@ async def with_retries(
         if not isinstance(outcome, Fault):
             return outcome
         longest = min(FIRST_PAUSE_SECONDS * 2.0 ** (number - 1), LONGEST_PAUSE_SECONDS)
-        pause = max(outcome.not_before_seconds, longest * random.uniform(0.5, 1.0))
+        pause = max(outcome.not_before_seconds, longest / 2) + random.uniform(0.0, longest / 2)
         last = not outcome.retry or number >= max_attempts
         if last or loop.time() + pause >= deadline:
             tried = f" (attempt {number}" + ("" if last else "; no time for another") + ")"

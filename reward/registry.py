@@ -27,11 +27,11 @@ from reward.gsm8k import Gsm8k
 from reward.json_schema import JsonSchema
 from reward.judge import GenerativeJudge
 from reward.language import LanguageConsistency
-from reward.length import Overlong, TargetLength
 from reward.math_boxed import MathBoxed
 from reward.math_dapo import MathDapo
 from reward.multiple_choice import MultipleChoice
 from reward.numeric import NumericEquality
+from reward.overlong import Overlong
 from reward.pairwise import Pairwise
 from reward.regex import RegexMatch
 from reward.remote import RemoteScorer
@@ -40,6 +40,7 @@ from reward.reward_model import RewardModel
 from reward.short_answer import ShortAnswer
 from reward.symbolic_math import MathVerify
 from reward.tags import Tags
+from reward.target_length import TargetLength
 
 BUILT_IN: dict[str, type[Any]] = {
     "code": CodeTests,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -61,12 +62,17 @@ def test_pyarrow_alone_shows_a_row_a_segment(
     tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
 ) -> None:
     batch, groups = batch_and_groups
-    write_record(tmp_path, batch, make_payloads(groups.values()))
+    parts = {"form": 0.5, "right/numeric": 1.0}
+    told = [
+        replace(one, rows=tuple(replace(row, breakdown=parts) for row in one.scored_rows)) for one in groups.values()
+    ]
+    write_record(tmp_path, batch, make_payloads(told))
     table = pa.ipc.open_file(record_folder(tmp_path, 3) / GROUPS_FILE).read_all()
     assert table.num_rows == len(batch.headers)
     assert table.column("group_id").to_pylist() == [header.group_id for header in batch.headers]
     assert json.loads(table.column("prompt")[0].as_py())["index"] == 7
     assert table.column("reward").to_pylist() == [header.reward for header in batch.headers]
+    assert [json.loads(text) for text in table.column("breakdown").to_pylist()] == [parts] * len(batch.headers)
     assert table.column("ids")[0].as_py() == groups["0-7"].scored_rows[0].trajectory.segments[0].ids.tolist()
     assert json.loads((record_folder(tmp_path, 3) / PLAN_FILE).read_text())["policy_version"] == 3
 

@@ -20,7 +20,7 @@ from reward.lanes import Lane
 from reward.loop_thread import CLOSING
 from reward.remote import RemoteScorer
 from reward.scoring import CompiledRubric, ScoringCore
-from tests.misbehaving_server import Answer, Asked, MisbehavingServer
+from tests.misbehaving_server import Answer, Asked, MisbehavingServer, chat
 from tests.reward_front import until
 
 FUNCTION = """
@@ -64,6 +64,11 @@ class Scoring:
             return self.begin(cutoff, *texts).result(timeout=2 * PATIENCE_SECONDS)
         finally:
             timer.cancel()
+
+    def answered(self) -> int:
+        """Items under way of which the service has the worker's answer."""
+        requests = list(self.core._the_pool()._open)
+        return sum(len(answers) for request in requests for _, answers in list(request.at_work.values()))
 
     def judged(self) -> list[str]:
         return self._log.read_text().split()
@@ -109,7 +114,7 @@ def test_a_threads_cutoff_is_that_of_the_call_it_judges_for() -> None:
 def test_what_is_settled_stays_and_the_worker_is_free_soon(scoring: Scoring) -> None:
     cutoff = Cutoff()
     call = scoring.begin(cutoff, "1", "0", "hang", "1")
-    until(lambda: "hang" in scoring.judged())
+    until(lambda: "hang" in scoring.judged() and scoring.answered() == 2)
     cutoff.end()
     assert call.result(timeout=PATIENCE_SECONDS) == [Scored(1.0), Scored(0.0), CUT_OFF, CUT_OFF]
     assert scoring.soon("1") == [Scored(1.0)], "the time of the one that hangs is 60 s"
@@ -265,6 +270,25 @@ def test_a_question_that_nobody_waits_for_may_be_billed(monkeypatch: pytest.Monk
         cutoff.end()
         assert call.result(timeout=PATIENCE_SECONDS) == [CUT_OFF]
         until(lambda: judge.figures()["judge_spent"] == 1000.0)
+
+
+def test_money_set_aside_for_a_question_that_was_never_asked_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    cutoff = Cutoff()
+    prices: dict[str, Any] = {"completion_price": 1.0, "max_spend": 1.0}
+    with (
+        MisbehavingServer(lambda asked: chat('{"score": 7}', prompt_tokens=0, completion_tokens=0)) as server,
+        closing(
+            GenerativeJudge(base_url=server.url, model="m", template="{answer}", requests_per_minute=1, **prices)
+        ) as judge,
+    ):
+        call = in_thread(lambda: judge_remotely(judge, items("a", "b"), "calls", cutoff, False))
+        until(lambda: len(server.asked) == 1 and judge.figures()["judge_waiting_calls"] == 1.0)
+        desk = judge._loop.shared
+        assert desk is not None and desk.meter.reserved > 0.0
+        cutoff.end()
+        assert CUT_OFF in call.result(timeout=PATIENCE_SECONDS)
+        until(lambda: desk.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
 
 
 def test_what_no_thread_has_taken_up_is_not_waited_for() -> None:

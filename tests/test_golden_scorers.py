@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,17 @@ WAYS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
 }
 """Name of the golden scorer → kind of score → our scorer and the options that give it."""
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reward.md"
+
+
+def test_the_page_names_the_scorer_and_the_options_of_every_kind() -> None:
+    table = PAGE.read_text().partition("| kind of score there |")[2].partition("\n\n")[0]
+    shown: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {name: {} for name in WAYS}
+    for name, kind, scorer, options in re.findall(r"^\| `(\w+)` `(\S+)` \|.*\| `(\w+)` \| `(.+)` \|$", table, re.M):
+        shown[name][kind] = scorer, tomllib.loads(f"arguments = {options}")["arguments"]
+    assert shown == WAYS
 
 
 def asked(scorer: str, arguments: dict[str, Any]) -> Judge:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from email.utils import formatdate
@@ -19,13 +22,14 @@ from protos.nouns import Prompt, SamplingParameters, Trajectory
 from reward import http_client
 from reward.catalogue import Catalogue
 from reward.config import RewardConfig
-from reward.http_client import retry_after
+from reward.http_client import LONGEST_PAUSE_SECONDS, Fault, retry_after, with_retries
 from reward.judge import GenerativeJudge, combined
 from reward.registry import BUILT_IN
 from reward.scoring import ScoringCore
 from services.reward_service import score_item
 from tests.judge_calls import GOOD, ask, item, refused, user_text
 from tests.misbehaving_server import Answer, Asked, MisbehavingServer, chat, free_port
+from tests.test_rate_limit import run
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +201,40 @@ def test_retry_after_is_honoured_by_all_questions() -> None:
     scores, _ = ask(answer, [item("a"), item("b")], max_concurrent=1)
     assert scores == [Scored(7.0)] * 2
     assert len(times) == 3 and times[1] - times[0] >= 1.0
+
+
+@pytest.mark.parametrize("asked", [0.0, 0.4, 100.0])
+def test_pauses_grow_and_many_that_failed_at_once_do_not_come_back_at_once(
+    monkeypatch: pytest.MonkeyPatch, asked: float
+) -> None:
+    """Two hundred fail seven times together, on a clock of the test's; `asked` is what a `Retry-After` says each time."""
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_SECONDS", 1.0)
+    pauses: dict[int, list[float]] = defaultdict(list)
+
+    async def one() -> None:
+        loop, number = asyncio.get_running_loop(), 0
+        before = loop.time()
+
+        async def attempt(deadline: float) -> Fault:
+            nonlocal before, number
+            if number:
+                pauses[number].append(loop.time() - before)
+            before, number = loop.time(), number + 1
+            return Fault("infrastructure", "down", not_before_seconds=asked)
+
+        fault = await with_retries(attempt, max_attempts=8, deadline=math.inf)
+        assert isinstance(fault, Fault) and fault.detail == "down (attempt 8)"
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one() for _ in range(200)))
+
+    run(all_of_them)
+    assert list(pauses) == list(range(1, 8))
+    for number, seconds in pauses.items():
+        half = min(2.0 ** (number - 1), LONGEST_PAUSE_SECONDS) / 2
+        least = max(asked, half)
+        assert least - 1e-6 <= min(seconds) and max(seconds) <= least + half + 1e-6
+        assert max(seconds) - min(seconds) > 0.8 * half and len(set(seconds)) > 190
 
 
 def test_who_asks_for_more_time_than_there_is_gets_no_second_question() -> None:

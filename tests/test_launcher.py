@@ -103,6 +103,20 @@ def test_a_stopped_launcher_is_replaced(make_pool: Make, spec: ScorerSpec, text:
     wait_until_gone(launcher)
 
 
+def test_a_stopped_launcher_gives_way_to_another_at_the_first_request() -> None:
+    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    try:
+        first = launchers.spawn(())
+        stopped = psutil.Process(first.pid).ppid()
+        os.kill(stopped, signal.SIGSTOP)
+        second = launchers.spawn(())
+        assert psutil.Process(second.pid).ppid() != stopped
+        for worker in (first, second):
+            worker.close()
+    finally:
+        launchers.close()
+
+
 def test_an_item_that_stops_its_launcher_costs_no_other_item_its_score(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
     assert pool.score(spec, items("a", "stop the launcher", "b")) == [SEVEN] * 3

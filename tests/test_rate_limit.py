@@ -191,6 +191,60 @@ def test_further_attempts_go_before_first_ones_of_their_lane_in_their_order() ->
     assert order == ["call", "job again", "job again, too", "late", "job"]
 
 
+def test_an_attempt_that_was_let_through_is_before_nobody_any_more() -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        limiter = RateLimiter([RateLimit(60)])
+
+        async def one(name: str, again: bool) -> None:
+            await limiter.take([1], again=again)
+            order.append(name)
+
+        await limiter.take([60])
+        first = asyncio.create_task(one("again", True))
+        waiting = [asyncio.create_task(one(name, False)) for name in ("first", "second")]
+        await first
+        await asyncio.gather(one("again, later", True), *waiting)
+
+    run(work)
+    assert order == ["again", "again, later", "first", "second"]
+
+
+def test_one_who_is_cancelled_just_as_it_was_let_through_takes_nothing() -> None:
+    async def work() -> tuple[float, float]:
+        limiter, meter, loop = RateLimiter([RateLimit(60)]), SpendMeter(1.0), asyncio.get_running_loop()
+        first = await limiter.take([60])
+        assert await meter.reserve(0.9)
+        gone = [asyncio.create_task(limiter.take([50])), asyncio.create_task(meter.reserve(0.9))]
+        await asyncio.sleep(1.0)
+        limiter.settle(first, [0])  # lets the one through …
+        meter.charge(0.9, 0.0)  # … and the other …
+        for task in gone:
+            task.cancel()  # … which never hear of it
+        await asyncio.wait(gone)
+        began = loop.time()
+        await limiter.take([60])
+        return loop.time() - began, meter.reserved
+
+    assert run(work) == (pytest.approx(0.0), 0.0)
+
+
+def test_many_looks_leave_one_timer() -> None:
+    async def work() -> int:
+        limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
+        taken = await limiter.take([10])
+        waiting = asyncio.create_task(limiter.take([10]))
+        await asyncio.sleep(1.0)
+        for _ in range(50):
+            limiter.settle(taken, [10])
+        timers = [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+        await waiting
+        return len(timers)
+
+    assert run(work) == 1
+
+
 def test_one_who_gives_up_holds_nobody_up() -> None:
     async def work() -> float:
         limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()

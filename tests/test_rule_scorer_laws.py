@@ -16,11 +16,11 @@ from reward.ground_truth import MAX_ACCEPTED
 from reward.gsm8k import Gsm8k
 from reward.json_schema import JsonSchema
 from reward.language import LanguageConsistency
-from reward.length import Overlong
 from reward.math_boxed import MathBoxed
 from reward.math_dapo import MathDapo
 from reward.multiple_choice import MultipleChoice
 from reward.numeric import NumericEquality, numbers_in
+from reward.overlong import Overlong
 from reward.registry import BUILT_IN, make_judge
 from reward.repetition import Repetition
 from reward.short_answer import ShortAnswer

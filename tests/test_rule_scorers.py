@@ -12,12 +12,13 @@ from reward.contracts import Judge
 from reward.format import Format
 from reward.json_schema import JsonSchema
 from reward.language import LanguageConsistency, script_of, without_formulas
-from reward.length import Overlong, TargetLength
 from reward.multiple_choice import MultipleChoice
+from reward.overlong import Overlong
 from reward.registry import make_spec
 from reward.repetition import Repetition
 from reward.short_answer import ShortAnswer
 from reward.tags import Tags
+from reward.target_length import TargetLength
 
 
 def item(solution: str, ground_truth: Any = None, **extra_info: Any) -> ScoreItem:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -86,6 +88,30 @@ def test_a_program_finds_an_ordinary_python(sandbox: Sandbox, program: str, stdi
     outcome = run(sandbox, program, stdin)
     assert outcome.failure == "", outcome
     assert outcome.stdout == (b"\xff\0\n" if printed is None else printed.encode())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nprint('a')\nsys.stdout.close()",
+        "import sys\nprint('a')\nsys.stdout = None",
+        "import sys\nprint('a')\ndel sys.stdout",
+        "out = open(1, 'w')\nprint('a')\nout.write('b')",
+        "import os, sys\nsys.stdout.write('a')\nwrite = os.fdopen(1, 'wb').write\nwrite(b'b')",
+        "import io, sys\nsys.stdout = io.StringIO()\nprint('a')\nsys.__stdout__.write('b')",
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('a')",
+        "out = open(1, 'w')\nout.write('a')\nexit()",
+        "out = open(1, 'w')\nout.write('a')\n1 / 0",
+        "import io\nclass Odd(io.IOBase):\n    def flush(self): raise ValueError\nodd = Odd()\nprint('a')",
+        "class Odd:\n    @property\n    def __class__(self): raise ValueError\nodd = Odd()\nprint('a')",
+        "import os\nopen(1, 'w').write('a')\nos._exit(0)",
+    ],
+)
+def test_a_program_ends_as_in_an_ordinary_python(sandbox: Sandbox, program: str) -> None:
+    """What was written counts, whoever was to flush it."""
+    outcome = run(sandbox, program)
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=60, check=False)
+    assert (outcome.exit_code, outcome.stdout) == (done.returncode, done.stdout)
 
 
 def test_the_prelude_comes_first_and_keeps_the_programs_line_numbers(sandbox: Sandbox) -> None:

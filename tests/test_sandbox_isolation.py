@@ -122,6 +122,19 @@ def test_the_best_that_works_is_taken_and_it_is_said_why_no_better_one(monkeypat
 
 
 @pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize("allowed", [False, True])
+def test_isolation_that_does_not_start_once_is_not_done_without(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    class Failing(BubblewrapLauncher):
+        def __init__(self, *_: object) -> None:
+            raise SandboxError("no memory for it now")
+
+    monkeypatch.setattr(isolation, "_found", (Isolation("bubblewrap", True), Failing))
+    with pytest.raises(ScorerError, match="of this machine does not start: bubblewrap: no memory for it now"):
+        open_sandboxes(allow_unsandboxed=allowed)
+    assert find_isolation().name == "bubblewrap", "it may start the next time"
+
+
+@pytest.mark.usefixtures("unknown")
 def test_no_filter_is_told_and_runs_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_filters", lambda launcher: False)
     made = open_sandboxes(allow_unsandboxed=True)

@@ -41,6 +41,10 @@ def test_names_are_in_order() -> None:
     assert list(BUILT_IN) == sorted(BUILT_IN)
 
 
+def test_every_scorer_has_a_file_of_its_own() -> None:
+    assert len({kind.__module__ for kind in BUILT_IN.values()}) == len(BUILT_IN)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_examples_of_a_scorer_are_true(name: str) -> None:
     kind = BUILT_IN[name]

@@ -85,7 +85,7 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
     """A pool of sandboxes with the best isolation that works here, in which the given packages can be imported.
 
     Raises:
-        ScorerError: there is none and `allow_unsandboxed` was not said, or a package is not installed.
+        ScorerError: there is none and `allow_unsandboxed` was not said, or it does not start this time, or a package is not installed.
     """
     layout = layout_for(packages)
     launcher, isolation = _start(layout)
@@ -104,7 +104,8 @@ def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | No
     """The launcher of the best isolation, tried if that has not been done, and the isolation; no launcher if that is none."""
     global _found
     if _found is not None:
-        return _start_again(layout, *_found)
+        known, kind_found = _found
+        return (None if kind_found is None else _start_again(layout, kind_found)), known
     faults: dict[str, None] = {}
     for kind in _KINDS:
         launcher = None
@@ -123,15 +124,12 @@ def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | No
     return None, found
 
 
-def _start_again(
-    layout: Layout, found: Isolation, kind: _Kind | None
-) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | None, Isolation]:
-    if kind is None:
-        return None, found
+def _start_again(layout: Layout, kind: _Kind) -> ZygoteLauncher | BubblewrapEachLauncher:
+    """Isolation that worked before. Raises ScorerError if it does not start now: `allow_unsandboxed` is for machines that have none."""
     try:
-        return kind(layout, DISK_BYTES), found
+        return kind(layout, DISK_BYTES)
     except SandboxError as error:
-        return None, Isolation("none", found.seccomp, (f"{kind.name}: {error}",))
+        raise ScorerError(f"the isolation of this machine does not start: {kind.name}: {error}") from None
 
 
 def _prove(launcher: Launcher) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import gc
+import io
 import os
 import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -173,12 +176,26 @@ def _exit_status(end: SystemExit) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends as an interpreter ends, but for taking its own objects apart: threads, exit functions, streams."""
+    """Ends as an interpreter ends, but for taking its own objects apart: threads, exit functions, streams, files left open."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        stdout = getattr(sys, "stdout", None)
+        if stdout is not None and not getattr(stdout, "closed", False):
+            stdout.flush()
+        _flush_what_is_open()
     except BaseException:
         traceback.print_exc()
         status = status or 1
     os._exit(status)
+
+
+def _flush_what_is_open() -> None:
+    """What was written to a file that nobody closed (`open(1, "w")`) is written, as where an interpreter takes it apart.
+
+    What fails meanwhile, of a closed file or of the program's own class, an interpreter ignores, too.
+    """
+    for one in gc.get_objects():
+        if issubclass(type(one), io.IOBase):  # not isinstance, which asks the object
+            with suppress(Exception):
+                one.flush()
