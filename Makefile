@@ -43,7 +43,7 @@ check-protos:
 	@deploy/protos.sh --check
 
 check-docs:
-	@$(BIN)/python -m services.config_docs --check
+	@$(BIN)/python -m services.config.docs --check
 
 bench: setup  ## how much of the time sampling and training overlap (writes JSON)
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
@@ -61,7 +61,7 @@ protos: setup  ## regenerate the stubs of protos/*.proto
 	@deploy/protos.sh
 
 docs: setup  ## regenerate docs/configuration.md from the configuration models
-	@$(BIN)/python -m services.config_docs
+	@$(BIN)/python -m services.config.docs
 
 lock:  ## rewrite constraints-cpu.txt from a fresh install of pyproject.toml's ranges
 	@deploy/setup.sh --lock

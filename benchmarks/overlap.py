@@ -201,7 +201,7 @@ def _write_data(file: Path, shape: str) -> None:
 
 def _build_model(folder: Path) -> None:
     script = (
-        "from services.tiny_model import *; import sys; "
+        "from services.data.tiny_model import *; import sys; "
         "build_tiny_model(sys.argv[1], hidden=128, layers=4, ends=False, chat_template=PLAIN_TEMPLATE)"
     )
     subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT, check=True, timeout=120, capture_output=True)

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from services.jobs.config import JobsConfig  # noqa: E402
+from services.config.jobs import JobsConfig  # noqa: E402
 
 BLOCK_ROWS = 1 << 16
 LOOK_SECONDS = 0.05

@@ -42,8 +42,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.staleness_report import DEFAULT, NAIVE, TRUNCATED, Cell, page, runs_of, table, verdicts  # noqa: E402
-from services.arithmetic import write_task  # noqa: E402
 from services.config import load_recipe  # noqa: E402
+from services.data.arithmetic import write_task  # noqa: E402
 from services.process import die_with_parent  # noqa: E402
 from trainer.off_policy.presets import PRESETS  # noqa: E402
 
@@ -199,7 +199,7 @@ def _warm_start(folder: Path, seed: int, *, forgets: bool) -> None:
     split = {"evaluation_rows": QUESTIONS, "demonstrated_share": DEMONSTRATED_SHARE}
     write_task(folder / "data", seed, **split)
     base, pupil, done = folder / "base", folder / "pupil", folder / "model.part"
-    _python("-m", "services.demo", str(base), str(seed))
+    _python("-m", "services.commands.demo", str(base), str(seed))
     _imitate(folder, seed, base, folder / "data", pupil if forgets else done)
     if forgets:
         write_task(folder / "forgetful", seed, sloppy_share=FORGETFUL_SHARE, **split)

@@ -24,11 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from services.arithmetic import write_task  # noqa: E402
 from services.config import parse_recipe  # noqa: E402
-from services.redis_child import RedisChild  # noqa: E402
-from services.run_ledger import create_ledger  # noqa: E402
-from services.supervisor import common_environment  # noqa: E402
+from services.data.arithmetic import write_task  # noqa: E402
+from services.run.ledger import create_ledger  # noqa: E402
+from services.run.redis_child import RedisChild  # noqa: E402
+from services.run.supervisor import common_environment  # noqa: E402
 
 DEADLINE_SECONDS = 120.0
 BATCHES = 20
@@ -63,7 +63,7 @@ def main() -> int:
 
 def _prepare(folder: Path) -> Path:
     subprocess.run(
-        [sys.executable, "-m", "services.demo", str(folder / "model"), "0"],
+        [sys.executable, "-m", "services.commands.demo", str(folder / "model"), "0"],
         cwd=ROOT,
         check=True,
         timeout=DEADLINE_SECONDS,

@@ -187,7 +187,7 @@ fi
 step "check of the imports" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 "$PY" -c "
 import torch, transformers.models.qwen2.modeling_qwen2, deepspeed, redis, grpc, pyarrow.parquet, vllm.v1.engine.async_llm
 import torch.distributed.run, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2
-import services.rollout_service, services.reward_service, services.feed_service, services.trainer_service
+import services.rollout.service, services.reward.service, services.feed_service, services.trainer.service
 import peft, pytest, tensorboard.compat.proto
 $CHECK"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.command_line import console, end_with, finish, full_disk_named
-from services.reward_command import reward_app
+from services.commands.reward import reward_app
 
 if TYPE_CHECKING:
     from services.config import Recipe
@@ -66,7 +66,7 @@ def demo(
     """
 
     def work() -> int:
-        from services.demo import main
+        from services.commands.demo import main
 
         return main(seed, overrides or [])
 
@@ -88,7 +88,7 @@ def run(
 
     def work() -> int:
         from services.config import load_recipe
-        from services.supervisor import run_recipe
+        from services.run.supervisor import run_recipe
 
         return run_recipe(load_recipe(recipe, overrides or ()), resume, console=console())
 
@@ -115,14 +115,14 @@ def serve(
 
     def work() -> None:
         from services.config import load_recipe
-        from services.run_folder import redis_url_of
+        from services.run.folder import redis_url_of
 
         loaded = load_recipe(recipe, overrides or ())
         if supervisor is not None:
             redis_url = os.environ["TANDEM_REDIS_URL"]
         else:
-            from services.preflight import check_service
-            from services.run_ledger import join_run
+            from services.run.ledger import join_run
+            from services.run.preflight import check_service
 
             check_service(loaded, service.value, replica)
             redis_url = redis_url_of(loaded)
@@ -142,7 +142,7 @@ def sft(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     def work() -> int:
         loaded = _load(recipe, overrides)
-        from services.sft_command import main
+        from services.commands.sft import main
 
         return main(loaded)
 
@@ -158,7 +158,7 @@ def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     def work() -> int:
         loaded = _load(recipe, overrides)
-        from services.evaluate import evaluate_recipe
+        from services.commands.evaluate import evaluate_recipe
 
         return evaluate_recipe(loaded)
 
@@ -173,10 +173,10 @@ def replay(run_folder: RunArgument = None) -> None:
     """
 
     def work() -> int:
-        from services.run_folder import find_run
+        from services.run.folder import find_run
 
         folder = find_run(run_folder)
-        from services.replay import main
+        from services.commands.replay import main
 
         return main(folder)
 
@@ -191,8 +191,8 @@ def status(run_folder: RunArgument = None) -> None:
     """
 
     def work() -> int:
-        from services.run_folder import find_run
-        from services.status import show_status
+        from services.commands.status import show_status
+        from services.run.folder import find_run
 
         return show_status(find_run(run_folder), console())
 
@@ -210,8 +210,8 @@ def ledger(
     """
 
     def work() -> int:
-        from services.run_folder import find_run
-        from services.status import show_ledger
+        from services.commands.status import show_ledger
+        from services.run.folder import find_run
 
         return show_ledger(find_run(run_folder), console(), as_json=as_json)
 
@@ -226,7 +226,7 @@ def doctor() -> None:
     """
 
     def work() -> int:
-        from services.doctor import run_doctor
+        from services.commands.doctor import run_doctor
 
         return run_doctor(console())
 
@@ -248,7 +248,7 @@ def config(
 
     def work() -> int:
         from services.config import dump_recipe
-        from services.config_docs import as_toml, explained
+        from services.config.docs import as_toml, explained
 
         if recipe is None:
             for lines in explained():
@@ -283,7 +283,7 @@ def data_check(
     """
 
     def work() -> int:
-        from services.data_check import run
+        from services.commands.data_check import run
 
         return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
 
@@ -300,16 +300,16 @@ def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recip
         feed_service.main(recipe, redis_url)
     elif service is Service.rollout:
         with starting():
-            from services import rollout_service
+            from services.rollout import service as rollout_service
 
         rollout_service.main(recipe, redis_url, replica)
     elif service is Service.reward:
         with starting():
-            from services import reward_service
+            from services.reward import service as reward_service
 
         reward_service.main(recipe, redis_url)
     else:
-        from services.trainer_launch import run_trainer
+        from services.trainer.launch import run_trainer
 
         run_trainer(recipe, redis_url, recipe_arguments)
 

@@ -14,7 +14,7 @@ from protos.codec import encode_group
 from protos.nouns import SamplingParameters, TrajectoryGroup
 from services.buffer.buffer import Admission, Buffer
 from services.config import Recipe
-from services.dataset import Dataset, PromptBuilder, Row, RowFault
+from services.data.dataset import Dataset, PromptBuilder, Row, RowFault
 from services.front import ServiceFront
 from services.process import stop_event
 

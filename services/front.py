@@ -12,8 +12,8 @@ from protos import common_pb2
 from protos.errors import TandemError
 from services.buffer.buffer import Buffer
 from services.config import Recipe
-from services.control import software_version
 from services.rpc import USUAL_INTAKE, Intake, ServerThread
+from services.run.control import software_version
 
 _HEARTBEAT_SECONDS = 1.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from services.jobs.config import JobsConfig
-from services.jobs.store import ChunkClaim, JobRecord, JobStore
+from services.config.jobs import JobsConfig
+from services.reward.jobs.store import ChunkClaim, JobRecord, JobStore
 
 LEASE_SECONDS = 300.0
 

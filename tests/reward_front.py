@@ -21,10 +21,10 @@ from protos.contracts import Score, Scored, ScoreItem, Unscored
 from reward.config import RewardConfig
 from reward.cutoff import CUT_OFF, Cutoff
 from reward.scoring import CompiledRubric, Lane, ScoringCore
-from services.jobs.config import JobsConfig
-from services.jobs.lane import JobLane
-from services.jobs.store import JobStore
-from services.reward_server import INTAKE, SERVICE_NAME, RewardServicer
+from services.config.jobs import JobsConfig
+from services.reward.jobs.lane import JobLane
+from services.reward.jobs.store import JobStore
+from services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
 from services.rpc import Intake, ServerThread, connect
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -232,7 +232,7 @@ import sys
 from pathlib import Path
 from services.config import load_service_config
 from services.process import die_with_parent, run_service
-from services.reward_standalone import main
+from services.reward.standalone import main
 die_with_parent()
 folder, redis_url, name, *overrides = sys.argv[1:]
 run_service(lambda: main(load_service_config(None, overrides), host="127.0.0.1", redis_url=redis_url, folder=Path(folder), name=name))

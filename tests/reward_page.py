@@ -27,7 +27,7 @@ from protos import errors
 from reward.registry import BUILT_IN, describe
 from services.cli import app
 from services.clients import RewardClient
-from services.reward_display import number
+from services.commands.reward_display import number
 from tests.grpcurl import grpcurl
 from tests.reward_process import running_reward
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services import reward_streams
 from services.clients import RewardClient
+from services.clients import streams as reward_streams
 from tests.scripted_reward import ScriptedReward, serving
 
 

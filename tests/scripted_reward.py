@@ -12,8 +12,8 @@ from typing import Any, cast
 from protos import common_pb2, reward_pb2, reward_pb2_grpc
 from protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
 from protos.errors import JobError, JobExistsError, ScorerError, UnavailableError, UnknownJobError
+from services.reward.wire import read_items, reply_of, with_faults
 from services.rpc import ServerThread
-from services.score_wire import read_items, reply_of, with_faults
 
 Item = reward_pb2.ScoreRequest.Item
 Result = reward_pb2.ScoreReply.Item

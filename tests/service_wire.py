@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 from protos import common_pb2, common_pb2_grpc
 from services import rpc
 from services.buffer.buffer import Buffer
-from services.control import software_version
+from services.run.control import software_version
 
 RPC_SECONDS = 10.0
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import redis
 
+from services.commands.status import ask_supervisor
 from services.config import dump_recipe
-from services.run_folder import RunAddress, running
-from services.status import ask_supervisor
+from services.run.folder import RunAddress, running
 from tests.run_inputs import recipe_of, small_values
 from tests.waiting import eventually
 
@@ -23,8 +23,9 @@ DEADLINE_SECONDS = 30.0
 # `tandem`, with stand-ins for the services. Their programs see BUFFER, NAME and RUN (the run folder).
 TANDEM = """
 import sys
-from services import cli, supervisor
-from services.children import ChildSpec
+from services import cli
+from services.run import supervisor
+from services.run.children import ChildSpec
 
 PROGRAMS = {
     "feed": "BUFFER.admit([(f'0-{i}', b'prompt') for i in range(6)], 6); beat(lambda: False)",

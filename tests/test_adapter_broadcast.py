@@ -15,7 +15,7 @@ from protos.manifest import decode_manifest, encode_manifest, weights_digest, wi
 from protos.nouns import WeightManifest
 from protos.weight_group import empty_bucket, fill_bucket
 from rollout.weight_receiver import StagedReceiver, checkpoint_shapes
-from services.publisher import Publisher
+from services.trainer.publisher import Publisher
 from tests.adapter_policy import ALPHA, RANK, AdapterPolicy
 from tests.test_publisher import FakeSampler, Ring
 from tests.test_weight_group import connected, wait

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from protos.errors import ConfigError
 from services.config import apply_overrides
-from services.config_docs import as_toml, explained, keys, page
-from services.config_faults import explain
-from services.config_tree import known_keys, tables
+from services.config.docs import as_toml, explained, keys, page
+from services.config.faults import explain
+from services.config.tree import known_keys, tables
 from trainer.algorithm import AlgorithmConfig, CriticConfig
 from trainer.engine_options import LoraOptions
 from trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.arithmetic import EVALUATION_ROWS, right_sum, sloppy_sum, write_task
-from services.data_check import check_file
+from services.commands.data_check import check_file
+from services.data.arithmetic import EVALUATION_ROWS, right_sum, sloppy_sum, write_task
 
 digits = st.integers(0, 99)
 

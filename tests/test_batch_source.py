@@ -11,9 +11,9 @@ import pytest
 
 from protos.errors import FencedError, LedgerError, SelectionError, UnavailableError
 from protos.nouns import TrainBatch
-from services.batch_source import BatchSource, SelectionRules, groups_of_rank, read_payloads, selection_rules
 from services.buffer.buffer import Buffer
 from services.config import Recipe
+from services.trainer.batch_source import BatchSource, SelectionRules, groups_of_rank, read_payloads, selection_rules
 from tests.trainer_ring import different_rewards, make_recipe, make_run, put_scored
 from tests.training_groups import group_headers, make_group
 
@@ -185,7 +185,7 @@ def two_ranks(run: Run) -> TrainBatch:
 
 
 def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.batch_source._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("services.trainer.batch_source._RETRY_SECONDS", 0.01)
     run = Run(tmp_path, redis_url, world_size=2)
     batch = two_ranks(run)
     assert groups_of_rank(batch, 0) == ["0-0", "0-1"], "rank 0 writes the record"
@@ -202,7 +202,7 @@ def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, redis_url: str, mon
 def test_a_payload_that_is_gone_fails_on_every_rank(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.batch_source._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("services.trainer.batch_source._RETRY_SECONDS", 0.01)
     run = Run(tmp_path, redis_url)
     put_scored(run.buffer, different_rewards(2))
     source = run.source()

@@ -17,9 +17,9 @@ from protos.contracts import Scored, ScoreItem, Unscored
 from protos.errors import SizeError, UnavailableError
 from reward.config import RewardConfig
 from services.clients import RewardClient
-from services.reward_server import INTAKE, SERVICE_NAME
+from services.reward.server import INTAKE, SERVICE_NAME
+from services.reward.wire import MAX_CARRIED_BYTES, MAX_REQUEST_BYTES
 from services.rpc import from_rpc_error, translated
-from services.score_wire import MAX_CARRIED_BYTES, MAX_REQUEST_BYTES
 from tests.reward_front import (
     EXACT,
     Item,
@@ -65,8 +65,8 @@ def service(redis_url: str, log: Path) -> Iterator[Service]:
 @pytest.fixture
 def half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls answer after half of their time, so that a slow machine makes no difference."""
-    monkeypatch.setattr("services.score_calls._MARGIN_SHARE", 0.5)
-    monkeypatch.setattr("services.score_calls.DEADLINE_MARGIN_SECONDS", 60.0)
+    monkeypatch.setattr("services.reward.calls._MARGIN_SHARE", 0.5)
+    monkeypatch.setattr("services.reward.calls.DEADLINE_MARGIN_SECONDS", 60.0)
 
 
 def score(service: Service, items: list[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
@@ -137,7 +137,7 @@ def test_nothing_goes_on_for_a_caller_who_has_gone(service: Service, log: Path) 
 
 
 def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.score_calls._SCORING_THREADS", 1)
+    monkeypatch.setattr("services.reward.calls._SCORING_THREADS", 1)
     core = ScriptedCore()
     with serving(redis_url, core, with_lane=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
@@ -147,7 +147,7 @@ def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.
 
 
 def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.score_calls._SCORING_THREADS", 1)
+    monkeypatch.setattr("services.reward.calls._SCORING_THREADS", 1)
     core = ScriptedCore()
     with serving(redis_url, core, with_lane=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from services.cli import app
 from services.config import dump_recipe, parse_recipe
-from services.trainer_launch import single_rank_environment, torchrun_arguments
+from services.trainer.launch import single_rank_environment, torchrun_arguments
 from tests.run_inputs import recipe_of, small_values, write_dataset
 from tests.test_imports import COMMANDS
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from protos.contracts import ScoreItem, Unscored
 from protos.errors import DataError
-from services import completions
-from services.completions import CompletionFile, Fields
+from services.data import completions
+from services.data.completions import CompletionFile, Fields
 from tests.answer_files import answers, row
 from tests.dataset_files import write_lines, write_parquet
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from protos.errors import ConfigError
 from services.config import Recipe, apply_overrides, dump_recipe, known_keys, load_recipe, load_resolved, parse_recipe
-from services.config_docs import PAGE, as_toml, keys, page
-from services.config_tree import default_of, shape_of, tables
+from services.config.docs import PAGE, as_toml, keys, page
+from services.config.tree import default_of, shape_of, tables
 
 QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault
 MINIMAL = '[run]\nrun_id = "mine"\n[model]\npath = "models/tiny"\n[data]\ntrain_file = "train.parquet"\n'
@@ -282,4 +282,4 @@ def test_what_need_not_be_there_is_not_there_by_default() -> None:
 def test_every_key_is_documented_and_the_page_is_fresh() -> None:
     for key in keys():
         assert len(key.doc) > 10, f"{key.section}.{key.name} is not explained"
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m services.config_docs"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m services.config.docs"

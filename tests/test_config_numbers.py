@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from services.config import Recipe
-from services.jobs.config import ServiceConfig
+from services.config.jobs import ServiceConfig
 from trainer.config import TrainerConfig
 
 

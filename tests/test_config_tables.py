@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from protos.errors import ConfigError
 from services.config import apply_overrides
-from services.config_docs import as_toml, explained, keys, page
-from services.config_faults import explain
-from services.config_tree import known_keys, tables
+from services.config.docs import as_toml, explained, keys, page
+from services.config.faults import explain
+from services.config.tree import known_keys, tables
 from trainer.named_options import named
 
 QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault

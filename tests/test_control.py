@@ -13,10 +13,10 @@ from protos import control_pb2, control_pb2_grpc
 from protos.errors import DeadlineError, UnavailableError
 from services import rpc
 from services.buffer.buffer import Buffer
-from services.children import Child, ChildSpec
 from services.config import parse_recipe
-from services.control import ControlServer
-from services.crew import Crew
+from services.run.children import Child, ChildSpec
+from services.run.control import ControlServer
+from services.run.crew import Crew
 from tests.redis_ring import SAMPLER, new_run, score, train
 from tests.run_inputs import small_values
 from tests.service_wire import ask_info, check_what_it_says

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protos.errors import DataError
-from services.data_check import check_file, run
+from services.commands.data_check import check_file, run
 from tests.dataset_files import BAD_ROWS, chat_folder, verl_row, write_lines, write_parquet
 
 

@@ -16,8 +16,8 @@ import pytest
 from protos.codec import decode_group, encode_group
 from protos.errors import DataError, ModelError
 from protos.nouns import SamplingParameters, TrajectoryGroup
-from services.chat import ChatEncoder
-from services.dataset import Dataset, LoadedPrompts, Row, RowFault, check_file, load_prompts, parse_row, read_rows
+from services.data.chat import ChatEncoder
+from services.data.dataset import Dataset, LoadedPrompts, Row, RowFault, check_file, load_prompts, parse_row, read_rows
 from tests.dataset_files import BAD_ROWS, chat_folder, verl_row, write_lines, write_parquet
 from tests.tiny_model import CHAT_TEMPLATE, VOCABULARY
 
@@ -216,7 +216,7 @@ def test_models_without_what_a_chat_needs(tmp_path: Path, model: Path) -> None:
 def test_the_tokenizer_is_autotokenizers_and_needs_no_torch(model: Path) -> None:
     code = (
         "import sys, services.feed_service\n"
-        "from services.chat import ChatEncoder\n"
+        "from services.data.chat import ChatEncoder\n"
         f"encoder = ChatEncoder({str(model)!r})\n"
         "ids = encoder.encode([{'role': 'user', 'content': '12 + 3'}])\n"
         "assert 'torch' not in sys.modules, 'torch was imported'\n"

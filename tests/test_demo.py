@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError
-from services import demo
 from services.buffer.buffer import Buffer
+from services.commands import demo
 from services.config import Recipe, dump_recipe, load_recipe, load_resolved
 from services.process import run_service
-from services.run_folder import CONFIG_FILE, LOCK_FILE, RunAddress, RunLock
+from services.run.folder import CONFIG_FILE, LOCK_FILE, RunAddress, RunLock
 from tests.redis_ring import running_redis
 
 STOPPED = 130
@@ -176,7 +176,7 @@ def full(*_arguments: object, **_options: object) -> None:
 def test_a_full_disk_while_the_model_is_made_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("services.tiny_model.build_tiny_model", full)
+    monkeypatch.setattr("services.data.tiny_model.build_tiny_model", full)
     with pytest.raises(SystemExit) as ended:
         run_service(lambda: demo.make_model(tmp_path / "base", 0))
     assert ended.value.code == 2
@@ -196,7 +196,7 @@ def test_a_full_disk_while_the_data_are_written_is_one_line(
 def test_the_process_that_makes_the_model_ends_as_every_service_does(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = subprocess.run(
-        [sys.executable, "-m", "services.demo", str(tmp_path / "file"), "0"],
+        [sys.executable, "-m", "services.commands.demo", str(tmp_path / "file"), "0"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from protos.errors import EnvironmentLackError
 from reward.sandbox.isolation import find_isolation
-from services import doctor
 from services.cli import app
-from services.doctor import Finding, check_backends, check_torch, check_vllm, probe_imports, run_doctor
+from services.commands import doctor
+from services.commands.doctor import Finding, check_backends, check_torch, check_vllm, probe_imports, run_doctor
 
 GOOD_PROBE = {"device": "cpu", "gpus": 0, "vllm": "cpu"}
 

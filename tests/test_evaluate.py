@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import pytest
 
 from protos.errors import ConfigError, DeadlineError, EnvironmentLackError, ModelError, ScorerError, UserError
-from services import evaluate
-from services.children import ChildSpec
+from services.commands import evaluate
+from services.commands.evaluate import evaluate_recipe
 from services.config import Recipe
-from services.evaluate import evaluate_recipe
+from services.run.children import ChildSpec
 from tests.dataset_files import chat_folder, verl_row, write_lines
 from tests.processes import MARK, carriers
 from tests.run_inputs import CONFIG, recipe_of, write_safetensors

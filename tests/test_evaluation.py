@@ -12,8 +12,8 @@ import pytest
 from protos import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from protos.errors import UnavailableError
 from protos.nouns import Prompt, SamplingParameters
-from services.evaluation import Examiner, evaluate
 from services.rpc import ServerThread
+from services.trainer.evaluation import Examiner, evaluate
 
 VERSION = 3
 

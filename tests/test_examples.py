@@ -19,8 +19,8 @@ from protos.nouns import SamplingParameters
 from reward.config import RewardConfig
 from reward.scoring import ScoringCore
 from services.config import load_recipe
-from services.dataset import load_prompts
-from services.tiny_model import build_tiny_model
+from services.data.dataset import load_prompts
+from services.data.tiny_model import build_tiny_model
 from trainer.estimators.options import estimator_models
 from trainer.policy_losses.options import loss_models
 

@@ -78,10 +78,10 @@ LIGHT = [
     "trainer.packing",
     "trainer.planning",
     "trainer.selection",
-    "services.config_docs",
-    "services.preflight",
-    "services.supervisor",
-    "services.doctor",
+    "services.config.docs",
+    "services.run.preflight",
+    "services.run.supervisor",
+    "services.commands.doctor",
 ]
 
 
@@ -102,7 +102,7 @@ def test_a_run_is_checked_without_torch() -> None:
     code = """
 import pathlib, tempfile
 from tests.run_inputs import recipe_of, small_values
-from services.preflight import check_recipe
+from services.run.preflight import check_recipe
 with tempfile.TemporaryDirectory() as folder:
     check_recipe(recipe_of(small_values(pathlib.Path(folder))), resume=False)
 """
@@ -122,6 +122,12 @@ for command in {COMMANDS!r}:
     assert not loaded_by(code) & (LEARNING | WIRES | LIBRARIES)
 
 
+DOORS = {"services/config", "services/rpc", "services/clients"}
+"""What everybody asks of these is named in the package itself: their modules are of one kind, and load much the same."""
+
+
 def test_packages_are_empty_so_that_importing_one_module_loads_one_module() -> None:
     for package in ("protos", "rollout", "reward", "trainer", "services"):
-        assert all(file.read_text() == "" for file in (ROOT / package).rglob("__init__.py"))
+        for file in (ROOT / package).rglob("__init__.py"):
+            if str(file.parent.relative_to(ROOT)) not in DOORS:
+                assert file.read_text() == "", file

@@ -18,7 +18,7 @@ from protos import reward_pb2
 from protos.errors import UnavailableError
 from reward.scoring import CompiledRubric
 from services.buffer.redis_server import start_redis
-from services.jobs.config import JobsConfig
+from services.config.jobs import JobsConfig
 from services.rpc import connect
 from tests.reward_front import (
     Item,
@@ -224,7 +224,7 @@ def test_only_the_item_that_services_die_of_has_no_score(
 
 
 def test_an_outage_that_the_holder_survives_is_no_death(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.jobs.lane._OUTAGE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.reward.jobs.lane._OUTAGE_PAUSE_SECONDS", 0.01)
     redis, core = start_redis(folder), ScriptedCore()
     try:
         with serving(redis.url, core, with_lane=False) as one:

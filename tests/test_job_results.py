@@ -15,8 +15,8 @@ from protos import reward_pb2
 from protos.errors import EnvironmentLackError, JobError, JobLimitError, UnknownJobError
 from services.cli import app
 from services.clients import RewardClient
-from services.jobs.config import JobsConfig
-from services.jobs.store import JobRecord, JobStore
+from services.config.jobs import JobsConfig
+from services.reward.jobs.store import JobRecord, JobStore
 from services.rpc import translated
 from tests.dataset_files import write_lines
 from tests.job_calls import claim, finish, new_store, submit

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from protos.errors import DataError, JobError, JobExistsError, LedgerError, UnknownJobError
-from services.jobs.store import CANCELLED, JobStore
+from services.reward.jobs.store import CANCELLED, JobStore
 from tests.job_calls import LEASE_SECONDS, claim, expire, finish, new_store, submit
 from tests.redis_ring import lose_every_answer
 from tests.waiting import eventually

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from protos.errors import DataError, JobError, JobExistsError, JobLimitError, UnknownJobError
-from services.jobs.store import CANCELLED, ChunkClaim
+from services.reward.jobs.store import CANCELLED, ChunkClaim
 from tests.job_calls import LEASE_SECONDS, expire, new_store
 
 LIMIT = 8000

@@ -26,7 +26,7 @@ from reward.http_client import LONGEST_PAUSE_SECONDS, Fault, retry_after, with_r
 from reward.judge import GenerativeJudge, combined
 from reward.registry import BUILT_IN
 from reward.scoring import ScoringCore
-from services.reward_service import score_item
+from services.reward.service import score_item
 from tests.judge_calls import GOOD, ask, item, refused, user_text
 from tests.misbehaving_server import Answer, Asked, MisbehavingServer, chat, free_port
 from tests.test_rate_limit import run

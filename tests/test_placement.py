@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services import placement
-from services.placement import gpus_wanted, place
+from services.run import placement
+from services.run.placement import gpus_wanted, place
 from tests.run_inputs import recipe_of
 
 VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "m"}, "data": {"train_file": "t"}}

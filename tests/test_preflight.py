@@ -23,11 +23,11 @@ from protos.errors import (
     ScorerError,
     UserError,
 )
-from services import model_check, preflight
 from services.config import Recipe, dump_recipe
-from services.model_check import check_model, known_architectures
-from services.preflight import check_disk, check_memory, check_recipe, check_service
-from services.run_folder import CONFIG_FILE, RunAddress, RunLock
+from services.run import model_check, preflight
+from services.run.folder import CONFIG_FILE, RunAddress, RunLock
+from services.run.model_check import check_model, known_architectures
+from services.run.preflight import check_disk, check_memory, check_recipe, check_service
 from tests.run_inputs import CONFIG, recipe_of, small_values, write_dataset
 
 Values = dict[str, dict[str, Any]]

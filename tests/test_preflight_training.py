@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from protos.errors import ConfigError, EnvironmentLackError, ModelError
-from services import model_check, preflight
 from services.config import Recipe
-from services.preflight import check_memory, check_recipe, check_service
+from services.run import model_check, preflight
+from services.run.preflight import check_memory, check_recipe, check_service
 from tests.run_inputs import CONFIG, recipe_of, small_values, write_model, write_safetensors
 from tests.test_preflight import refused
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from protos.errors import UnavailableError
-from services import progress
-from services.progress import JsonTail, Picture, Progress, RunWatch, picture_of, plain_line, table
+from services.run import progress
+from services.run.progress import JsonTail, Picture, Progress, RunWatch, picture_of, plain_line, table
 from tests.run_inputs import recipe_of, small_values
 
 STATES = {"feed": ("running", 10, 0), "trainer": ("running", 11, 0)}

@@ -21,8 +21,8 @@ from protos.weight_group import Meeting
 from rollout.weight_receiver import StagedReceiver
 from services.buffer.buffer import Buffer
 from services.buffer.registry import Sampler
-from services.publisher import Publication, Publisher
 from services.rpc import ServerThread
+from services.trainer.publisher import Publication, Publisher
 from tests.trainer_ring import make_recipe, make_run
 from tests.waiting import eventually
 from trainer.weight_sender import WeightSender

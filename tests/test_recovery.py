@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from protos.errors import ConfigError, DeadlineError, FencedError, LedgerError
-from services import rank_zero
 from services.buffer.buffer import Buffer
 from services.config import Recipe
-from services.rank_zero import RankZero
-from services.recovery import TrainerLock, check_world, find_lineage
+from services.trainer import rank_zero
+from services.trainer.rank_zero import RankZero
+from services.trainer.recovery import TrainerLock, check_world, find_lineage
 from tests.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.training_groups import make_batch, make_group, make_payloads
 from trainer.batch_record import record_folder, recorded_versions, write_record
@@ -188,7 +188,7 @@ def test_a_plan_for_more_ranks_is_refused() -> None:
 
 
 def test_one_trainer_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.recovery._LOCK_SECONDS", 0.3)
+    monkeypatch.setattr("services.trainer.recovery._LOCK_SECONDS", 0.3)
     lock = TrainerLock(tmp_path)
     with pytest.raises(DeadlineError, match="another trainer"):
         TrainerLock(tmp_path)

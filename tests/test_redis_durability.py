@@ -11,12 +11,13 @@ import pytest
 import redis
 
 from protos.errors import ConfigError, EnvironmentLackError
-from services import doctor, preflight
 from services.buffer.buffer import Buffer
 from services.buffer.durability import RedisSettings, check_room, check_settings, read_settings, weaknesses
 from services.buffer.redis_server import start_redis
-from services.jobs.config import JobsConfig, ServiceConfig
-from services.reward_standalone import main as serve_alone
+from services.commands import doctor
+from services.config.jobs import JobsConfig, ServiceConfig
+from services.reward.standalone import main as serve_alone
+from services.run import preflight
 from tests.run_inputs import recipe_of, small_values
 
 Change = Callable[..., None]
@@ -152,8 +153,8 @@ def looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     def ended(*_arguments: object, **_more: object) -> None:
         raise LookedAtError
 
-    monkeypatch.setattr("services.reward_standalone.stop_event", lambda: None)
-    monkeypatch.setattr("services.reward_standalone.RewardServicer", ended)
+    monkeypatch.setattr("services.reward.standalone.stop_event", lambda: None)
+    monkeypatch.setattr("services.reward.standalone.RewardServicer", ended)
 
     def look(redis_url: str = "", **jobs: int) -> None:
         config = ServiceConfig(jobs=JobsConfig(**jobs))  # type: ignore[arg-type]
@@ -224,8 +225,8 @@ def test_an_embedded_redis_needs_memory_and_disk_for_both_limits(
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward_standalone.stop_event", lambda: None)
-    monkeypatch.setattr("services.reward_standalone.check_job_room", lambda *_: None)
+    monkeypatch.setattr("services.reward.standalone.stop_event", lambda: None)
+    monkeypatch.setattr("services.reward.standalone.check_job_room", lambda *_: None)
     folder = tmp_path / "file"
     folder.write_text("")
     with pytest.raises(

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from protos.errors import DataError, ModelError
-from services import replay
+from services.commands import replay
 from services.config import Recipe, known_keys
-from services.resume import FREE, forbidden_changes
-from services.run_folder import CONFIG_FILE
+from services.run.folder import CONFIG_FILE
+from services.run.resume import FREE, forbidden_changes
 from tests.redis_ring import running_redis
 from tests.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, same_environment, train
 from trainer.batch_record import read_record, record_folder

@@ -10,8 +10,8 @@ import pytest
 
 from protos.errors import ConfigError
 from services.config import Recipe, dump_recipe, known_keys
-from services.resume import FREE, check_resumable, forbidden_changes
-from services.run_folder import CONFIG_FILE
+from services.run.folder import CONFIG_FILE
+from services.run.resume import FREE, check_resumable, forbidden_changes
 from tests.run_inputs import recipe_of, small_values
 from trainer.config import TrainerConfig
 

@@ -19,10 +19,10 @@ from protos.errors import (
     UnknownJobError,
     UserError,
 )
-from services import async_client
+from services.addresses import DEFAULT_ADDRESS, named_addresses, target_of
 from services.clients import AsyncRewardClient, RewardClient
-from services.replicas import DEFAULT_ADDRESS, named_addresses, target_of
-from services.reward_messages import Limits, Packed, pack
+from services.clients import asynchronous as async_client
+from services.clients.messages import Limits, Packed, pack
 from tests.scripted_reward import ScriptedReward, items_of, serving, values
 
 pytest_plugins = ("tests.scripted_clients",)

@@ -14,9 +14,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from protos.errors import ScorerError, UserError
-from services import async_client, reward_tasks
 from services.cli import app
-from services.reward_tasks import Choice
+from services.clients import asynchronous as async_client
+from services.commands import reward_tasks
+from services.commands.reward_tasks import Choice
 from tests.answer_files import answers, row
 from tests.dataset_files import write_lines
 from tests.scripted_reward import ScriptedReward, serving

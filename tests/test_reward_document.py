@@ -16,7 +16,7 @@ from reward.catalogue import Catalogue
 from reward.config import RewardConfig
 from reward.rubric import Rubric
 from services.config import load_service_config
-from services.jobs.config import ServiceConfig
+from services.config.jobs import ServiceConfig
 from tests.reward_page import PAGE, ROOT, commands_of, followed, remote_scorers
 
 TEXT = PAGE.read_text(encoding="utf-8")

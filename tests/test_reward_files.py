@@ -18,9 +18,9 @@ from protos.contracts import Scored, ScoreItem, Unscored
 from protos.errors import DataError, JobError, JobExistsError, JobLimitError
 from services.cli import app
 from services.clients import RewardClient
-from services.completions import CompletionFile, Fields
-from services.dataset import Dataset, RowFault
-from services.reward_display import plain, score_line
+from services.commands.reward_display import plain, score_line
+from services.data.completions import CompletionFile, Fields
+from services.data.dataset import Dataset, RowFault
 from tests.dataset_files import verl_row, write_lines
 from tests.scripted_reward import ScriptedReward, serving
 

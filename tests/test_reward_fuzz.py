@@ -20,10 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import reward_pb2
 from reward.rubric import MAX_SCORERS
-from services.item_twins import READERS
-from services.reward_server import SERVICE_NAME
+from services.reward.item_twins import READERS
+from services.reward.server import SERVICE_NAME
+from services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES
 from services.rpc import MAX_MESSAGE_BYTES
-from services.score_wire import MAX_ITEMS, MAX_REQUEST_BYTES
 from tests.reward_front import Item, Replica, Request, Stub, answers, submission, summary
 
 AT_ONCE = 24

@@ -21,10 +21,10 @@ from protos.errors import (
     UnknownJobError,
 )
 from reward.config import RewardConfig
-from services.jobs.config import JobsConfig
-from services.jobs.store import CANCELLED, JobStore
+from services.config.jobs import JobsConfig
+from services.reward.jobs.store import CANCELLED, JobStore
+from services.reward.wire import MAX_ITEMS
 from services.rpc import translated
-from services.score_wire import MAX_ITEMS
 from tests.reward_front import (
     EXACT,
     Feed,
@@ -190,7 +190,7 @@ def test_jobs_calls_have_an_end_without_a_deadline(redis_url: str, monkeypatch: 
     with serving(redis_url, core) as one:
         one.store._run("configure", 10**9, 40_000, 10**9)
         job_id = one.submit(answers("wait"), key="watched").job.job_id
-        monkeypatch.setattr("services.waits.LONGEST_CALL_SECONDS", 0.3)
+        monkeypatch.setattr("services.reward.waits.LONGEST_CALL_SECONDS", 0.3)
         with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
             list(one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id)))
         chunks = [answers("wait", "x" * 100_000)] * 3
@@ -210,7 +210,7 @@ def test_jobs_calls_have_an_end_without_a_deadline(redis_url: str, monkeypatch: 
 def test_items_whose_scorer_is_out_of_reach_are_scored_again_and_no_others(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     core = ScriptedCore()
     with serving(redis_url, core, reward=RewardConfig(infrastructure_attempts=3)) as one:
         chunk = answers("infrastructure*2", "1", "timeout*1", "infrastructure*9", "2")
@@ -221,7 +221,7 @@ def test_items_whose_scorer_is_out_of_reach_are_scored_again_and_no_others(
 
 
 def test_items_that_are_compared_are_scored_again_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     core = ScriptedCore()
     core.default = grouped(core)
     with serving(redis_url, core) as one:
@@ -245,7 +245,7 @@ def test_an_item_that_services_die_of_gets_a_reason(redis_url: str) -> None:
 def test_a_job_is_never_scored_by_another_rubric_than_it_was_submitted_to(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     jobs = JobsConfig(namespace="changed")
     with serving(redis_url, jobs=jobs, with_lane=False) as one:
         plain, named = one.submit(answers("1 ")).job.job_id, one.submit(answers("1 "), rubric=EXACT).job.job_id
@@ -258,7 +258,7 @@ def test_a_job_is_never_scored_by_another_rubric_than_it_was_submitted_to(
 def test_a_job_is_never_scored_by_another_scorer_of_the_same_name(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     jobs, rubric = JobsConfig(namespace="renamed"), '[[components]]\nscorer = "house"\n'
 
     def reward(scorer: str) -> RewardConfig:
@@ -275,7 +275,7 @@ def test_a_job_is_never_scored_by_another_scorer_of_the_same_name(
     with serving(redis_url, jobs=jobs, reward=reward("exact"), with_lane=False) as one:
         changed = one.submit(answers("1"), rubric=rubric).job.job_id
     monkeypatch.undo()
-    monkeypatch.setattr("services.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     with serving(redis_url, jobs=jobs, reward=reward("exact")) as one:
         assert summary(one.results(changed)) == ["infrastructure"], "nor by another version of it"
 

@@ -10,7 +10,7 @@ from protos.contracts import ScoreItem
 from protos.errors import (
     DataError,
 )
-from services.reward_messages import Cutter, Limits, cut, groups_together, pack
+from services.clients.messages import Cutter, Limits, cut, groups_together, pack
 
 WIDE = Limits(1000, 1 << 20, 1000, 1 << 20)
 

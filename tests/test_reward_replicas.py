@@ -18,9 +18,9 @@ from protos.errors import (
     EnvironmentLackError,
 )
 from services.config import dump_recipe, parse_recipe
-from services.jobs.config import ServiceConfig
-from services.reward_server import SERVICE_NAME
-from services.reward_standalone import main as serve_alone
+from services.config.jobs import ServiceConfig
+from services.reward.server import SERVICE_NAME
+from services.reward.standalone import main as serve_alone
 from services.rpc import connect
 from tests.reward_front import (
     EXACT,
@@ -72,8 +72,8 @@ def test_info_answers_before_all_is_there(redis_url: str, tmp_path: Path, monkey
         told.append(info())
         raise EnvironmentLackError("that was all")
 
-    monkeypatch.setattr("services.reward_standalone.stop_event", threading.Event)
-    monkeypatch.setattr("services.reward_standalone.ServerThread", too_early)
+    monkeypatch.setattr("services.reward.standalone.stop_event", threading.Event)
+    monkeypatch.setattr("services.reward.standalone.ServerThread", too_early)
     with pytest.raises(EnvironmentLackError, match="that was all"):
         serve_alone(ServiceConfig(), host="127.0.0.1", redis_url=redis_url, folder=tmp_path)
     (reply,) = told
@@ -114,7 +114,7 @@ RUN = """
 import sys
 from services.config import load_resolved
 from services.process import die_with_parent, run_service
-from services.reward_service import main
+from services.reward.service import main
 die_with_parent()
 run_service(lambda: main(load_resolved(sys.argv[1]), sys.argv[2]))
 """

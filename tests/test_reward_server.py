@@ -21,10 +21,10 @@ from protos.errors import (
 from reward.config import RewardConfig
 from reward.rubric import MAX_SCORERS
 from reward.tags import MAX_NAMES
-from services.reward_server import SERVICE_NAME
+from services.reward.inline import is_quick
+from services.reward.server import SERVICE_NAME
+from services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, reply_of
 from services.rpc import from_rpc_error, translated
-from services.score_inline import is_quick
-from services.score_wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, reply_of
 from tests.reward_front import (
     EXACT,
     Feed,
@@ -185,7 +185,7 @@ def test_replies_are_put_together_where_they_were_scored(redis_url: str, monkeyp
         threads.append(threading.current_thread().name)
         return reply_of(scores)
 
-    monkeypatch.setattr("services.score_calls.reply_of", watched)
+    monkeypatch.setattr("services.reward.calls.reply_of", watched)
     with serving(redis_url, ScriptedCore(), with_lane=False) as one:
         assert summary(score(one, answers("1", "2"))) == [1.0, 0.0]
     assert len(threads) == 1 and threads[0].startswith("score")

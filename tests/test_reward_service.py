@@ -16,7 +16,7 @@ from protos.nouns import ScoredTrajectory, Trajectory
 from reward.config import RewardConfig
 from reward.scoring import ScoringCore
 from services.buffer.buffer import Buffer
-from services.reward_service import Progress, RewardStage, lacking_rows, scored_row
+from services.reward.service import Progress, RewardStage, lacking_rows, scored_row
 from tests.redis_ring import claim
 from tests.reward_ring import ScriptedCore, answers, collect, generate, rewards, run_of, trajectory
 from tests.waiting import eventually, looping
@@ -192,8 +192,8 @@ def test_without_a_scored_greedy_answer_the_group_is_dropped_for_its_reason(redi
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.backoff.FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("services.backoff.LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("services.reward.backoff.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("services.reward.backoff.LONGEST_PAUSE_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -223,7 +223,7 @@ def test_failures_of_both_kinds_spend_both_budgets(redis_url: str) -> None:
 
 
 def test_a_stop_ends_the_pause_and_spends_no_budget(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.backoff.FIRST_PAUSE_SECONDS", 30.0)
+    monkeypatch.setattr("services.reward.backoff.FIRST_PAUSE_SECONDS", 30.0)
     buffer, core = run_of(redis_url, infrastructure=0), ScriptedCore()
     generate(buffer, [answers("infrastructure*1")])
     started = time.monotonic()

@@ -49,7 +49,7 @@ def service(redis_url: str, tmp_path: Path) -> Iterator[tuple[Buffer, Callable[[
     (tmp_path / "config.json").write_text(dump_recipe(recipe))
     code = (
         "from services.config import load_resolved\nfrom services.process import run_service\n"
-        "from services.reward_service import main\n"
+        "from services.reward.service import main\n"
         f"run_service(lambda: main(load_resolved({str(tmp_path / 'config.json')!r}), {redis_url!r}))"
     )
     started: list[subprocess.Popen[bytes]] = []
@@ -139,7 +139,7 @@ def test_a_scorer_that_cannot_be_built_ends_the_process_with_one_line(redis_url:
     (tmp_path / "config.json").write_text(dump_recipe(parse_recipe(recipe)))
     code = (
         "from services.config import load_resolved\nfrom services.process import run_service\n"
-        "from services.reward_service import main\n"
+        "from services.reward.service import main\n"
         f"run_service(lambda: main(load_resolved({str(tmp_path / 'config.json')!r}), {redis_url!r}))"
     )
     root = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protos import reward_pb2
 from protos.contracts import Score, Scored, ScoreItem, Unscored
-from services.score_wire import MAX_DEPTH, read_items, reply_of, score_of, with_faults
+from services.reward.wire import MAX_DEPTH, read_items, reply_of, score_of, with_faults
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -25,7 +25,7 @@ from rollout.engine_folder import sweep_engine_folders
 from services import rpc
 from services.buffer.buffer import Buffer
 from services.config import dump_recipe, parse_recipe
-from services.rollout_server import SERVICE_NAME
+from services.rollout.server import SERVICE_NAME
 from tests.engine_process import without_end
 from tests.redis_ring import SAMPLER
 from tests.service_wire import ask_info, check_what_it_says
@@ -47,7 +47,7 @@ class Served:
         code = (
             "import sys; from services.process import run_service; from services.config import load_resolved\n"
             "def main():\n"
-            "    from services.rollout_service import main\n"
+            "    from services.rollout.service import main\n"
             f"    main(load_resolved({str(recipe_file)!r}), {redis_url!r})\n"
             "if __name__ == '__main__': run_service(main)\n"
         )

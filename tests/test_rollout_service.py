@@ -18,7 +18,7 @@ from protos.nouns import Prompt, SamplingParameters, Segment, Trajectory, Trajec
 from rollout.config import RolloutConfig
 from rollout.engine import EngineFigures
 from services.buffer.buffer import Buffer
-from services.rollout_service import RolloutStage
+from services.rollout.service import RolloutStage
 from tests.redis_ring import SAMPLER, new_run
 
 TIMEOUT = 20.0

@@ -15,8 +15,8 @@ from protos.errors import ConfigError, DataError
 from protos.nouns import TrajectoryGroup
 from reward.config import RewardConfig
 from reward.scoring import ScoringCore
-from services.preflight import check_reward
-from services.reward_service import scored_row
+from services.reward.service import scored_row
+from services.run.preflight import check_reward
 from tests.run_inputs import recipe_of, small_values
 from tests.training_groups import make_batch, make_group
 from trainer.algorithm import AlgorithmConfig

@@ -14,7 +14,7 @@ import redis
 from protos import control_pb2, control_pb2_grpc
 from services import rpc
 from services.buffer.buffer import Buffer
-from services.run_folder import CONFIG_FILE, running
+from services.run.folder import CONFIG_FILE, running
 from tests.stand_in_run import DEADLINE_SECONDS, Run, stand_in_run
 from tests.waiting import eventually
 

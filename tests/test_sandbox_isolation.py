@@ -20,7 +20,7 @@ from reward.sandbox.launcher import BareLauncher
 from reward.sandbox.layout import PACKAGES_FOLDER, layout_for
 from reward.sandbox.limits import Limits
 from reward.sandbox.sandbox import SandboxError
-from services import doctor
+from services.commands import doctor
 
 ROOT = Path(__file__).resolve().parents[1]
 

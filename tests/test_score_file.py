@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from protos.contracts import Score, Scored, Unscored
 from protos.errors import DataError
-from services import score_file
-from services.score_file import ScoreFile
+from services.data import score_file
+from services.data.score_file import ScoreFile
 
 scores = st.lists(
     st.one_of(

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from protos.errors import ConfigError, RunExistsError, UnavailableError
-from services import run_ledger
 from services.buffer.buffer import Buffer
 from services.config import Recipe, dump_recipe, load_resolved
-from services.run_folder import CONFIG_FILE
-from services.run_ledger import join_run
+from services.run import ledger as run_ledger
+from services.run.folder import CONFIG_FILE
+from services.run.ledger import join_run
 from tests.dataset_files import chat_folder, verl_row, write_lines
 from tests.run_inputs import CONFIG, recipe_of, write_safetensors
 
@@ -135,7 +135,7 @@ def test_a_trainer_waits_until_the_feed_has_come(
         if len(slept) == 2:
             join_run(recipe, redis_url, "feed")
 
-    monkeypatch.setattr("services.run_ledger.time.sleep", sleep)
+    monkeypatch.setattr("services.run.ledger.time.sleep", sleep)
     join_run(recipe, redis_url, "trainer")
     assert len(slept) == 2
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protos.errors import ConfigError, EnvironmentLackError
-from services import sft_command
+from services.commands import sft as sft_command
 from services.config import Recipe
 from tests.dataset_files import chat_folder, verl_row, write_lines
 from tests.run_inputs import recipe_of, small_values

@@ -9,7 +9,7 @@ import pytest
 
 from protos.codec import encode_group
 from protos.nouns import ScoredTrajectory, TrajectoryGroup
-from services.metrics import (
+from services.run.metrics import (
     JsonLines,
     MetricsLog,
     PhaseClock,
@@ -18,7 +18,7 @@ from services.metrics import (
     component_figures,
     percentile_99,
 )
-from services.summary import summarise, write_summary
+from services.run.summary import summarise, write_summary
 from tests.trainer_ring import make_recipe
 from tests.training_groups import make_batch, make_group
 

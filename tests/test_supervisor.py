@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from protos.errors import LINES_ABOVE
-from services import children, crew
-from services.children import Child, ChildSpec, RestartPolicy, end_lineage, new_run_token
-from services.crew import FAILED, FINISHED, INTERRUPTED, USER_ERROR, Crew
+from services.run import children, crew
+from services.run.children import Child, ChildSpec, RestartPolicy, end_lineage, new_run_token
+from services.run.crew import FAILED, FINISHED, INTERRUPTED, USER_ERROR, Crew
 from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,8 +45,8 @@ time.sleep(600)
 DRIVER = """
 import json, sys
 from pathlib import Path
-from services.children import Child, ChildSpec
-from services.crew import Crew
+from services.run.children import Child, ChildSpec
+from services.run.crew import Crew
 folder, table = Path(sys.argv[1]), json.loads(sys.argv[2])
 crew = Crew(say=lambda line: print(line, flush=True))
 crew.children = [Child(ChildSpec(name, (sys.executable, "-c", code), folder / f"{name}.log"), crew.token) for name, code in table.items()]

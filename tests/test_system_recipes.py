@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 from safetensors.torch import load_file
 
-from services.arithmetic import EVALUATION_ROWS
 from services.config import Recipe, load_recipe
-from services.tiny_model import build_tiny_model
+from services.data.arithmetic import EVALUATION_ROWS
+from services.data.tiny_model import build_tiny_model
 from tests.test_examples import GSM8K_RECIPES, prepare, write_gsm8k
 from tests.whole_run import ROOT, environment
 

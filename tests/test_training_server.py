@@ -12,7 +12,7 @@ import pytest
 from protos import training_pb2, training_pb2_grpc
 from services import rpc
 from services.buffer.registry import Sampler
-from services.watchdog import Watchdog, diagnose
+from services.trainer.watchdog import Watchdog, diagnose
 from tests.service_wire import check_what_it_says
 from tests.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
 from tests.waiting import eventually
@@ -101,8 +101,8 @@ def test_the_watchdog_names_who_starves_the_trainer(
 def test_the_watchdog_looks_without_any_work_in_flight(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("services.watchdog.STARVED_SECONDS", 0.2)
-    monkeypatch.setattr("services.watchdog._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("services.trainer.watchdog.STARVED_SECONDS", 0.2)
+    monkeypatch.setattr("services.trainer.watchdog._POLL_SECONDS", 0.05)
     buffer = make_run(redis_url, make_recipe(tmp_path))
     since: float | None = None
     watchdog = Watchdog(buffer, lambda: since, 32)

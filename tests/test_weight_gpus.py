@@ -14,7 +14,7 @@ import torch
 from protos.manifest import encode_manifest
 from protos.weight_group import bucket_digest, export_cuda_bucket, import_cuda_bucket
 from rollout.weight_receiver import StagedReceiver
-from services.doctor import RECORDS, check_backends
+from services.commands.doctor import RECORDS, check_backends
 from tests.test_weight_group import TIMEOUT, Tensors, equal, wait
 from trainer.weight_sender import WeightSender
 

@@ -14,9 +14,9 @@ from protos.codec import encode_group, encode_headers, group_headers
 from protos.nouns import TrajectoryGroup
 from services.buffer.buffer import Buffer
 from services.config import Recipe, dump_recipe, parse_recipe
-from services.run_folder import CONFIG_FILE
-from services.tiny_model import build_tiny_model
-from services.trainer_service import run_rank
+from services.data.tiny_model import build_tiny_model
+from services.run.folder import CONFIG_FILE
+from services.trainer.service import run_rank
 from tests.redis_ring import LEASE_SECONDS, SAMPLER, claim
 from tests.training_groups import make_group
 

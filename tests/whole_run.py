@@ -18,8 +18,8 @@ import psutil
 
 from protos.codec import decode_group
 from protos.nouns import ScoredTrajectory, TrajectoryGroup
-from services.arithmetic import write_task
-from services.tiny_model import build_tiny_model
+from services.data.arithmetic import write_task
+from services.data.tiny_model import build_tiny_model
 from trainer.batch_record import read_record, recorded_versions
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,0 +1,67 @@
+"""Addresses of a service that may have several replicas: calls go round, and one that meets a dead replica is tried at the next."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+
+from protos.errors import UserError
+
+ADDRESS_VARIABLE = "TANDEM_REWARD_ADDRESS"
+DEFAULT_PORT = 50051
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+
+
+def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
+    """The addresses meant: those given (a text may hold several, with commas), else those of TANDEM_REWARD_ADDRESS, else the default.
+
+    Raises:
+        UserError: one of them is not host:port.
+    """
+    parts = addresses.split(",") if isinstance(addresses, str) else addresses
+    named = tuple(part.strip() for part in parts if part.strip())
+    if not named:
+        elsewhere = os.environ.get(ADDRESS_VARIABLE, "")
+        return named_addresses(elsewhere) if elsewhere.strip(", ") else (DEFAULT_ADDRESS,)
+    for address in named:
+        if address.startswith("unix:"):
+            continue
+        host, sign, port = address.rpartition(":")
+        if not sign or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UserError(f"address {address!r} is not host:port (several are separated by commas)")
+    return named
+
+
+def target_of(addresses: Sequence[str]) -> str:
+    """What gRPC calls them. One name stays a name, so that all its addresses are used and found anew when they change.
+
+    Raises:
+        UserError: there are several and one of them is not known to this machine, or not of the same kind as the others.
+    """
+    if len(addresses) == 1:
+        return addresses[0] if addresses[0].startswith("unix:") else f"dns:///{addresses[0]}"
+    if any(address.startswith("unix:") for address in addresses):
+        raise UserError("a unix socket cannot be one of several addresses")
+    found = [_resolve(address) for address in addresses]
+    for version, kind in ((4, "ipv4"), (6, "ipv6")):
+        if all(version in one for one in found):
+            return f"{kind}:" + ",".join(dict.fromkeys(place for one in found for place in one[version]))
+    raise UserError(
+        f"addresses {', '.join(addresses)}: some are IPv4 only and some IPv6 only; name replicas of one kind"
+    )
+
+
+def _resolve(address: str) -> dict[int, list[str]]:
+    """The IP addresses of host:port by version, with the port."""
+    host, _, port = address.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"address {address}: {error.strerror or error}") from None
+    found: dict[int, list[str]] = {}
+    for info in infos:
+        ip = ipaddress.ip_address(str(info[4][0]).partition("%")[0])
+        found.setdefault(ip.version, []).append(f"{ip}:{port}" if ip.version == 4 else f"[{ip}]:{port}")
+    return found

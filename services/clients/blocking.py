@@ -1,0 +1,157 @@
+"""The client of the reward service for programs without an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+from protos.contracts import Score, ScoreItem, Unscored
+from services.clients.asynchronous import DAY_SECONDS, AsyncRewardClient
+from services.clients.item_reader import Items
+from services.clients.messages import Job, JobEvent, Scorers
+
+T = TypeVar("T")
+
+_END_SECONDS = 1.0
+
+
+class RewardClient:
+    """The same for programs without an event loop: every method waits for its result, what is an async iterator there is a plain one.
+
+    A context manager; may be used by several threads. Its connections live on an event loop in a thread of its own. Arguments and
+    errors are those of `AsyncRewardClient`.
+    """
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = "",
+        *,
+        timeout_seconds: float = 120.0,
+        retry_seconds: float = 60.0,
+        stall_seconds: float = 1800.0,
+    ) -> None:
+        self._client = AsyncRewardClient(
+            addresses, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, stall_seconds=stall_seconds
+        )
+        self.addresses = self._client.addresses
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-client", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections; what is under way is cancelled, jobs go on."""
+        if self._loop.is_closed():
+            return
+        self._run(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5.0)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def score(
+        self, items: Sequence[ScoreItem | Unscored], rubric: str = "", *, timeout_seconds: float | None = None
+    ) -> list[Score]:
+        """See `AsyncRewardClient.score`."""
+        return self._run(self._client.score(items, rubric, timeout_seconds=timeout_seconds))
+
+    def score_stream(self, items: Items, rubric: str = "") -> Iterator[Score]:
+        """See `AsyncRewardClient.score_stream`. The items are read in another thread."""
+        for scores in self._iterate(self._client.score_batches(items, rubric)):
+            yield from scores
+
+    def submit(
+        self,
+        items: Items,
+        rubric: str = "",
+        *,
+        key: str = "",
+        name: str = "",
+        priority: int = 0,
+        on_progress: Callable[[Job], None] = lambda job: None,
+        on_fault: Callable[[int, Unscored], None] = lambda index, fault: None,
+    ) -> Job:
+        """See `AsyncRewardClient.submit`. Items are read, `on_progress` and `on_fault` called, in other threads."""
+        return self._run(
+            self._client.submit(
+                items, rubric, key=key, name=name, priority=priority, on_progress=on_progress, on_fault=on_fault
+            )
+        )
+
+    def get(self, job_id: str) -> Job:
+        """See `AsyncRewardClient.get`."""
+        return self._run(self._client.get(job_id))
+
+    def watch(
+        self,
+        job_id: str,
+        *,
+        with_results: bool = False,
+        after_cursor: int = 0,
+        timeout_seconds: float = DAY_SECONDS,
+    ) -> Iterator[JobEvent]:
+        """See `AsyncRewardClient.watch`."""
+        return self._iterate(
+            self._client.watch(
+                job_id, with_results=with_results, after_cursor=after_cursor, timeout_seconds=timeout_seconds
+            )
+        )
+
+    def results(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> Iterator[tuple[int, Score]]:
+        """See `AsyncRewardClient.results`."""
+        for event in self.watch(job_id, with_results=True, timeout_seconds=timeout_seconds):
+            yield from enumerate(event.results, start=event.first_item)
+
+    def wait(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> Job:
+        """See `AsyncRewardClient.wait`."""
+        return self._run(self._client.wait(job_id, timeout_seconds=timeout_seconds))
+
+    def cancel(self, job_id: str) -> Job:
+        """See `AsyncRewardClient.cancel`."""
+        return self._run(self._client.cancel(job_id))
+
+    def delete(self, job_id: str) -> Job:
+        """See `AsyncRewardClient.delete`."""
+        return self._run(self._client.delete(job_id))
+
+    def jobs(self, limit: int = 100) -> list[Job]:
+        """See `AsyncRewardClient.jobs`."""
+        return self._run(self._client.jobs(limit))
+
+    def scorers(self) -> Scorers:
+        """See `AsyncRewardClient.scorers`."""
+        return self._run(self._client.scorers())
+
+    async def _end(self) -> None:
+        await self._client.close()
+        await self._loop.shutdown_asyncgens()
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:  # gRPC's own, of calls that were cancelled
+            await asyncio.wait(left, timeout=_END_SECONDS)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Waits for it; every call inside has its deadline."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _iterate(self, generator: AsyncGenerator[T]) -> Iterator[T]:
+        end = object()
+
+        async def following() -> T | object:
+            return await anext(generator, end)
+
+        try:
+            while (value := self._run(following())) is not end:
+                yield value  # type: ignore[misc]  # mypy cannot tell `end` from T
+        finally:
+            self._run(generator.aclose())

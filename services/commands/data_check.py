@@ -1,0 +1,180 @@
+"""`tandem data check`: judges a dataset file row by row, and sums up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from protos.errors import DataError, UserError
+from services.data.chat import ChatEncoder, RefusedPromptError
+from services.data.dataset import COLUMNS, Dataset, Row, RowFault
+
+_MOST_ROWS_SHOWN = 20
+_EXPLAINED = {
+    "malformed": "not one JSON object, or a field that cannot be used",
+    "prompt_type": "the prompt is not a list of chat messages with text",
+    "unknown_role": "a message's role is not known",
+    "empty": "no prompt, or no text in it",
+    "no_ground_truth": "reward_model.ground_truth is missing",
+    "refused_by_template": "the chat template or the tokenizer refuses it",
+    "too_long": "more tokens than allowed",
+    "duplicate": "the same prompt stands in an earlier row",
+    "contradiction": "the same prompt stands in an earlier row with another ground truth",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault of one row. `index` counts from 0."""
+
+    index: int
+    reason: str
+    detail: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What a check found. Duplicates are usable by a run, every other finding makes a row be skipped."""
+
+    file: Path
+    columns: tuple[str, ...]
+    num_rows: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    roles: Counter[str] = field(default_factory=Counter)
+    data_sources: Counter[str] = field(default_factory=Counter)
+    prompt_lengths: list[int] = field(default_factory=list)
+    """Tokens of every prompt that was tokenised; empty without a model."""
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Rows by kind of finding."""
+        return Counter(finding.reason for finding in self.findings)
+
+    @property
+    def num_usable(self) -> int:
+        """Rows a run would train on."""
+        return self.num_rows - sum(
+            number for reason, number in self.counts.items() if reason not in ("duplicate", "contradiction")
+        )
+
+
+def check_file(
+    path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
+) -> Report:
+    """Judges every row. Lengths are counted only with a model, whose tokenizer and chat template they depend on.
+
+    Raises:
+        DataError: the file cannot be read at all.
+        ModelError: tokenizer or chat template are missing or broken.
+    """
+    if max_prompt_tokens is not None and model_path is None:
+        raise DataError("a limit of prompt tokens needs a model to count them with; add --model FOLDER")
+    dataset = Dataset(path)
+    encoder = ChatEncoder(model_path, chat_template) if model_path is not None else None
+    report = Report(dataset.file, dataset.columns, len(dataset))
+    seen: dict[str, tuple[int, str]] = {}
+    for row in dataset:
+        finding = _judge(row, report, seen)
+        if finding is None and isinstance(row, Row) and encoder is not None:
+            finding = _measure(row, report, encoder, max_prompt_tokens)
+        if finding is not None:
+            report.findings.append(finding)
+    return report
+
+
+def _judge(row: Row | RowFault, report: Report, seen: dict[str, tuple[int, str]]) -> Finding | None:
+    if isinstance(row, RowFault):
+        return Finding(row.index, row.reason, row.detail)
+    report.roles.update(message["role"] for message in row.messages)
+    report.data_sources[row.data_source] += 1
+    prompt = json.dumps(row.messages, sort_keys=True, default=str)
+    truth = json.dumps(row.ground_truth, sort_keys=True)
+    first, first_truth = seen.setdefault(prompt, (row.index, truth))
+    if first == row.index:
+        return None
+    if first_truth != truth:
+        return Finding(
+            row.index, "contradiction", f"as row {first}, whose ground truth is {first_truth:.60}, not {truth:.60}"
+        )
+    return Finding(row.index, "duplicate", f"as row {first}")
+
+
+def _measure(row: Row, report: Report, encoder: ChatEncoder, max_prompt_tokens: int | None) -> Finding | None:
+    try:
+        length = len(encoder.encode(row.messages))
+    except RefusedPromptError as refusal:
+        return Finding(row.index, "refused_by_template", str(refusal))
+    report.prompt_lengths.append(length)
+    if max_prompt_tokens is not None and length > max_prompt_tokens:
+        return Finding(row.index, "too_long", f"{length} tokens, at most {max_prompt_tokens}")
+    return None
+
+
+def run(
+    path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
+) -> int:
+    """Prints the report of a file. Returns 0 if every row is fine, 1 if some are not, 2 if the file or the model cannot be read."""
+    try:
+        report = check_file(
+            path, model_path=model_path, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template
+        )
+    except UserError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 2
+    show(report, Console())
+    return 1 if report.findings else 0
+
+
+def show(report: Report, console: Console) -> None:
+    """The report as tables: the file, the faulty rows (the first twenty), the sums."""
+    console.print(_overview(report))
+    if report.findings:
+        console.print(_rows(report))
+        console.print(_summary(report))
+    verdict = "every row is fine" if not report.findings else f"{len(report.findings)} findings"
+    console.print(escape(f"{report.num_usable} of {report.num_rows} rows can be used; {verdict}"))
+
+
+def _overview(report: Report) -> Table:
+    table = Table(title=escape(str(report.file)), title_justify="left", show_header=False)
+    table.add_row("rows", str(report.num_rows))
+    table.add_row(
+        "columns", escape(", ".join(name if name in COLUMNS else f"{name} (not read)" for name in report.columns))
+    )
+    absent = [name for name in COLUMNS if name not in report.columns]
+    if absent:
+        table.add_row("columns absent", ", ".join(absent))
+    table.add_row("roles", escape(_counted(report.roles)))
+    table.add_row("data sources", escape(_counted(report.data_sources)))
+    if report.prompt_lengths:
+        lengths = sorted(report.prompt_lengths)
+        middle, high = lengths[len(lengths) // 2], lengths[int(0.99 * (len(lengths) - 1))]
+        table.add_row("prompt tokens", f"median {middle}, 99th percentile {high}, longest {lengths[-1]}")
+    return table
+
+
+def _rows(report: Report) -> Table:
+    table = Table("row", "finding", "detail", title="findings", title_justify="left")
+    for finding in report.findings[:_MOST_ROWS_SHOWN]:
+        table.add_row(str(finding.index), finding.reason, escape(finding.detail))
+    if len(report.findings) > _MOST_ROWS_SHOWN:
+        table.add_row("…", "", f"and {len(report.findings) - _MOST_ROWS_SHOWN} more")
+    return table
+
+
+def _summary(report: Report) -> Table:
+    table = Table("finding", "rows", "share", "meaning", title="summary", title_justify="left")
+    for reason, number in report.counts.most_common():
+        table.add_row(reason, str(number), f"{number / report.num_rows:.1%}", _EXPLAINED[reason])
+    return table
+
+
+def _counted(numbers: Counter[str]) -> str:
+    return ", ".join(f"{name or '(none)'} {number}" for name, number in numbers.most_common(8)) or "-"

@@ -1,0 +1,233 @@
+"""`tandem demo`: makes its own data and model, warms the model up, runs the whole ring on it, and shows what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError, UnavailableError
+from services.buffer.buffer import Buffer
+from services.config import Recipe, load_recipe, read_values
+from services.data.arithmetic import write_task
+from services.process import die_with_parent, run_service
+from services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, write_text
+from services.run.preflight import REDIS_SECONDS
+from services.run.supervisor import run_recipe
+from trainer.durable import disk_full_named, whole_folder
+
+RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "arithmetic.toml"
+WARM_UP_DEADLINE_SECONDS = 900.0
+BASE_MODEL = "base"  # beside the data, in the run folder
+USER_ERROR = 2
+
+
+def main(seed: int, overrides: list[str]) -> int:
+    """Runs the demo in `runs/demo` (or the overridden `run.folder`). Returns the exit code of the run.
+
+    Raises:
+        RunExistsError: another run is under way in that folder, or Redis holds one of that id.
+        UserError: other bad input; nothing was moved then.
+    """
+    if not RECIPE.is_file():
+        raise ConfigError(
+            f"{RECIPE}: no such file; the demo runs from a clone of the repository, installed with `make setup`"
+        )
+    console = Console()
+    started = time.monotonic()
+    settings = demo_settings(seed, overrides)
+    recipe = load_recipe(RECIPE, settings)
+    folder = recipe.folder
+    _check_redis(recipe)
+    _set_aside(folder, console)
+    with RunLock(folder) as lock:
+        console.print(
+            f"Tandem demo: a model that forgets to carry learns to add. Everything goes to {folder}/",
+            highlight=False,
+            soft_wrap=True,
+        )
+        code = _make_task_and_model(recipe, seed)
+        if code:
+            return code
+        console.print(
+            f"· data and a random model are made ({time.monotonic() - started:.0f} s); imitating a sloppy pupil …",
+            highlight=False,
+        )
+        code = _warm_up(recipe, settings)
+        if code:
+            return code
+        console.print("· warmed up; now sampler, scorer and trainer run at once:", highlight=False)
+        code = run_recipe(recipe, False, console=console, lock=lock)
+    if code == 0:
+        _show(folder, time.monotonic() - started, console)
+    return code
+
+
+def demo_settings(seed: int, overrides: list[str]) -> list[str]:
+    """What is changed in the demo's recipe: data and models lie in the run folder, wherever that is; the user has the last word."""
+    given = [f"run.seed={seed}", *overrides]
+    folder = load_recipe(RECIPE, given).folder
+    places = {
+        "model.path": folder / "model",
+        "data.train_file": folder / "data" / "train.parquet",
+        "data.eval_file": folder / "data" / "eval.parquet",
+        "sft.train_file": folder / "data" / "demonstrations.parquet",
+        "sft.output": folder / "model",
+    }
+    return [*(f"{key}={_quoted(place)}" for key, place in places.items()), *given]
+
+
+def _quoted(path: Path) -> str:
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+def _check_redis(recipe: Recipe) -> None:
+    """A Redis that several runs share has none of this id: after the warm-up it would be late to say so."""
+    url, run_id = external_redis_url(recipe), recipe.run.run_id
+    if not url:
+        return
+    try:
+        with closing(Buffer(url, run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
+            if buffer.exists():
+                raise RunExistsError(
+                    f"run {run_id} in Redis at {buffer.place} exists already; give the demo another name: "
+                    f"tandem demo run.run_id={run_id}-2"
+                )
+    except UnavailableError as error:
+        raise EnvironmentLackError(str(error)) from None
+
+
+def _set_aside(folder: Path, console: Console) -> None:
+    """An earlier demo, finished or not, is the user's: it is kept under the next free number, never overwritten.
+
+    Raises:
+        RunExistsError: it is not over.
+        ConfigError: the folder holds something else.
+    """
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not (folder / CONFIG_FILE).exists() and not (folder / LOCK_FILE).exists():
+        raise ConfigError(f"{folder} is not empty and holds no run; move it away, or choose another run.folder")
+    with RunLock(folder):  # whoever runs there holds it, from the first line of a demo on
+        number = 1
+        while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        config = folder / CONFIG_FILE
+        if (
+            config.exists()
+        ):  # what it says of its own folder must stay true, or a replay would start from the next demo's model
+            values = read_values(config)
+            write_text(config, json.dumps(_moved(values, values["run"]["folder"], str(target)), indent=2) + "\n")
+        folder.rename(target)
+    console.print(f"The demo before this one is kept in {target}/", highlight=False, soft_wrap=True)
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """A configuration in which every path of the old folder is one of the new."""
+    if isinstance(value, dict):
+        return {key: _moved(inner, old, new) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_moved(inner, old, new) for inner in value]
+    if isinstance(value, str) and (value == old or value.startswith(old + os.sep)):
+        return new + value.removeprefix(old)
+    return value
+
+
+def _make_task_and_model(recipe: Recipe, seed: int) -> int:
+    data = Path(recipe.data.train_file).parent
+    with disk_full_named(data):
+        write_task(data, seed)
+    # In a process of its own: torch is needed for two seconds, and would stay in the supervisor's memory for the whole run.
+    return _child(
+        [sys.executable, "-m", "services.commands.demo", str(recipe.folder / BASE_MODEL), str(seed)], "making the model"
+    )
+
+
+def _warm_up(recipe: Recipe, settings: list[str]) -> int:
+    changes = [*settings, f"model.path={_quoted(recipe.folder / BASE_MODEL)}"]
+    return _child([sys.executable, "-m", "services.cli", "sft", str(RECIPE), *changes], "the warm-up")
+
+
+def _child(command: list[str], what: str) -> int:
+    """0, or 2 if something is wrong that the user can mend: the child has said it in its one line.
+
+    Raises:
+        TandemError: it failed otherwise.
+    """
+    try:
+        # One thread: for a model this small a second one gains little, and loses a lot on a busy machine.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        done = subprocess.run(
+            command, timeout=WARM_UP_DEADLINE_SECONDS, env=environment, check=False, preexec_fn=die_with_parent
+        )
+    except subprocess.TimeoutExpired:
+        raise TandemError(f"{what} took longer than {WARM_UP_DEADLINE_SECONDS:.0f} s; is the machine busy?") from None
+    if done.returncode not in (0, USER_ERROR):
+        raise TandemError(f"{what} failed with exit code {done.returncode}; its own lines above say why")
+    return done.returncode
+
+
+def _show(folder: Path, seconds: float, console: Console) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    table = Table(title="What the demo did", title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+
+    def figure(name: str, form: str, scale: float = 1.0) -> str:
+        value = summary[name]
+        return (
+            "–" if value is None else format(scale * value, form)
+        )  # in a run of an instant not everything was measured
+
+    def pair(name: str, form: str) -> str:
+        return f"{figure(f'sampler_{name}', form)} · {figure(f'trainer_{name}', form)}"
+
+    rows = [
+        ("accuracy before", figure("initial_accuracy", ".1%")),
+        ("accuracy after", figure("final_accuracy", ".1%")),
+        ("batches trained", f"{summary['train_steps']}"),
+        ("weight updates into the running sampler", f"{summary['weight_updates']}"),
+        ("sampler's stall an update", f"{figure('weight_stall_seconds_mean', '.1f', 1000.0)} ms"),
+        ("mean staleness (versions)", figure("mean_staleness", ".2f")),
+        ("sampler · trainer tokens/s", pair("tokens_per_second", ",.0f")),
+        ("sampler · trainer idle", pair("idle_fraction", ".0%")),
+        ("whole demo", f"{seconds:.0f} s"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+    console.print(
+        f"Next:\n"
+        f"  tandem ledger {folder}    every group accounted for\n"
+        f"  tandem replay {folder}    train the recorded batches again, bit for bit\n"
+        f"  tensorboard --logdir {folder}/tensorboard\n"
+        f"  tandem eval {folder}/config.json model.path={folder}/hf\n"
+        f"  tandem run {folder}/{CONFIG_FILE} run.run_id=mine run.folder=runs/mine run.staleness_budget=0",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """Writes the random model that the warm-up starts from.
+
+    Raises:
+        EnvironmentLackError: the disk is full.
+    """
+    from services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
+
+    with whole_folder(folder) as begun:
+        build_tiny_model(begun, hidden=128, layers=4, seed=seed, initializer_range=0.02, chat_template=PLAIN_TEMPLATE)
+
+
+if __name__ == "__main__":
+    run_service(lambda: make_model(Path(sys.argv[1]), int(sys.argv[2])))

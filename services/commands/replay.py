@@ -1,0 +1,180 @@
+"""`tandem replay`: a run's recorded batches are trained again from its first model, and must give the same weights, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from protos.codec import decode_group
+from protos.errors import ConfigError, DataError, ModelError
+from services.config import Recipe, load_resolved
+from services.process import run_service
+from services.run.folder import CONFIG_FILE, HF_FOLDER
+from services.run.metrics import METRICS_FILE, JsonLines
+from services.run.preflight import check_models
+from services.trainer.batch_source import groups_of_rank
+from services.trainer.launch import single_rank_environment
+from services.trainer.publisher import copy_digest
+from services.trainer.recovery import check_world
+from trainer.batch_record import BATCHES_FOLDER, read_record, recorded_versions
+from trainer.export import collect_weights
+from trainer.learner import Learner
+from trainer.weight_sender import WeightSender
+
+EQUAL, DIFFERENT = 0, 1
+
+
+def main(folder: Path) -> int:
+    """Replays a run with as many ranks as trained it. Returns 0 if every weight is the same, 1 at the first version that differs.
+
+    Raises:
+        UserError: the folder holds no run, or no batches; or the model it began with, or its export, cannot be read any more.
+    """
+    recipe = load_resolved(folder / CONFIG_FILE)
+    check_models(recipe)
+    _check_export(folder / HF_FOLDER)
+    num_ranks = recipe.trainer.num_ranks * recipe.trainer.num_nodes
+    if num_ranks > 1 and "RANK" not in os.environ:
+        return _run_ranks(folder, num_ranks)
+    if num_ranks == 1:
+        os.environ.update(single_rank_environment())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the supervisor starts the trainer: sums depend on it
+    return Replay(folder, recipe).run()
+
+
+def _check_export(folder: Path) -> None:
+    """What the replay is compared with can be read; before anything is trained, and before there are ranks to wait for one another."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the run's export {file} cannot be read ({error}); copy it again") from None
+
+
+def _run_ranks(folder: Path, num_ranks: int) -> int:
+    """All ranks as processes of this machine, whatever machines they ran on."""
+    shared = {**os.environ, **single_rank_environment(), "WORLD_SIZE": str(num_ranks)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "services.commands.replay", str(folder)],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        return max(rank.wait() for rank in ranks)  # every collective inside has its deadline
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+class Replay:
+    """One rank of a replay. Rank 0 prints."""
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self._folder = folder
+        self._versions = recorded_versions(folder)
+        if self._versions != list(range(1, len(self._versions) + 1)) or not self._versions:
+            raise DataError(
+                f"{folder / BATCHES_FOLDER} does not hold every batch from 1 on; only a whole run can be replayed"
+            )
+        lines = JsonLines(folder / METRICS_FILE).read()
+        self._digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
+        self._learner = Learner(
+            recipe.trainer,
+            model_path=recipe.model.path,
+            total_batches=recipe.run.total_batches,
+            seed=recipe.run.seed,
+            max_response_tokens=recipe.rollout.max_response_tokens,
+        )
+        if self._learner.world_size != recipe.trainer.num_ranks * recipe.trainer.num_nodes:
+            raise ConfigError(
+                f"{folder} was trained by another number of ranks than WORLD_SIZE={self._learner.world_size}"
+            )
+        self._sender = WeightSender(
+            self._learner,
+            bucket_bytes=recipe.weights.bucket_bytes,
+            device=self._learner.device,
+            adapters=self._learner.travelling_adapters,
+        )
+
+    def run(self) -> int:
+        """Trains every batch and compares; the exit code."""
+        began = time.monotonic()
+        compared = 0
+        self._digest(0, changed=True)
+        for version in self._versions:
+            digest = self._train(version)
+            expected = self._digests.get(version)
+            if not self._learner.broadcast_object(expected in (None, digest)):
+                self._say(f"version {version} differs: its weights have digest {digest}, the run's had {expected}")
+                return DIFFERENT
+            compared += expected is not None
+        differing = self._compare_export()
+        self._learner.close()
+        if differing:
+            self._say(f"the final weights differ from {self._folder / HF_FOLDER}: {', '.join(differing[:5])}")
+            return DIFFERENT
+        seconds = time.monotonic() - began
+        self._say(
+            f"{len(self._versions)} batches trained again in {seconds:.1f} s; {compared} versions compared: equal bit for bit"
+        )
+        return EQUAL
+
+    def _train(self, version: int) -> str:
+        """Trains one recorded batch; its weights' digest (rank 0)."""
+        batch, payloads = read_record(self._folder, version)
+        check_world(batch, self._learner.world_size)
+        own = groups_of_rank(batch, self._learner.rank)
+        result = self._learner.train(batch, {group_id: decode_group(payloads[group_id]) for group_id in own})
+        return self._digest(version, changed=result.changed)
+
+    def _digest(self, version: int, *, changed: bool) -> str:
+        # Without a group nothing is sent: every rank gathers, rank 0 keeps the copy that the digest is made of.
+        self._sender.broadcast(self._sender.manifest(0, version, "gloo", changed=changed), timeout_seconds=60.0)
+        return copy_digest(self._sender) if self._learner.rank == 0 else ""
+
+    def _compare_export(self) -> list[str]:
+        """Names of the parameters that differ from the run's export; none if it was never written."""
+        weights = collect_weights(self._learner.parameter_specs(), self._learner.gather, keep=self._learner.rank == 0)
+        differing = differing_tensors(self._folder / HF_FOLDER, weights) if self._learner.rank == 0 else []
+        return list(self._learner.broadcast_object(differing))
+
+    def _say(self, line: str) -> None:
+        if self._learner.rank == 0:
+            print(line, flush=True)
+
+
+def differing_tensors(folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
+    """Names whose bytes in the folder's safetensors files are not those of `weights`; [] if the folder does not exist."""
+    if not folder.exists():
+        return []
+    stored = dict(_stored_tensors(folder))
+    missing = [f"{name} (missing)" for name in stored.keys() ^ weights.keys()]
+    return missing + [name for name in stored.keys() & weights.keys() if not _same_bytes(stored[name], weights[name])]
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                yield name, opened.get_tensor(name)
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+if __name__ == "__main__":
+    run_service(lambda: sys.exit(main(Path(sys.argv[1]))))

@@ -1,0 +1,305 @@
+"""`tandem reward …`: scoring from the command line. Imports nothing heavy up here: `--help` answers at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
+from services.command_line import console, end_with, finish
+
+reward_app = typer.Typer(
+    no_args_is_help=True,
+    help="Scores completions: at once, or as jobs that outlive everybody. docs/reward.md tells it all.\n\n"
+    "Exit codes: 0 done; 1 the service failed or cannot be reached, a job was cancelled, or with --strict something has no score; "
+    "2 bad input; 130 Ctrl-C.\n\n"
+    "Example: tandem reward score answers.jsonl --scorer exact",
+)
+
+_COMPLETIONS = (
+    "Parquet or JSON lines in verl's columns, with the completions in a column `solution`, `response` or `completion`"
+)
+Address = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        help=f"Where the service is; several replicas with commas. Default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS}.",
+        show_default=False,
+    ),
+]
+RubricFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="How to score (TOML). Default: as the service is set up.", show_default=False),
+]
+Scorer = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="One scorer in place of a rubric; `tandem reward scorers` lists them.", show_default=False
+    ),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--argument", metavar="NAME=VALUE", help="A parameter of --scorer, e.g. tolerance=0.01.", show_default=False
+    ),
+]
+Column = Annotated[
+    str, typer.Option(metavar="NAME", help="Column with the completions, if it has another name.", show_default=False)
+]
+GroupColumn = Annotated[
+    str, typer.Option(metavar="NAME", help="Column that says which rows are compared with one another.")
+]
+WithPrompt = Annotated[
+    bool,
+    typer.Option(
+        "--with-prompt", help="Send the column `prompt` too, as extra_info.prompt: for judges and reward models."
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the scores there (.parquet or .jsonl), in the order of the rows.",
+        show_default=False,
+    ),
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything has no score.")]
+JobId = Annotated[
+    str, typer.Argument(metavar="ID", help="A job, as `tandem reward jobs` lists it.", show_default=False)
+]
+
+
+@reward_app.command("score", short_help="Score a small file, or one completion, at once.")
+def score(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE|-", help=f"{_COMPLETIONS}; - reads JSON lines from standard input.", show_default=False
+        ),
+    ] = None,
+    rubric: RubricFile = None,
+    scorer: Scorer = "",
+    arguments: Arguments = None,
+    solution: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A single completion, in place of a file.", show_default=False)
+    ] = None,
+    ground_truth: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Its ground truth.", show_default=False)
+    ] = None,
+    data_source: Annotated[str, typer.Option(metavar="NAME", help="Its data source.", show_default=False)] = "",
+    extra_info: Annotated[
+        str, typer.Option(metavar="JSON", help="Its extra_info, an object.", show_default=False)
+    ] = "",
+    column: Column = "",
+    group_column: GroupColumn = "group",
+    with_prompt: WithPrompt = False,
+    out: Out = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    strict: Strict = False,
+    address: Address = "",
+) -> None:
+    """Scores a file of up to 10,000 rows, or a single completion, at once: a line a row, then their sum.
+
+    A row that cannot be scored keeps its reason, and the others are scored.
+
+    Example: tandem reward score answers.jsonl --rubric examples/rubrics/gsm8k.toml
+    """
+
+    def work() -> int:
+        from services.commands.reward_tasks import Choice, score_file, score_single
+        from services.data.completions import Fields
+
+        choice = Choice(address, rubric, scorer, tuple(arguments or ()))
+        if solution is not None:
+            return score_single(
+                choice, file, solution, ground_truth, data_source, extra_info, as_json=as_json, strict=strict
+            )
+        fields = Fields(column, group_column, with_prompt)
+        return score_file(choice, file, fields, out=out, as_json=as_json, strict=strict)
+
+    finish(work)
+
+
+@reward_app.command("submit", short_help="Submit a file of any size as a job.")
+def submit(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=f"{_COMPLETIONS}.", show_default=False)],
+    rubric: RubricFile = None,
+    scorer: Scorer = "",
+    arguments: Arguments = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Stay until the job has ended.")] = False,
+    out: Out = None,
+    key: Annotated[
+        str,
+        typer.Option(
+            metavar="KEY",
+            help="The same key always means the same job. Default: a digest of file, columns and rubric.",
+            show_default=False,
+        ),
+    ] = "",
+    name: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help="Shown in lists of jobs. Default: the file's name.", show_default=False),
+    ] = "",
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher is scored first.")] = 0,
+    column: Column = "",
+    group_column: GroupColumn = "group",
+    with_prompt: WithPrompt = False,
+    strict: Strict = False,
+    address: Address = "",
+) -> None:
+    """Submits a file as a job, which is scored whatever happens to this command, to a service, or to Redis.
+
+    The same file with the same rubric is the same job: a submission that was interrupted goes on where it was when it is repeated.
+    --out implies --watch.
+
+    Example: tandem reward submit answers.parquet --rubric examples/rubrics/gsm8k.toml --watch
+    """
+
+    def work() -> int:
+        from services.commands.reward_tasks import Choice, submit_file
+        from services.data.completions import Fields
+
+        choice = Choice(address, rubric, scorer, tuple(arguments or ()))
+        fields = Fields(column, group_column, with_prompt)
+        return submit_file(
+            choice, file, fields, console(), key=key, name=name, priority=priority, watch=watch, out=out, strict=strict
+        )
+
+    finish(work)
+
+
+@reward_app.command("jobs", short_help="List the newest jobs.")
+def jobs(
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    address: Address = "",
+) -> None:
+    """Lists the newest jobs, newest first.
+
+    Example: tandem reward jobs --limit 5
+    """
+
+    def work() -> int:
+        from services.commands.reward_tasks import list_jobs
+
+        return list_jobs(address, limit, as_json=as_json)
+
+    finish(work)
+
+
+@reward_app.command("results", short_help="Fetch a job's scores.")
+def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Address = "") -> None:
+    """Waits until a job has ended and sums it up; with --out, writes every row's score to a file, whole or not at all.
+
+    Columns: index (the row, from 0), value, reason, detail, and one for each part of the breakdown.
+
+    Example: tandem reward results 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11 --out scores.parquet
+    """
+
+    def work() -> int:
+        from services.commands.reward_tasks import fetch_results
+
+        return fetch_results(address, job_id, console(), out=out, strict=strict)
+
+    finish(work)
+
+
+@reward_app.command("cancel", short_help="Cancel a job.")
+def cancel(job_id: JobId, address: Address = "") -> None:
+    """Cancels a job: what is scored stays, the rest is counted as cancelled. A job that has ended stays as it is.
+
+    Example: tandem reward cancel 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
+    """
+
+    def work() -> int:
+        from services.commands.reward_tasks import cancel_job
+
+        return cancel_job(address, job_id)
+
+    finish(work)
+
+
+@reward_app.command("delete", short_help="Delete a job and its scores.")
+def delete(job_id: JobId, address: Address = "") -> None:
+    """Makes the service forget a job that has ended: its scores, and its key, so that the same file can be submitted anew.
+
+    Example: tandem reward delete 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
+    """
+
+    def work() -> int:
+        from services.commands.reward_tasks import delete_job
+
+        return delete_job(address, job_id)
+
+    finish(work)
+
+
+@reward_app.command("scorers", short_help="List scorers and their parameters.")
+def scorers(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One of them, with its parameters.", show_default=False)
+    ] = None,
+    address: Address = "",
+) -> None:
+    """Lists the scorers that a rubric may name, and the service's limits; of one scorer, its parameters.
+
+    Example: tandem reward scorers numeric
+    """
+
+    def work() -> int:
+        from services.commands.reward_tasks import list_scorers
+
+        return list_scorers(address, name)
+
+    finish(work)
+
+
+@reward_app.command("serve", short_help="Run the service on its own.")
+def serve(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG|KEY=VALUE",
+            help="TOML with the sections [reward] and [jobs]; settings that win over the file's, e.g. reward.num_workers=4.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help=f"0 picks a free one. Default: reward.port, else {DEFAULT_PORT}.", show_default=False
+        ),
+    ] = None,
+    redis_url: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_REDIS_URL",
+            show_envvar=False,
+            metavar="URL",
+            show_default=False,
+            help="Redis that keeps the jobs. Default: TANDEM_REDIS_URL, else an embedded one.",
+        ),
+    ] = "",
+    folder: Annotated[Path, typer.Option(help="Where the embedded Redis keeps the jobs.")] = Path("runs/reward"),
+    name: Annotated[
+        str,
+        typer.Option(
+            help="Of this replica: started anew under it, it goes on with what it held. Default: machine and port.",
+            show_default=False,
+        ),
+    ] = "",
+) -> None:
+    """Runs the reward service without a ring, until Ctrl-C. Several on one Redis and jobs.namespace are replicas of one service.
+
+    Example: tandem reward serve --port 50051 reward.num_workers=4
+    """
+
+    def work() -> None:
+        from services.commands.reward_tasks import serve_alone
+
+        serve_alone(arguments or [], host=host, port=port, redis_url=redis_url, folder=folder, name=name)
+
+    end_with(work)

@@ -1,0 +1,143 @@
+"""What `tandem reward` prints: scores, sums, lists in columns, and how far a job has got."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from protos.contracts import Score, Scored, Unscored
+from services.clients.messages import Job
+from services.command_line import complain
+from services.data.completions import CompletionFile
+
+PLAIN_SECONDS = 10.0
+"""Between two lines of progress where there is no terminal."""
+_MOST_FAULTS_TOLD = 20
+
+
+def score_line(index: int, score: Score) -> str:
+    """A result on one line: its number, its reward and the parts of it, or its reason."""
+    if isinstance(score, Scored):
+        parts = [f"{plain(name)}={number(value)}" for name, value in sorted(score.breakdown.items())]
+        return "  ".join([str(index), number(score.value), *parts])
+    return f"{index}  –  {score.reason}: {plain(score.detail)}"
+
+
+def plain(text: str) -> str:
+    """A text of others on one line, without what would command a terminal."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
+
+
+def number(value: float) -> str:
+    """Whole numbers whole, six digits of others."""
+    return f"{value:,.0f}" if abs(value) < 1e15 and value.is_integer() else f"{value:.6g}"
+
+
+def counted(how_many: int, what: str) -> str:
+    """`1 item`, `2,000 items`."""
+    return f"{how_many:,} {what}" + ("" if how_many == 1 else "s")
+
+
+def sum_line(num_scored: int, mean: float, num_unscored: Mapping[str, int], num_waiting: int = 0) -> str:
+    """How many have a score, what it is in the mean, and why the others have none."""
+    unscored = sum(num_unscored.values())
+    parts = [f"{num_scored:,} scored" + (f" (mean {number(mean)})" if num_scored else "")]
+    if unscored:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(num_unscored.items()))
+        parts.append(f"{unscored:,} not scored ({reasons})")
+    if num_waiting:
+        parts.append(f"{num_waiting:,} waiting")
+    return f"{counted(num_scored + unscored + num_waiting, 'item')}: {', '.join(parts)}"
+
+
+def job_line(job: Job) -> str:
+    """A job on one line."""
+    return (
+        f"job {job.job_id} {job.state}: {sum_line(job.num_scored, job.mean_value, job.num_unscored, job.num_waiting)}"
+    )
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the cells below one another; the last column is as wide as it is."""
+    table = [head, *rows]
+    widths = [max(len(row[n]) for row in table) for n in range(len(head) - 1)]
+    return [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in table
+    ]
+
+
+def moment(seconds: float) -> str:
+    """A Unix time as this machine's clock has it; – for none."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "–"
+
+
+class Faults:
+    """Tells of the rows of a file that cannot be judged, the first twenty one by one."""
+
+    def __init__(self, completions: CompletionFile) -> None:
+        self._completions = completions
+        self.number = 0
+
+    def tell(self, index: int, fault: Unscored) -> None:
+        """Names file, row and field; the row is not scored."""
+        self.number += 1
+        if self.number <= _MOST_FAULTS_TOLD:
+            row = "" if fault.detail.startswith(f"row {index}:") else f"row {index}: "
+            complain(f"{self._completions.name} {row}{fault.detail}")
+
+    def close(self) -> None:
+        """The rest in one line, and what may be a fault."""
+        completions = self._completions
+        if self.number > _MOST_FAULTS_TOLD:
+            complain(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
+        if completions.num_without_truth:
+            complain(
+                f"{completions.name}: {counted(completions.num_without_truth, 'row')} without reward_model.ground_truth, the first "
+                f"is row {completions.first_without_truth}; a scorer that needs it gives no score there"
+            )
+
+
+class JobProgress:
+    """Context manager: shows how far something has got, as a bar on a terminal, as a line every ten seconds elsewhere."""
+
+    def __init__(self, console: Console, doing: str) -> None:
+        self._doing = doing
+        self._console = console
+        self._told_at = time.monotonic()
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[done]}"),
+                TimeElapsedColumn(),
+                console=console,
+                transient=True,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(self._doing, total=None, done="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, done: int, total: int | None, more: str = "") -> None:
+        """So many of so many items; None: nobody knows how many there are."""
+        words = f"{done:,}/{total:,}" if total is not None else f"{done:,}"
+        words = f"{words}  {more}" if more else words
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, done=words)
+        elif time.monotonic() - self._told_at >= PLAIN_SECONDS:
+            self._told_at = time.monotonic()
+            self._console.print(f"{self._doing} {words}", markup=False, highlight=False, soft_wrap=True)

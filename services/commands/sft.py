@@ -1,0 +1,149 @@
+"""`tandem sft`: a supervised warm start on a dataset in verl's columns, validated by the recipe's own scorer."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from protos.contracts import Scored, ScoreItem
+from protos.errors import ConfigError, DataError, EnvironmentLackError
+from protos.nouns import SamplingParameters
+from reward.scoring import ScoringCore
+from services.config import Recipe
+from services.data.chat import ChatEncoder, RefusedPromptError, load_tokenizer
+from services.data.dataset import Row, load_prompts, read_rows
+from trainer.durable import begin_folder
+from trainer.sft import SftRow, SftSettings, Validate, sample_answers, train_sft
+
+
+def main(recipe: Recipe) -> int:
+    """Trains `model.path` on `sft.train_file`, writes `sft.output`, and prints the figures. Returns the exit code.
+
+    Raises:
+        ConfigError: a key of `[sft]` that is needed is missing, or its output is there already.
+        EnvironmentLackError: the output cannot be written.
+        DataError: no row can be used.
+    """
+    for key in ("train_file", "output"):
+        if not getattr(recipe.sft, key):
+            raise ConfigError(f"sft.{key} is empty; `tandem sft` needs it")
+    if recipe.sft.target_accuracy and not recipe.data.eval_file:
+        raise ConfigError("sft.target_accuracy needs data.eval_file to be measured on")
+    _check_output(Path(recipe.sft.output))
+    rows = _load_rows(recipe)
+    settings = SftSettings(
+        max_steps=recipe.sft.max_steps,
+        batch_size=recipe.sft.batch_size,
+        learning_rate=recipe.sft.learning_rate,
+        seed=recipe.run.seed,
+        target_accuracy=recipe.sft.target_accuracy,
+        validate_every=recipe.sft.validate_every,
+    )
+    core = ScoringCore(recipe.reward)
+    try:
+        validate = _validation(recipe, core) if recipe.data.eval_file else None
+        result = train_sft(rows, recipe.model.path, Path(recipe.sft.output), settings, validate)
+    finally:
+        core.close()
+    reached = "" if result.accuracy is None else f", sampled accuracy {result.accuracy:.3f}"
+    print(
+        f"sft: {result.steps} steps, loss {result.loss:.4f}{reached}; the model is in {recipe.sft.output}", flush=True
+    )
+    if result.accuracy is not None and result.accuracy < recipe.sft.target_accuracy:
+        print(
+            f"sft: the target {recipe.sft.target_accuracy} was not reached within sft.max_steps = {recipe.sft.max_steps}",
+            flush=True,
+        )
+        return 1
+    return 0
+
+
+def _check_output(output: Path) -> None:
+    """The output is new and can be written: known before the training, not after it.
+
+    An earlier one is never replaced: a run that started from it could no longer be replayed.
+    """
+    empty = output.is_dir() and not any(output.iterdir())
+    if output.exists() and not empty:
+        raise ConfigError(f"sft.output: {output} is there already; move it away, or choose another sft.output")
+    try:
+        begin_folder(output).rmdir()
+    except OSError as error:
+        raise EnvironmentLackError(
+            f"sft.output: {output} cannot be written ({error.strerror}); mend that, or choose another sft.output"
+        ) from None
+
+
+def _load_rows(recipe: Recipe) -> list[SftRow]:
+    encoder = ChatEncoder(recipe.model.path, recipe.model.chat_template)
+    tokenizer = load_tokenizer(recipe.model.path)
+    rows: list[SftRow] = []
+    skipped = 0
+    for row in read_rows(recipe.sft.train_file):
+        if not isinstance(row, Row):
+            skipped += 1
+            continue
+        try:
+            prompt_ids = encoder.encode(row.messages).tolist()
+        except RefusedPromptError:
+            skipped += 1
+            continue
+        answer = str(row.extra_info.get("answer") or row.ground_truth)
+        answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        if len(prompt_ids) > recipe.data.max_prompt_tokens or len(answer_ids) > recipe.rollout.max_response_tokens:
+            skipped += 1
+            continue
+        rows.append(SftRow(prompt_ids, answer_ids))
+    if skipped:
+        total = skipped + len(rows)
+        print(
+            f"sft: {skipped} of {total} rows of {recipe.sft.train_file} skipped: too long, or see `tandem data check`"
+        )
+    if not rows:
+        raise DataError(f"{recipe.sft.train_file} holds no row to imitate")
+    return rows
+
+
+def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
+    """Samples at the recipe's temperature, as reinforcement learning will, and lets the recipe's scorer judge."""
+    sampling = SamplingParameters(temperature=recipe.rollout.temperature, max_tokens=recipe.rollout.max_response_tokens)
+    loaded = load_prompts(
+        recipe.data.eval_file,
+        model_path=recipe.model.path,
+        chat_template=recipe.model.chat_template,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        num_samples=1,
+        sampling=sampling,
+        limit=recipe.sft.validation_rows,
+    )
+    if loaded.faults:
+        print(f"sft: validation file {recipe.data.eval_file}: rows skipped: {dict(loaded.faults)}", flush=True)
+    prompts = loaded.prompts
+    tokenizer = load_tokenizer(recipe.model.path)
+    started = time.monotonic()
+
+    def validate(model: object, step: int, loss: float) -> float:
+        answers = sample_answers(
+            model,
+            [prompt.token_ids.tolist() for prompt in prompts],
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=recipe.run.seed,
+            end_ids=[tokenizer.eos_token_id],
+        )
+        texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        items = [
+            ScoreItem(prompt.data_source, text, prompt.ground_truth, prompt.judged_info(len(answer)))
+            for prompt, text, answer in zip(prompts, texts, answers, strict=True)
+        ]
+        scores = core.score(core.default, items, "calls")
+        rewards = [score.value for score in scores if isinstance(score, Scored)]
+        accuracy = sum(value >= 1.0 for value in rewards) / len(rewards) if rewards else 0.0
+        unscored = f" ({len(scores) - len(rewards)} unscored)" if len(rewards) < len(scores) else ""
+        print(
+            f"sft: step {step}  loss {loss:.3f}  sampled accuracy {accuracy:.3f}{unscored}  {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+        return accuracy
+
+    return validate

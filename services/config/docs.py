@@ -1,0 +1,246 @@
+"""The configuration, explained: docs/configuration.md, `tandem config`. Generated from the models, so it cannot fall behind.
+
+python -m services.config.docs            writes docs/configuration.md
+python -m services.config.docs --check    exits 1 if the file is not what would be written
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from reward.docstrings import own_docs, summary
+from services.config import Recipe
+from services.config.tree import Table, default_of, shape_of, tables, type_words
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m services.config.docs` from the configuration models. Do not edit; `make check` compares. -->
+
+A recipe is one TOML file. Every key may also be given on the command line, which wins:
+
+```
+tandem run recipe.toml trainer.learning_rate=2e-6 run.staleness_budget=4
+```
+
+A table that is chosen by name may be written as that name alone: `loss = "gspo"` is short for `loss = { name = "gspo" }`, and
+`trainer.loss=gspo trainer.loss.clip_low=3e-4` on the command line is the table with two keys. Another name begins the table anew.
+`none` on the command line takes away what a recipe need not have.
+
+An unknown key is an error that names the nearest known one. `tandem config recipe.toml` prints a recipe with every default filled
+in and marks what differs; the same, as JSON, is saved with every run as `config.json`, which may stand wherever a recipe may.
+"""
+
+NO_DEFAULT = "none"
+"""Default of a key that may be absent, and is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a recipe. `section` is how its table is headed; `default` is JSON text, "" if the key must be given."""
+
+    section: str
+    name: str
+    type: str
+    default: str
+    doc: str
+    choice: str = ""
+    """The name of the table that has this key, where the table is chosen by name."""
+
+
+def keys(root: type[BaseModel] = Recipe) -> Iterator[Key]:
+    """Every key of a recipe, in the order of the models; the key that chooses a table comes first in it, once."""
+    seen = set()
+    for table in tables(root):
+        if table.shape.chooser and table.path not in seen:
+            seen.add(table.path)
+            yield _choosing_key(table)
+        yield from keys_of(table)
+
+
+def keys_of(table: Table) -> Iterator[Key]:
+    """The keys of one table, without the one it is chosen by."""
+    docs = attribute_docs(table.model)
+    for name, info in table.fields():
+        yield Key(table.path, name, type_words(info), default_text(info), docs[name], table.choice)
+
+
+def _choosing_key(table: Table) -> Key:
+    names = " or ".join(f"`{json.dumps(name)}`" for name in table.shape.models)
+    default = json.dumps(table.default_choice) if table.default_choice else ""
+    return Key(table.path, table.shape.chooser, names, default, "Which of them.")
+
+
+def explained(root: type[BaseModel] = Recipe) -> Iterator[str]:
+    """Every key with its type, default and purpose, two lines each."""
+    for key in keys(root):
+        default = f"default {key.default}" if key.default else "must be given"
+        choice = f" of {key.choice}" if key.choice else ""
+        yield f"{key.section}.{key.name}{choice} ({key.type}; {default})\n    {key.doc}"
+
+
+@cache
+def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
+    """The string below each field, its own or inherited, in one line. A field without one is a KeyError for its reader:
+    every key is explained."""
+    docs: dict[str, str] = {}
+    for owner in reversed(model.__mro__):
+        if issubclass(owner, BaseModel) and owner is not BaseModel:
+            docs |= own_docs(owner)
+    return docs
+
+
+def default_text(info: FieldInfo) -> str:
+    """A field's default as JSON text; of a table chosen by name that name, "" if there is none."""
+    if info.is_required():
+        return ""
+    default = default_of(info)
+    if default is None:
+        return NO_DEFAULT
+    shape = shape_of(info)
+    if shape.is_table:
+        return json.dumps(getattr(default, shape.naming_key)) if shape.naming_key else "{}"
+    return _json(default)
+
+
+def page(root: type[BaseModel] = Recipe) -> str:
+    """docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    headed = set()
+    for table in tables(root):
+        if table.path not in headed:
+            headed.add(table.path)
+            head = f"[{table.path[:-2]}]" if table.path.endswith("[]") else table.path
+            parts.append(f"## `[{head}]`\n")
+            if table.shape.chooser:
+                parts.append(_choice_words(table))
+        if table.choice:
+            parts.append(f"### `{table.shape.chooser} = {json.dumps(table.choice)}`\n")
+        parts.append(f"{purpose(table.model)}\n")
+        rows = [
+            (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "must be given", key.doc)
+            for key in keys_of(table)
+        ]
+        if rows:
+            parts.append("| key | type | default | |\n|---|---|---|---|")
+            parts.extend("| " + " | ".join(_cell(text) for text in row) + " |" for row in rows)
+            parts.append("")
+    return "\n".join(parts)
+
+
+def purpose(model: type[BaseModel]) -> str:
+    """The first paragraph of a model's docstring, without the heading it may begin with."""
+    paragraph = summary(model)
+    words = paragraph.partition(": ")[2] if paragraph.startswith("`[") else paragraph
+    return words[:1].upper() + words[1:]
+
+
+def _choice_words(table: Table) -> str:
+    section, _, name = table.path.removesuffix("[]").rpartition(".")
+    default = table.default_choice
+    words = f"One of these, chosen by `{table.shape.chooser}`" + (
+        f"; `{json.dumps(default)}` if none is named." if default else "."
+    )
+    if table.shape.bare is not None:
+        words += (
+            f" `{name} = {json.dumps(table.choice)}` under `[{section}]` is short for a table with nothing else in it."
+        )
+    return f"{words}\n"
+
+
+def as_toml(recipe: BaseModel) -> str:
+    """The resolved recipe as TOML that `tandem run` reads; what differs from the default is marked. A key that is absent, absent
+    by default, is left out: TOML has no word for nothing."""
+    lines: list[str] = []
+    values = recipe.model_dump(mode="json")
+    for name, info in type(recipe).model_fields.items():
+        if values[name] is not None:
+            _toml_table(lines, name, info, values[name])
+    return "\n".join(lines)
+
+
+def _toml_table(lines: list[str], path: str, info: FieldInfo, values: Mapping[str, Any]) -> None:
+    shape = shape_of(info)
+    model = shape.models[str(values[shape.chooser]) if shape.chooser else ""]
+    lines.append(f"[{path}]  # default: {NO_DEFAULT}" if shape.optional else f"[{path}]")
+    inner = []
+    for name, field in model.model_fields.items():
+        value = values[name]
+        if value is None:
+            continue
+        if shape_of(field).is_table:
+            inner.append((f"{path}.{name}", field, value))
+            continue
+        default = default_text(field)
+        if name == shape.chooser:
+            default = default_text(info) if default_of(info) is not None else _json(value)
+        note = "" if _json(value) == default else f"  # default: {default or 'none, must be given'}"
+        lines.append(f"{name} = {toml_value(value)}{note}")
+    lines.append("")
+    for place, field, value in inner:
+        _toml_table(lines, place, field, value)
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML text."""
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
+            + "}"
+        )
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return _toml_text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key, re.ASCII) else _toml_text(key)
+
+
+def _toml_text(text: str) -> str:
+    """A JSON string is a TOML basic string, save for DEL, which TOML wants escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(to_jsonable_python(value), ensure_ascii=False)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the page, or with `--check` compares it."""
+    if arguments == ["--check"]:
+        fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()
+        if not fresh:
+            print(f"{PAGE.name} is not what the models say; run python -m services.config.docs", file=sys.stderr)
+        return 0 if fresh else 1
+    if arguments:
+        print("usage: python -m services.config.docs [--check]", file=sys.stderr)
+        return 2
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

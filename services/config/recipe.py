@@ -1,0 +1,288 @@
+"""The recipe: one TOML file a run, composed of every owner's section. Imports no torch, no vllm, no grpc."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from protos.errors import ConfigError
+from reward.config import RewardConfig
+from rollout.config import RolloutConfig
+from services.config import tree as config_tree
+from services.config.faults import explain
+from services.config.jobs import JobsConfig, ServiceConfig
+from services.config.tree import Shape, shape_at
+from trainer.config import TrainerConfig, WeightsConfig
+
+
+class RunConfig(BaseModel):
+    """`[run]`: what is run, where its files go, and how far sampling may run ahead of training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """Name of the run; every Redis key carries it."""
+    folder: str = ""
+    """Where everything the run writes goes; default `runs/<run_id>`."""
+    seed: int = 0
+    """Seed of shuffling, sampling and initialisation."""
+    total_batches: Annotated[int, Field(ge=1)] = 100
+    """Policy versions to train."""
+    groups_per_batch: Annotated[int, Field(ge=1)] = 32
+    """P: groups a batch is made of."""
+    staleness_budget: Annotated[int, Field(ge=0)] = 2
+    """S: admission slack in batches. 0 is synchronous training."""
+    hard_staleness_cap: Annotated[int, Field(ge=0)] = 0
+    """Groups older than this many versions are dropped as they are claimed; 0 is off."""
+    redis_url: str = ""
+    """`redis://…` or `unix://…`; default `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
+    host: str = "127.0.0.1"
+    """Address the services listen on."""
+    metrics_to_tensorboard: bool = True
+    """Also write TensorBoard events."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_folder(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("folder") and values.get("run_id"):
+            return {**values, "folder": f"runs/{values['run_id']}"}
+        return values
+
+
+class ModelConfig(BaseModel):
+    """`[model]`: the policy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    path: str
+    """Hugging Face folder (or hub name, where a hub can be reached) of a causal language model with its tokenizer."""
+    chat_template: str = ""
+    """File with a Jinja chat template; default: the tokenizer's own."""
+
+
+class DataConfig(BaseModel):
+    """`[data]`: Parquet or JSON lines in verl's columns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    train_file: str
+    """Prompts to train on."""
+    eval_file: str = ""
+    """Prompts to evaluate on."""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Longer prompts are dropped and counted."""
+    max_epochs: Annotated[int, Field(ge=0)] = 0
+    """Passes over the data; 0 means as many as the run needs."""
+    shuffle: bool = True
+    """Reorder rows in every epoch, by seed."""
+
+
+class SftConfig(BaseModel):
+    """`[sft]`: supervised warm start, used by `tandem sft`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    train_file: str = ""
+    """Rows with an answer to imitate (`extra_info.answer`, else `reward_model.ground_truth`)."""
+    output: str = ""
+    """Folder the warm-started model is written to; one that is there already is refused."""
+    max_steps: Annotated[int, Field(ge=1)] = 1000
+    """Optimizer steps at most."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows a step."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Peak learning rate; linear warm-up over the first twentieth of max_steps, then constant."""
+    target_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Stop once the sampled validation accuracy reaches this; 0 trains all steps."""
+    validate_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between two validations on `data.eval_file`."""
+    validation_rows: Annotated[int, Field(ge=1)] = 200
+    """Rows a validation samples."""
+
+
+class Recipe(BaseModel):
+    """Everything a run is made of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    jobs: JobsConfig = JobsConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    sft: SftConfig = SftConfig()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.folder)
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence a sampler or the trainer sees."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def rows_per_group(self) -> int:
+        """Trajectories sampled for a prompt: n, and the greedy answer if the advantage estimator compares with it."""
+        return self.rollout.samples_per_prompt + self.trainer.needs_baselines
+
+    @property
+    def credits(self) -> int:
+        """(S + 1)·P: groups that may be outstanding."""
+        return (self.run.staleness_budget + 1) * self.run.groups_per_batch
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Recipe:
+        if self.trainer.num_nodes > 1 and not self.trainer.rendezvous:
+            raise ValueError("trainer.num_nodes > 1 needs trainer.rendezvous (host:port)")
+        if self.reward.min_scored_samples > self.rollout.samples_per_prompt:
+            raise ValueError("reward.min_scored_samples is above rollout.samples_per_prompt")
+        if self.trainer.tokens_per_micro_batch < self.max_model_tokens:
+            raise ValueError(
+                "trainer.tokens_per_micro_batch is below data.max_prompt_tokens + rollout.max_response_tokens "
+                f"({self.max_model_tokens}): one sequence must fit"
+            )
+        if self.trainer.optimizer_steps_per_batch > self.run.groups_per_batch:
+            raise ValueError("trainer.optimizer_steps_per_batch is above run.groups_per_batch")
+        self.trainer.check_sampling(
+            samples_per_prompt=self.rollout.samples_per_prompt,
+            min_scored_samples=self.reward.min_scored_samples,
+            max_response_tokens=self.rollout.max_response_tokens,
+        )
+        return self
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a TOML file (or of a run's config.json) with dotted overrides (`trainer.learning_rate=2e-6`) applied.
+
+    Raises:
+        ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is named), a value does not fit.
+    """
+    file = Path(path)
+    values = read_values(file)
+    apply_overrides(values, overrides)
+    return parse_recipe(values, source=str(file))
+
+
+def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
+    """What a reward service that stands alone is configured by: a TOML file (None: nothing) with dotted overrides applied.
+
+    Raises:
+        ConfigError: see `load_recipe`.
+    """
+    values = read_values(Path(path)) if path is not None else {}
+    apply_overrides(values, overrides, ServiceConfig)
+    try:
+        return ServiceConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path or 'overrides'}: {explain(ServiceConfig, error)}") from None
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """The nested values of a TOML file, or of a JSON file. Raises ConfigError if it is missing or malformed."""
+    return _read_values(file, f"recipe {file}", "see examples/recipes for some to start from")
+
+
+def _read_values(file: Path, name: str, if_missing: str) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file; {if_missing}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{name} is a folder; name the TOML file inside it") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} is not text; a recipe is a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name} is not valid TOML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from None
+    except OSError as error:  # no right to read it, a file in the place of a folder, a name too long
+        raise ConfigError(f"{name} cannot be read ({error.strerror}); mend that, or name another file") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} is not a JSON object; name the config.json of a run")
+    return values
+
+
+def parse_recipe(values: Mapping[str, Any], source: str = "recipe") -> Recipe:
+    """The recipe of nested values, or a ConfigError whose one line names the first fault, its place and the remedy."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {explain(Recipe, error)}") from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved configuration as JSON text, readable by `load_resolved`."""
+    return json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n"
+
+
+def load_resolved(path: str | Path) -> Recipe:
+    """The recipe a run saved as `config.json`."""
+    file = Path(path)
+    return parse_recipe(_read_values(file, str(file), f"is {file.parent} a run folder?"), source=str(file))
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
+    """Puts `section.key=value` texts into the nested values of a recipe, in place.
+
+    A table is dealt with before the keys inside it, and the key that names it before its others. Another name begins the table anew;
+    a string where one is the bare name of a table becomes that table as soon as a key inside it is given.
+
+    Raises:
+        ConfigError: an override is malformed, or a part of its key is a value.
+    """
+    parted = [(override, *_part(override)) for override in overrides]
+    for override, keys, value in sorted(parted, key=lambda one: (len(one[1]), not _names_a_table(root, one[1]))):
+        node = values
+        for depth, key in enumerate(keys[:-1], start=1):
+            node = _table_below(node, key, shape_at(root, keys[:depth]), override)
+        table, shape, last = shape_at(root, keys[:-1]), shape_at(root, keys), keys[-1]
+        if table is not None and last == table.naming_key:
+            named = node.get(last, table.bare.default if table.bare is not None else "")
+            if named != value:
+                node.clear()
+        node[last] = None if value == "none" and shape is not None and shape.optional else value
+
+
+def _names_a_table(root: type[BaseModel], keys: Sequence[str]) -> bool:
+    table = shape_at(root, keys[:-1])
+    return table is not None and keys[-1] == table.naming_key
+
+
+def _table_below(node: dict[str, Any], key: str, shape: Shape | None, override: str) -> dict[str, Any]:
+    """The table at a key, made if there is none."""
+    below = node.setdefault(key, {})
+    if shape is not None and shape.is_table and not isinstance(below, dict):
+        if below is None:
+            below = node[key] = {}
+        elif isinstance(below, str) and shape.bare is not None:
+            below = node[key] = {shape.bare.key: below}
+    if not isinstance(below, dict):
+        raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+    return below
+
+
+def _part(override: str) -> tuple[list[str], Any]:
+    """The parts of the key and the value."""
+    key, sign, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not sign or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"override {override!r}: write section.key=value, e.g. trainer.learning_rate=2e-6")
+    try:
+        return parts, tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return parts, text  # bare words are strings, as in every other trainer's overrides
+
+
+def known_keys() -> list[str]:
+    """Every section, table and dotted key of a recipe."""
+    return config_tree.known_keys(Recipe)

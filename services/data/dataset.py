@@ -1,0 +1,365 @@
+"""Datasets: Parquet or JSON lines in verl's columns, row by row. Imports no torch.
+
+Columns: `data_source`, `prompt` (a list of chat messages), `ability`, `reward_model` (`style`, `ground_truth`), `extra_info`.
+A row that cannot be used is a `RowFault` with a reason, never silently gone; a file that cannot be read is a `DataError`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from protos.errors import DataError, ModelError
+from protos.nouns import Prompt, SamplingParameters
+from services.data.chat import ChatEncoder, RefusedPromptError
+
+COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+ROW_LIMIT = "max_response_tokens"
+"""Key of `extra_info` with which a row limits its own answers below `rollout.max_response_tokens`."""
+_NEEDED = ("prompt", "reward_model")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_READ_ROWS = 1024
+
+FaultReason = Literal[
+    "malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template", "too_long"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A usable row. `index` is its place in the file, from 0 (JSON lines: the line)."""
+
+    index: int
+    data_source: str
+    messages: tuple[Mapping[str, Any], ...]
+    ability: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """A row that cannot be used, and why."""
+
+    index: int
+    reason: FaultReason
+    detail: str
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turns what a file raises that is missing, damaged or out of reach into a DataError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DataError(f"dataset {file}: no such file; name a Parquet or JSON lines file in verl's columns") from None
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise DataError(f"dataset {file} cannot be read ({reason}); check or write it again") from None
+
+
+def is_parquet(file: Path) -> bool:
+    """Whether the file is Parquet, by its first bytes; else it should be JSON lines. Raises DataError if only its name is Parquet's."""
+    with open(file, "rb") as data:
+        magic = data.read(4)
+    if magic != b"PAR1" and file.suffix == ".parquet":
+        raise DataError(f"dataset {file} is not a Parquet file (it starts with {magic!r}); write it again")
+    return magic == b"PAR1"
+
+
+def parse_line(index: int, line: bytes) -> Mapping[str, Any] | RowFault:
+    """The values of a JSON line, or why there are none."""
+    try:
+        parsed = json.loads(line)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        return RowFault(index, "malformed", f"line {index + 1} is not JSON: {error}")
+    return parsed if isinstance(parsed, dict) else RowFault(index, "malformed", f"line {index + 1} is no JSON object")
+
+
+def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, Any] | RowFault]:
+    """The values of rows of Parquet that begin with row `index`. What Python cannot hold (text that is not UTF-8, a time beyond its
+    years, a key twice in a map) costs its row alone."""
+    try:
+        rows: list[Mapping[str, Any] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
+        return rows
+    except (ValueError, OverflowError, KeyError):  # UnicodeDecodeError is a ValueError
+        return [_table_row(index + place, table.slice(place, 1)) for place in range(table.num_rows)]
+
+
+def _table_row(index: int, table: pa.RecordBatch | pa.Table) -> Mapping[str, Any] | RowFault:
+    values = {}
+    for name in table.schema.names:
+        try:
+            (values[name],) = table.column(name).to_pylist(maps_as_pydicts="strict")
+        except (ValueError, OverflowError, KeyError) as error:
+            return RowFault(index, "malformed", f"{name} cannot be read: {' '.join(str(error).split())}")
+    return values
+
+
+class Dataset:
+    """An open dataset file. Rows are parsed as they are asked for.
+
+    Raises:
+        DataError: the file is missing, is neither Parquet nor JSON lines, lacks a column, or holds no row.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.file = Path(path)
+        self._values: Callable[[int], Mapping[str, Any] | RowFault]
+        with reading(self.file):
+            if is_parquet(self.file):
+                self.columns, self._length = self._open_parquet()
+            else:
+                self.columns, self._length = self._open_json_lines()
+        if not self._length:
+            raise DataError(f"dataset {self.file} holds no rows; write at least one")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Row | RowFault]:
+        return (self.row(index) for index in range(self._length))
+
+    def row(self, index: int) -> Row | RowFault:
+        """The row at that place, or why it cannot be used."""
+        values = self._values(index)
+        return values if isinstance(values, RowFault) else parse_row(index, values)
+
+    def _open_parquet(self) -> tuple[tuple[str, ...], int]:
+        parquet = pq.ParquetFile(self.file, memory_map=True)
+        columns = tuple(parquet.schema_arrow.names)
+        missing = [name for name in _NEEDED if name not in columns]
+        if missing:
+            raise DataError(
+                f"dataset {self.file} has no column {missing[0]} (it has {', '.join(columns)}); "
+                f"write it in verl's columns: {', '.join(COLUMNS)}"
+            )
+        table: list[pa.Table] = []
+        block: list[tuple[int, list[Mapping[str, Any] | RowFault]]] = []
+
+        def values(index: int) -> Mapping[str, Any] | RowFault:
+            if not table:
+                table.append(self._read_table(parquet))
+            # One row at a time in shuffled order, a block at a time when read in order.
+            if block and block[0][0] <= index < block[0][0] + len(block[0][1]):
+                return block[0][1][index - block[0][0]]
+            in_order = index == 0 or bool(block and index == block[0][0] + len(block[0][1]))
+            rows = table_rows(index, table[0].slice(index, _READ_ROWS if in_order else 1))
+            block[:] = [(index, rows)]
+            return rows[0]
+
+        self._values = values
+        return columns, parquet.metadata.num_rows
+
+    def _read_table(self, parquet: pq.ParquetFile) -> pa.Table:
+        try:
+            return parquet.read(columns=[name for name in COLUMNS if name in self.columns])
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"dataset {self.file} is damaged ({' '.join(str(error).split())}); write it again"
+            ) from None
+
+    def _open_json_lines(self) -> tuple[tuple[str, ...], int]:
+        # Not by pyarrow.json: it wants one type a column (ground truths differ), and gives up the file for one bad line.
+        content = self.file.read_bytes().rstrip()
+        if content.startswith(b"["):
+            raise DataError(f"dataset {self.file} is one JSON array; write one object a line (JSON lines), or Parquet")
+        lines = content.split(b"\n") if content else []
+
+        def values(index: int) -> Mapping[str, Any] | RowFault:
+            return parse_line(index, lines[index])
+
+        self._values = values
+        first = [found for found in map(values, range(min(len(lines), 100))) if not isinstance(found, RowFault)]
+        if lines and not first:
+            raise DataError(
+                f"dataset {self.file} is neither Parquet nor JSON lines ({_detail(values(0))}); write it in one of these"
+            )
+        return tuple(dict.fromkeys(name for found in first for name in found)), len(lines)
+
+
+def _detail(fault: object) -> str:
+    return fault.detail if isinstance(fault, RowFault) else ""
+
+
+def check_file(path: str | Path) -> None:
+    """Opens a dataset and reads its first row; cheap, for checks before a run. Raises DataError as `Dataset` does."""
+    Dataset(path).row(0)
+
+
+def read_rows(path: str | Path) -> Iterator[Row | RowFault]:
+    """Every row of a file in order. Raises DataError as `Dataset` does."""
+    yield from Dataset(path)
+
+
+def parse_row(index: int, values: Mapping[str, Any]) -> Row | RowFault:
+    """A row of verl's columns, or the first reason why it cannot be used."""
+    messages = _messages(index, values.get("prompt"))
+    if isinstance(messages, RowFault):
+        return messages
+    judged_by = values.get("reward_model")
+    ground_truth = judged_by.get("ground_truth") if isinstance(judged_by, dict) else None
+    if ground_truth is None or ground_truth in ("", [], {}):
+        return RowFault(index, "no_ground_truth", "reward_model.ground_truth is missing or empty")
+    extra_info = values.get("extra_info") or {}
+    if not isinstance(extra_info, dict):
+        return RowFault(index, "malformed", f"extra_info is {_kind(extra_info)}, not an object")
+    limit = extra_info.get(ROW_LIMIT)
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        return RowFault(index, "malformed", f"extra_info.{ROW_LIMIT} is {limit!r}, not a positive integer")
+    try:
+        json.dumps([ground_truth, extra_info])
+    except (TypeError, ValueError) as error:
+        return RowFault(index, "malformed", f"ground_truth or extra_info holds what JSON cannot: {error}")
+    return Row(
+        index=index,
+        data_source=str(values.get("data_source") or ""),
+        messages=messages,
+        ability=str(values.get("ability") or ""),
+        ground_truth=ground_truth,
+        extra_info=extra_info,
+    )
+
+
+def _messages(index: int, prompt: Any) -> tuple[Mapping[str, Any], ...] | RowFault:
+    if prompt is None or prompt == []:
+        return RowFault(index, "empty", "prompt is missing or has no message")
+    if not isinstance(prompt, list):
+        return RowFault(index, "prompt_type", f"prompt is {_kind(prompt)}, not a list of chat messages")
+    for number, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return RowFault(index, "prompt_type", f"message {number} is not an object with a role and content")
+        if message["role"] not in _ROLES:
+            return RowFault(
+                index, "unknown_role", f"message {number} has role {message['role']!r}; known: {', '.join(_ROLES)}"
+            )
+        if not isinstance(message.get("content"), str):
+            return RowFault(
+                index, "prompt_type", f"content of message {number} is {_kind(message.get('content'))}, not text"
+            )
+    if not any(message["content"].strip() for message in prompt if message["role"] not in ("system", "developer")):
+        return RowFault(index, "empty", "no message besides the system's has any text")
+    # Parquet gives every message the union of all fields; templates should not meet the absent ones as None.
+    return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+class PromptBuilder:
+    """Rows to prompt instances: chat template, tokenizer, length limit."""
+
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        chat_template: str,
+        max_prompt_tokens: int,
+        num_samples: int,
+        sampling: SamplingParameters,
+    ) -> None:
+        self._encoder = ChatEncoder(model_path, chat_template)
+        self._max_prompt_tokens = max_prompt_tokens
+        self._num_samples = num_samples
+        self._sampling = sampling
+
+    def build(self, row: Row, epoch: int) -> Prompt | RowFault:
+        """The prompt of a row in a pass over the data, or why there is none."""
+        try:
+            token_ids = self._encoder.encode(row.messages)
+        except RefusedPromptError as refusal:
+            return RowFault(row.index, "refused_by_template", str(refusal))
+        if len(token_ids) > self._max_prompt_tokens:
+            return RowFault(
+                row.index,
+                "too_long",
+                f"{len(token_ids)} tokens, at most {self._max_prompt_tokens} (data.max_prompt_tokens)",
+            )
+        if not len(token_ids):
+            return RowFault(row.index, "empty", "the chat template makes no token of it")
+        return Prompt(
+            epoch=epoch,
+            index=row.index,
+            token_ids=token_ids,
+            num_samples=self._num_samples,
+            sampling=self._limited(row),
+            data_source=row.data_source,
+            ability=row.ability,
+            ground_truth=row.ground_truth,
+            messages=row.messages,
+            extra_info=row.extra_info,
+        )
+
+    def _limited(self, row: Row) -> SamplingParameters:
+        """The sampling parameters, with the row's own limit if its `extra_info.max_response_tokens` is tighter."""
+        limit = row.extra_info.get(ROW_LIMIT)
+        return replace(self._sampling, max_tokens=min(limit, self._sampling.max_tokens)) if limit else self._sampling
+
+    def nothing_usable(self, file: Path, faults: Mapping[int, RowFault]) -> DataError | ModelError:
+        """The error of a file none of whose rows made a prompt: the template's if it refused them all."""
+        counted = Counter(fault.reason for fault in faults.values())
+        first = next(iter(faults.values()))
+        if set(counted) == {"refused_by_template"}:
+            return ModelError(
+                f"{self._encoder.template_source} refuses every row of {file}: {first.detail}; mend the template"
+            )
+        reasons = ", ".join(f"{number} {reason}" for reason, number in counted.most_common())
+        return DataError(
+            f"dataset {file} has no usable row ({reasons}; row {first.index}: {first.detail}); `tandem data check {file}` tells row by row"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPrompts:
+    """The usable prompts of a file in its order, and how many rows were skipped by reason."""
+
+    prompts: tuple[Prompt, ...]
+    faults: Counter[str]
+
+
+def load_prompts(
+    file: str | Path,
+    *,
+    model_path: str,
+    chat_template: str,
+    max_prompt_tokens: int,
+    num_samples: int,
+    sampling: SamplingParameters,
+    limit: int | None = None,
+) -> LoadedPrompts:
+    """The prompts of a file (epoch 0), at most `limit` of them.
+
+    Raises:
+        DataError: the file cannot be read or none of its rows can be used.
+        ModelError: tokenizer or chat template are missing or broken.
+    """
+    dataset = Dataset(file)
+    builder = PromptBuilder(
+        model_path=model_path,
+        chat_template=chat_template,
+        max_prompt_tokens=max_prompt_tokens,
+        num_samples=num_samples,
+        sampling=sampling,
+    )
+    prompts: list[Prompt] = []
+    faults: dict[int, RowFault] = {}
+    for row in dataset:
+        if limit is not None and len(prompts) >= limit:
+            break
+        prompt = builder.build(row, 0) if isinstance(row, Row) else row
+        if isinstance(prompt, RowFault):
+            faults[prompt.index] = prompt
+        else:
+            prompts.append(prompt)
+    if not prompts and faults:
+        raise builder.nothing_usable(dataset.file, faults)
+    return LoadedPrompts(tuple(prompts), Counter(fault.reason for fault in faults.values()))

@@ -1,0 +1,72 @@
+"""The items of a claimed chunk, and the results they have so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protos import reward_pb2
+from protos.contracts import Score, ScoreItem, Unscored
+from services.reward.item_twins import chunk_of
+from services.reward.jobs.store import ChunkClaim
+from services.reward.wire import read_items, reply_of, score_of
+
+
+class Chunk:
+    """The items of a claimed chunk, and the results they have so far."""
+
+    def __init__(self, claim: ChunkClaim) -> None:
+        messages = chunk_of(claim.items).items
+        items, faults = read_items(messages, claim.first_item)
+        readable = iter(items)
+        self.items: dict[int, ScoreItem] = {n: next(readable) for n in range(len(messages)) if n not in faults}
+        self._results: list[Score | None] = [faults.get(n) for n in range(len(messages))]
+        if claim.partial:
+            for n, message in enumerate(reward_pb2.ScoreReply.FromString(claim.partial).items):
+                self._results[n] = self._results[n] or score_of(message)
+
+    def pending(self) -> list[int]:
+        """Positions without a result, in order."""
+        return [n for n, result in enumerate(self._results) if result is None]
+
+    def units(self, grouped: bool) -> list[list[int]]:
+        """Positions without a result, those that are scored in one call together: the items of a group, if these are compared."""
+        units: dict[str | int, list[int]] = {}
+        for n in self.pending():
+            units.setdefault((grouped and self.items[n].group) or n, []).append(n)
+        return list(units.values())
+
+    def enter(self, positions: Sequence[int], scores: Sequence[Score]) -> None:
+        """Puts results in their places."""
+        for n, score in zip(positions, scores, strict=True):
+            self._results[n] = score
+
+    def enter_all(self, reason: Unscored) -> None:
+        """Gives every item without a result this one."""
+        self._results = [result or reason for result in self._results]
+
+    def forget_infrastructure(self, grouped: bool) -> bool:
+        """Takes back the results of items whose scorer was out of reach, and of their groups if those are compared with one another.
+
+        Whether anything has no result now.
+        """
+        failed = {
+            n for n, one in enumerate(self._results) if isinstance(one, Unscored) and one.reason == "infrastructure"
+        }
+        groups = {self.items[n].group for n in failed} - {""} if grouped else set()
+        for n, item in self.items.items():
+            if n in failed or item.group in groups:
+                self._results[n] = None
+        return bool(self.pending())
+
+    def results(self) -> list[Score]:
+        """One an item, in order."""
+        results = [result for result in self._results if result is not None]
+        assert len(results) == len(self._results), "an item of a finished chunk has no result"
+        return results
+
+    def partial(self) -> bytes:
+        """The results so far; an item without a result is an empty message."""
+        items = [
+            reward_pb2.ScoreReply.Item() if result is None else reply_of([result]).items[0] for result in self._results
+        ]
+        return reward_pb2.ScoreReply(items=items).SerializeToString()

@@ -1,0 +1,65 @@
+"""What ListScorers tells: the scorers a rubric may name, the limits of a request and of a job, and the service's own rubric."""
+
+from __future__ import annotations
+
+from protos import reward_pb2
+from reward.config import RewardConfig
+from reward.ground_truth import MAX_ACCEPTED
+from reward.scoring import ScoringCore
+from services.config.jobs import JobsConfig
+from services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES
+from services.rpc import MAX_CALLS
+
+MAX_RUBRIC_BYTES = 64 << 10
+MAX_KEY_BYTES = 200
+MAX_NAME_BYTES = 200
+MOST_PRIORITY = 100
+"""Priorities go from minus this to this."""
+MAX_LISTED_JOBS = 1000
+DEADLINE_MARGIN_SECONDS = 1.0
+"""So long before its deadline a call answers what it has, or a tenth of the time it was given if that is less."""
+REQUESTS_PER_STREAM = 8
+"""Under way at a time on one ScoreStream; further ones are not read."""
+
+
+def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> reward_pb2.ListScorersReply:
+    """The whole reply; it stays the same for the life of a service."""
+    reply = reward_pb2.ListScorersReply
+    limits: dict[str, float] = {
+        "max_items_per_request": MAX_ITEMS,
+        "max_request_bytes": MAX_REQUEST_BYTES,
+        "max_rubric_bytes": MAX_RUBRIC_BYTES,
+        "max_json_depth": MAX_DEPTH,
+        "max_accepted_answers": MAX_ACCEPTED,
+        "max_requests_per_stream": REQUESTS_PER_STREAM,
+        "max_calls": MAX_CALLS,
+        "max_listed_jobs": MAX_LISTED_JOBS,
+        "max_unscored_bytes": jobs.max_unscored_bytes,
+        "max_unscored_bytes_per_job": jobs.max_unscored_bytes // 2,
+        "max_result_bytes": jobs.result_bytes,
+        "max_result_bytes_per_job": jobs.result_bytes // 2,
+        "deadline_margin_seconds": DEADLINE_MARGIN_SECONDS,
+        "infrastructure_attempts": reward.infrastructure_attempts,
+        "retention_seconds": jobs.retention_seconds,
+        "timeout_seconds": reward.timeout_seconds,
+        "cpu_seconds": reward.cpu_seconds,
+        "memory_bytes": reward.limits.memory_bytes,
+        "processes": reward.limits.processes,
+        "open_files": reward.limits.open_files,
+        "output_bytes": reward.limits.output_bytes,
+        "num_workers": reward.num_workers,
+    }
+    scorers = [
+        reply.ScorerInfo(
+            name=info.name,
+            version=info.version,
+            summary=info.summary,
+            parameters=[
+                reply.Parameter(name=one.name, type=one.type, default=one.default, description=one.description)
+                for one in info.parameters
+            ],
+            isolation=info.isolation,
+        )
+        for info in core.scorers()
+    ]
+    return reply(scorers=scorers, limits=limits, default_rubric=core.default.text)

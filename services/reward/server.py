@@ -1,0 +1,263 @@
+"""gRPC `RewardService`: scores for whoever asks, jobs that outlive everybody, and what there is to ask for.
+
+Every wait is bounded: by the caller's deadline, by one of ours, or by a sign of life every few seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc
+
+from protos import reward_pb2, reward_pb2_grpc
+from protos.errors import DataError, DeadlineError, ScorerError
+from reward.config import RewardConfig
+from reward.scoring import ScoringCore
+from services.config.jobs import JobsConfig
+from services.reward.calls import ScoreCalls
+from services.reward.item_twins import READERS
+from services.reward.job_wire import job_message, submit_reply
+from services.reward.jobs.store import JobRecord, JobStore
+from services.reward.scorer_list import (
+    MAX_KEY_BYTES,
+    MAX_LISTED_JOBS,
+    MAX_NAME_BYTES,
+    MOST_PRIORITY,
+    REQUESTS_PER_STREAM,
+    scorer_list,
+)
+from services.reward.waits import IDLE_SECONDS, Waits, seconds_left
+from services.reward.wire import MAX_CARRIED_BYTES, check_size
+from services.rpc import Intake
+
+SERVICE_NAME = "tandem.v1.RewardService"
+INTAKE = Intake(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
+"""For the server that carries the servicer."""
+
+_DEFAULT_LISTED_JOBS = 100
+
+_HEARTBEAT_SECONDS = 10.0
+_STORING_THREADS = 16
+_EVENT_BYTES = 1 << 20  # results read at once
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.5
+
+Result = TypeVar("Result")
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """The whole of reward.proto. `end_streams` is for the server to call as it begins to stop, `close` once it has stopped."""
+
+    def __init__(self, core: ScoringCore, store: JobStore, reward: RewardConfig, jobs: JobsConfig) -> None:
+        self._core = core
+        self._store = store
+        self._reward = reward
+        self._jobs = jobs
+        self._scorers: reward_pb2.ListScorersReply | None = None
+        self._listing = asyncio.Lock()
+        self._storing = ThreadPoolExecutor(_STORING_THREADS, "store")
+        self._waits = Waits()
+        self._calls = ScoreCalls(core, self._waits)
+
+    def end_streams(self) -> None:
+        """Streams end as UNAVAILABLE from now on. Called on the event loop."""
+        self._waits.closing.set()
+
+    def close(self) -> None:
+        """Starts no more threads' work. The core must be closed by then, so that what hangs in it comes back."""
+        self._calls.close()
+        self._storing.shutdown(wait=False, cancel_futures=True)
+
+    # ---- scores at once ----
+
+    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
+        """One result an item, in order; an item that cannot be read is unscored (`invalid_input`)."""
+        return await self._calls.score(request, seconds_left(context))
+
+    async def ScoreStream(
+        self, request_iterator: AsyncIterator[reward_pb2.ScoreStreamRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[reward_pb2.ScoreStreamReply]:
+        """The same for a stream of requests, some of them at a time; a request that is refused ends the stream."""
+        closing = asyncio.ensure_future(self._waits.closing.wait())
+        reading: asyncio.Future[Any] | None = asyncio.ensure_future(anext(request_iterator, None))
+        scoring: set[asyncio.Future[Any]] = set()
+        try:
+            while reading is not None or scoring:
+                open_to_more = reading is not None and len(scoring) < REQUESTS_PER_STREAM
+                waited_for = {closing, *scoring, *([reading] if reading is not None and open_to_more else [])}
+                timeout = None if scoring else IDLE_SECONDS
+                done, _ = await asyncio.wait(waited_for, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                self._waits.check_open()
+                if not done:
+                    raise DeadlineError(f"no request for {IDLE_SECONDS:.0f} s; begin a new stream")
+                for task in done & scoring:
+                    scoring.discard(task)
+                    yield task.result()
+                if reading in done:
+                    request = reading.result()
+                    reading = None
+                    if request is not None:
+                        scoring.add(asyncio.ensure_future(self._answer(request, context)))
+                        reading = asyncio.ensure_future(anext(request_iterator, None))
+        finally:
+            for one in (closing, reading, *scoring):
+                if one is not None:
+                    one.cancel()
+
+    async def _answer(
+        self, request: reward_pb2.ScoreStreamRequest, context: grpc.aio.ServicerContext
+    ) -> reward_pb2.ScoreStreamReply:
+        try:
+            reply = await self._calls.score(request.request, seconds_left(context))
+        except (DataError, ScorerError) as error:
+            raise type(error)(f"request {request.request_id}: {error}") from None
+        return reward_pb2.ScoreStreamReply(request_id=request.request_id, reply=reply)
+
+    # ---- jobs ----
+
+    async def SubmitJob(
+        self, request_iterator: AsyncIterator[reward_pb2.SubmitJobRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[reward_pb2.SubmitJobReply]:
+        """Header, chunks, seal; a reply to each once it is stored, and one now and then while a chunk waits for room."""
+        job_id = ""
+        ends_at = time.monotonic() + seconds_left(context)
+        async with aclosing(self._waits.incoming(request_iterator, ends_at)) as requests:
+            async for request in requests:
+                part = request.WhichOneof("part")
+                if part is None:
+                    raise DataError("a message holds neither header, chunk nor seal")
+                if (part == "header") != (job_id == ""):
+                    raise DataError(
+                        "a submission begins with a header, and has one"
+                        if job_id
+                        else f"a {part} came before the header"
+                    )
+                if part == "header":
+                    job = await self._opened(request.header)
+                    job_id = job.job_id
+                elif part == "seal":
+                    job = await self._stored(self._store.seal, job_id, request.seal.num_chunks)
+                else:
+                    async with aclosing(self._added(job_id, request.chunk, ends_at)) as progress:
+                        async for job in progress:
+                            yield submit_reply(job)
+                    continue
+                yield submit_reply(job)
+
+    async def _opened(self, header: reward_pb2.SubmitJobRequest.Header) -> JobRecord:
+        key = header.idempotency_key
+        if not key:
+            raise DataError(
+                "header.idempotency_key is empty: choose one, e.g. a UUID; the same key always means the same job"
+            )
+        for name, text, most in (("idempotency_key", key, MAX_KEY_BYTES), ("name", header.name, MAX_NAME_BYTES)):
+            if len(text.encode()) > most:
+                raise DataError(f"header.{name} has {len(text.encode()):,} bytes, at most {most} are allowed")
+        if abs(header.priority) > MOST_PRIORITY:
+            raise DataError(f"header.priority {header.priority} is not between -{MOST_PRIORITY} and {MOST_PRIORITY}")
+        rubric = await self._calls.rubric(header.rubric) if header.rubric else self._core.default
+        submit = self._store.submit
+        return await self._stored(
+            lambda: submit(
+                key,
+                rubric=header.rubric,
+                priority=header.priority,
+                name=header.name,
+                digest=rubric.digest,  # another service may mean other scorers by the same names
+            )
+        )
+
+    async def _added(
+        self, job_id: str, chunk: reward_pb2.SubmitJobRequest.Chunk, ends_at: float
+    ) -> AsyncGenerator[JobRecord]:
+        """The job once the chunk is stored; before that, the job now and then."""
+        items = chunk.SerializeToString()
+        check_size(f"chunk {chunk.index}", len(chunk.items), len(items))
+        if not chunk.items:
+            raise DataError(f"chunk {chunk.index} has no items")
+        heard_at, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        stored, job = await self._stored(self._store.add_chunk, job_id, chunk.index, len(chunk.items), items)
+        while not stored:
+            await self._waits.sleep(pause, ends_at)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            room, job = await self._stored(self._store.has_room, job_id, len(items))
+            if room:
+                stored, job = await self._stored(self._store.add_chunk, job_id, chunk.index, len(chunk.items), items)
+            elif time.monotonic() - heard_at > _HEARTBEAT_SECONDS:
+                heard_at = time.monotonic()
+                yield job
+        yield job
+
+    async def GetJob(self, request: reward_pb2.GetJobRequest, context: grpc.aio.ServicerContext) -> reward_pb2.Job:
+        """The job as it is now."""
+        job, _ = await self._stored(self._store.events, request.job_id, 0, 0)
+        return job_message(job)
+
+    async def WatchJob(
+        self, request: reward_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[reward_pb2.JobEvent]:
+        """Results in the order of their completion, and progress; the last event is that of a job that has ended."""
+        cursor, num_bytes = request.after_cursor, _EVENT_BYTES if request.with_results else 0
+        told: JobRecord | None = None
+        told_at, pause = 0.0, _FIRST_PAUSE_SECONDS
+        ends_at = time.monotonic() + seconds_left(context)
+        while True:
+            job, results = await self._stored(self._store.events, request.job_id, cursor, num_bytes)
+            if cursor > job.num_results:
+                raise DataError(f"after_cursor is {cursor}, and job {job.job_id} has had {job.num_results} events")
+            for data in results:
+                cursor += 1
+                part = reward_pb2.JobEvent.Results.FromString(data)
+                yield reward_pb2.JobEvent(job=job_message(job), results=part, cursor=cursor)
+            if not request.with_results:
+                cursor = job.num_results
+            if job.ended and cursor == job.num_results:
+                yield reward_pb2.JobEvent(job=job_message(job), cursor=cursor)
+                return
+            if job != told or time.monotonic() - told_at > _HEARTBEAT_SECONDS:
+                if not results:
+                    yield reward_pb2.JobEvent(job=job_message(job), cursor=cursor)
+                pause = _FIRST_PAUSE_SECONDS if job != told else pause
+                told, told_at = job, time.monotonic()
+            if cursor == job.num_results:
+                await self._waits.sleep(pause, ends_at)
+                pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+
+    async def CancelJob(
+        self, request: reward_pb2.CancelJobRequest, context: grpc.aio.ServicerContext
+    ) -> reward_pb2.Job:
+        """Results there are stay; the other items are counted as cancelled. A job that has ended stays as it is."""
+        return job_message(await self._stored(self._store.cancel, request.job_id))
+
+    async def DeleteJob(
+        self, request: reward_pb2.DeleteJobRequest, context: grpc.aio.ServicerContext
+    ) -> reward_pb2.Job:
+        """Job, results and key are forgotten; one that has not ended is refused."""
+        return job_message(await self._stored(self._store.delete, request.job_id))
+
+    async def ListScorers(
+        self, request: reward_pb2.ListScorersRequest, context: grpc.aio.ServicerContext
+    ) -> reward_pb2.ListScorersReply:
+        """What a rubric may name, within which limits, and the rubric of whoever names none."""
+        async with self._listing:  # it reads source code, for which older Pythons have no two threads at once
+            if self._scorers is None:
+                self._scorers = await self._calls.look_up(scorer_list, self._core, self._reward, self._jobs)
+            return self._scorers
+
+    async def ListJobs(
+        self, request: reward_pb2.ListJobsRequest, context: grpc.aio.ServicerContext
+    ) -> reward_pb2.ListJobsReply:
+        """The newest jobs, newest first."""
+        if request.limit > MAX_LISTED_JOBS:
+            raise DataError(f"limit is {request.limit}, at most {MAX_LISTED_JOBS} jobs are listed")
+        jobs = await self._stored(self._store.list_jobs, request.limit or _DEFAULT_LISTED_JOBS)
+        return reward_pb2.ListJobsReply(jobs=[job_message(job) for job in jobs])
+
+    async def _stored(self, verb: Callable[..., Result], *arguments: Any) -> Result:
+        """A verb of the store, which waits for Redis no longer than its own deadlines."""
+        return await self._waits.in_thread(self._storing, verb, *arguments)

@@ -1,0 +1,112 @@
+"""`tandem reward serve`: the reward service without a ring. Several of them on one Redis and namespace are replicas of one service."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from protos import common_pb2, reward_pb2_grpc
+from protos.errors import EnvironmentLackError
+from reward.scoring import ScoringCore
+from services.buffer.durability import check_room, check_settings
+from services.config.jobs import ServiceConfig
+from services.process import starting, stop_event
+from services.reward.jobs.lane import JobLane
+from services.reward.jobs.store import JobStore
+from services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
+from services.rpc import ServerThread
+from services.run.control import software_version
+from services.run.preflight import check_job_room
+from services.run.redis_child import RedisChild
+
+_TURN_SECONDS = 0.2
+_GRACE_SECONDS = 1.0  # for calls under way when the service is told to stop
+
+
+def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name: str = "") -> None:
+    """Serves until SIGTERM, then ends with its streams UNAVAILABLE. Prints `reward: listens on HOST:PORT` once it is ready.
+
+    Args:
+        config: `config.reward.port` 0 picks a free port.
+        host: address to listen on.
+        redis_url: where the jobs are kept; empty: an embedded Redis with its data in `folder`. What one that is named may lose is printed.
+        folder: for the embedded Redis and its log; not used otherwise.
+        name: of this replica among those of the namespace: one that starts anew under the name takes back at once what its
+            predecessor held. Default: the machine's name and the port.
+
+    Raises:
+        UserError: the scorers cannot be built, the port is in use, there is no redis-server, or none with room for the jobs.
+        TandemError: Redis is gone.
+    """
+    stop = stop_event()
+    with ExitStack() as stack:
+        with starting():
+            core = stack.enter_context(closing(ScoringCore(config.reward)))
+        jobs = config.jobs.in_namespace("reward")
+        redis: RedisChild | None = None
+        if not redis_url:
+            check_job_room(jobs, folder)
+            redis = _own_redis(stack, folder)
+        store = stack.enter_context(closing(JobStore(redis.url if redis is not None else redis_url, jobs)))
+        if redis is None:
+            for line in check_settings(store):
+                _say(line)
+            check_room(store, jobs.redis_bytes)
+        servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, jobs)))
+        started_at = time.time()
+        lane: JobLane | None = None  # it is named after the server's port, and the server answers before it is there
+
+        def info() -> common_pb2.InfoReply:
+            return common_pb2.InfoReply(
+                service="reward",
+                software_version=software_version(),
+                started_at=started_at,
+                policy_version=-1,  # it carries no weights
+                figures={**core.figures(), **(lane.figures() if lane is not None else {}), **store.counts()},
+                activity=lane.activity() if lane is not None else "starting",
+            )
+
+        server = ServerThread(
+            host,
+            config.reward.port,
+            info=info,
+            register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, one),
+            service_names=[SERVICE_NAME],
+            on_stop=servicer.end_streams,
+            intake=INTAKE,
+        )
+        lane = JobLane(
+            store,
+            core,
+            worker=name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}",
+            reward=config.reward,
+            stop=stop,
+        )
+        with lane:
+            try:
+                _say(f"listens on {server.address}")
+                while not stop.wait(_TURN_SECONDS):
+                    if redis is not None:
+                        redis.attend()
+            finally:
+                server.stop(_GRACE_SECONDS)
+                core.close()  # ends what hangs, for the lane to give back
+
+
+def _own_redis(stack: ExitStack, folder: Path) -> RedisChild:
+    """Raises EnvironmentLackError for a folder that cannot be one, or be written."""
+    try:
+        return stack.enter_context(RedisChild(folder, say=_say))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the command says so
+        raise EnvironmentLackError(
+            f"--folder {folder}: {error.strerror or error}; name a folder that can be written"
+        ) from None
+
+
+def _say(text: str) -> None:
+    print(f"reward: {text}", flush=True)

@@ -1,0 +1,188 @@
+"""A sampler's gRPC side: direct sampling (evaluation uses it), pause and drain, and the two calls of a weight update."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import grpc
+import numpy as np
+
+from protos import common_pb2, rollout_pb2, rollout_pb2_grpc
+from protos.errors import DataError, NotAdmittedError
+from protos.manifest import decode_manifest
+from protos.nouns import SamplingParameters, Trajectory
+from protos.weight_group import Meeting
+from rollout.engine import SamplerEngine
+from services.buffer.buffer import Buffer
+from services.config import Recipe
+from services.rpc import RpcServer, start_server
+from services.run.control import software_version
+
+SERVICE_NAME = "tandem.v1.RolloutService"
+
+
+class Stage(Protocol):
+    """What the server needs of the claiming side."""
+
+    paused: bool
+    worker: str
+
+    @property
+    def groups_in_flight(self) -> int: ...
+
+    async def drained(self, timeout_seconds: float) -> bool: ...
+
+    def figures(self) -> Mapping[str, float]: ...
+
+    def activity(self) -> str: ...
+
+
+async def start_rollout_server(
+    recipe: Recipe, buffer: Buffer, engine: SamplerEngine, stage: Stage, *, port: int, started_at: float
+) -> RpcServer:
+    """Listens on `run.host`. Raises EnvironmentLackError if the port is in use."""
+
+    def info() -> common_pb2.InfoReply:
+        counts = {name: float(number) for name, number in buffer.counts().items()}
+        return common_pb2.InfoReply(
+            service=stage.worker,
+            software_version=software_version(),
+            started_at=started_at,
+            policy_version=engine.policy_version,
+            incarnation=engine.incarnation,
+            run_id=recipe.run.run_id,
+            figures={**counts, **stage.figures()},
+            activity=stage.activity(),
+        )
+
+    servicer = RolloutServicer(engine, stage, recipe.rollout.max_response_tokens)
+    return await start_server(
+        recipe.run.host,
+        port,
+        info=info,
+        register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server),
+        service_names=[SERVICE_NAME],
+    )
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """gRPC `RolloutService` of one sampler."""
+
+    def __init__(self, engine: SamplerEngine, stage: Stage, max_response_tokens: int) -> None:
+        self._engine = engine
+        self._stage = stage
+        self._max_response_tokens = max_response_tokens
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.GenerateReply:
+        """Samples every item. With a required version, any token of another one refuses the whole call (NotAdmittedError)."""
+        required = request.required_version if request.HasField("required_version") else None
+        if required is not None and self._engine.policy_version != required:
+            raise NotAdmittedError(
+                f"asked for version {required}, {self._stage.worker} carries {self._engine.policy_version}"
+            )
+        sampling = self._sampling(request.sampling)
+        items = await asyncio.gather(
+            *(self._sample(number, item, sampling) for number, item in enumerate(request.items))
+        )
+        reply = rollout_pb2.GenerateReply(items=[rollout_pb2.GenerateReply.Item(samples=samples) for samples in items])
+        if required is not None:
+            found = {span.policy_version for item in reply.items for sample in item.samples for span in sample.spans}
+            if found - {required}:
+                raise NotAdmittedError(f"asked for version {required}, tokens were sampled by {sorted(found)}")
+        return reply
+
+    async def Pause(
+        self, request: rollout_pb2.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.SamplerState:
+        """Claims no more prompts; groups in flight go on."""
+        self._stage.paused = True
+        return self._state()
+
+    async def Resume(
+        self, request: rollout_pb2.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.SamplerState:
+        """Claims again."""
+        self._stage.paused = False
+        return self._state()
+
+    async def Drain(
+        self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.SamplerState:
+        """Pauses, and answers once nothing is in flight or at the deadline, whichever comes first: the reply says which."""
+        self._stage.paused = True
+        await self._stage.drained(request.timeout_seconds)
+        return self._state()
+
+    async def JoinWeightGroup(
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.JoinWeightGroupReply:
+        """Enters a weight group with all tensor-parallel workers."""
+        meeting = Meeting(request.host, request.port, request.group_name, request.world_size, request.backend)
+        await self._engine.join_weight_group(meeting, request.first_rank, request.timeout_seconds)
+        return rollout_pb2.JoinWeightGroupReply()
+
+    async def UpdateWeights(
+        self, request: rollout_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.UpdateWeightsReply:
+        """Receives a version while sampling goes on, and applies it between two steps."""
+        manifest = decode_manifest(request.manifest)
+        report = await self._engine.update_weights(manifest, request.group_name, request.timeout_seconds)
+        return rollout_pb2.UpdateWeightsReply(
+            policy_version=manifest.policy_version,
+            digests=report.digests,
+            transfer_seconds=report.transfer_seconds,
+            stall_seconds=report.stall_seconds,
+        )
+
+    def _state(self) -> rollout_pb2.SamplerState:
+        return rollout_pb2.SamplerState(
+            paused=self._stage.paused,
+            groups_in_flight=self._stage.groups_in_flight,
+            policy_version=self._engine.policy_version,
+        )
+
+    def _sampling(self, message: rollout_pb2.SamplingParameters) -> SamplingParameters:
+        # A field that was not set reads 0: temperature 0 is greedy, the others' 0 would mean nothing.
+        return SamplingParameters(
+            temperature=message.temperature,
+            top_p=message.top_p or 1.0,
+            top_k=message.top_k,
+            max_tokens=message.max_tokens or self._max_response_tokens,
+            seed=message.seed if message.HasField("seed") else None,
+            stop=tuple(message.stop),
+            repetition_penalty=message.repetition_penalty or 1.0,
+        )
+
+    async def _sample(
+        self, number: int, item: rollout_pb2.GenerateRequest.Item, sampling: SamplingParameters
+    ) -> list[rollout_pb2.GenerateReply.Sample]:
+        if len(item.prompt_ids) % 4:
+            raise DataError(f"item {number}: prompt_ids are int32, {len(item.prompt_ids)} bytes are none")
+        prompt = np.frombuffer(item.prompt_ids, "<i4")
+        key = (
+            f"generate-{number}" if sampling.seed is not None else ""
+        )  # two items of one request draw their own numbers
+        rows = await self._engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
+        return [_sample_message(row, len(prompt)) for row in rows]
+
+
+def _sample_message(row: Trajectory, num_prompt_tokens: int) -> rollout_pb2.GenerateReply.Sample:
+    (segment,) = row.segments
+    spans = (replace(span, first_token=span.first_token - num_prompt_tokens) for span in segment.spans)
+    return rollout_pb2.GenerateReply.Sample(
+        ids=segment.ids[num_prompt_tokens:].astype("<i4").tobytes(),
+        behavior_logprobs=segment.behavior_logprobs[num_prompt_tokens:].astype("<f4").tobytes(),
+        text=row.text,
+        finish_reason=row.finish_reason,
+        spans=[
+            common_pb2.VersionSpan(
+                first_token=s.first_token, incarnation=s.incarnation, policy_version=s.policy_version
+            )
+            for s in spans
+        ],
+    )

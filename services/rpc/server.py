@@ -1,0 +1,157 @@
+"""A gRPC server as every service has it: with health, reflection and Info beside its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from protos import common_pb2, common_pb2_grpc
+from protos.errors import EnvironmentLackError
+from services.rpc.door import MAX_MESSAGE_BYTES, USUAL_INTAKE, Door, Intake
+
+INFO_SERVICE = "tandem.v1.InfoService"
+
+Info = Callable[[], common_pb2.InfoReply]
+Register = Callable[[grpc.aio.Server], None]
+
+
+class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
+    def __init__(self, info: Info) -> None:
+        self._info = info
+
+    async def Info(self, request: common_pb2.InfoRequest, context: grpc.aio.ServicerContext) -> common_pb2.InfoReply:
+        return await asyncio.to_thread(self._info)  # it may ask Redis for queue figures
+
+
+class RpcServer:
+    """A listening server. `address` is `host:port` with the port really bound."""
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        address: str,
+        health_servicer: health.aio.HealthServicer,
+        on_stop: Callable[[], None],
+    ) -> None:
+        self._server = server
+        self._health = health_servicer
+        self._on_stop = on_stop
+        self.address = address
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Turns health to NOT_SERVING, refuses new calls, and cancels running ones after the grace."""
+        await self._health.enter_graceful_shutdown()
+        self._on_stop()
+        await self._server.stop(grace_seconds)
+
+
+async def start_server(
+    host: str,
+    port: int,
+    *,
+    info: Info,
+    register: Register,
+    service_names: Sequence[str],
+    on_stop: Callable[[], None] = lambda: None,
+    intake: Intake = USUAL_INTAKE,
+) -> RpcServer:
+    """Starts a server with the given services besides health, reflection and Info; port 0 picks a free one.
+
+    `on_stop` is called on the event loop as the server begins to stop, so that long calls can end in words of their own.
+
+    Raises:
+        EnvironmentLackError: the port is in use or the address is not this machine's.
+    """
+    options = [
+        ("grpc.max_receive_message_length", intake.max_request_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
+    ]
+    server = grpc.aio.server(options=options)
+    door = cast("grpc.aio.Server", Door(server, intake, service_names))  # which is all that registering needs of one
+    common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), door)
+    register(door)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, door)
+    names = [*service_names, INFO_SERVICE]
+    shown = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    add_reflection: Callable[[Any, Any], None] = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add_reflection(reflection.aio.ReflectionServicer(shown), door)
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}") if _can_listen(host, port) else 0
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise EnvironmentLackError(
+            f"cannot listen on {host}:{port}: the port is in use or not this machine's; choose another port"
+        )
+    await server.start()
+    for name in ("", *names):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return RpcServer(server, f"{host}:{bound}", health_servicer, on_stop)
+
+
+def _can_listen(host: str, port: int) -> bool:
+    """Asked before gRPC is, which says in a line of its own on standard error that it cannot."""
+    try:
+        places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    for family, kind, protocol, _, place in places:
+        with suppress(OSError), socket.socket(family, kind, protocol) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(place)
+            return True
+    return False
+
+
+class ServerThread:
+    """The same server on an event loop of its own, for services whose main thread is not asynchronous."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        info: Info,
+        register: Register,
+        service_names: Sequence[str],
+        on_stop: Callable[[], None] = lambda: None,
+        intake: Intake = USUAL_INTAKE,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
+        self._thread.start()
+        starting = start_server(
+            host,
+            port,
+            info=info,
+            register=register,
+            service_names=service_names,
+            on_stop=on_stop,
+            intake=intake,
+        )
+        try:
+            self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(timeout=10.0)
+        except BaseException:
+            self._end_loop()
+            raise
+        self.address = self._server.address
+
+    def stop(self, grace_seconds: float = 1.0) -> None:
+        """Stops the server and its thread."""
+        stopping = asyncio.run_coroutine_threadsafe(self._server.stop(grace_seconds), self._loop)
+        stopping.result(timeout=grace_seconds + 5.0)
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5.0)

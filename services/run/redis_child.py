@@ -1,0 +1,75 @@
+"""The embedded Redis of a local run, started again from its append-only file when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from protos.errors import EnvironmentLackError, UnavailableError
+from services.buffer.redis_server import EmbeddedRedis, start_redis
+from services.run.children import RestartPolicy
+from services.run.folder import disk_full
+
+STOP_SECONDS = 1.5
+
+
+class RedisChild:
+    """A context manager: the server runs while it is open. `attend`, called at every turn, restarts a dead one."""
+
+    def __init__(self, folder: Path, *, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._policy = RestartPolicy()
+        self._server: EmbeddedRedis | None = None
+        self._started_at = 0.0
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return self._server.url
+
+    def __enter__(self) -> RedisChild:
+        self._start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        """Ends the server within 2 s: every acknowledged write is fsynced, so killing one that hangs loses nothing."""
+        assert self._server is not None
+        if self._server.alive:
+            os.kill(self._server.pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        while self._server.alive and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._server.alive:
+            os.kill(self._server.pid, signal.SIGKILL)
+        self._server.stop()
+
+    def attend(self) -> None:
+        """Restarts the server if it has died.
+
+        Raises:
+            EnvironmentLackError: the disk is full.
+            UnavailableError: it died five times in a row.
+        """
+        assert self._server is not None
+        if self._server.alive:
+            return
+        if disk_full(self._folder):
+            raise EnvironmentLackError(
+                f"Redis ended: the disk of {self._folder} is full; free space there, then start it again (a run with --resume)"
+            )
+        delay = self._policy.delay(time.monotonic() - self._started_at, 0)
+        if delay is None:
+            raise UnavailableError(f"Redis died {self._policy.deaths} times in a row; see {self._folder / 'redis'}")
+        self._say("Redis died; starting it again from its append-only file")
+        url = self.url
+        self._server.stop()
+        self._start()
+        assert self.url == url, "the services know Redis by its first address"
+
+    def _start(self) -> None:
+        self._server = start_redis(self._folder)
+        self._started_at = time.monotonic()

@@ -1,0 +1,209 @@
+"""Rank 0's way from scored groups to a planned batch: claim, select, plan; and every rank's reading of its payloads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from protos.errors import SelectionError, TandemError, UnavailableError
+from protos.nouns import Packing, RowHeader, TrainBatch
+from services.buffer.buffer import Buffer
+from services.config import Recipe
+from services.run.metrics import baseline_rewards, oldest_version, trajectories
+from trainer.planning import plan_batch
+from trainer.selection import zero_variance
+
+_CLAIM_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionRules:
+    """Which scored groups may train. `hard_staleness_cap` 0 is off; `needs_baseline`: rewards are compared with the greedy answer's."""
+
+    min_rows: int
+    hard_staleness_cap: int
+    drop_zero_variance: bool
+    needs_baseline: bool = False
+
+    def rejection(self, headers: Sequence[RowHeader], start_version: int) -> str | None:
+        """Why the group cannot be part of a batch that starts from this version, or None if it can."""
+        rows = list(trajectories(headers).values())
+        if len(rows) < self.min_rows:
+            return "too_few_scored_rows"
+        compared = baseline_rewards(headers) if self.needs_baseline else []
+        if self.needs_baseline and not compared:
+            return "no_scored_baseline"
+        if self.hard_staleness_cap and start_version - min(map(oldest_version, rows)) > self.hard_staleness_cap:
+            return "stale"
+        if self.drop_zero_variance and zero_variance([*(segments[0].reward or 0.0 for segments in rows), *compared]):
+            return "zero_variance"
+        return None
+
+
+def selection_rules(recipe: Recipe) -> SelectionRules:
+    """The rules of a recipe. Where answers are compared with one another, a single scored one teaches nothing; some need more."""
+    return SelectionRules(
+        min_rows=max(2 if recipe.trainer.advantage.compares_answers else 1, recipe.trainer.min_group_size),
+        hard_staleness_cap=recipe.run.hard_staleness_cap,
+        drop_zero_variance=recipe.trainer.selection.drop_zero_variance,
+        needs_baseline=recipe.trainer.needs_baselines,
+    )
+
+
+class BatchSource:
+    """Claims scored groups in order of completion until P survive selection, and plans them as the next batch.
+
+    A rejected group is dropped at once, so its credit returns before the batch is full. Claims belong to the trainer's
+    incarnation: those of a batch that never came to be are given back by the next incarnation's rollback.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        recipe: Recipe,
+        incarnation: int,
+        world_size: int,
+        stop: threading.Event,
+        packing: Packing = "padded",
+    ) -> None:
+        self._buffer = buffer
+        self._recipe = recipe
+        self._incarnation = incarnation
+        self._world_size = world_size
+        self._stop = stop
+        self._packing = packing
+        self._rules = selection_rules(recipe)
+        self._survivors: dict[str, tuple[RowHeader, ...]] = {}
+        self._consecutive_rejections = 0
+        self._rejected: Counter[str] = Counter()
+        self._rejected_lengths: list[int] = []
+        self.exhausted = False
+        self.last_claim = time.monotonic()
+
+    @property
+    def num_survivors(self) -> int:
+        """Groups claimed so far for the next batch."""
+        return len(self._survivors)
+
+    def poll(self, version: int, seconds: float) -> TrainBatch | None:
+        """The batch that follows `version`; None if it did not fill in time, at a stop, or because nothing can come any more.
+
+        Once the feed is exhausted and every outstanding group is claimed, a smaller batch is returned; when not even one
+        group is left, None with `exhausted` set.
+
+        Raises:
+            SelectionError: too many groups in a row were rejected.
+            FencedError: another incarnation took over.
+        """
+        deadline = time.monotonic() + seconds
+        wanted = self._recipe.run.groups_per_batch
+        while len(self._survivors) < wanted and not self.exhausted:
+            patience = min(_CLAIM_SECONDS, deadline - time.monotonic())
+            if patience <= 0 or self._stop.is_set():
+                return None
+            if not self._claim(version, patience) and self._buffer.exhausted():
+                # What was completed between the two looks is still there, and nothing comes after it.
+                self.exhausted = not self._claim(version, 0.0)
+        if not self._survivors:
+            return None
+        return self._plan(version + 1)
+
+    def take_rejections(self) -> dict[str, float]:
+        """Groups rejected since the last call, and the mean sampled tokens of their trajectories (a bias against long ones shows)."""
+        figures: dict[str, float] = {"rejected_groups": self._rejected.total()}
+        figures |= {f"rejected_{reason}": number for reason, number in self._rejected.items()}
+        if self._rejected_lengths:
+            figures["rejected_response_length_mean"] = sum(self._rejected_lengths) / len(self._rejected_lengths)
+        self._rejected.clear()
+        self._rejected_lengths.clear()
+        return figures
+
+    def _claim(self, version: int, timeout_seconds: float) -> bool:
+        wanted = self._recipe.run.groups_per_batch - len(self._survivors)
+        claims = self._buffer.claim_scored(self._incarnation, wanted, timeout_seconds)
+        if not claims:
+            return False
+        self.last_claim = time.monotonic()
+        rejected: dict[str, list[str]] = {}
+        for claim in claims:
+            reason = self._rules.rejection(claim.headers, version)
+            if reason is None:
+                self._survivors[claim.group_id] = claim.headers
+                self._consecutive_rejections = 0
+            else:
+                rejected.setdefault(reason, []).append(claim.group_id)
+                self._consecutive_rejections += 1
+                self._rejected[reason] += 1
+                rows = trajectories(claim.headers).values()
+                self._rejected_lengths += [sum(segment.num_loss_tokens for segment in row) for row in rows]
+        for reason, group_ids in rejected.items():
+            self._buffer.drop_claimed(self._incarnation, group_ids, reason)
+        self._check_rejections()
+        return True
+
+    def _check_rejections(self) -> None:
+        if self._consecutive_rejections >= self._recipe.trainer.max_consecutive_rejections:
+            counts = {name: n for name, n in self._buffer.counts().items() if name.startswith("dropped") and n}
+            raise SelectionError(
+                f"{self._consecutive_rejections} groups in a row were rejected ({dict(self._rejected)}; in all {counts}): "
+                "the rewards carry no signal, or the rules leave nothing; see trainer.selection.drop_zero_variance and "
+                "run.hard_staleness_cap"
+            )
+
+    def _plan(self, policy_version: int) -> TrainBatch:
+        group_ids = tuple(self._survivors)
+        headers = tuple(header for group in self._survivors.values() for header in group)
+        self._survivors = {}
+        return plan_batch(
+            headers,
+            group_ids,
+            policy_version=policy_version,
+            incarnation=self._incarnation,
+            world_size=self._world_size,
+            tokens_per_micro_batch=self._recipe.trainer.tokens_per_micro_batch,
+            optimizer_steps=self._recipe.trainer.optimizer_steps_per_batch,
+            packing=self._packing,
+        )
+
+
+class Ranks(Protocol):
+    """What reading needs of the learner: its rank, and one yes or no over all ranks."""
+
+    rank: int
+
+    def all_agree(self, ok: bool) -> bool: ...
+
+
+def groups_of_rank(batch: TrainBatch, rank: int) -> list[str]:
+    """The groups whose rows this rank trains, in the batch's order; rank 0 reads all of them, because it writes the record."""
+    if rank == 0:
+        return list(batch.group_ids)
+    own = {row.group_id for row in batch.plan if row.rank == rank}
+    return [group_id for group_id in batch.group_ids if group_id in own]
+
+
+def read_payloads(buffer: Buffer, batch: TrainBatch, ranks: Ranks) -> Mapping[str, bytes]:
+    """This rank's payloads of the batch. All ranks agree that each has read its own, or all try once more, or all raise.
+
+    Raises:
+        UnavailableError: on every rank, if any rank failed twice.
+    """
+    group_ids = groups_of_rank(batch, ranks.rank)
+    failure: TandemError | None = None
+    for _ in range(2):
+        payloads: list[bytes] = []
+        try:
+            payloads = buffer.read(group_ids)
+        except TandemError as error:
+            failure = error
+        if ranks.all_agree(len(payloads) == len(group_ids)):
+            return dict(zip(group_ids, payloads, strict=True))
+        time.sleep(_RETRY_SECONDS)
+    raise UnavailableError(
+        f"batch {batch.policy_version}: not every rank could read its payloads ({failure or 'another rank failed'})"
+    )

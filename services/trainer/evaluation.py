@@ -1,0 +1,270 @@
+"""Evaluation: greedy answers through RolloutService.Generate, judged by RewardService.Score, outside ledger and limiter."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+
+from protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from protos.errors import NotAdmittedError, TandemError
+from protos.nouns import Prompt, SamplingParameters
+from services.buffer.buffer import Buffer
+from services.config import Recipe
+from services.data.dataset import load_prompts
+from services.rpc import connect, translated
+
+ROWS_PER_CALL = 64
+CALLS_PER_SAMPLER = 2  # the next chunk is queued in the engine while the last answers of the one before are decoded
+ATTEMPTS = 3
+DEADLINE_SECONDS = 900.0
+_POLL_SECONDS = 0.25
+_SILENT_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation. `num_rows` rows were asked, `unscored` counts those without a reward by reason; means are over the others."""
+
+    version: int | None
+    accuracy: float | None
+    mean_reward: float | None
+    num_rows: int
+    num_scored: int
+    unscored: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def line(self) -> dict[str, Any]:
+        """The evaluation as a line of evaluations.jsonl."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    """Where answers come from and who judges them."""
+
+    samplers: Sequence[str]
+    reward: str
+    max_tokens: int
+    stop: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class _Marks:
+    rewards: list[float] = field(default_factory=list)
+    correct: list[bool] = field(default_factory=list)
+    unscored: Counter[str] = field(default_factory=Counter)
+
+
+def evaluate(version: int | None, prompts: Sequence[Prompt], examiner: Examiner) -> Evaluation:
+    """Asks every prompt once, greedily, spread over the samplers; `version` None takes whatever weights they carry.
+
+    A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A chunk whose call
+    fails is asked again of another sampler, up to three times; its rows are then counted as unscored, never averaged in.
+    """
+    started = time.monotonic()
+    deadline = started + DEADLINE_SECONDS
+    marks = _Marks()
+    channels = {address: connect(address) for address in {*examiner.samplers, examiner.reward}}
+    pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
+    reason = "no_sampler"
+
+    def ask(place: int, chunk: Sequence[Prompt]) -> str | None:
+        address = examiner.samplers[place % len(examiner.samplers)]
+        try:
+            answers = _generate(channels[address], chunk, version, examiner, deadline)
+            _score(channels[examiner.reward], chunk, answers, marks, deadline)
+        except TandemError as error:
+            return type(error).__name__
+        return None
+
+    try:
+        for attempt in range(ATTEMPTS if examiner.samplers else 0):
+            with ThreadPoolExecutor(CALLS_PER_SAMPLER * len(examiner.samplers)) as pool:
+                failures = list(pool.map(ask, range(attempt, attempt + len(pending)), pending))
+            reason = next((failure for failure in failures if failure), reason)
+            pending = [chunk for chunk, failure in zip(pending, failures, strict=True) if failure]
+            if not pending or time.monotonic() > deadline:
+                break
+    finally:
+        for channel in channels.values():
+            channel.close()
+    marks.unscored.update({reason: sum(len(chunk) for chunk in pending)} if pending else {})
+    return Evaluation(
+        version=version,
+        accuracy=float(np.mean(marks.correct)) if marks.correct else None,
+        mean_reward=float(np.mean(marks.rewards)) if marks.rewards else None,
+        num_rows=len(prompts),
+        num_scored=len(marks.rewards),
+        unscored=dict(marks.unscored),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _generate(
+    channel: grpc.Channel, chunk: Sequence[Prompt], version: int | None, examiner: Examiner, deadline: float
+) -> list[rollout_pb2.GenerateReply.Sample]:
+    request = rollout_pb2.GenerateRequest(
+        items=[
+            rollout_pb2.GenerateRequest.Item(prompt_ids=_int32_bytes(prompt.token_ids), num_samples=1)
+            for prompt in chunk
+        ],
+        sampling=rollout_pb2.SamplingParameters(
+            temperature=0.0, top_p=1.0, max_tokens=examiner.max_tokens, stop=examiner.stop, repetition_penalty=1.0
+        ),
+        required_version=version,
+    )
+    with translated():
+        reply = rollout_pb2_grpc.RolloutServiceStub(channel).Generate(request, timeout=_left(deadline))
+    samples = [item.samples[0] for item in reply.items]
+    versions = {span.policy_version for sample in samples for span in sample.spans}
+    if version is not None and not versions <= {version}:
+        raise NotAdmittedError(f"asked for answers of version {version}, got {sorted(versions)}")
+    return samples
+
+
+def _score(
+    channel: grpc.Channel,
+    chunk: Sequence[Prompt],
+    answers: Sequence[rollout_pb2.GenerateReply.Sample],
+    marks: _Marks,
+    deadline: float,
+) -> None:
+    request = reward_pb2.ScoreRequest(
+        items=[
+            reward_pb2.ScoreRequest.Item(
+                data_source=prompt.data_source,
+                solution=answer.text,
+                ground_truth=json.dumps(prompt.ground_truth),
+                extra_info=json.dumps(dict(prompt.judged_info(len(answer.ids) // 4))),
+            )
+            for prompt, answer in zip(chunk, answers, strict=True)
+        ]
+    )
+    with translated():
+        reply = reward_pb2_grpc.RewardServiceStub(channel).Score(request, timeout=_left(deadline))
+    for item in reply.items:
+        if item.HasField("scored"):
+            marks.rewards.append(item.scored.value)
+            marks.correct.append(_is_correct(item.scored))
+        else:
+            marks.unscored[item.unscored.reason] += 1
+
+
+def _is_correct(scored: reward_pb2.ScoreReply.Scored) -> bool:
+    for name in ("acc", "correct"):
+        if name in scored.breakdown:
+            return scored.breakdown[name] >= 0.5
+    return scored.value >= 1.0
+
+
+def _int32_bytes(ids: Any) -> bytes:
+    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
+
+
+def _left(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
+def wait_for_examiner(
+    buffer: Buffer, recipe: Recipe, version: int | None, seconds: float, stop: threading.Event
+) -> Examiner | None:
+    """The samplers that carry `version` (None: any that is alive) and the reward service, once there are some; None at the deadline."""
+    started = time.monotonic()
+    silent = True
+    while True:
+        samplers = [
+            sampler.address
+            for sampler in buffer.samplers()
+            if sampler.alive and (version is None or (sampler.state == "LIVE" and sampler.version == version))
+        ]
+        reward = buffer.services().get("reward")
+        if samplers and reward:
+            return Examiner(samplers, reward, recipe.rollout.max_response_tokens, recipe.rollout.stop)
+        waited = time.monotonic() - started
+        if waited > seconds or stop.wait(_POLL_SECONDS):
+            return None
+        if waited > _SILENT_SECONDS and silent:
+            silent = False
+            carrying = "" if version is None else f" that carries version {version}"
+            print(
+                f"evaluation waits for {'the reward service' if samplers else 'a sampler'}{'' if samplers else carrying}",
+                flush=True,
+            )
+
+
+class BackgroundEvaluation:
+    """Evaluates a published version beside the training of the next batch; the next publication waits until it is `over`."""
+
+    def __init__(
+        self, buffer: Buffer, recipe: Recipe, stop: threading.Event, done: Callable[[Evaluation], None]
+    ) -> None:
+        self._buffer = buffer
+        self._recipe = recipe
+        self._stop = stop
+        self._done = done
+        self._prompts: Sequence[Prompt] = ()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, version: int, patience_seconds: float) -> None:
+        """Begins; gives up, saying so, if no sampler carries the version within the patience."""
+        assert self._thread is None, "one evaluation at a time"
+        self._thread = threading.Thread(
+            target=self._run, args=(version, patience_seconds), name="evaluation", daemon=True
+        )
+        self._thread.start()
+
+    def over(self, timeout_seconds: float) -> bool:
+        """Waits for the evaluation under way, or a stop; True if there is none any more. Raises what ended it."""
+        if self._thread is None:
+            return True
+        deadline = time.monotonic() + timeout_seconds
+        while self._thread.is_alive():
+            self._thread.join(_POLL_SECONDS)
+            if self._stop.is_set() or time.monotonic() > deadline:
+                return False
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _run(self, version: int, patience_seconds: float) -> None:
+        try:
+            if not self._prompts:
+                self._prompts = load_evaluation_prompts(self._recipe)
+            examiner = wait_for_examiner(self._buffer, self._recipe, version, patience_seconds, self._stop)
+            if examiner is not None:
+                self._done(evaluate(version, self._prompts, examiner))
+            elif not self._stop.is_set():
+                print(
+                    f"evaluation of version {version} skipped: no sampler carried it for {patience_seconds:.0f} s",
+                    flush=True,
+                )
+        except BaseException as error:  # a bug must end the trainer, not only this thread: `over` raises it
+            self._error = error
+
+
+def load_evaluation_prompts(recipe: Recipe) -> Sequence[Prompt]:
+    """The usable prompts of `data.eval_file`; skipped rows are counted on stdout. Raises DataError, ModelError."""
+    loaded = load_prompts(
+        recipe.data.eval_file,
+        model_path=recipe.model.path,
+        chat_template=recipe.model.chat_template,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        num_samples=1,
+        sampling=SamplingParameters(
+            temperature=0.0, max_tokens=recipe.rollout.max_response_tokens, stop=recipe.rollout.stop
+        ),
+    )
+    if loaded.faults:
+        print(f"evaluation file {recipe.data.eval_file}: rows skipped: {dict(loaded.faults)}", flush=True)
+    return loaded.prompts

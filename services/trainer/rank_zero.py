@@ -1,0 +1,171 @@
+"""What rank 0 does besides learning: it claims, records, publishes, measures, evaluates, and answers gRPC."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from protos.nouns import Packing, StepResult, TrainBatch
+from services.buffer.buffer import Buffer
+from services.config import Recipe
+from services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, component_figures
+from services.run.summary import write_summary
+from services.trainer.batch_source import BatchSource
+from services.trainer.evaluation import BackgroundEvaluation, Evaluation
+from services.trainer.publisher import Publication, Publisher
+from services.trainer.recovery import TrainerLock, take_over
+from services.trainer.server import CheckpointWish, TrainerState, training_front
+from services.trainer.watchdog import Watchdog
+from trainer.batch_record import batch_to_json, write_record
+from trainer.weight_sender import WeightSender
+
+Order = dict[str, Any]
+"""What every rank does next: `{"do": "train", "batch": …}`, `wait`, `checkpoint`, `end` or `stop`."""
+
+_FIRST_PATIENCE_SECONDS = 600.0  # engines of large models take minutes to start
+_PATIENCE_SECONDS = 30.0
+_RANKS_WAIT_SECONDS = 15.0  # other ranks sit in a collective meanwhile, whose deadline is minutes
+
+
+class RankZero:
+    """The ledger's and the samplers' counterpart inside the trainer. Every public method is called by the loop's thread.
+
+    Making one begins a new incarnation: from then on every earlier trainer of the run is fenced.
+    """
+
+    def __init__(
+        self, recipe: Recipe, buffer: Buffer, world_size: int, packing: Packing, stop: threading.Event
+    ) -> None:
+        self._recipe = recipe
+        self._buffer = buffer
+        self._stop = stop
+        self._lock = TrainerLock(recipe.folder)
+        self.incarnation, self.lineage = take_over(buffer, recipe.folder)
+        self.state = TrainerState(self.incarnation)
+        self._wish = CheckpointWish()
+        self._front = training_front(recipe, buffer, self.state, self._wish)
+        self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
+        self._metrics.rewind(self.lineage.checkpoint_version, self.lineage.last_version)
+        self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
+        self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
+        self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
+        self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
+        self._watchdog = Watchdog(buffer, self._hungry_since, recipe.run.groups_per_batch)
+        self._publisher: Publisher | None = None
+        self._front.__enter__()
+
+    def next_order(self, version: int) -> Order:
+        """What all ranks do next. `wait` if there is nothing yet: nobody stays in a collective for long."""
+        if self._stop.is_set():
+            return {"do": "stop"}
+        if self._wish.open:
+            return {"do": "checkpoint"}
+        if version >= self._recipe.run.total_batches:
+            return {"do": "end"}
+        wanted = self._recipe.run.groups_per_batch
+        with self.state.doing(f"waits for scored groups ({self._source.num_survivors} of {wanted} are there)"):
+            self.state.waiting_since = self.state.waiting_since or time.monotonic()
+            batch = self._source.poll(version, _RANKS_WAIT_SECONDS)
+        if batch is not None:
+            self.state.waiting_since = None
+            return {"do": "train", "batch": batch_to_json(batch)}
+        return {"do": "end" if self._source.exhausted else "wait"}
+
+    def training_begins(self) -> None:
+        """From here on the summary's rates are measured."""
+        self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
+
+    def check(self) -> None:
+        """Raises FencedError if another trainer took over. Called before every optimizer step."""
+        self._buffer.check_incarnation(self.incarnation)
+
+    def record(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
+        """Writes the batch to disk, and only then takes its payloads out of the ledger, which is where a replaced trainer ends."""
+        self.check()
+        write_record(self._recipe.folder, batch, payloads)
+        self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
+
+    def publish(self, sender: WeightSender, version: int, *, changed: bool) -> Publication:
+        """Brings the version to the samplers and retires the credits of what was trained for it."""
+        if self._publisher is None:
+            self._publisher = Publisher(self._buffer, sender, self._recipe, self.incarnation)
+        with self.state.doing(f"publishes version {version}"):
+            publication = self._publisher.publish(version, changed=changed)
+        self.state.policy_version = version
+        return publication
+
+    def write_line(
+        self,
+        batch: TrainBatch,
+        payloads: Mapping[str, bytes],
+        result: StepResult,
+        seconds: Mapping[str, float],
+        publication: Publication | None,
+    ) -> None:
+        """Adds the batch's line to metrics.jsonl. Without a publication: a recorded batch that was trained again."""
+        line: Line = {
+            "step": result.policy_version,
+            "optimizer_step": result.optimizer_step,
+            "time": time.time(),
+            **batch_figures(batch),
+            **component_figures(payloads.values()),
+            **result.metrics,
+            **self._source.take_rejections(),
+            **seconds,
+            "trainer_idle_seconds": seconds.get("seconds_claim", 0.0),
+            **self._samplers.update(self._sampler_figures()),
+        }
+        line |= {"replayed": True} if publication is None else publication.figures()
+        self._metrics.add(line)
+        self.state.note(line)
+
+    def start_evaluation(self, version: int) -> None:
+        """Evaluates the published version in a thread, unless it was evaluated before or there is no evaluation file."""
+        done = {line["version"] for line in self._metrics.evaluations.read()}
+        if self._recipe.data.eval_file and version not in done:
+            self._evaluation.start(version, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
+
+    def evaluation(self) -> Literal["waits", "over", "stopped"]:
+        """Waits some seconds for the evaluation under way, if there is one, and says where it stands."""
+        with self.state.doing("waits for the evaluation of the published version"):
+            if self._evaluation.over(_RANKS_WAIT_SECONDS):
+                return "over"
+        return "stopped" if self._stop.is_set() else "waits"
+
+    def checkpointed(self, version: int, folder: Path) -> None:
+        """A checkpoint is on disk: the ledger forgets what it contains, and whoever asked for one is answered."""
+        self._buffer.commit(self.incarnation, version)
+        self._wish.grant(version, folder)
+
+    def finish(self) -> None:
+        """Ends the run: what was not trained is dropped with its reason, and the summary is written."""
+        self._buffer.drop_outstanding(self.incarnation, "run_ended")
+        wall_seconds = time.time() - self.state.started_at + self._earlier_seconds
+        write_summary(self._recipe, self._buffer.counts(), wall_seconds)
+
+    def close(self) -> None:
+        """Stops every thread and lets go of the run folder."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._watchdog.stop()
+        self._front.__exit__()
+        self._metrics.close()
+        self._lock.release()
+
+    def _hungry_since(self) -> float | None:
+        since = self.state.waiting_since
+        return None if since is None else max(since, self._source.last_claim)
+
+    def _sampler_figures(self) -> dict[str, dict[str, float]]:
+        samplers = {sampler.id for sampler in self._buffer.samplers()}
+        return {name: figures for name, figures in self._buffer.figures().items() if name in samplers}
+
+    def _note_evaluation(self, evaluation: Evaluation) -> None:
+        self._metrics.add_evaluation(evaluation.line())
+        if evaluation.unscored:
+            print(
+                f"evaluation of version {evaluation.version}: rows not scored: {dict(evaluation.unscored)}", flush=True
+            )

@@ -1,0 +1,218 @@
+"""One rank of the trainer. Every rank runs the same loop; rank 0 also claims, records, publishes and measures (`RankZero`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+from protos.codec import decode_group
+from protos.errors import TrainingError
+from protos.nouns import StepResult, TrainBatch
+from services.buffer.buffer import Buffer
+from services.config import Recipe
+from services.process import stop_event
+from services.run.folder import EXPORTS_FOLDER, HF_FOLDER
+from services.run.metrics import PhaseClock
+from services.trainer.batch_source import groups_of_rank, read_payloads
+from services.trainer.publisher import Publication
+from services.trainer.rank_zero import Order, RankZero
+from services.trainer.recovery import CHECKPOINTS_FOLDER, Lineage, check_world
+from trainer.batch_record import batch_from_json, read_record
+from trainer.learner import Learner
+from trainer.weight_sender import WeightSender
+
+_STOPPED = 143  # as a process that SIGTERM ended: stopped, not finished
+
+
+def main(recipe: Recipe, redis_url: str) -> NoReturn:
+    """Runs this rank to the end of the run and ends the process: with code 0, or 143 if it was told to stop before."""
+    finished = run_rank(recipe, redis_url, stop_event())
+    sys.stdout.flush()
+    # Not sys.exit: a thread that still waits for a late joiner is inside torch's C++ code, which aborts an interpreter that
+    # ends under it, and the supervisor would take a finished run for a crash.
+    os._exit(0 if finished else _STOPPED)
+
+
+def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
+    """Trains as the rank that the environment says. False if it was stopped before the end."""
+    learner = Learner(
+        recipe.trainer,
+        model_path=recipe.model.path,
+        total_batches=recipe.run.total_batches,
+        seed=recipe.run.seed,
+        max_response_tokens=recipe.rollout.max_response_tokens,
+    )
+    with ExitStack() as stack:
+        stack.callback(learner.close)
+        buffer = Buffer(redis_url, recipe.run.run_id)
+        stack.callback(buffer.close)
+        rank_zero = None
+        if learner.rank == 0:
+            rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packing, stop)
+            stack.callback(rank_zero.close)
+        return Trainer(recipe, buffer, learner, rank_zero).run()
+
+
+class Trainer:
+    """The loop. `rank_zero` is None on every other rank, which follows the orders it sends."""
+
+    def __init__(self, recipe: Recipe, buffer: Buffer, learner: Learner, rank_zero: RankZero | None) -> None:
+        self.recipe = recipe
+        self.buffer = buffer
+        self.learner = learner
+        self.rank_zero = rank_zero
+        self.sender = WeightSender(
+            learner,
+            bucket_bytes=recipe.weights.bucket_bytes,
+            device=learner.device,
+            adapters=learner.travelling_adapters,
+        )
+        self.clock = PhaseClock()
+        self.version = 0
+        self.saved_version = -1
+        self.skipped_batches = 0
+
+    def run(self) -> bool:
+        """Trains until the last batch, or until nothing more can come. False if it was stopped before."""
+        self.recover()
+        self.publish(changed=True)
+        if self.version == 0:
+            self.evaluate()
+            self.wait_for_evaluation()
+        self.begin()
+        while (order := self.next_order())["do"] not in ("end", "stop"):
+            if order["do"] == "train":
+                self.train(batch_from_json(order["batch"]))
+                self.keep()
+            elif order["do"] == "checkpoint":
+                self.save_checkpoint()
+        return order["do"] == "end" and self.finish()
+
+    def recover(self) -> None:
+        """Loads the last checkpoint and trains the batches recorded after it again, in their order and plan."""
+        found = self.learner.broadcast_object(self.rank_zero.lineage.to_json() if self.rank_zero else None)
+        lineage = Lineage.from_json(found)
+        if lineage.checkpoint:
+            self.version = self.saved_version = self.learner.load(Path(lineage.checkpoint))
+        for version in lineage.recorded:
+            batch, payloads = read_record(self.recipe.folder, version)
+            check_world(batch, self.learner.world_size)
+            result = self.learn(batch, payloads)
+            self.write_line(batch, payloads, result, None)
+
+    def begin(self) -> None:
+        """From here on times and rates are measured."""
+        self.clock.lap()
+        if self.rank_zero:
+            self.rank_zero.training_begins()
+
+    def next_order(self) -> Order:
+        """Rank 0's next order, on every rank."""
+        with self.clock.phase("claim"):
+            order: Order = self.learner.broadcast_object(
+                self.rank_zero.next_order(self.version) if self.rank_zero else None
+            )
+            return order
+
+    def train(self, batch: TrainBatch) -> None:
+        """Read, record, learn, publish, measure: one version."""
+        with self.clock.phase("read"):
+            payloads = read_payloads(self.buffer, batch, self.learner)
+        with self.clock.phase("record"):
+            if self.rank_zero:
+                self.rank_zero.record(batch, payloads)
+        result = self.learn(batch, payloads)
+        self.wait_for_evaluation()
+        publication = self.publish(changed=result.changed)
+        self.write_line(batch, payloads, result, publication)
+
+    def learn(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> StepResult:
+        """The optimizer steps of a batch that is on disk."""
+        groups = {group_id: decode_group(payloads[group_id]) for group_id in groups_of_rank(batch, self.learner.rank)}
+        result = self.learner.train(batch, groups, before_step=self.check_incarnation)
+        self.version = batch.policy_version
+        self._count_skipped(result)
+        return result
+
+    def _count_skipped(self, result: StepResult) -> None:
+        """Ends a run whose batches, one after the other, each lost a step of the policy or of the critic."""
+        skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
+        self.skipped_batches = self.skipped_batches + 1 if skipped else 0
+        if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:
+            raise TrainingError(
+                f"{self.skipped_batches} batches in a row had a gradient that is not finite, the last for version {self.version}; "
+                "lower trainer.learning_rate, or look at the rewards and lengths in metrics.jsonl"
+            )
+
+    def check_incarnation(self) -> None:
+        """Before every optimizer step, rank 0 makes sure that it is still this run's trainer; the others cannot step without it."""
+        if self.rank_zero:
+            self.rank_zero.check()
+
+    def publish(self, *, changed: bool) -> Publication | None:
+        """Brings the version to the samplers; every rank gathers, rank 0 sends."""
+        with self.clock.phase("publish"):
+            if self.rank_zero:
+                return self.rank_zero.publish(self.sender, self.version, changed=changed)
+            manifest = self.sender.manifest(0, self.version, self.recipe.weights.backend, changed=changed)
+            self.sender.broadcast(manifest, self.recipe.weights.deadline_seconds)
+            return None
+
+    def write_line(
+        self, batch: TrainBatch, payloads: Mapping[str, bytes], result: StepResult, publication: Publication | None
+    ) -> None:
+        """The batch's line of metrics.jsonl."""
+        seconds = self.clock.lap()
+        if self.rank_zero:
+            self.rank_zero.write_line(batch, payloads, result, seconds, publication)
+
+    def wait_for_evaluation(self) -> bool:
+        """Holds all ranks until the evaluation of the published version is over; False if the run was stopped before."""
+        with self.clock.phase("evaluate"):
+            outcome = "waits"
+            while outcome == "waits":
+                outcome = self.learner.broadcast_object(self.rank_zero.evaluation() if self.rank_zero else None)
+        return outcome == "over"
+
+    def keep(self) -> None:
+        """What is due after a batch: checkpoint, export, evaluation."""
+        if self._due(self.recipe.trainer.checkpoint_every):
+            self.save_checkpoint()
+        if self._due(self.recipe.trainer.export_every):
+            self.learner.export(self.recipe.folder / EXPORTS_FOLDER / f"{self.version:06d}")
+        if self._due(self.recipe.trainer.evaluate_every):
+            self.evaluate()
+
+    def save_checkpoint(self) -> None:
+        """Writes a checkpoint of this version, unless there is one."""
+        folder = self.recipe.folder / CHECKPOINTS_FOLDER / f"{self.version:06d}"
+        if self.saved_version != self.version:
+            self.learner.save(folder, self.version)
+            self.saved_version = self.version
+        if self.rank_zero:
+            self.rank_zero.checkpointed(self.version, folder)
+
+    def evaluate(self) -> None:
+        """Starts the evaluation of the published version."""
+        if self.rank_zero:
+            self.rank_zero.start_evaluation(self.version)
+
+    def finish(self) -> bool:
+        """The last checkpoint, the export, the last evaluation, the summary. False if it was stopped before the last two."""
+        self.wait_for_evaluation()
+        self.evaluate()
+        self.save_checkpoint()
+        self.learner.export(self.recipe.folder / HF_FOLDER)
+        if not self.wait_for_evaluation():
+            return False
+        if self.rank_zero:
+            self.rank_zero.finish()
+        return True
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.version % every == 0
