@@ -21,7 +21,7 @@ def topr(tokens: LossTokens, options: ToprOptions) -> LossTerms:
     behind_N = tokens.current_logprobs_N.detach() - tokens.behavior_logprobs_N
     log_ratio_B = row_sums(behind_N.double(), tokens.lengths_B)
     negative_N = tokens.advantages_N < 0
-    taper_B = log_ratio_B.clamp(max=0.0).exp().to(behind_N.dtype)
-    taper_N = torch.where(negative_N, spread(taper_B, tokens.lengths_B), 1.0)
-    losses_N = -taper_N * tokens.advantages_N * tokens.current_logprobs_N
-    return LossTerms(losses_N, {"clipped": negative_N & spread(log_ratio_B > 0, tokens.lengths_B)})
+    taper_B = log_ratio_B.clamp(max=0.0).exp().neg_().to(behind_N.dtype)
+    factors_N = torch.where(negative_N, spread(taper_B, tokens.lengths_B), -1.0).mul_(tokens.advantages_N)
+    clipped_N = spread(log_ratio_B > 0, tokens.lengths_B).logical_and_(negative_N)
+    return LossTerms(factors_N * tokens.current_logprobs_N, {"clipped": clipped_N})
