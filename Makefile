@@ -19,7 +19,7 @@ demo: setup  ## train a tiny model through the real services, in about five minu
 	@$(BIN)/tandem demo $(ARGS)
 
 test: setup  ## every test that needs no whole run: at most 12 minutes on 2 cores
-	@$(BIN)/pytest -n 2 --dist loadfile -m "not system and not slow" --durations=10 $(ARGS)
+	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow" --durations=10 $(ARGS)
 
 test-system: setup  ## recipes, replays and kills with real processes: at most 30 minutes on 2 cores
 	@$(BIN)/pytest -m "system or slow" --durations=10 $(ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "test-system: nothing was selected"; }
@@ -34,10 +34,12 @@ check-format:
 	@$(BIN)/ruff format --check --quiet --output-format concise . || { echo "format: run .venv/bin/ruff format ."; exit 1; }
 
 check-types:
+	@deploy/source_links.sh
 	@$(BIN)/mypy
 
 check-imports:
-	@$(BIN)/lint-imports --no-cache --no-logo
+	@deploy/source_links.sh && rm -rf build/copy && cp -rL build/links build/copy  # import-linter follows no links
+	@cd build/copy && ../../$(BIN)/lint-imports --no-cache --no-logo --config ../../pyproject.toml
 
 check-protos:
 	@deploy/protos.sh --check

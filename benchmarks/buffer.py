@@ -2,9 +2,9 @@
 
     python -m benchmarks.buffer
 
-Prints, for payloads of 4 KB and 64 KB, the milliseconds of every verb per group, for one client that handles groups one by one
-and one that claims P at once; then the groups a second that samplers complete side by side (they share one fsync). Twice: with
-every write fsynced, as runs have it (the disk's time), and without (the buffer's own time).
+Prints, for payloads of 4 KB and 64 KB, the milliseconds of every verb per group, for one client that handles groups one
+by one and one that claims P at once; then the groups a second that samplers complete side by side (they share one
+fsync). Twice: with every write fsynced, as runs have it (the disk's time), and without (the buffer's own time).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 
 import redis
 
-from protos.codec import encode_headers
-from protos.nouns import RowHeader, VersionSpan
-from services.buffer.buffer import Buffer
-from services.buffer.redis_server import start_redis
+from tandem.protos.codec import encode_headers
+from tandem.protos.types import RowHeader, VersionSpan
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.redis_server import start_redis
 
 GROUPS_PER_BATCH = 16
 NUM_BATCHES = 20

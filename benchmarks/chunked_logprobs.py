@@ -4,10 +4,10 @@
 
 Hidden sizes: a small one, of which little but logits is to be held, and that of Qwen2.5-0.5B.
 
-Memory is the process's highest resident set during one forward and backward pass (getrusage's ru_maxrss) minus its resident set just
-before, when inputs and libraries are there: so logits, softmax and all gradients, that of the head's weight included. The naive way is
-what a model's own head and torch.nn.functional.cross_entropy do. Exit code 1 if at any hidden size the chunks take more than a quarter of
-its memory, or a log-prob differs by more than 1e-5. One thread.
+Memory is the process's highest resident set during one forward and backward pass (getrusage's ru_maxrss) minus its
+resident set just before, when inputs and libraries are there: so logits, softmax and all gradients, that of the head's
+weight included. The naive way is what a model's own head and torch.nn.functional.cross_entropy do. Exit code 1 if at
+any hidden size the chunks take more than a quarter of its memory, or a log-prob differs by more than 1e-5. One thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.token_logprobs import token_statistics  # noqa: E402
+from tandem.trainer.token_logprobs import token_statistics  # noqa: E402
 
 WAYS = ("naive", "chunked", "chunked_with_entropy")
 COPIES = 4

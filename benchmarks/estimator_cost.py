@@ -1,10 +1,11 @@
-"""What do advantages cost? Each estimator against a hand-vectorised dense torch expression of the same formula, on one thread.
+"""What do advantages cost? Each estimator against a hand-vectorised dense torch expression of the same formula, on one
+thread.
 
     python benchmarks/estimator_cost.py [--repeats 9] [--output benchmarks/records/estimator_cost.json]
 
-`equal`: 4,096 rows of 1,024 tokens, no mask in the dense expression. `ragged`: lognormal lengths of at most 1,024, padded and masked there.
-Ours takes flat columns through `estimate`, all checks included; both give the same numbers, or the benchmark fails. Medians of the
-repeats, the two taking turns. The requirement is a ratio of at most 1.5 on `equal`.
+`equal`: 4,096 rows of 1,024 tokens, no mask in the dense expression. `ragged`: lognormal lengths of at most 1,024,
+padded and masked there. Ours takes flat columns through `estimate`, all checks included; both give the same numbers, or
+the benchmark fails. Medians of the repeats, the two taking turns. The requirement is a ratio of at most 1.5 on `equal`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.estimators.inputs import EstimatorBatch  # noqa: E402
-from trainer.estimators.options import estimator_models  # noqa: E402
-from trainer.estimators.registry import ESTIMATORS, estimate  # noqa: E402
+from tandem.trainer.estimators.inputs import EstimatorBatch  # noqa: E402
+from tandem.trainer.estimators.options import estimator_models  # noqa: E402
+from tandem.trainer.estimators.registry import ESTIMATORS, estimate  # noqa: E402
 
 ROWS, LONGEST, GROUP = 4096, 1024, 8
 LIMIT = 1.5

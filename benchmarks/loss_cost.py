@@ -1,11 +1,14 @@
-"""What does it cost that rows are flat and losses general? Seconds of forward and backward of every policy loss, against dense torch.
+"""What does it cost that rows are flat and losses general? Seconds of forward and backward of every policy loss,
+against dense torch.
 
-    python benchmarks/loss_cost.py [--repeats 15] [--sequences 4096] [--length 1024] [--output benchmarks/records/loss_cost.json]
+    python benchmarks/loss_cost.py [--repeats 15] [--sequences 4096] [--length 1024] [--output
+    benchmarks/records/loss_cost.json]
 
-One thread, float32, processor time, the least of the repeats; memory that is freed stays with the process, or page faults would outweigh
-arithmetic. The other side of a ratio is the same formula written by hand for a (sequences, length) matrix without padding, mask or marks;
-it must give the same gradient. Ours is timed with rows of that one length (`equal`) and with rows of 1 to twice that length and as many
-tokens in all (`ragged`). Selections over the whole batch (clip_cov, kl_cov, m2po) are timed apart, as `select`. Fails above `LIMIT`.
+One thread, float32, processor time, the least of the repeats; memory that is freed stays with the process, or page
+faults would outweigh arithmetic. The other side of a ratio is the same formula written by hand for a (sequences,
+length) matrix without padding, mask or marks; it must give the same gradient. Ours is timed with rows of that one
+length (`equal`) and with rows of 1 to twice that length and as many tokens in all (`ragged`). Selections over the whole
+batch (clip_cov, kl_cov, m2po) are timed apart, as `select`. Fails above `LIMIT`.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.aggregation import token_shares  # noqa: E402
-from trainer.policy_losses.inputs import LossTokens, policy_loss_sum  # noqa: E402
-from trainer.policy_losses.options import loss_models  # noqa: E402
-from trainer.policy_losses.registry import POLICY_LOSSES, policy_loss  # noqa: E402
-from trainer.ragged import spread  # noqa: E402
+from tandem.trainer.aggregation import token_shares  # noqa: E402
+from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum  # noqa: E402
+from tandem.trainer.policy_losses.options import loss_models  # noqa: E402
+from tandem.trainer.policy_losses.registry import POLICY_LOSSES, policy_loss  # noqa: E402
+from tandem.trainer.ragged import spread  # noqa: E402
 
 LIMIT = 1.5
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "100000000000"}

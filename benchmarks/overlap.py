@@ -2,15 +2,17 @@
 
     python benchmarks/overlap.py [--batches 30] [--repeats 3] [--output benchmarks/records/overlap.json]
 
-First the balance is measured: at S = 0 nothing overlaps, so a batch's wait for scored groups is its generation time and the rest is its
-training time. The number of answers a prompt is raised (an engine's step costs little more with more sequences in it, training's does)
-until the two are equal within 10 %. Then all budgets are run in turn, `--repeats` times over, and the medians of the repeats give
+First the balance is measured: at S = 0 nothing overlaps, so a batch's wait for scored groups is its generation time and
+the rest is its training time. The number of answers a prompt is raised (an engine's step costs little more with more
+sequences in it, training's does) until the two are equal within 10 %. Then all budgets are run in turn, `--repeats`
+times over, and the medians of the repeats give
 
     ideal = 1 / max(generation, training)    efficiency = steps per minute / ideal steps per minute
 
-The first workload has answers of one length, the second lognormal ones (a per-row limit, `extra_info.max_response_tokens`).
-Exit code 1 if S = 2 is not 1.5 times as fast as S = 0, its efficiency is below 0.8, or the two phases, measured once more over all
-runs at S = 0, have come to differ by more than a quarter; the last lines say which.
+The first workload has answers of one length, the second lognormal ones (a per-row limit,
+`extra_info.max_response_tokens`). Exit code 1 if S = 2 is not 1.5 times as fast as S = 0, its efficiency is below 0.8,
+or the two phases, measured once more over all runs at S = 0, have come to differ by more than a quarter; the last lines
+say which.
 """
 
 from __future__ import annotations
@@ -80,7 +82,10 @@ def _missed(results: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"{shape}: the efficiency of S = 2 is {row['efficiency']:.2f}, not {LEAST_EFFICIENCY}"
         balance = found["generation_seconds"] / found["training_seconds"]
         if abs(math.log(balance)) > math.log(1.25):
-            yield f"{shape}: generation took {balance:.2f} times as long as training; the machine was not the same throughout"
+            yield (
+                f"{shape}: generation took {balance:.2f} times as long as training; "
+                "the machine was not the same throughout"
+            )
 
 
 def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str, Any]:
@@ -103,7 +108,8 @@ def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str,
         every = [one["steps_per_minute"] for one in figures]
         rows.append({"staleness_budget": budget, **measured, "steps_per_minute_of_repeats": every})
         print(
-            f"{shape:9} S={budget}  {measured['steps_per_minute']:6.1f} steps/min  speed-up {measured['speed_up']:.2f}  "
+            f"{shape:9} S={budget}  {measured['steps_per_minute']:6.1f} steps/min "
+            f" speed-up {measured['speed_up']:.2f}  "
             f"efficiency {measured['efficiency']:.2f}  idle: sampler {measured['sampler_idle_fraction']:.2f} "
             f"trainer {measured['trainer_idle_fraction']:.2f}  mean staleness {measured['mean_staleness']:.2f}",
             flush=True,
@@ -118,7 +124,9 @@ def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str,
 
 
 def _phases(lines: list[dict[str, Any]]) -> tuple[float, float]:
-    """(generation, training) of a batch in seconds, from a run at S = 0: waiting for scored groups, and all the rest."""
+    """(generation, training) of a batch in seconds, from a run at S = 0: waiting for scored groups, and all the
+    rest.
+    """
     steady = lines[WARM_UP_BATCHES:]
     generation = statistics.median(line["trainer_idle_seconds"] for line in steady)
     return generation, statistics.median(line["seconds_total"] - line["trainer_idle_seconds"] for line in steady)
@@ -169,7 +177,7 @@ def _run(folder: Path, shape: str, budget: int, batches: int, samples: int) -> l
     recipe.write_text(
         _RECIPE.format(folder=folder, run=run, data=data, batches=batches, budget=budget, samples=samples)
     )
-    command = [sys.executable, "-m", "services.cli", "run", str(recipe)]
+    command = [sys.executable, "-m", "tandem.services.cli", "run", str(recipe)]
     done = subprocess.run(command, cwd=ROOT, timeout=RUN_DEADLINE_SECONDS, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
@@ -201,7 +209,7 @@ def _write_data(file: Path, shape: str) -> None:
 
 def _build_model(folder: Path) -> None:
     script = (
-        "from services.data.tiny_model import *; import sys; "
+        "from tandem.services.data.tiny_model import *; import sys; "
         "build_tiny_model(sys.argv[1], hidden=128, layers=4, ends=False, chat_template=PLAIN_TEMPLATE)"
     )
     subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT, check=True, timeout=120, capture_output=True)

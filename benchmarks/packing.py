@@ -1,13 +1,17 @@
-"""How much of a micro-batch is padding, whether any exceeds its budget, and how even ranks are. Prints a table; --output writes JSON.
+"""How much of a micro-batch is padding, whether any exceeds its budget, and how even ranks are. Prints a table;
+--output writes JSON.
 
     python benchmarks/packing.py [--batches 1000] [--output benchmarks/records/packing.json]
 
-Random batches of lognormal lengths (σ 0.3 to 1.0, median 200 to 2,000 tokens, cut at the budget), 64 to 1,024 rows, budgets of 8,192 to
-32,768 tokens, 1 to 8 ranks. `padded` are the rectangles of `trainer.packing.pack`, whose efficiency is real tokens/tokens computed;
-`flat` the bins of `pack_flat`, where nothing is padding and what counts is how full they are. Exit code 1 if a micro-batch exceeds its
-budget, or if the efficiency of a batch of half a budget and more (a smaller one may be one loose micro-batch) is below 0.95.
+Random batches of lognormal lengths (σ 0.3 to 1.0, median 200 to 2,000 tokens, cut at the budget), 64 to 1,024 rows,
+budgets of 8,192 to 32,768 tokens, 1 to 8 ranks. `padded` are the rectangles of `trainer.packing.pack`, whose efficiency
+is real tokens/tokens computed;
+`flat` the bins of `pack_flat`, where nothing is padding and what counts is how full they are. Exit code 1 if a
+micro-batch exceeds its budget, or if the efficiency of a batch of half a budget and more (a smaller one may be one
+loose micro-batch) is below 0.95.
 
-Imbalance: the largest rank's work over the mean one's, of the padded bins dealt by Karmarkar-Karp and, for comparison, there and back.
+Imbalance: the largest rank's work over the mean one's, of the padded bins dealt by Karmarkar-Karp and, for comparison,
+    there and back.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from trainer.balance import deal, workload  # noqa: E402
-from trainer.packing import SMALL_BATCH, pack, pack_flat  # noqa: E402
+from tandem.trainer.balance import deal, workload  # noqa: E402
+from tandem.trainer.packing import SMALL_BATCH, pack, pack_flat  # noqa: E402
 
 WANTED = 0.95
 TABLE_ROWS = (64, 128, 256, 512, 1024)

@@ -2,12 +2,13 @@
 
     python benchmarks/reward.py [--parts calls math code trouble memory] [--output benchmarks/records/reward.json]
 
-calls    batches of 64 cheap items through `Score` against a raw echo of the same protobuf bytes on the same kind of server, against
+calls    batches of 64 cheap items through `Score` against a raw echo of the same protobuf bytes on the same kind of
+server, against
          one item a call, and the latency of batches that come at half the most the service can do
-math     10,000 answers through the service against math-verify in plain loops, as many processes as the service has workers
-code     1,000 programs with two tests each; what taking a sandbox from the warm pool costs
-trouble  items of which one in ten hangs and one in ten kills its process: every other one gets its right score, and in what time
-memory   20,000 such items with a short time-out: the service's memory, its workers' included, after each 2,000; medians of three
+math     10,000 answers through the service against math-verify in plain loops, as many processes as the service has
+workers code     1,000 programs with two tests each; what taking a sandbox from the warm pool costs trouble  items of
+which one in ten hangs and one in ten kills its process: every other one gets its right score, and in what time memory
+20,000 such items with a short time-out: the service's memory, its workers' included, after each 2,000; medians of three
          looks up to half and up to all of them
 
 Exit code 1 if a demand of the project is not met; the last lines say which.
@@ -37,10 +38,10 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from protos import reward_pb2, reward_pb2_grpc  # noqa: E402
-from protos.contracts import Score, Scored, ScoreItem, Unscored  # noqa: E402
-from services.clients import RewardClient  # noqa: E402
-from services.rpc import connect_async  # noqa: E402
+from tandem.protos import reward_pb2, reward_pb2_grpc  # noqa: E402
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored  # noqa: E402
+from tandem.services.clients import RewardClient  # noqa: E402
+from tandem.services.rpc import connect_async  # noqa: E402
 
 PARTS = ("calls", "math", "code", "trouble", "memory")
 WORKERS = 2
@@ -62,7 +63,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 ECHO = """
 import asyncio, sys
 import grpc
-from protos import reward_pb2
+from tandem.protos import reward_pb2
 
 async def echo(request, context):
     return request
@@ -71,7 +72,8 @@ async def main():
     server = grpc.aio.server()
     kind = reward_pb2.ScoreRequest
     handler = grpc.unary_unary_rpc_method_handler(echo, kind.FromString, kind.SerializeToString)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("tandem.v1.RewardService", {"Score": handler})])
+    service = grpc.method_handlers_generic_handler("tandem.v1.RewardService", {"Score": handler})
+    server.add_generic_rpc_handlers([service])
     print("reward: listens on 127.0.0.1:%d" % server.add_insecure_port("127.0.0.1:0"), flush=True)
     await server.start()
     await server.wait_for_termination()
@@ -130,7 +132,8 @@ def demands(parts: dict[str, dict[str, Any]]) -> Iterator[tuple[str, bool]]:
 def measure_calls() -> dict[str, Any]:
     """Medians over rounds, in which echo and service take turns, of rates in items a second and of their ratios.
 
-    Latencies likewise, over windows: a machine that stands still for a moment spoils a window, and not the median of all.
+    Latencies likewise, over windows: a machine that stands still for a moment spoils a window, and not the median of
+    all.
     """
     rng = random.Random(0)
     texts = [" ".join(f"word{rng.randrange(1000)}" for _ in range(60)) + f"\n{n}" for n in range(BATCH)]
@@ -189,7 +192,9 @@ async def _seconds(call: Callable[..., Awaitable[Any]], request: Any, number: in
 
 
 async def _half_load(address: str, batch: reward_pb2.ScoreRequest, rate: float) -> list[list[float]]:
-    """Latencies in seconds of calls that begin `rate` times a second, however long they take; window by window, the first left out."""
+    """Latencies in seconds of calls that begin `rate` times a second, however long they take; window by window, the
+    first left out.
+    """
     windows: list[list[float]] = [[] for _ in range(WINDOWS + 1)]
     async with connect_async(address) as channel:
         score = reward_pb2_grpc.RewardServiceStub(channel).Score
@@ -267,7 +272,7 @@ def measure_math() -> dict[str, Any]:
 
 
 def measure_code() -> dict[str, Any]:
-    from reward.code_trial import sandboxes
+    from tandem.reward.sandbox.trial import sandboxes
 
     items = []
     for number in range(1000):
@@ -382,7 +387,7 @@ def _service(recipe: str) -> Iterator[tuple[str, int]]:
     with tempfile.TemporaryDirectory(prefix="tandem-reward-") as folder:
         file = Path(folder) / "service.toml"
         file.write_text(f"[reward]\nnum_workers = {WORKERS}\n{recipe}\n")
-        command = [sys.executable, "-m", "services.cli", "reward", "serve", str(file)]
+        command = [sys.executable, "-m", "tandem.services.cli", "reward", "serve", str(file)]
         with _listening([*command, "--port", "0", "--folder", f"{folder}/redis"]) as found:
             yield found
 

@@ -1,10 +1,12 @@
-"""A job of a million items: how fast it goes through the reward service, and what memory service, Redis and client take for it.
+"""A job of a million items: how fast it goes through the reward service, and what memory service, Redis and client take
+for it.
 
     python benchmarks/reward_job.py [--items 1000000] [--output benchmarks/records/reward_job.json]
 
-The client is the command line: `tandem reward submit FILE --watch` reads a Parquet file and stays until the job has ended, `tandem reward
-results ID --out FILE` writes another. One service with its embedded Redis scores a job of a tenth of the items first, then the whole: every
-item must have one result, the right one, and ten times the items must not take more memory of the service or of a client.
+The client is the command line: `tandem reward submit FILE --watch` reads a Parquet file and stays until the job has
+ended, `tandem reward results ID --out FILE` writes another. One service with its embedded Redis scores a job of a tenth
+of the items first, then the whole: every item must have one result, the right one, and ten times the items must not
+take more memory of the service or of a client.
 
 Exit code 1 if a demand is not met; the last lines say which.
 """
@@ -33,7 +35,7 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from services.config.jobs import JobsConfig  # noqa: E402
+from tandem.services.config.jobs import JobsConfig  # noqa: E402
 
 BLOCK_ROWS = 1 << 16
 LOOK_SECONDS = 0.05
@@ -128,7 +130,9 @@ def _write_answers(path: Path, number: int) -> None:
 
 
 def _compared(scores: Path) -> tuple[int, int, int]:
-    """Rows of a file of scores, how many are not those of the next item, and how many have another score than they should."""
+    """Rows of a file of scores, how many are not those of the next item, and how many have another score than they
+    should.
+    """
     rows = out_of_place = wrong = 0
     with pq.ParquetFile(scores) as file:
         for batch in file.iter_batches(columns=["index", "value"]):
@@ -144,7 +148,9 @@ def _compared(scores: Path) -> tuple[int, int, int]:
 
 
 class Peaks:
-    """Context manager: the most private memory that processes had while it was open, looked at twenty times a second."""
+    """Context manager: the most private memory that processes had while it was open, looked at twenty times a
+    second.
+    """
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._pids = dict(pids)
@@ -182,7 +188,7 @@ def _private_mebibytes(pid: int) -> float:
 
 def _command(folder: Path, address: str, peaks: Peaks, name: str, *arguments: str) -> tuple[float, str]:
     """Runs `tandem reward …` to its end: the seconds it took, and what it printed."""
-    command = [sys.executable, "-m", "services.cli", "reward", *arguments, "--address", address]
+    command = [sys.executable, "-m", "tandem.services.cli", "reward", *arguments, "--address", address]
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True) as process:
         peaks.add(name, process.pid)
@@ -202,7 +208,7 @@ def _service(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
     command = [
         sys.executable,
         "-m",
-        "services.cli",
+        "tandem.services.cli",
         "reward",
         "serve",
         "--port",

@@ -1,25 +1,31 @@
-"""What does staleness cost, and what does off-policy correction give back? Whole runs at S = 0, 1, 4, 8, some seeds each.
+"""What does staleness cost, and what does off-policy correction give back? Whole runs at S = 0, 1, 4, 8, some seeds
+each.
 
-    python benchmarks/staleness.py [--problem demo] [--seeds 5] [--cells 4/token_clip 8/none …] [--batches 200] [--minutes 60]
+    python benchmarks/staleness.py [--problem demo] [--seeds 5] [--cells 4/token_clip 8/none …] [--batches 200]
+    [--minutes 60]
 
-Every cell `S/correction` is the same recipe with another `run.staleness_budget` and `trainer.correction`: as many batches and
-optimizer steps, from the same warm start of its seed, through the real services on this machine. Accuracy is over 2,000 sums that
-neither the warm start nor the training has seen, answered greedily by the last version. Intervals are 95 %, t-distribution over seeds.
+Every cell `S/correction` is the same recipe with another `run.staleness_budget` and `trainer.correction`: as many
+batches and optimizer steps, from the same warm start of its seed, through the real services on this machine. Accuracy
+is over 2,000 sums that neither the warm start nor the training has seen, answered greedily by the last version.
+Intervals are 95 %, t-distribution over seeds.
 
-demo       the demo as it stands, examples/recipes/arithmetic.toml, but for the number of questions: nothing in it was chosen for
+demo       the demo as it stands, examples/recipes/arithmetic.toml, but for the number of questions: nothing in it was
+chosen for
            this study
-forgotten  made to be hard: the demo's pupil is taught to forget 9 of 10 carries, so that the right answer is a rare one whose
-           probability must rise tenfold, in 70 batches of two steps. A loss that is clipped around the sampler's policy (`none`) can
-           raise it by a fifth for every version the sampler gets, and that is what staleness delays. A loss that is clipped around the
-           trainer's own latest policy only (`token_tis`) meets the same few versions' wrong answers batch after batch and pushes them
-           down each time, long after they were left, so that the probability goes anywhere but to the right ones before a sampler
-           shows it; `token_clip` weighs as `token_tis` does and stops where a token has moved far enough from the sampler's policy
+forgotten  made to be hard: the demo's pupil is taught to forget 9 of 10 carries, so that the right answer is a rare one
+whose
+           probability must rise tenfold, in 70 batches of two steps. A loss that is clipped around the sampler's policy
+           (`none`) can raise it by a fifth for every version the sampler gets, and that is what staleness delays. A
+           loss that is clipped around the trainer's own latest policy only (`token_tis`) meets the same few versions'
+           wrong answers batch after batch and pushes them down each time, long after they were left, so that the
+           probability goes anywhere but to the right ones before a sampler shows it; `token_clip` weighs as `token_tis`
+           does and stops where a token has moved far enough from the sampler's policy
 
 Trials, in one process with exact staleness, were made on seeds 0 to 3. The study's begin at 10.
 
-The record is written after every run. Started again with the same settings, the study goes on where it stopped, and `--seeds` and `--cells`
-add to it. Exit code 1 if the default correction at S = 4 may lose 3 points or more against S = 0, staleness was not reached, or --minutes
-were over before every run was made.
+The record is written after every run. Started again with the same settings, the study goes on where it stopped, and
+`--seeds` and `--cells` add to it. Exit code 1 if the default correction at S = 4 may lose 3 points or more against S =
+0, staleness was not reached, or --minutes were over before every run was made.
 """
 
 from __future__ import annotations
@@ -42,10 +48,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.staleness_report import DEFAULT, NAIVE, TRUNCATED, Cell, page, runs_of, table, verdicts  # noqa: E402
-from services.config import load_recipe  # noqa: E402
-from services.data.arithmetic import write_task  # noqa: E402
-from services.process import die_with_parent  # noqa: E402
-from trainer.off_policy.presets import PRESETS  # noqa: E402
+from tandem.services.config import load_recipe  # noqa: E402
+from tandem.services.data.arithmetic import write_task  # noqa: E402
+from tandem.services.process import die_with_parent  # noqa: E402
+from tandem.trainer.off_policy.presets import PRESETS  # noqa: E402
 
 BUDGETS = (0, 1, 4, 8)
 
@@ -199,7 +205,7 @@ def _warm_start(folder: Path, seed: int, *, forgets: bool) -> None:
     split = {"evaluation_rows": QUESTIONS, "demonstrated_share": DEMONSTRATED_SHARE}
     write_task(folder / "data", seed, **split)
     base, pupil, done = folder / "base", folder / "pupil", folder / "model.part"
-    _python("-m", "services.commands.demo", str(base), str(seed))
+    _python("-m", "tandem.services.commands.demo", str(base), str(seed))
     _imitate(folder, seed, base, folder / "data", pupil if forgets else done)
     if forgets:
         write_task(folder / "forgetful", seed, sloppy_share=FORGETFUL_SHARE, **split)
@@ -217,7 +223,7 @@ def _imitate(folder: Path, seed: int, start: Path, data: Path, output: Path, *ov
         "sft.output": output,
     }
     settings = [f"{key}={value}" for key, value in paths.items()]
-    _python("-m", "services.cli", "sft", str(RECIPE), f"run.seed={seed}", *settings, *overrides)
+    _python("-m", "tandem.services.cli", "sft", str(RECIPE), f"run.seed={seed}", *settings, *overrides)
 
 
 def _data(folder: Path) -> dict[str, Path]:
@@ -242,7 +248,7 @@ def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]
         "trainer.checkpoint_every": settings["batches"],
     }
     load, began = os.getloadavg()[0], time.monotonic()
-    _python("-m", "services.cli", "run", str(RECIPE), *(f"{key}={value}" for key, value in overrides.items()))
+    _python("-m", "tandem.services.cli", "run", str(RECIPE), *(f"{key}={value}" for key, value in overrides.items()))
     seconds = time.monotonic() - began
     summary = json.loads((run / "summary.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -324,7 +330,8 @@ def _told(run: dict[str, Any], settings: dict[str, Any]) -> str:
     return (
         f"seed {run['seed']}  S = {run['staleness_budget']} {run['correction']:12}  "
         f"accuracy {run['initial_accuracy']:.1%} → {run['accuracy']:.1%}  "
-        f"mean staleness {run['mean_staleness']:.2f}  {run['seconds']:.0f} s, of them {run['train_seconds']:.0f} s training{skipped}"
+        f"mean staleness {run['mean_staleness']:.2f}  {run['seconds']:.0f} s, of "
+        f"them {run['train_seconds']:.0f} s training{skipped}"
     )
 
 

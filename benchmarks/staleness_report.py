@@ -1,4 +1,6 @@
-"""What a study of staleness came to: intervals, a Markdown table, verdicts. `record` is what benchmarks/staleness.py writes."""
+"""What a study of staleness came to: intervals, a Markdown table, verdicts. `record` is what benchmarks/staleness.py
+writes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def _points(record: Record, cell: Cell) -> tuple[float, float]:
 
 
 def difference(record: Record, cell: Cell, other: Cell) -> tuple[float, float] | None:
-    """Points that the first has more than the second, by the seeds both have: paired, for they share the warm start and the questions."""
+    """Points that the first has more than the second, by the seeds both have: paired, for they share the warm start and
+    the questions.
+    """
     first, second = ({run["seed"]: run["accuracy"] for run in runs_of(record, one)} for one in (cell, other))
     shared = first.keys() & second.keys()
     return interval([100.0 * (first[seed] - second[seed]) for seed in sorted(shared)]) if shared else None
@@ -75,7 +79,8 @@ def table(record: Record) -> list[str]:
         )
         lines.append(
             f"| {cell.budget} | `{cell.correction}` | {_mean(_points(record, cell))} | {against} | "
-            f"{statistics.fmean(staleness):.2f} ({min(staleness):.2f}) | {kl:.4f} | {ess:.3f} | {clipped:.3f} | {len(runs)} |"
+            f"{statistics.fmean(staleness):.2f} ({min(staleness):.2f}) | {kl:.4f} "
+            f"| {ess:.3f} | {clipped:.3f} | {len(runs)} |"
         )
     return lines
 
@@ -109,7 +114,8 @@ def verdicts(record: Record, planned: Sequence[tuple[int, Cell]] = ()) -> tuple[
         passed = found[0] - found[1] > -LOSS_POINTS
         told = "passes" if passed else "FAILS"
         lines.append(
-            f"Default at S = 4 minus S = 0: {_signed(found)} points; {told}: the interval must be above −{LOSS_POINTS:g}."
+            f"Default at S = 4 minus S = 0: {_signed(found)} points; {told}: "
+            f"the interval must be above −{LOSS_POINTS:g}."
         )
     naive = Cell(8, NAIVE)
     if runs_of(record, naive):
@@ -136,8 +142,10 @@ def page(record: Record) -> str:
         "\n".join(f"    {command}" for command in record["commands"]),
         f"{settings}; {record['cores']} cores.",
         *record.get("notes", ()),
-        f"± and [] are 95 % intervals over seeds, differences paired by seed with `{DEFAULT}` at S = 0. KL: of behavior and proximal\n"
-        "policy, k3, a token; ESS: effective sample size of the weights; clipped: tokens whose gradient the loss bounded; all three\n"
+        "± and [] are 95 % intervals over seeds, differences paired by seed with "
+        f"`{DEFAULT}` at S = 0. KL: of behavior and proximal\n"
+        "policy, k3, a token; ESS: effective sample size of the weights; clipped: "
+        "tokens whose gradient the loss bounded; all three\n"
         "are means over a run's batches.",
         "\n".join(table(record)),
         "\n".join(f"- {line}" for line in record["verdicts"]),

@@ -1,9 +1,10 @@
-"""How long until the ring turns? Seconds from `tandem run` to the first trained batch, and until a sampler started alone is ready.
+"""How long until the ring turns? Seconds from `tandem run` to the first trained batch, and until a sampler started
+alone is ready.
 
     python benchmarks/startup.py [--repeats 3] [--output benchmarks/records/startup.json]
 
-The model is the demo's (0.66 M parameters). Medians over the repeats; run it on an otherwise idle machine. Exit code 1 if one
-is over what the project allows; the last lines say which.
+The model is the demo's (0.66 M parameters). Medians over the repeats; run it on an otherwise idle machine. Exit code 1
+if one is over what the project allows; the last lines say which.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from services.config import parse_recipe  # noqa: E402
-from services.data.arithmetic import write_task  # noqa: E402
-from services.run.ledger import create_ledger  # noqa: E402
-from services.run.redis_child import RedisChild  # noqa: E402
-from services.run.supervisor import common_environment  # noqa: E402
+from tandem.services.config import parse_recipe  # noqa: E402
+from tandem.services.data.arithmetic import write_task  # noqa: E402
+from tandem.services.run.ledger import create_ledger  # noqa: E402
+from tandem.services.run.redis_child import RedisChild  # noqa: E402
+from tandem.services.run.supervisor import common_environment  # noqa: E402
 
 DEADLINE_SECONDS = 120.0
 BATCHES = 20
@@ -63,7 +64,7 @@ def main() -> int:
 
 def _prepare(folder: Path) -> Path:
     subprocess.run(
-        [sys.executable, "-m", "services.commands.demo", str(folder / "model"), "0"],
+        [sys.executable, "-m", "tandem.services.commands.demo", str(folder / "model"), "0"],
         cwd=ROOT,
         check=True,
         timeout=DEADLINE_SECONDS,
@@ -89,7 +90,7 @@ def _whole_run(folder: Path, recipe: Path) -> tuple[float, float]:
     """(seconds to the first line of metrics.jsonl, mean stall of a weight update)."""
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
-    command = [sys.executable, "-m", "services.cli", "run", str(recipe)]
+    command = [sys.executable, "-m", "tandem.services.cli", "run", str(recipe)]
     started = time.time()
     subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_SECONDS, stdout=subprocess.DEVNULL)
     first = json.loads((run / "metrics.jsonl").read_text().partition("\n")[0])
@@ -105,10 +106,10 @@ def _sampler_alone(folder: Path) -> float:
     recipe = parse_recipe(values)
     run.mkdir()
     with RedisChild(run, say=print) as redis:
-        from services.buffer.buffer import Buffer
+        from tandem.services.buffer.buffer import Buffer
 
         create_ledger(Buffer(redis.url, recipe.run.run_id), recipe, False)
-        command = [sys.executable, "-m", "services.cli", "serve", "rollout", str(run / "config.json")]
+        command = [sys.executable, "-m", "tandem.services.cli", "serve", "rollout", str(run / "config.json")]
         environment = {**os.environ, **common_environment(redis.url), "OMP_NUM_THREADS": "1"}
         started = time.monotonic()
         process = subprocess.Popen(

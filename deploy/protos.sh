@@ -5,7 +5,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PY=.venv/bin/python
 if [ ! -x "$PY" ]; then echo "protos: $PWD/.venv is missing; run make setup" >&2; exit 2; fi
 
-generate() { "$PY" -m grpc_tools.protoc -I . --python_out="$1" --pyi_out="$1" --grpc_python_out="$1" protos/*.proto; }
+deploy/source_links.sh
+generate() {
+    (cd build/links && "../../$PY" -m grpc_tools.protoc -I . --python_out="$1" --pyi_out="$1" --grpc_python_out="$1" tandem/protos/*.proto)
+}
 
 case ${1:-} in
 --check)
@@ -14,8 +17,8 @@ case ${1:-} in
     generate "$fresh"
     stale=()
     # Both ways: a stub that differs or is missing, and one whose .proto has gone.
-    for name in $({ ls "$fresh/protos"; compgen -G 'protos/*_pb2*' | xargs -rn1 basename; } | grep -E '_pb2(_grpc)?\.pyi?$' | sort -u); do
-        cmp -s "$fresh/protos/$name" "protos/$name" || stale+=("protos/$name")
+    for name in $({ ls "$fresh/tandem/protos"; compgen -G 'protos/*_pb2*' | xargs -rn1 basename; } | grep -E '_pb2(_grpc)?\.pyi?$' | sort -u); do
+        cmp -s "$fresh/tandem/protos/$name" "protos/$name" || stale+=("protos/$name")
     done
     if [ ${#stale[@]} -gt 0 ]; then
         echo "protos: not generated from the present .proto files: ${stale[*]}; run make protos" >&2

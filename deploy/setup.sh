@@ -19,7 +19,7 @@ say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
 # What an environment was built from. A moved checkout counts too: scripts in .venv/bin name their interpreter by path.
-fingerprint() { { printf '%s\n' "$ROOT" "$1"; sed '/^# ---- tools/,$d' pyproject.toml; cat constraints-cpu.txt deploy/setup.sh; } | sha256sum | cut -c1-16; }
+fingerprint() { { printf '%s\n' "$ROOT" "$1"; sed '/^# ---- tools/,$d' pyproject.toml; cat setup.py constraints-cpu.txt deploy/setup.sh; } | sha256sum | cut -c1-16; }
 
 CONSTRAINTS=(-c constraints-cpu.txt) LOCK_ALSO=()
 case ${1:-} in
@@ -187,7 +187,7 @@ fi
 step "check of the imports" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 "$PY" -c "
 import torch, transformers.models.qwen2.modeling_qwen2, deepspeed, redis, grpc, pyarrow.parquet, vllm.v1.engine.async_llm
 import torch.distributed.run, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2
-import services.rollout.service, services.reward.service, services.feed_service, services.trainer.service
+import tandem.services.rollout.service, tandem.services.reward.service, tandem.services.feed_service, tandem.services.trainer.service
 import peft, pytest, tensorboard.compat.proto
 $CHECK"
 

@@ -1,4 +1,6 @@
-"""GSM8K's reward in two components, for estimators that normalise each by itself (`gdpo`): is it right, and does it end as asked?"""
+"""GSM8K's reward in two components, for estimators that normalise each by itself (`gdpo`): is it right, and does it end
+as asked?
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ _LAST_LINE = re.compile(r"(?:\A|\n)#### -?[0-9][0-9.,]*\s*\Z")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """`right` as examples/gsm8k_reward.py has it; `format` 1.0 if the answer's last line is `####` and a number, else 0.0.
+    """`right` as examples/gsm8k_reward.py has it; `format` 1.0 if the answer's last line is `####` and a number, else
+    0.0.
 
     `score` is `right` alone: it is what is reported, and what accuracy is read from.
     """

@@ -1,7 +1,9 @@
 """GSM8K in verl's schema: `python examples/prepare_gsm8k.py FOLDER_WITH_GSM8K OUTPUT_FOLDER`.
 
-The input folder holds the data set as it is published: `train` and `test` as .jsonl or .parquet files with the columns `question` and
-`answer` (for instance the `main` folder of the hub's openai/gsm8k, or grade_school_math/data of the original repository).
+The input folder holds the data set as it is published: `train` and `test` as .jsonl or .parquet files with the columns
+`question` and
+`answer` (for instance the `main` folder of the hub's openai/gsm8k, or grade_school_math/data of the original
+repository).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Completions to try the reward service on: `python examples/write_completions.py OUTPUT.jsonl` writes nine, two of them bad."""
+"""Completions to try the reward service on: `python examples/write_completions.py OUTPUT.jsonl` writes nine, two of
+them bad.
+"""
 
 from __future__ import annotations
 

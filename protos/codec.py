@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from protos.errors import DataError, SchemaVersionError
-from protos.nouns import (
+from tandem.protos.errors import DataError, SchemaVersionError
+from tandem.protos.types import (
     Prompt,
     RowHeader,
     SamplingParameters,
@@ -180,7 +180,9 @@ _PLAIN_COLUMNS = [
 
 
 def reward_breakdowns(payload: bytes) -> list[dict[str, float]]:
-    """The reward's components of every policy trajectory that has a reward, without decoding the rest of a scored group."""
+    """The reward's components of every policy trajectory that has a reward, without decoding the rest of a scored
+    group.
+    """
     batch = pa.ipc.open_stream(payload).read_next_batch()
     names = ("segment", "role", "reward", "breakdown")
     rows = zip(*(batch.column(name).to_pylist() for name in names), strict=True)

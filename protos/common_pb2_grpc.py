@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import common_pb2 as protos_dot_common__pb2
+from tandem.protos import common_pb2 as tandem_dot_protos_dot_common__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/common_pb2_grpc.py depends on'
+        + ' but the generated code in tandem/protos/common_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,8 +37,8 @@ class InfoServiceStub:
         """
         self.Info = channel.unary_unary(
                 '/tandem.v1.InfoService/Info',
-                request_serializer=protos_dot_common__pb2.InfoRequest.SerializeToString,
-                response_deserializer=protos_dot_common__pb2.InfoReply.FromString,
+                request_serializer=tandem_dot_protos_dot_common__pb2.InfoRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_common__pb2.InfoReply.FromString,
                 _registered_method=True)
 
 
@@ -57,8 +57,8 @@ def add_InfoServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Info': grpc.unary_unary_rpc_method_handler(
                     servicer.Info,
-                    request_deserializer=protos_dot_common__pb2.InfoRequest.FromString,
-                    response_serializer=protos_dot_common__pb2.InfoReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_common__pb2.InfoRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_common__pb2.InfoReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,8 +87,8 @@ class InfoService:
             request,
             target,
             '/tandem.v1.InfoService/Info',
-            protos_dot_common__pb2.InfoRequest.SerializeToString,
-            protos_dot_common__pb2.InfoReply.FromString,
+            tandem_dot_protos_dot_common__pb2.InfoRequest.SerializeToString,
+            tandem_dot_protos_dot_common__pb2.InfoReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,14 +12,17 @@ UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input"
 
 
 class ScoreItem(NamedTuple):
-    """One answer to be judged, in the words of verl's `compute_score`. A tuple: a service makes some 100,000 of them a second."""
+    """One answer to be judged, in the words of verl's `compute_score`. A tuple: a service makes some 100,000 of them a
+    second.
+    """
 
     data_source: str
     solution: str
     ground_truth: Any
     extra_info: Mapping[str, Any] = MappingProxyType({})
     group: str = ""
-    """Items of one call with the same group are compared with one another by group-relative judges; empty: with none."""
+    """Items of one call with the same group are compared with one another by group-relative judges; empty: with none.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import control_pb2 as protos_dot_control__pb2
+from tandem.protos import control_pb2 as tandem_dot_protos_dot_control__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/control_pb2_grpc.py depends on'
+        + ' but the generated code in tandem/protos/control_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,18 +37,18 @@ class ControlServiceStub:
         """
         self.GetStatus = channel.unary_unary(
                 '/tandem.v1.ControlService/GetStatus',
-                request_serializer=protos_dot_control__pb2.GetStatusRequest.SerializeToString,
-                response_deserializer=protos_dot_control__pb2.GetStatusReply.FromString,
+                request_serializer=tandem_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.GetStatusReply.FromString,
                 _registered_method=True)
         self.GetLedger = channel.unary_unary(
                 '/tandem.v1.ControlService/GetLedger',
-                request_serializer=protos_dot_control__pb2.GetLedgerRequest.SerializeToString,
-                response_deserializer=protos_dot_control__pb2.GetLedgerReply.FromString,
+                request_serializer=tandem_dot_protos_dot_control__pb2.GetLedgerRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.GetLedgerReply.FromString,
                 _registered_method=True)
         self.StopRun = channel.unary_unary(
                 '/tandem.v1.ControlService/StopRun',
-                request_serializer=protos_dot_control__pb2.StopRunRequest.SerializeToString,
-                response_deserializer=protos_dot_control__pb2.StopRunReply.FromString,
+                request_serializer=tandem_dot_protos_dot_control__pb2.StopRunRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_control__pb2.StopRunReply.FromString,
                 _registered_method=True)
 
 
@@ -81,18 +81,18 @@ def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
-                    request_deserializer=protos_dot_control__pb2.GetStatusRequest.FromString,
-                    response_serializer=protos_dot_control__pb2.GetStatusReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.GetStatusRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.GetStatusReply.SerializeToString,
             ),
             'GetLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLedger,
-                    request_deserializer=protos_dot_control__pb2.GetLedgerRequest.FromString,
-                    response_serializer=protos_dot_control__pb2.GetLedgerReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.GetLedgerRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.GetLedgerReply.SerializeToString,
             ),
             'StopRun': grpc.unary_unary_rpc_method_handler(
                     servicer.StopRun,
-                    request_deserializer=protos_dot_control__pb2.StopRunRequest.FromString,
-                    response_serializer=protos_dot_control__pb2.StopRunReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_control__pb2.StopRunRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_control__pb2.StopRunReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -121,8 +121,8 @@ class ControlService:
             request,
             target,
             '/tandem.v1.ControlService/GetStatus',
-            protos_dot_control__pb2.GetStatusRequest.SerializeToString,
-            protos_dot_control__pb2.GetStatusReply.FromString,
+            tandem_dot_protos_dot_control__pb2.GetStatusRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.GetStatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -148,8 +148,8 @@ class ControlService:
             request,
             target,
             '/tandem.v1.ControlService/GetLedger',
-            protos_dot_control__pb2.GetLedgerRequest.SerializeToString,
-            protos_dot_control__pb2.GetLedgerReply.FromString,
+            tandem_dot_protos_dot_control__pb2.GetLedgerRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.GetLedgerReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -175,8 +175,8 @@ class ControlService:
             request,
             target,
             '/tandem.v1.ControlService/StopRun',
-            protos_dot_control__pb2.StopRunRequest.SerializeToString,
-            protos_dot_control__pb2.StopRunReply.FromString,
+            tandem_dot_protos_dot_control__pb2.StopRunRequest.SerializeToString,
+            tandem_dot_protos_dot_control__pb2.StopRunReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,7 @@
 """The one error tree of Tandem, and the one place that maps it to gRPC status names.
 
-`services.rpc` turns a `TandemError` raised by a handler into a status with the code below, and back into the same class on
-the client's side, so a caller catches the class it would catch in process.
+`tandem.services.rpc` turns a `TandemError` raised by a handler into a status with the code below, and back into the
+same class on the client's side, so a caller catches the class it would catch in process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ class TandemError(Exception):
 
 
 class UserError(TandemError, ValueError):
-    """Something the user gave is wrong; the message names the thing, the place and the remedy. Ends a command with exit code 2."""
+    """Something the user gave is wrong; the message names the thing, the place and the remedy. Ends a command with exit
+    code 2.
+    """
 
     grpc_code = "INVALID_ARGUMENT"
 
@@ -91,7 +93,9 @@ class FencedError(TandemError):
 
 
 class NotAdmittedError(TandemError):
-    """A sampler that does not carry the published version tried to claim prompts, or was asked for a version it lacks."""
+    """A sampler that does not carry the published version tried to claim prompts, or was asked for a version it
+    lacks.
+    """
 
     grpc_code = "FAILED_PRECONDITION"
 

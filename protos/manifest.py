@@ -9,14 +9,15 @@ from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
-from protos.errors import DataError, SchemaVersionError
-from protos.nouns import AdapterSpec, BucketSpec, TensorSpec, WeightManifest
+from tandem.protos.errors import DataError, SchemaVersionError
+from tandem.protos.types import AdapterSpec, BucketSpec, TensorSpec, WeightManifest
 
 MANIFEST_VERSION = 2
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 """What the factors of an adapted matrix have behind its name."""
 ALIGNMENT = 16
-"""Every tensor starts at, and every bucket ends at, a multiple of it: so a bucket can be viewed as any dtype in place."""
+"""Every tensor starts at, and every bucket ends at, a multiple of it: so a bucket can be viewed as any dtype in place.
+"""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -35,7 +36,8 @@ ParameterSpec = tuple[str, str, Sequence[int]]
 
 
 def plan_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
-    """Packs tensors, in their order, into flat uint8 buckets of at most `bucket_bytes`; a larger tensor gets one of its own.
+    """Packs tensors, in their order, into flat uint8 buckets of at most `bucket_bytes`; a larger tensor gets one of its
+    own.
 
     Raises:
         DataError: a dtype that cannot be sent.
@@ -134,8 +136,9 @@ def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
 
 
 def weights_digest(manifest: WeightManifest) -> str:
-    """One hex string for all weights of the version, which travelled without its base if it has one: equal manifests of equal weights
-    agree in it."""
+    """One hex string for all weights of the version, which travelled without its base if it has one: equal manifests of
+    equal weights agree in it.
+    """
     joined = hashlib.blake2b(digest_size=16)
     for bucket in (manifest.adapters.base if manifest.adapters else ()) + manifest.buckets:
         joined.update(bytes.fromhex(bucket.digest))

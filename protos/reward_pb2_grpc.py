@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import reward_pb2 as protos_dot_reward__pb2
+from tandem.protos import reward_pb2 as tandem_dot_protos_dot_reward__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/reward_pb2_grpc.py depends on'
+        + ' but the generated code in tandem/protos/reward_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,48 +37,48 @@ class RewardServiceStub:
         """
         self.Score = channel.unary_unary(
                 '/tandem.v1.RewardService/Score',
-                request_serializer=protos_dot_reward__pb2.ScoreRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.ScoreReply.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.ScoreReply.FromString,
                 _registered_method=True)
         self.ScoreStream = channel.stream_stream(
                 '/tandem.v1.RewardService/ScoreStream',
-                request_serializer=protos_dot_reward__pb2.ScoreStreamRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.ScoreStreamReply.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.ScoreStreamRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.ScoreStreamReply.FromString,
                 _registered_method=True)
         self.SubmitJob = channel.stream_stream(
                 '/tandem.v1.RewardService/SubmitJob',
-                request_serializer=protos_dot_reward__pb2.SubmitJobRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.SubmitJobReply.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.SubmitJobRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.SubmitJobReply.FromString,
                 _registered_method=True)
         self.GetJob = channel.unary_unary(
                 '/tandem.v1.RewardService/GetJob',
-                request_serializer=protos_dot_reward__pb2.GetJobRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.Job.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.GetJobRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.Job.FromString,
                 _registered_method=True)
         self.WatchJob = channel.unary_stream(
                 '/tandem.v1.RewardService/WatchJob',
-                request_serializer=protos_dot_reward__pb2.WatchJobRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.JobEvent.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.WatchJobRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.JobEvent.FromString,
                 _registered_method=True)
         self.CancelJob = channel.unary_unary(
                 '/tandem.v1.RewardService/CancelJob',
-                request_serializer=protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.Job.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.Job.FromString,
                 _registered_method=True)
         self.DeleteJob = channel.unary_unary(
                 '/tandem.v1.RewardService/DeleteJob',
-                request_serializer=protos_dot_reward__pb2.DeleteJobRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.Job.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.Job.FromString,
                 _registered_method=True)
         self.ListJobs = channel.unary_unary(
                 '/tandem.v1.RewardService/ListJobs',
-                request_serializer=protos_dot_reward__pb2.ListJobsRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.ListJobsReply.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.ListJobsReply.FromString,
                 _registered_method=True)
         self.ListScorers = channel.unary_unary(
                 '/tandem.v1.RewardService/ListScorers',
-                request_serializer=protos_dot_reward__pb2.ListScorersRequest.SerializeToString,
-                response_deserializer=protos_dot_reward__pb2.ListScorersReply.FromString,
+                request_serializer=tandem_dot_protos_dot_reward__pb2.ListScorersRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_reward__pb2.ListScorersReply.FromString,
                 _registered_method=True)
 
 
@@ -151,48 +151,48 @@ def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
-                    request_deserializer=protos_dot_reward__pb2.ScoreRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.ScoreReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.ScoreRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.ScoreReply.SerializeToString,
             ),
             'ScoreStream': grpc.stream_stream_rpc_method_handler(
                     servicer.ScoreStream,
-                    request_deserializer=protos_dot_reward__pb2.ScoreStreamRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.ScoreStreamReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.ScoreStreamRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.ScoreStreamReply.SerializeToString,
             ),
             'SubmitJob': grpc.stream_stream_rpc_method_handler(
                     servicer.SubmitJob,
-                    request_deserializer=protos_dot_reward__pb2.SubmitJobRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.SubmitJobReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.SubmitJobRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.SubmitJobReply.SerializeToString,
             ),
             'GetJob': grpc.unary_unary_rpc_method_handler(
                     servicer.GetJob,
-                    request_deserializer=protos_dot_reward__pb2.GetJobRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.Job.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.GetJobRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.Job.SerializeToString,
             ),
             'WatchJob': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchJob,
-                    request_deserializer=protos_dot_reward__pb2.WatchJobRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.JobEvent.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.WatchJobRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.JobEvent.SerializeToString,
             ),
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
-                    request_deserializer=protos_dot_reward__pb2.CancelJobRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.Job.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.CancelJobRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.Job.SerializeToString,
             ),
             'DeleteJob': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteJob,
-                    request_deserializer=protos_dot_reward__pb2.DeleteJobRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.Job.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.DeleteJobRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.Job.SerializeToString,
             ),
             'ListJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListJobs,
-                    request_deserializer=protos_dot_reward__pb2.ListJobsRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.ListJobsReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.ListJobsRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.ListJobsReply.SerializeToString,
             ),
             'ListScorers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListScorers,
-                    request_deserializer=protos_dot_reward__pb2.ListScorersRequest.FromString,
-                    response_serializer=protos_dot_reward__pb2.ListScorersReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_reward__pb2.ListScorersRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_reward__pb2.ListScorersReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,8 +221,8 @@ class RewardService:
             request,
             target,
             '/tandem.v1.RewardService/Score',
-            protos_dot_reward__pb2.ScoreRequest.SerializeToString,
-            protos_dot_reward__pb2.ScoreReply.FromString,
+            tandem_dot_protos_dot_reward__pb2.ScoreRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.ScoreReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -248,8 +248,8 @@ class RewardService:
             request_iterator,
             target,
             '/tandem.v1.RewardService/ScoreStream',
-            protos_dot_reward__pb2.ScoreStreamRequest.SerializeToString,
-            protos_dot_reward__pb2.ScoreStreamReply.FromString,
+            tandem_dot_protos_dot_reward__pb2.ScoreStreamRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.ScoreStreamReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -275,8 +275,8 @@ class RewardService:
             request_iterator,
             target,
             '/tandem.v1.RewardService/SubmitJob',
-            protos_dot_reward__pb2.SubmitJobRequest.SerializeToString,
-            protos_dot_reward__pb2.SubmitJobReply.FromString,
+            tandem_dot_protos_dot_reward__pb2.SubmitJobRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.SubmitJobReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -302,8 +302,8 @@ class RewardService:
             request,
             target,
             '/tandem.v1.RewardService/GetJob',
-            protos_dot_reward__pb2.GetJobRequest.SerializeToString,
-            protos_dot_reward__pb2.Job.FromString,
+            tandem_dot_protos_dot_reward__pb2.GetJobRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.Job.FromString,
             options,
             channel_credentials,
             insecure,
@@ -329,8 +329,8 @@ class RewardService:
             request,
             target,
             '/tandem.v1.RewardService/WatchJob',
-            protos_dot_reward__pb2.WatchJobRequest.SerializeToString,
-            protos_dot_reward__pb2.JobEvent.FromString,
+            tandem_dot_protos_dot_reward__pb2.WatchJobRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.JobEvent.FromString,
             options,
             channel_credentials,
             insecure,
@@ -356,8 +356,8 @@ class RewardService:
             request,
             target,
             '/tandem.v1.RewardService/CancelJob',
-            protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
-            protos_dot_reward__pb2.Job.FromString,
+            tandem_dot_protos_dot_reward__pb2.CancelJobRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.Job.FromString,
             options,
             channel_credentials,
             insecure,
@@ -383,8 +383,8 @@ class RewardService:
             request,
             target,
             '/tandem.v1.RewardService/DeleteJob',
-            protos_dot_reward__pb2.DeleteJobRequest.SerializeToString,
-            protos_dot_reward__pb2.Job.FromString,
+            tandem_dot_protos_dot_reward__pb2.DeleteJobRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.Job.FromString,
             options,
             channel_credentials,
             insecure,
@@ -410,8 +410,8 @@ class RewardService:
             request,
             target,
             '/tandem.v1.RewardService/ListJobs',
-            protos_dot_reward__pb2.ListJobsRequest.SerializeToString,
-            protos_dot_reward__pb2.ListJobsReply.FromString,
+            tandem_dot_protos_dot_reward__pb2.ListJobsRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.ListJobsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -437,8 +437,8 @@ class RewardService:
             request,
             target,
             '/tandem.v1.RewardService/ListScorers',
-            protos_dot_reward__pb2.ListScorersRequest.SerializeToString,
-            protos_dot_reward__pb2.ListScorersReply.FromString,
+            tandem_dot_protos_dot_reward__pb2.ListScorersRequest.SerializeToString,
+            tandem_dot_protos_dot_reward__pb2.ListScorersReply.FromString,
             options,
             channel_credentials,
             insecure,

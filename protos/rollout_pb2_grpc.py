@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import rollout_pb2 as protos_dot_rollout__pb2
+from tandem.protos import rollout_pb2 as tandem_dot_protos_dot_rollout__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/rollout_pb2_grpc.py depends on'
+        + ' but the generated code in tandem/protos/rollout_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,33 +37,33 @@ class RolloutServiceStub:
         """
         self.Generate = channel.unary_unary(
                 '/tandem.v1.RolloutService/Generate',
-                request_serializer=protos_dot_rollout__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_rollout__pb2.GenerateReply.FromString,
+                request_serializer=tandem_dot_protos_dot_rollout__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_rollout__pb2.GenerateReply.FromString,
                 _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/tandem.v1.RolloutService/Pause',
-                request_serializer=protos_dot_rollout__pb2.PauseRequest.SerializeToString,
-                response_deserializer=protos_dot_rollout__pb2.SamplerState.FromString,
+                request_serializer=tandem_dot_protos_dot_rollout__pb2.PauseRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_rollout__pb2.SamplerState.FromString,
                 _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/tandem.v1.RolloutService/Resume',
-                request_serializer=protos_dot_rollout__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=protos_dot_rollout__pb2.SamplerState.FromString,
+                request_serializer=tandem_dot_protos_dot_rollout__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_rollout__pb2.SamplerState.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tandem.v1.RolloutService/Drain',
-                request_serializer=protos_dot_rollout__pb2.DrainRequest.SerializeToString,
-                response_deserializer=protos_dot_rollout__pb2.SamplerState.FromString,
+                request_serializer=tandem_dot_protos_dot_rollout__pb2.DrainRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_rollout__pb2.SamplerState.FromString,
                 _registered_method=True)
         self.JoinWeightGroup = channel.unary_unary(
                 '/tandem.v1.RolloutService/JoinWeightGroup',
-                request_serializer=protos_dot_rollout__pb2.JoinWeightGroupRequest.SerializeToString,
-                response_deserializer=protos_dot_rollout__pb2.JoinWeightGroupReply.FromString,
+                request_serializer=tandem_dot_protos_dot_rollout__pb2.JoinWeightGroupRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_rollout__pb2.JoinWeightGroupReply.FromString,
                 _registered_method=True)
         self.UpdateWeights = channel.unary_unary(
                 '/tandem.v1.RolloutService/UpdateWeights',
-                request_serializer=protos_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
-                response_deserializer=protos_dot_rollout__pb2.UpdateWeightsReply.FromString,
+                request_serializer=tandem_dot_protos_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_rollout__pb2.UpdateWeightsReply.FromString,
                 _registered_method=True)
 
 
@@ -117,33 +117,33 @@ def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_rollout__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_rollout__pb2.GenerateReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_rollout__pb2.GenerateRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_rollout__pb2.GenerateReply.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
-                    request_deserializer=protos_dot_rollout__pb2.PauseRequest.FromString,
-                    response_serializer=protos_dot_rollout__pb2.SamplerState.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_rollout__pb2.PauseRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_rollout__pb2.SamplerState.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
-                    request_deserializer=protos_dot_rollout__pb2.ResumeRequest.FromString,
-                    response_serializer=protos_dot_rollout__pb2.SamplerState.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_rollout__pb2.ResumeRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_rollout__pb2.SamplerState.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=protos_dot_rollout__pb2.DrainRequest.FromString,
-                    response_serializer=protos_dot_rollout__pb2.SamplerState.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_rollout__pb2.DrainRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_rollout__pb2.SamplerState.SerializeToString,
             ),
             'JoinWeightGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.JoinWeightGroup,
-                    request_deserializer=protos_dot_rollout__pb2.JoinWeightGroupRequest.FromString,
-                    response_serializer=protos_dot_rollout__pb2.JoinWeightGroupReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_rollout__pb2.JoinWeightGroupRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_rollout__pb2.JoinWeightGroupReply.SerializeToString,
             ),
             'UpdateWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateWeights,
-                    request_deserializer=protos_dot_rollout__pb2.UpdateWeightsRequest.FromString,
-                    response_serializer=protos_dot_rollout__pb2.UpdateWeightsReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_rollout__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_rollout__pb2.UpdateWeightsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -172,8 +172,8 @@ class RolloutService:
             request,
             target,
             '/tandem.v1.RolloutService/Generate',
-            protos_dot_rollout__pb2.GenerateRequest.SerializeToString,
-            protos_dot_rollout__pb2.GenerateReply.FromString,
+            tandem_dot_protos_dot_rollout__pb2.GenerateRequest.SerializeToString,
+            tandem_dot_protos_dot_rollout__pb2.GenerateReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -199,8 +199,8 @@ class RolloutService:
             request,
             target,
             '/tandem.v1.RolloutService/Pause',
-            protos_dot_rollout__pb2.PauseRequest.SerializeToString,
-            protos_dot_rollout__pb2.SamplerState.FromString,
+            tandem_dot_protos_dot_rollout__pb2.PauseRequest.SerializeToString,
+            tandem_dot_protos_dot_rollout__pb2.SamplerState.FromString,
             options,
             channel_credentials,
             insecure,
@@ -226,8 +226,8 @@ class RolloutService:
             request,
             target,
             '/tandem.v1.RolloutService/Resume',
-            protos_dot_rollout__pb2.ResumeRequest.SerializeToString,
-            protos_dot_rollout__pb2.SamplerState.FromString,
+            tandem_dot_protos_dot_rollout__pb2.ResumeRequest.SerializeToString,
+            tandem_dot_protos_dot_rollout__pb2.SamplerState.FromString,
             options,
             channel_credentials,
             insecure,
@@ -253,8 +253,8 @@ class RolloutService:
             request,
             target,
             '/tandem.v1.RolloutService/Drain',
-            protos_dot_rollout__pb2.DrainRequest.SerializeToString,
-            protos_dot_rollout__pb2.SamplerState.FromString,
+            tandem_dot_protos_dot_rollout__pb2.DrainRequest.SerializeToString,
+            tandem_dot_protos_dot_rollout__pb2.SamplerState.FromString,
             options,
             channel_credentials,
             insecure,
@@ -280,8 +280,8 @@ class RolloutService:
             request,
             target,
             '/tandem.v1.RolloutService/JoinWeightGroup',
-            protos_dot_rollout__pb2.JoinWeightGroupRequest.SerializeToString,
-            protos_dot_rollout__pb2.JoinWeightGroupReply.FromString,
+            tandem_dot_protos_dot_rollout__pb2.JoinWeightGroupRequest.SerializeToString,
+            tandem_dot_protos_dot_rollout__pb2.JoinWeightGroupReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -307,8 +307,8 @@ class RolloutService:
             request,
             target,
             '/tandem.v1.RolloutService/UpdateWeights',
-            protos_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
-            protos_dot_rollout__pb2.UpdateWeightsReply.FromString,
+            tandem_dot_protos_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
+            tandem_dot_protos_dot_rollout__pb2.UpdateWeightsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,8 @@
 """Temporary folders that no death leaves behind.
 
-A folder is locked while a process lives that made it or was forked from one that did; the kernel lets go of the lock however they
-end. What is not locked any more belongs to nobody, and goes when the next folder of its kind is made, or at a `sweep`.
+A folder is locked while a process lives that made it or was forked from one that did; the kernel lets go of the lock
+however they end. What is not locked any more belongs to nobody, and goes when the next folder of its kind is made, or
+at a `sweep`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from protos.errors import EnvironmentLackError
+from tandem.protos.errors import EnvironmentLackError
 
 _RANDOM_CHARACTERS = 8  # `tempfile.mkdtemp` appends so many
 _TRIES = 10  # a sweep may take a folder for ownerless in the instant before it is locked
@@ -23,7 +24,8 @@ _TRIES = 10  # a sweep may take a folder for ownerless in the instant before it 
 class ScratchFolder:
     """A private folder `tandem-<kind>-…` below the temporary folder, or below /tmp where that one's path is too long.
 
-    `longest_path` is in bytes. `clear` removes a folder of this kind, with whatever stands elsewhere under a name that the folder tells.
+    `longest_path` is in bytes. `clear` removes a folder of this kind, with whatever stands elsewhere under a name that
+    the folder tells.
 
     Raises:
         EnvironmentLackError: no temporary folder can be written that is short enough.

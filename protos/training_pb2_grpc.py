@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import training_pb2 as protos_dot_training__pb2
+from tandem.protos import training_pb2 as tandem_dot_protos_dot_training__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/training_pb2_grpc.py depends on'
+        + ' but the generated code in tandem/protos/training_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,13 +37,13 @@ class TrainingServiceStub:
         """
         self.SaveCheckpoint = channel.unary_unary(
                 '/tandem.v1.TrainingService/SaveCheckpoint',
-                request_serializer=protos_dot_training__pb2.SaveCheckpointRequest.SerializeToString,
-                response_deserializer=protos_dot_training__pb2.SaveCheckpointReply.FromString,
+                request_serializer=tandem_dot_protos_dot_training__pb2.SaveCheckpointRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_training__pb2.SaveCheckpointReply.FromString,
                 _registered_method=True)
         self.GetProgress = channel.unary_unary(
                 '/tandem.v1.TrainingService/GetProgress',
-                request_serializer=protos_dot_training__pb2.GetProgressRequest.SerializeToString,
-                response_deserializer=protos_dot_training__pb2.GetProgressReply.FromString,
+                request_serializer=tandem_dot_protos_dot_training__pb2.GetProgressRequest.SerializeToString,
+                response_deserializer=tandem_dot_protos_dot_training__pb2.GetProgressReply.FromString,
                 _registered_method=True)
 
 
@@ -69,13 +69,13 @@ def add_TrainingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
-                    request_deserializer=protos_dot_training__pb2.SaveCheckpointRequest.FromString,
-                    response_serializer=protos_dot_training__pb2.SaveCheckpointReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_training__pb2.SaveCheckpointRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_training__pb2.SaveCheckpointReply.SerializeToString,
             ),
             'GetProgress': grpc.unary_unary_rpc_method_handler(
                     servicer.GetProgress,
-                    request_deserializer=protos_dot_training__pb2.GetProgressRequest.FromString,
-                    response_serializer=protos_dot_training__pb2.GetProgressReply.SerializeToString,
+                    request_deserializer=tandem_dot_protos_dot_training__pb2.GetProgressRequest.FromString,
+                    response_serializer=tandem_dot_protos_dot_training__pb2.GetProgressReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -104,8 +104,8 @@ class TrainingService:
             request,
             target,
             '/tandem.v1.TrainingService/SaveCheckpoint',
-            protos_dot_training__pb2.SaveCheckpointRequest.SerializeToString,
-            protos_dot_training__pb2.SaveCheckpointReply.FromString,
+            tandem_dot_protos_dot_training__pb2.SaveCheckpointRequest.SerializeToString,
+            tandem_dot_protos_dot_training__pb2.SaveCheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -131,8 +131,8 @@ class TrainingService:
             request,
             target,
             '/tandem.v1.TrainingService/GetProgress',
-            protos_dot_training__pb2.GetProgressRequest.SerializeToString,
-            protos_dot_training__pb2.GetProgressReply.FromString,
+            tandem_dot_protos_dot_training__pb2.GetProgressRequest.SerializeToString,
+            tandem_dot_protos_dot_training__pb2.GetProgressReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,9 +1,11 @@
-"""Both ends of a weight transfer: rendezvous of one bare process group, flat buckets, digests. The one module of `protos` with torch.
+"""Both ends of a weight transfer: rendezvous of one bare process group, flat buckets, digests. The one module of
+`protos` with torch.
 
-A bucket travels as one broadcast of its bytes followed by a 32-byte digest of them, so data and check arrive together or not at
-all. The digest is computed on the device that holds the bytes, in integer arithmetic that every device does alike, and only
-32 KiB of it ever cross to the host: about 1 GB/s on one CPU core, memory speed on a GPU. It guards against faults (a bucket cut
-short, swapped, stale or damaged), not against an adversary: a weight group lives on the trusted network of the run.
+A bucket travels as one broadcast of its bytes followed by a 32-byte digest of them, so data and check arrive together
+or not at all. The digest is computed on the device that holds the bytes, in integer arithmetic that every device does
+alike, and only 32 KiB of it ever cross to the host: about 1 GB/s on one CPU core, memory speed on a GPU. It guards
+against faults (a bucket cut short, swapped, stale or damaged), not against an adversary: a weight group lives on the
+trusted network of the run.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from protos.errors import DataError, EnvironmentLackError, WeightTransferError
-from protos.nouns import BucketSpec
+from tandem.protos.errors import DataError, EnvironmentLackError, WeightTransferError
+from tandem.protos.types import BucketSpec
 
 DIGEST_BYTES = 32
 _COLUMNS = 4096
@@ -35,7 +37,9 @@ _ROWS_AT_ONCE_ELSEWHERE = 2048
 
 
 def bucket_digest(data: torch.Tensor) -> bytes:
-    """32 bytes that stand for the contents of a flat uint8 tensor whose length is a multiple of 8, alike on every device."""
+    """32 bytes that stand for the contents of a flat uint8 tensor whose length is a multiple of 8, alike on every
+    device.
+    """
     assert data.dtype == torch.uint8 and data.dim() == 1 and data.numel() % 8 == 0
     words = data.view(torch.int64)
     num_rows = words.numel() // _COLUMNS
@@ -70,7 +74,8 @@ def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: t
         value = tensors[tensor.name].detach()
         if tuple(value.shape) != tensor.shape or value.dtype != getattr(torch, tensor.dtype):
             raise DataError(
-                f"parameter {tensor.name} is {value.dtype} {tuple(value.shape)}, the manifest says {tensor.dtype} {tensor.shape}"
+                f"parameter {tensor.name} is {value.dtype} {tuple(value.shape)}, the "
+                f"manifest says {tensor.dtype} {tensor.shape}"
             )
         view_as(data, tensor.offset, tensor.num_bytes, tensor.dtype, tensor.shape).copy_(value)
     data[end:] = 0
@@ -101,7 +106,9 @@ def view_as(data: torch.Tensor, offset: int, num_bytes: int, dtype: str, shape: 
 
 
 def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """base + scaling·B·A, rounded once, to the base's dtype. Trainer and samplers merge by it, so their weights are the same bits."""
+    """base + scaling·B·A, rounded once, to the base's dtype. Trainer and samplers merge by it, so their weights are the
+    same bits.
+    """
     dtype = torch.promote_types(base.dtype, torch.float32)
     merged = lora_b.to(dtype) @ lora_a.to(dtype)
     merged *= scaling
@@ -116,7 +123,9 @@ def bucket_tensors(spec: BucketSpec, buffer: torch.Tensor) -> Iterator[tuple[str
 
 
 def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:
-    """JSON-able handle of a flat uint8 CUDA tensor. The exporter keeps the tensor until every importer has let go of it."""
+    """JSON-able handle of a flat uint8 CUDA tensor. The exporter keeps the tensor until every importer has let go of
+    it.
+    """
     torch.cuda.current_stream(buffer.device).synchronize()
     fields = dict(zip(_IPC_FIELDS, reduce_tensor(buffer)[1], strict=True))
     handles = {name: base64.b64encode(fields[name]).decode() for name in _IPC_HANDLES}
@@ -125,7 +134,9 @@ def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:
 
 
 def import_cuda_bucket(handle: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """The exporter's memory of `export_cuda_bucket`, mapped into this process on the same GPU. Raises WeightTransferError."""
+    """The exporter's memory of `export_cuda_bucket`, mapped into this process on the same GPU. Raises
+    WeightTransferError.
+    """
     if handle["gpu"] != _gpu_name(device):
         raise WeightTransferError(
             f"CUDA IPC memory lies on GPU {handle['gpu']}, this engine is on {_gpu_name(device)}; use nccl"
@@ -246,7 +257,9 @@ class WeightGroup:
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
-        """Sends (rank 0) or receives (the others) one buffer in place. Raises WeightTransferError; the group is then useless."""
+        """Sends (rank 0) or receives (the others) one buffer in place. Raises WeightTransferError; the group is then
+        useless.
+        """
         assert buffer.device.type == self.device.type, (
             f"a {self.meeting.backend} group carries {self.device.type} tensors"
         )
@@ -308,7 +321,9 @@ def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:
 
 
 def _local_address(host: str, port: int) -> str:
-    """This machine's address on the way to the sender: gloo would resolve the host name, which containers often lack."""
+    """This machine's address on the way to the sender: gloo would resolve the host name, which containers often
+    lack.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent
         probe.connect((host, port))
         return str(probe.getsockname()[0])

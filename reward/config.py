@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DeclaredScorer(BaseModel):
-    """A scorer under a name of its own: what a rubric cannot say, or what clients must not: import paths, folders, addresses, keys."""
+    """A scorer under a name of its own: what a rubric cannot say, or what clients must not: import paths, folders,
+    addresses, keys.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -41,15 +43,18 @@ class RewardConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     scorer: str = "exact"
-    """A built-in scorer (docs/reward.md has them all), one of `scorers`, or `module.path:function` / `file.py:function` with
-    verl's `compute_score` signature."""
+    """A built-in scorer (docs/reward.md has them all), one of `scorers`, or `module.path:function` / `file.py:function`
+    with verl's `compute_score` signature.
+    """
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the scorer, e.g. `{tolerance = 1e-6}` or `{pattern = '#### (-?\\d+)'}`."""
     rubric: str = ""
     """TOML file that composes several scorers, in place of `scorer` and `arguments`."""
     scorers: dict[str, DeclaredScorer] = Field(default_factory=dict)
-    """Scorers by names of their own, each with `scorer` and `arguments`, for rubrics: a client of the service may use these and the
-    built-in ones that need neither folder nor address, and can name no import path, file or folder itself."""
+    """Scorers by names of their own, each with `scorer` and `arguments`, for rubrics: a client of the service may use
+    these and the built-in ones that need neither folder nor address, and can name no import path, file or folder
+    itself.
+    """
     num_workers: Annotated[int, Field(ge=1)] = 1
     """Worker processes that score side by side."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 10.0
@@ -59,11 +64,13 @@ class RewardConfig(BaseModel):
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Attempts at a group with rows whose scorer hung or crashed before they keep their reason."""
     infrastructure_attempts: Annotated[int, Field(ge=1)] = 10
-    """Attempts at a group's rows, or a job's items, whose scorer is out of reach, with pauses that grow from 0.5 s to 30 s, before they
-    keep that reason."""
+    """Attempts at a group's rows, or a job's items, whose scorer is out of reach, with pauses that grow from 0.5 s to
+    30 s, before they keep that reason.
+    """
     min_scored_samples: Annotated[int, Field(ge=0)] = 0
-    """Scored rows a group needs to go on once the attempts are spent; 0 means all of them. A greedy answer to compare with is not
-    among them, and always needed where there is one."""
+    """Scored rows a group needs to go on once the attempts are spent; 0 means all of them. A greedy answer to compare
+    with is not among them, and always needed where there is one.
+    """
     lease_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """How long a claimed group stays this service's without a renewal."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

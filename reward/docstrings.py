@@ -16,7 +16,9 @@ def summary(kind: type[Any]) -> str:
 
 
 def attribute_docs(kind: type[Any]) -> Mapping[str, str]:
-    """The string below each field of a class, its own or inherited, in one line. A field without one is missing here."""
+    """The string below each field of a class, its own or inherited, in one line. A field without one is missing
+    here.
+    """
     docs: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         with suppress(OSError, TypeError):  # installed without its source: the fields go without their words

@@ -1,4 +1,6 @@
-"""How a scorer judges the items of one call, wherever it runs, until it has or the cutoff ends: then what is not settled is `CUT_OFF`."""
+"""How a scorer judges the items of one call, wherever it runs, until it has or the cutoff ends: then what is not
+settled is `CUT_OFF`.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
-from reward.contracts import BatchJudge, RemoteJudge
-from reward.cutoff import CUT_OFF, Cutoff
-from reward.lanes import Lane
-from reward.loop_thread import CLOSING
-from reward.pool import ScorerPool
-from reward.requests import Request
-from reward.turns import Turns
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.contracts import BatchJudge, RemoteJudge
+from tandem.reward.endpoints.loop_thread import CLOSING
+from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
+from tandem.reward.scheduling.priority_queue import Priority
+from tandem.reward.workers.pool import ScorerPool
+from tandem.reward.workers.requests import Request
 
 
 def judge_each(
     judge: Callable[[ScoreItem], Score],
     items: Sequence[ScoreItem],
-    lane: Lane,
-    cutoff: Cutoff | None,
-    turns: Turns | None,
+    lane: Priority,
+    cutoff: CancellationToken | None,
+    turns: InterpreterScheduler | None,
 ) -> list[Score]:
     """In this thread, in the turns of its lane; here and now for None."""
 
@@ -33,19 +35,21 @@ def judge_each(
     return [one(item) for item in items] if turns is None else turns.each(lane, one, items)
 
 
-def judge_together(judge: BatchJudge, items: Sequence[ScoreItem], lane: Lane, turns: Turns | None) -> list[Score]:
+def judge_together(
+    judge: BatchJudge, items: Sequence[ScoreItem], lane: Priority, turns: InterpreterScheduler | None
+) -> list[Score]:
     """The same for a judge that compares the items: all in one turn."""
     return judge.judge_batch(items) if turns is None else turns.each(lane, judge.judge_batch, [items])[0]
 
 
-def wait_in_pool(pool: ScorerPool, request: Request, cutoff: Cutoff) -> list[Score]:
+def wait_in_pool(pool: ScorerPool, request: Request, cutoff: CancellationToken) -> list[Score]:
     """What worker processes make of a request that was submitted."""
     with cutoff.hooked(partial(pool.withdraw, request)):
         return request.wait()
 
 
 def judge_remotely(
-    judge: RemoteJudge, items: Sequence[ScoreItem], lane: Lane, cutoff: Cutoff, grouped: bool
+    judge: RemoteJudge, items: Sequence[ScoreItem], lane: Priority, cutoff: CancellationToken, grouped: bool
 ) -> list[Score]:
     """In this thread, which waits. `grouped`: the judge compares the items of a group."""
     if cutoff.ended:
@@ -56,7 +60,7 @@ def judge_remotely(
     return [_finite(score) for score in (_cut(scores, items, grouped) if cutoff.ended else scores)]
 
 
-def wait_aside(judging: Future[list[Score]], cutoff: Cutoff, number: int) -> list[Score]:
+def wait_aside(judging: Future[list[Score]], cutoff: CancellationToken, number: int) -> list[Score]:
     """The same in another thread, for so many items."""
     try:
         with cutoff.hooked(judging.cancel):  # for one that no thread has taken up; the others end by themselves
@@ -66,7 +70,9 @@ def wait_aside(judging: Future[list[Score]], cutoff: Cutoff, number: int) -> lis
 
 
 def _cut(scores: Sequence[Score], items: Sequence[ScoreItem], grouped: bool) -> list[Score]:
-    """Without what the judge ended early, and without whatever was compared with that: a rank among fewer is not the rank."""
+    """Without what the judge ended early, and without whatever was compared with that: a rank among fewer is not the
+    rank.
+    """
     closed = [isinstance(score, Unscored) and score.reason == CLOSING.reason for score in scores]
     groups = {item.group for item, gone in zip(items, closed, strict=True) if gone} if grouped else set()
     return [

@@ -15,32 +15,32 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from protos.errors import ScorerError
-from reward.code import CodeTests
-from reward.contracts import AnyJudge, Isolation
-from reward.docstrings import attribute_docs, summary
-from reward.exact import ExactMatch
-from reward.format import Format
-from reward.function import load_function, source_version
-from reward.group_rank import GroupRank
-from reward.gsm8k import Gsm8k
-from reward.json_schema import JsonSchema
-from reward.judge import GenerativeJudge
-from reward.language import LanguageConsistency
-from reward.math_boxed import MathBoxed
-from reward.math_dapo import MathDapo
-from reward.multiple_choice import MultipleChoice
-from reward.numeric import NumericEquality
-from reward.overlong import Overlong
-from reward.pairwise import Pairwise
-from reward.regex import RegexMatch
-from reward.remote import RemoteScorer
-from reward.repetition import Repetition
-from reward.reward_model import RewardModel
-from reward.short_answer import ShortAnswer
-from reward.symbolic_math import MathVerify
-from reward.tags import Tags
-from reward.target_length import TargetLength
+from tandem.protos.errors import ScorerError
+from tandem.reward.contracts import AnyJudge, Isolation
+from tandem.reward.docstrings import attribute_docs, summary
+from tandem.reward.scorers.code import CodeTests
+from tandem.reward.scorers.exact import ExactMatch
+from tandem.reward.scorers.format import Format
+from tandem.reward.scorers.function import load_function, source_version
+from tandem.reward.scorers.group_rank import GroupRank
+from tandem.reward.scorers.gsm8k import Gsm8k
+from tandem.reward.scorers.json_schema import JsonSchema
+from tandem.reward.scorers.judge import GenerativeJudge
+from tandem.reward.scorers.language import LanguageConsistency
+from tandem.reward.scorers.math_boxed import MathBoxed
+from tandem.reward.scorers.math_dapo import MathDapo
+from tandem.reward.scorers.multiple_choice import MultipleChoice
+from tandem.reward.scorers.numeric import NumericEquality
+from tandem.reward.scorers.overlong import Overlong
+from tandem.reward.scorers.pairwise import Pairwise
+from tandem.reward.scorers.regex import RegexMatch
+from tandem.reward.scorers.remote import RemoteScorer
+from tandem.reward.scorers.repetition import Repetition
+from tandem.reward.scorers.reward_model import RewardModel
+from tandem.reward.scorers.short_answer import ShortAnswer
+from tandem.reward.scorers.symbolic_math import MathVerify
+from tandem.reward.scorers.tags import Tags
+from tandem.reward.scorers.target_length import TargetLength
 
 BUILT_IN: dict[str, type[Any]] = {
     "code": CodeTests,
@@ -135,7 +135,8 @@ def make_spec(
     """Checks a name and its arguments without importing user's code. `known` names what else might have been meant.
 
     Raises:
-        ScorerError: the name is unknown (the nearest known one is named), an argument is unknown, missing or of the wrong type.
+        ScorerError: the name is unknown (the nearest known one is named), an argument is unknown, missing or of the
+            wrong type.
             Every line begins with the place.
     """
     text = arguments_json(arguments, place)
@@ -206,7 +207,9 @@ def check_arguments(scorer: str, arguments: Mapping[str, Any], place: str) -> di
 
 
 def arguments_json(arguments: Mapping[str, Any], place: str) -> str:
-    """The arguments as JSON text with their keys in order. Raises ScorerError for what JSON cannot hold (a date of TOML)."""
+    """The arguments as JSON text with their keys in order. Raises ScorerError for what JSON cannot hold (a date of
+    TOML).
+    """
     for name, value in arguments.items():
         try:
             json.dumps(value)
@@ -288,7 +291,9 @@ def _default_json(field: dataclasses.Field[Any]) -> str:
 
 
 def _checked(scorer: str, field: _Field, value: Any, place: str) -> Any:
-    """As JSON, strictly: a list may be a tuple there and an integer a number, and nothing else becomes what it is not."""
+    """As JSON, strictly: a list may be a tuple there and an integer a number, and nothing else becomes what it
+    is not.
+    """
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """The one worker core of the service: groups of the ring, calls and jobs are scored here, by any rubric.
 
-Cheap scorers run where they are called, those that may hang or crash in one pool of processes with a lane a caller, remote ones on
-threads. Nothing here raises for a bad item.
+Cheap scorers run where they are called, those that may hang or crash in one pool of processes with a lane a caller,
+remote ones on threads. Nothing here raises for a bad item.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protos.contracts import Score, ScoreItem, Unscored
-from protos.errors import ScorerError
-from reward.catalogue import Catalogue
-from reward.config import RewardConfig
-from reward.contracts import AnyJudge, BatchJudge, Judge
-from reward.cutoff import CUT_OFF, Cutoff
-from reward.judging import judge_each, judge_together, wait_in_pool
-from reward.lanes import Lane
-from reward.pool import ScorerPool
-from reward.registry import ScorerInfo, ScorerSpec, describe
-from reward.remote_judges import RemoteJudges, named_specs
-from reward.rubric import Rubric
-from reward.turns import Turns
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.config import RewardConfig
+from tandem.reward.contracts import AnyJudge, BatchJudge, Judge
+from tandem.reward.endpoints.remote_judges import RemoteJudges, named_specs
+from tandem.reward.judging import judge_each, judge_together, wait_in_pool
+from tandem.reward.registry import ScorerInfo, ScorerSpec, describe
+from tandem.reward.rubric.catalogue import Catalogue
+from tandem.reward.rubric.rubric import Rubric
+from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
+from tandem.reward.scheduling.priority_queue import Priority
+from tandem.reward.workers.pool import ScorerPool
 
-__all__ = ["CompiledRubric", "Lane", "ScoringCore", "validate"]
+__all__ = ["CompiledRubric", "Priority", "ScoringCore", "validate"]
 
 MAX_RUBRICS = 256
 """Rubrics of clients that are kept; the one not used for longest goes first."""
@@ -42,14 +42,16 @@ Wait = Callable[[], list[Score]]
 
 
 class _Caller(NamedTuple):
-    lane: Lane
-    cutoff: Cutoff
-    turns: Turns | None
+    lane: Priority
+    cutoff: CancellationToken
+    turns: InterpreterScheduler | None
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledRubric:
-    """A rubric that was checked. `digest` is the same where the same text names the same scorers, in the same versions."""
+    """A rubric that was checked. `digest` is the same where the same text names the same scorers, in the same
+    versions.
+    """
 
     rubric: Rubric
     text: str
@@ -78,7 +80,7 @@ class ScoringCore:
         self._judges: OrderedDict[str, AnyJudge] = OrderedDict()
         self._remote = RemoteJudges()
         self._rubrics: OrderedDict[str, CompiledRubric] = OrderedDict()
-        self._turns = Turns()
+        self._turns = InterpreterScheduler()
         self._closing = False
         try:
             self._catalogue = Catalogue.of(config)
@@ -115,22 +117,23 @@ class ScoringCore:
         self,
         rubric: CompiledRubric,
         items: Sequence[ScoreItem],
-        lane: Lane,
-        cutoff: Cutoff | None = None,
+        lane: Priority,
+        cutoff: CancellationToken | None = None,
         *,
         at_once: bool = False,
     ) -> list[Score]:
         """One result an item, in order. Blocks; raises nothing for a bad item.
 
-        `at_once`: scorers of this process wait for no turn among the lanes, for an event loop with what takes it some milliseconds.
+        `at_once`: scorers of this process wait for no turn among the lanes, for an event loop with what takes it some
+        milliseconds.
 
-        When the cutoff ends it returns with what is settled and `CUT_OFF` for the rest, which leaves every queue; what a worker has
-        begun for it may run on for a second, what waits for the network is cancelled.
+        When the cutoff ends it returns with what is settled and `CUT_OFF` for the rest, which leaves every queue; what
+        a worker has begun for it may run on for a second, what waits for the network is cancelled.
         """
         turns = None if at_once else self._turns
         if rubric.sole is not None:
             return judge_each(rubric.sole, items, lane, cutoff, turns)
-        return self._begin(rubric.rubric, items, _Caller(lane, cutoff or Cutoff(), turns))() if items else []
+        return self._begin(rubric.rubric, items, _Caller(lane, cutoff or CancellationToken(), turns))() if items else []
 
     def scorers(self) -> list[ScorerInfo]:
         """What a client's rubric may name: built-in scorers that need no recipe, and declared ones."""
@@ -311,7 +314,9 @@ class ScoringCore:
 
 
 def validate(config: RewardConfig) -> Rubric:
-    """The rubric, or the ScorerError that `ScoringCore` would raise. Imports user's code in a worker process, starts nothing remote."""
+    """The rubric, or the ScorerError that `ScoringCore` would raise. Imports user's code in a worker process, starts
+    nothing remote.
+    """
     core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
     core.close()
     return core.default.rubric

@@ -1,7 +1,9 @@
-"""The base weights that adapter-only versions are merged into: found in the model folder or received, and never changed.
+"""The base weights that adapter-only versions are merged into: found in the model folder or received, and never
+changed.
 
-Every version is merged from these anew, so rounding never adds up. What lies in the folder in the run's dtype is mapped, not read: it
-takes no memory of its own, and all workers of a machine share it. In another dtype, or received, it is a copy in host memory.
+Every version is merged from these anew, so rounding never adds up. What lies in the folder in the run's dtype is
+mapped, not read: it takes no memory of its own, and all workers of a machine share it. In another dtype, or received,
+it is a copy in host memory.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 
-from protos.errors import BaseLackError, DataError, WeightTransferError
-from protos.manifest import LORA_A, LORA_B
-from protos.nouns import AdapterSpec, BucketSpec, WeightManifest
-from protos.weight_group import empty_bucket, fill_bucket, merge_adapter
+from tandem.protos.errors import BaseLackError, DataError, WeightTransferError
+from tandem.protos.manifest import LORA_A, LORA_B
+from tandem.protos.types import AdapterSpec, BucketSpec, WeightManifest
+from tandem.protos.weight_group import empty_bucket, fill_bucket, merge_adapter
 
 
 class BaseWeights:
@@ -89,7 +91,9 @@ def check_factors(manifest: WeightManifest) -> None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Where a model's files lie on this machine, be it a folder or a hub's model that was downloaded; None if they do not."""
+    """Where a model's files lie on this machine, be it a folder or a hub's model that was downloaded; None if they do
+    not.
+    """
     if Path(model).is_dir():
         return Path(model)
     try:

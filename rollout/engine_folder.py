@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import shared_memory
 from pathlib import Path
 
-from protos.scratch_folder import ScratchFolder, remove, sweep
+from tandem.protos.scratch_folder import ScratchFolder, remove, sweep
 
 _KIND = "vllm"
 _LONGEST_SOCKET_PATH = 107  # bytes: `sun_path` less its end
@@ -25,7 +25,9 @@ class EngineFolder(ScratchFolder):
 
     @contextmanager
     def given_to_children(self) -> Iterator[None]:
-        """Processes started or forked inside, and vLLM's part in this one, put into the folder what they would put into /tmp."""
+        """Processes started or forked inside, and vLLM's part in this one, put into the folder what they would put into
+        /tmp.
+        """
         names = ("TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR")
         variables, place = {name: os.environ.get(name) for name in names}, tempfile.gettempdir()
         # Compiled kernels are for the next engine, too.
@@ -48,8 +50,9 @@ def sweep_engine_folders() -> None:
 
 
 def name_shared_memory() -> None:
-    """In a process that lives in an engine's folder: Python's shared memory is named for the folder from here on. By the names that
-    Python makes up, what a killed engine leaves could not be told from that of others."""
+    """In a process that lives in an engine's folder: Python's shared memory is named for the folder from here on. By
+    the names that Python makes up, what a killed engine leaves could not be told from that of others.
+    """
     place = Path(tempfile.gettempdir())
     if place.name.startswith(f"tandem-{_KIND}-"):
         shared_memory._SHM_NAME_PREFIX = f"/{_own_name(place)}"  # type: ignore[attr-defined]  # there is no public way
@@ -61,8 +64,9 @@ def _own_name(folder: Path) -> str:
 
 
 def _remove_engine_folder(folder: Path) -> None:
-    """The folder, and the shared memory of its tensor-parallel workers: it is named for the folder, or for the file in it by which
-    they met."""
+    """The folder, and the shared memory of its tensor-parallel workers: it is named for the folder, or for the file in
+    it by which they met.
+    """
     names = [f"{_own_name(folder)}[0-9a-f][0-9a-f][0-9a-f][0-9a-f]"]
     names += [f"{meeting.name}-*" for meeting in folder.glob("vllm_dist_*")]
     for segment in (segment for name in names for segment in _SHARED_MEMORY.glob(name)):

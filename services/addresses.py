@@ -1,4 +1,6 @@
-"""Addresses of a service that may have several replicas: calls go round, and one that meets a dead replica is tried at the next."""
+"""Addresses of a service that may have several replicas: calls go round, and one that meets a dead replica is tried at
+the next.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from protos.errors import UserError
+from tandem.protos.errors import UserError
 
 ADDRESS_VARIABLE = "TANDEM_REWARD_ADDRESS"
 DEFAULT_PORT = 50051
@@ -15,7 +17,8 @@ DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
-    """The addresses meant: those given (a text may hold several, with commas), else those of TANDEM_REWARD_ADDRESS, else the default.
+    """The addresses meant: those given (a text may hold several, with commas), else those of TANDEM_REWARD_ADDRESS,
+    else the default.
 
     Raises:
         UserError: one of them is not host:port.
@@ -38,7 +41,8 @@ def target_of(addresses: Sequence[str]) -> str:
     """What gRPC calls them. One name stays a name, so that all its addresses are used and found anew when they change.
 
     Raises:
-        UserError: there are several and one of them is not known to this machine, or not of the same kind as the others.
+        UserError: there are several and one of them is not known to this machine, or not of the same kind as the
+            others.
     """
     if len(addresses) == 1:
         return addresses[0] if addresses[0].startswith("unix:") else f"dns:///{addresses[0]}"

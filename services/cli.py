@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.command_line import console, end_with, finish, full_disk_named
-from services.commands.reward import reward_app
+from tandem.services.command_line import console, end_with, finish, full_disk_named
+from tandem.services.commands.reward import reward_app
 
 if TYPE_CHECKING:
-    from services.config import Recipe
+    from tandem.services.config import Recipe
 
 app = typer.Typer(
     name="tandem",
@@ -60,13 +60,14 @@ def demo(
     overrides: Overrides = None,
     seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0,
 ) -> None:
-    """Builds data and a tiny model, trains it with the whole ring, and shows that it has learned. Takes a few minutes, downloads nothing.
+    """Builds data and a tiny model, trains it with the whole ring, and shows that it has learned. Takes a few minutes,
+    downloads nothing.
 
     Example: tandem demo --seed 1
     """
 
     def work() -> int:
-        from services.commands.demo import main
+        from tandem.services.commands.demo import main
 
         return main(seed, overrides or [])
 
@@ -81,14 +82,15 @@ def run(
         bool, typer.Option("--resume", help="Go on with the run in the recipe's run folder where it stopped.")
     ] = False,
 ) -> None:
-    """Runs a recipe on this machine: feed, samplers, reward and trainer, restarted when they die, stopped together by Ctrl-C.
+    """Runs a recipe on this machine: feed, samplers, reward and trainer, restarted when they die, stopped together by
+    Ctrl-C.
 
     Example: tandem run examples/recipes/gsm8k.toml trainer.learning_rate=2e-6
     """
 
     def work() -> int:
-        from services.config import load_recipe
-        from services.run.supervisor import run_recipe
+        from tandem.services.config import load_recipe
+        from tandem.services.run.supervisor import run_recipe
 
         return run_recipe(load_recipe(recipe, overrides or ()), resume, console=console())
 
@@ -102,27 +104,28 @@ def serve(
     overrides: Overrides = None,
     replica: Annotated[int, typer.Option(min=0, help="Which of several samplers this is, from 0.")] = 0,
 ) -> None:
-    """Runs one service of a ring in the foreground, here or on another machine, against the Redis of the recipe, of TANDEM_REDIS_URL, or
-    of the supervisor that runs in the recipe's run folder. Without a supervisor they start in any order: the feed creates the run.
+    """Runs one service of a ring in the foreground, here or on another machine, against the Redis of the recipe, of
+    TANDEM_REDIS_URL, or of the supervisor that runs in the recipe's run folder. Without a supervisor they start in any
+    order: the feed creates the run.
 
     Example: tandem serve rollout runs/mine/config.json --replica 1
     """
-    from services.process import die_with_parent
+    from tandem.services.process import die_with_parent
 
     supervisor = os.environ.get("TANDEM_PARENT_PID")
     if supervisor is not None:
         die_with_parent(int(supervisor))
 
     def work() -> None:
-        from services.config import load_recipe
-        from services.run.folder import redis_url_of
+        from tandem.services.config import load_recipe
+        from tandem.services.run.folder import redis_url_of
 
         loaded = load_recipe(recipe, overrides or ())
         if supervisor is not None:
             redis_url = os.environ["TANDEM_REDIS_URL"]
         else:
-            from services.run.ledger import join_run
-            from services.run.preflight import check_service
+            from tandem.services.run.ledger import join_run
+            from tandem.services.run.preflight import check_service
 
             check_service(loaded, service.value, replica)
             redis_url = redis_url_of(loaded)
@@ -142,7 +145,7 @@ def sft(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     def work() -> int:
         loaded = _load(recipe, overrides)
-        from services.commands.sft import main
+        from tandem.services.commands.sft import main
 
         return main(loaded)
 
@@ -158,7 +161,7 @@ def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 
     def work() -> int:
         loaded = _load(recipe, overrides)
-        from services.commands.evaluate import evaluate_recipe
+        from tandem.services.commands.evaluate import evaluate_recipe
 
         return evaluate_recipe(loaded)
 
@@ -173,10 +176,10 @@ def replay(run_folder: RunArgument = None) -> None:
     """
 
     def work() -> int:
-        from services.run.folder import find_run
+        from tandem.services.run.folder import find_run
 
         folder = find_run(run_folder)
-        from services.commands.replay import main
+        from tandem.services.commands.replay import main
 
         return main(folder)
 
@@ -191,8 +194,8 @@ def status(run_folder: RunArgument = None) -> None:
     """
 
     def work() -> int:
-        from services.commands.status import show_status
-        from services.run.folder import find_run
+        from tandem.services.commands.status import show_status
+        from tandem.services.run.folder import find_run
 
         return show_status(find_run(run_folder), console())
 
@@ -210,8 +213,8 @@ def ledger(
     """
 
     def work() -> int:
-        from services.commands.status import show_ledger
-        from services.run.folder import find_run
+        from tandem.services.commands.status import show_ledger
+        from tandem.services.run.folder import find_run
 
         return show_ledger(find_run(run_folder), console(), as_json=as_json)
 
@@ -226,7 +229,7 @@ def doctor() -> None:
     """
 
     def work() -> int:
-        from services.commands.doctor import run_doctor
+        from tandem.services.commands.doctor import run_doctor
 
         return run_doctor(console())
 
@@ -241,14 +244,15 @@ def config(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as a run saves it.")] = False,
 ) -> None:
-    """Prints a recipe with every default filled in, and marks what differs. Without a recipe: every key with its type and default.
+    """Prints a recipe with every default filled in, and marks what differs. Without a recipe: every key with its type
+    and default.
 
     Example: tandem config recipe.toml run.staleness_budget=0
     """
 
     def work() -> int:
-        from services.config import dump_recipe
-        from services.config.docs import as_toml, explained
+        from tandem.services.config import dump_recipe
+        from tandem.services.config.docs import as_toml, explained
 
         if recipe is None:
             for lines in explained():
@@ -283,7 +287,7 @@ def data_check(
     """
 
     def work() -> int:
-        from services.commands.data_check import run
+        from tandem.services.commands.data_check import run
 
         return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
 
@@ -291,31 +295,31 @@ def data_check(
 
 
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:
-    from services.process import starting
+    from tandem.services.process import starting
 
     if service is Service.feed:
         with starting():
-            from services import feed_service
+            from tandem.services import feed_service
 
         feed_service.main(recipe, redis_url)
     elif service is Service.rollout:
         with starting():
-            from services.rollout import service as rollout_service
+            from tandem.services.rollout import service as rollout_service
 
         rollout_service.main(recipe, redis_url, replica)
     elif service is Service.reward:
         with starting():
-            from services.reward import service as reward_service
+            from tandem.services.reward import service as reward_service
 
         reward_service.main(recipe, redis_url)
     else:
-        from services.trainer.launch import run_trainer
+        from tandem.services.trainer.launch import run_trainer
 
         run_trainer(recipe, redis_url, recipe_arguments)
 
 
 def _load(recipe: Path, overrides: list[str] | None) -> Recipe:
-    from services.config import load_recipe
+    from tandem.services.config import load_recipe
 
     return load_recipe(recipe, overrides or ())
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from protos.errors import EnvironmentLackError, TandemError, UserError
+from tandem.protos.errors import EnvironmentLackError, TandemError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +51,8 @@ def finish(work: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def full_disk_named(place: Path) -> Iterator[None]:
-    """Turns what a full disk raises into one line; `place` is named where the error names no file and standard output has room.
+    """Turns what a full disk raises into one line; `place` is named where the error names no file and standard output
+    has room.
 
     Raises:
         EnvironmentLackError: the disk is full.
@@ -66,8 +67,9 @@ def full_disk_named(place: Path) -> Iterator[None]:
 
 
 def _output_is_written() -> bool:
-    """True if nothing is held back that standard output does not take. What it does not take is given up: Python would try again as
-    it ends, and end with an exit code of its own."""
+    """True if nothing is held back that standard output does not take. What it does not take is given up: Python would
+    try again as it ends, and end with an exit code of its own.
+    """
     try:
         print(end="", flush=True)  # which also does where there is no standard output at all
     except OSError:
@@ -77,9 +79,12 @@ def _output_is_written() -> bool:
 
 
 def end_with(work: Callable[[], None]) -> NoReturn:
-    """Runs a service and ends its process without Python's finalisation, in which the threads of gRPC, gloo and CUDA are known to
-    hang: a service that crashed but does not end is never started again, and one that stopped holds up the stop of the run."""
-    from services.process import run_service
+    """Runs a service and ends its process without Python's finalisation, in which the threads of gRPC, gloo and CUDA
+    are known to
+    hang: a service that crashed but does not end is never started again, and one that stopped holds up the stop of the
+        run.
+    """
+    from tandem.services.process import run_service
 
     def guarded() -> None:
         with full_disk_named(Path.cwd()):

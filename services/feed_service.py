@@ -1,4 +1,6 @@
-"""The feed: dataset → `prompts`. Shuffles by seed and epoch, admits groups under the limiter, and says when there are no more."""
+"""The feed: dataset → `prompts`. Shuffles by seed and epoch, admits groups under the limiter, and says when there are
+no more.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.codec import encode_group
-from protos.nouns import SamplingParameters, TrajectoryGroup
-from services.buffer.buffer import Admission, Buffer
-from services.config import Recipe
-from services.data.dataset import Dataset, PromptBuilder, Row, RowFault
-from services.front import ServiceFront
-from services.process import stop_event
+from tandem.protos.codec import encode_group
+from tandem.protos.types import SamplingParameters, TrajectoryGroup
+from tandem.services.buffer.buffer import Admission, Buffer
+from tandem.services.config import Recipe
+from tandem.services.data.dataset import Dataset, PromptBuilder, Row, RowFault
+from tandem.services.process import stop_event
+from tandem.services.service_info import ServiceInfo
 
 _CHUNK_GROUPS = 64  # most groups of one admission; keeps a single call to Redis small
 _SHORTEST_POLL_SECONDS = 0.005
@@ -26,7 +28,9 @@ _IDLE_POLL_SECONDS = 0.25  # once exhausted: only a dropped group can make work
 
 
 def epoch_order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
-    """The rows of a pass over the data, shuffled by (seed, epoch); the same on every machine and after every restart."""
+    """The rows of a pass over the data, shuffled by (seed, epoch); the same on every machine and after every
+    restart.
+    """
     entropy = [seed & (2**64 - 1), epoch]  # two's complement: a negative seed is one as well
     # Raw bits of PCG64 are promised to stay the same in every numpy; `Generator.permutation` is not.
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
@@ -81,7 +85,8 @@ class PromptStream:
     def run(self, num_groups: int) -> list[Prepared]:
         """The next groups, at most so many, whose positions follow each other without a gap.
 
-        The buffer keeps one cursor and counts back from it when it admits a part: a skipped row in between would mislead it.
+        The buffer keeps one cursor and counts back from it when it admits a part: a skipped row in between would
+        mislead it.
         """
         self.prepare(num_groups)
         ready: list[Prepared] = []
@@ -214,5 +219,5 @@ def main(recipe: Recipe, redis_url: str) -> None:
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
     feed = Feed(buffer, open_stream(recipe, buffer.admission().cursor))
-    with ServiceFront("feed", recipe, buffer, figures=feed.figures, activity=lambda: feed.activity):
+    with ServiceInfo("feed", recipe, buffer, figures=feed.figures, activity=lambda: feed.activity):
         feed.run(stop)

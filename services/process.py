@@ -1,4 +1,6 @@
-"""What every process of a run has in common: it ends with its parent, stops on a signal, and dies with one clear line."""
+"""What every process of a run has in common: it ends with its parent, stops on a signal, and dies with one
+clear line.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from protos.errors import TandemError, UserError
+from tandem.protos.errors import TandemError, UserError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -30,8 +32,9 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Collects no garbage inside. Imports make a million objects that stay: looking through them time and again is a fifth of a start,
-    and after it they are never looked through again."""
+    """Collects no garbage inside. Imports make a million objects that stay: looking through them time and again is a
+    fifth of a start, and after it they are never looked through again.
+    """
     gc.disable()
     try:
         yield
@@ -57,7 +60,8 @@ def stop_event() -> threading.Event:
 def run_service(main: Callable[[], None]) -> NoReturn:
     """Runs a process's main function and ends the process: 0 finished, 2 a user's error, 1 any other error of ours.
 
-    A bug (an exception outside the tree) keeps its traceback: the log must show it, and the supervisor restarts the service.
+    A bug (an exception outside the tree) keeps its traceback: the log must show it, and the supervisor restarts the
+    service.
     """
     try:
         main()

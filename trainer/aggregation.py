@@ -1,11 +1,12 @@
 """How the losses of tokens become the loss of an optimizer step.
 
-Every mode is a weighted sum, Σ share · loss, in which a token's share depends on its sequence only. The shares are taken from the counts
-of *all* sequences of the step, over every rank and micro-batch; what a micro-batch then adds is its part of that sum, so the step does not
-depend on how its sequences were cut or spread. Gradients of ranks are summed, not averaged.
+Every mode is a weighted sum, Σ share · loss, in which a token's share depends on its sequence only. The shares are
+taken from the counts of *all* sequences of the step, over every rank and micro-batch; what a micro-batch then adds is
+its part of that sum, so the step does not depend on how its sequences were cut or spread. Gradients of ranks are
+summed, not averaged.
 
-With n_i the loss tokens of sequence i (rejected ones are not counted), N = Σ n_i, S the number of sequences with n_i > 0, and h the length
-constant, a token's share is
+With n_i the loss tokens of sequence i (rejected ones are not counted), N = Σ n_i, S the number of sequences with n_i >
+0, and h the length constant, a token's share is
 
 | mode                      | share        |                                       |
 |---------------------------|--------------|---------------------------------------|
@@ -24,7 +25,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from trainer.aggregation_options import Aggregation
+from tandem.trainer.aggregation_options import Aggregation
 
 
 def token_shares(
@@ -38,10 +39,11 @@ def token_shares(
 ) -> Tensor:
     """The share of one token of each of the R sequences, float64 (R,); 0 for a sequence without a loss token.
 
-    `counts` are the loss tokens of a sequence: of a trajectory, in all its segments together. Where these are not all the sequences of the
-    step, `num_tokens` and `num_sequences` give N and S of all of them (S greater still counts sequences of which nothing is left, as
-    zeros). `length_constant` is h, above 0; the other modes do not read it.
-    `multiplicities`, (R,) at least 0: how often each sequence counts, in the loss and in its denominators, as if it were there that often.
+    `counts` are the loss tokens of a sequence: of a trajectory, in all its segments together. Where these are not all
+    the sequences of the step, `num_tokens` and `num_sequences` give N and S of all of them (S greater still counts
+    sequences of which nothing is left, as zeros). `length_constant` is h, above 0; the other modes do not read it.
+    `multiplicities`, (R,) at least 0: how often each sequence counts, in the loss and in its denominators, as if it
+    were there that often.
     """
     counts_R = torch.as_tensor(counts, dtype=torch.float64)
     assert counts_R.ndim == 1 and bool((counts_R >= 0).all()), "counts of loss tokens"

@@ -1,4 +1,6 @@
-"""What is learned from a batch: the estimator, the loss and all that stands around them, and what of it fits together. Imports no torch."""
+"""What is learned from a batch: the estimator, the loss and all that stands around them, and what of it fits together.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,20 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainer.aggregation_options import Aggregation
-from trainer.engine_options import CriticOptions
-from trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_elsewhere
-from trainer.kl_options import KlOptions
-from trainer.named_options import named
-from trainer.off_policy.options import CorrectionOptions
-from trainer.policy_losses.options import ClippedSurrogateOptions, PolicyLossOptions, loss_elsewhere
-from trainer.selection_options import SelectionOptions
+from tandem.trainer.aggregation_options import Aggregation
+from tandem.trainer.engine_options import CriticOptions
+from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_elsewhere
+from tandem.trainer.kl_options import KlOptions
+from tandem.trainer.named_options import named
+from tandem.trainer.off_policy.options import CorrectionOptions
+from tandem.trainer.policy_losses.options import ClippedSurrogateOptions, PolicyLossOptions, loss_elsewhere
+from tandem.trainer.selection_options import SelectionOptions
 
 
 class CriticConfig(CriticOptions):
-    """The value model of PPO and how it learns; what is not said here it shares with the policy: dtype, offload, weight decay …"""
+    """The value model of PPO and how it learns; what is not said here it shares with the policy: dtype, offload, weight
+    decay …
+    """
 
     value_clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.2
     """How far a value may move from that of the batch's start before it has no gradient; 0 switches that off."""
@@ -35,8 +39,9 @@ class AlgorithmConfig(BaseModel):
     loss: Annotated[PolicyLossOptions, named("clipped_surrogate", guess=loss_elsewhere)] = ClippedSurrogateOptions()
     """How advantages become the loss of a token."""
     aggregation: Aggregation = "token-mean"
-    """How the tokens' losses become one: over all tokens of the batch, or over its trajectories; `-norm` divides a trajectory's sum
-    by rollout.max_response_tokens (Dr.GRPO)."""
+    """How the tokens' losses become one: over all tokens of the batch, or over its trajectories; `-norm` divides a
+    trajectory's sum by rollout.max_response_tokens (Dr.GRPO).
+    """
     correction: Annotated[CorrectionOptions, named("token_clip", key="preset")] = CorrectionOptions()
     """What is done about samples of older versions and of another engine; a bare name is a preset's."""
     kl: KlOptions = KlOptions()
@@ -74,8 +79,8 @@ class AlgorithmConfig(BaseModel):
         return self.advantage.min_group_size
 
     def check_sampling(self, *, samples_per_prompt: int, min_scored_samples: int, max_response_tokens: int) -> None:
-        """Refuses groups that are too small for the estimator (`min_scored_samples` 0: all are scored), and a penalty on more tokens than
-        an answer has.
+        """Refuses groups that are too small for the estimator (`min_scored_samples` 0: all are scored), and a penalty
+        on more tokens than an answer has.
 
         Raises:
             ValueError: naming what to change.
@@ -84,12 +89,14 @@ class AlgorithmConfig(BaseModel):
         fewest = max(self.min_group_size, 2 if self.advantage.compares_answers else 1)
         if samples_per_prompt < fewest:
             raise ValueError(
-                f"trainer.advantage {name} compares {fewest} answers to a prompt or more: set rollout.samples_per_prompt "
+                f"trainer.advantage {name} compares {fewest} answers to a prompt "
+                "or more: set rollout.samples_per_prompt "
                 f"(now {samples_per_prompt}) to {fewest} at least, or take another advantage"
             )
         if 0 < min_scored_samples < self.min_group_size:
             raise ValueError(
-                f"trainer.advantage {name} compares {self.min_group_size} answers to a prompt or more: set reward.min_scored_samples "
+                f"trainer.advantage {name} compares {self.min_group_size} answers to a "
+                "prompt or more: set reward.min_scored_samples "
                 f"(now {min_scored_samples}) to {self.min_group_size} at least, or to 0 for all of them"
             )
         penalty = self.selection.overlong_penalty
@@ -104,7 +111,8 @@ class AlgorithmConfig(BaseModel):
         if self.correction.needs_ratio_free_loss and self.loss.has_ratio:
             raise ValueError(
                 f"correction {self.correction.preset} bypasses the proximal log-probs, so that its weights are "
-                f"π_current/π_behavior; loss {self.loss.name} has that ratio in it, too: take loss reinforce, or another correction"
+                f"π_current/π_behavior; loss {self.loss.name} has that ratio in it, "
+                "too: take loss reinforce, or another correction"
             )
         if not self.needs_critic and self.critic != CriticConfig():
             raise ValueError(
@@ -117,7 +125,8 @@ class AlgorithmConfig(BaseModel):
             )
         if self.loss.counts_empty_rows and not self.aggregation.startswith("seq-"):
             raise ValueError(
-                f"loss {self.loss.name}: count_empty_rows is about the number of trajectories, and aggregation {self.aggregation} does "
+                f"loss {self.loss.name}: count_empty_rows is about the number of trajectories, "
+                f"and aggregation {self.aggregation} does "
                 "not divide by it: take seq-mean-token-mean, or leave count_empty_rows out"
             )
         if self.needs_components:
@@ -127,7 +136,9 @@ class AlgorithmConfig(BaseModel):
         return self
 
     def _check_components(self) -> None:
-        """An estimator that reads the rewards' components only would lose what is done to the reward itself, and groups that teach."""
+        """An estimator that reads the rewards' components only would lose what is done to the reward itself, and groups
+        that teach.
+        """
         lost = {
             "kl.reward": self.kl.reward,
             "selection.overlong_penalty": self.selection.overlong_penalty,
@@ -141,8 +152,10 @@ class AlgorithmConfig(BaseModel):
                 )
         if self.selection.drop_zero_variance:
             raise ValueError(
-                f"selection.drop_zero_variance compares whole rewards, and advantage {self.advantage.name} their components, which "
-                "may differ where the rewards are equal: leave selection.drop_zero_variance out, or take another advantage"
+                "selection.drop_zero_variance compares whole rewards, and advantage "
+                f"{self.advantage.name} their components, which "
+                "may differ where the rewards are equal: leave selection.drop_zero_variance "
+                "out, or take another advantage"
             )
 
     def _check_success_rates(self) -> None:

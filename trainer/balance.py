@@ -1,7 +1,8 @@
 """Sharing work out evenly: the largest differencing method of Karmarkar and Karp (1982) for k parts.
 
-Every item starts as a tuple of k sums, its cost and k − 1 zeros. The two tuples with the largest spread are merged, the heaviest part of
-the one with the lightest of the other, until one tuple is left. Deterministic: ties are broken by the items' numbers.
+Every item starts as a tuple of k sums, its cost and k − 1 zeros. The two tuples with the largest spread are merged, the
+heaviest part of the one with the lightest of the other, until one tuple is left. Deterministic: ties are broken by the
+items' numbers.
 """
 
 from __future__ import annotations
@@ -13,26 +14,31 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 HIDDEN_SIZE = 4096
-"""Of the model that work is reckoned for, whichever is trained: plans are the same for all, and even a small one's are hardly less even."""
+"""Of the model that work is reckoned for, whichever is trained: plans are the same for all, and even a small one's are
+hardly less even.
+"""
 
 
 def workload(num_tokens: int) -> int:
-    """6·hidden·n + n² = 24576·n + n²: the work of a row of n tokens in a transformer, up to a factor: what grows with n (a layer's matrix
-    products, 12·hidden²·n multiplications) and with n² (attention, 2·hidden·n²), both divided by 2·hidden."""
+    """6·hidden·n + n² = 24576·n + n²: the work of a row of n tokens in a transformer, up to a factor: what grows with n
+    (a layer's matrix products, 12·hidden²·n multiplications) and with n² (attention, 2·hidden·n²), both divided by
+    2·hidden.
+    """
     return 6 * HIDDEN_SIZE * num_tokens + num_tokens * num_tokens
 
 
 def partition(costs: Sequence[int], num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
     """The numbers of the items in each part, so that the largest sum is small. Costs are not negative.
 
-    With `equal_size` the parts' counts are equal, or one apart where `num_parts` does not divide the number of items. No part is empty
-    if there are as many items (of positive cost) as parts.
+    With `equal_size` the parts' counts are equal, or one apart where `num_parts` does not divide the number of items.
+    No part is empty if there are as many items (of positive cost) as parts.
     """
     assert num_parts >= 1, num_parts
     assert all(cost >= 0 for cost in costs), "costs are not negative"
     items = sorted(range(len(costs)), key=lambda item: (costs[item], item))
     width = num_parts if equal_size else 1
-    # Of equal sizes: neighbours in tuples of k, the smallest tuple filled up with nothing. A merge adds one item (or nothing) to each part.
+    # Of equal sizes: neighbours in tuples of k, the smallest tuple filled up with nothing. A merge adds one item (or
+    # nothing) to each part.
     first = len(items) % width or width
     cuts = [0, *range(first, len(items), width), len(items)] if items else []
     heap: list[_Entry] = []
@@ -60,8 +66,9 @@ def partition_groups(costs: Sequence[int], groups: Sequence[int], num_parts: int
 
 
 def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Item numbers of each rank, costliest first: like sums, counts one apart at most, and items of like cost at the same place of every
-    rank's list, so that ranks that wait for one another after every item wait little."""
+    """Item numbers of each rank, costliest first: like sums, counts one apart at most, and items of like cost at the
+    same place of every rank's list, so that ranks that wait for one another after every item wait little.
+    """
     hands = partition(costs, num_ranks, equal_size=True)
     return [sorted(hand, key=lambda item: (-costs[item], item)) for hand in hands]
 
@@ -77,7 +84,8 @@ _Entry = tuple[int, int, _Parts]
 
 
 def _entry(parts: _Parts, first_item: int, num_parts: int) -> _Entry:
-    # The largest spread comes out of the heap first, of equal ones that with the smallest item: no two entries share one.
+    # The largest spread comes out of the heap first, of equal ones that with the smallest item: no two entries share
+    # one.
     lightest = parts[-1].total if len(parts) == num_parts else 0
     return lightest - parts[0].total, first_item, parts
 

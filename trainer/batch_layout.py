@@ -1,8 +1,9 @@
 """Where the loss tokens of a batch stand when all of them are one column: R trajectories, N tokens flat.
 
-A trajectory's segments stand one after another, trajectories in the order of the batch's headers. What a rank computes of its own
-micro-batches becomes a column of the whole batch by `gather`; what is then said about the batch goes back by `places`. So advantages,
-rejection and denominators are computed once over the batch, alike on every rank, whatever the cut into micro-batches and ranks was.
+A trajectory's segments stand one after another, trajectories in the order of the batch's headers. What a rank computes
+of its own micro-batches becomes a column of the whole batch by `gather`; what is then said about the batch goes back by
+`places`. So advantages, rejection and denominators are computed once over the batch, alike on every rank, whatever the
+cut into micro-batches and ranks was.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from protos.nouns import RowHeader, TrainBatch
-from trainer.planning import group_steps
-from trainer.ragged import row_sums
+from tandem.protos.types import RowHeader, TrainBatch
+from tandem.trainer.planning import group_steps
+from tandem.trainer.ragged import row_sums
 
 TrajectoryKey = tuple[str, int]
 """(group id, trajectory id)."""
@@ -37,7 +38,9 @@ class BatchLayout:
     """How many segments each trajectory has."""
     lengths_S: Tensor
     places: Mapping[tuple[int, int], Tensor]
-    """(optimizer step, micro-batch) of this rank → the place in N of each of its loss tokens, in the order of the micro-batch."""
+    """(optimizer step, micro-batch) of this rank → the place in N of each of its loss tokens, in the order of the
+    micro-batch.
+    """
 
     @classmethod
     def of(cls, batch: TrainBatch, *, rank: int) -> BatchLayout:
@@ -89,8 +92,9 @@ class BatchLayout:
         return row_sums(keep_N.double(), self.lengths_R).long()
 
     def gather(self, parts: Mapping[tuple[int, int], Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The column (N,) of what every rank has of its micro-batches (`parts`: those of this one), on the CPU. All ranks enter; tokens
-        that nobody has are 0."""
+        """The column (N,) of what every rank has of its micro-batches (`parts`: those of this one), on the CPU. All
+        ranks enter; tokens that nobody has are 0.
+        """
         column_N = torch.zeros(self.num_tokens, dtype=dtype, device=device)
         for cell, values_N in parts.items():
             column_N[self.place_of(*cell).to(device)] = values_N.detach().to(device, dtype)

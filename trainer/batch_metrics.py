@@ -1,4 +1,6 @@
-"""What learning one batch gave, in figures of the whole batch: sums over all micro-batches and ranks first, ratios last."""
+"""What learning one batch gave, in figures of the whole batch: sums over all micro-batches and ranks first, ratios
+last.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, distributed
 
-from trainer.off_policy.diagnostics import CorrectionSums
-from trainer.off_policy.options import CorrectionOptions
+from tandem.trainer.off_policy.diagnostics import CorrectionSums
+from tandem.trainer.off_policy.options import CorrectionOptions
 
 
 class BatchSums:
@@ -48,8 +50,8 @@ class BatchSums:
     def reduce(self) -> dict[str, float]:
         """The figures of the batch; every rank enters and gets the same. Every rank has added the same kinds of sums.
 
-        `loss` and `value_loss` sum over optimizer steps; marks are means over the tokens that were trained (`clipped_fraction`: tokens
-        whose gradient the loss bounded); the rest is trainer/off_policy/diagnostics.py's.
+        `loss` and `value_loss` sum over optimizer steps; marks are means over the tokens that were trained
+        (`clipped_fraction`: tokens whose gradient the loss bounded); the rest is trainer/off_policy/diagnostics.py's.
         """
         names = sorted(self._sums)
         values = torch.stack([self._sums[name] for name in names])

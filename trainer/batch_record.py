@@ -1,7 +1,8 @@
 """`batches/<version>` of the run folder: what a batch was made of, on disk before its first gradient.
 
-`groups.arrow` is one Arrow IPC file, a row a segment, in the batch's order: `pyarrow.ipc.open_file(path).read_all()` shows it. Its
-columns are the payload's, after two of the group: `group_id` and `prompt` (JSON). `plan.json` is the TrainBatch.
+`groups.arrow` is one Arrow IPC file, a row a segment, in the batch's order: `pyarrow.ipc.open_file(path).read_all()`
+shows it. Its columns are the payload's, after two of the group: `group_id` and `prompt` (JSON). `plan.json` is the
+TrainBatch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from protos.codec import (
+from tandem.protos.codec import (
     PROMPT_KEY,
     SCHEMA,
     SCHEMA_VERSION,
@@ -24,9 +25,9 @@ from protos.codec import (
     encode_headers,
     payload_to_batch,
 )
-from protos.errors import DataError, LedgerError
-from protos.nouns import PlannedRow, TrainBatch
-from trainer.durable import whole_folder
+from tandem.protos.errors import DataError, LedgerError
+from tandem.protos.types import PlannedRow, TrainBatch
+from tandem.trainer.durable import whole_folder
 
 BATCHES_FOLDER = "batches"
 PLAN_FILE = "plan.json"

@@ -13,16 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protos.errors import DataError
-from protos.nouns import RowHeader, TrajectoryGroup
-from trainer.algorithm import AlgorithmConfig
-from trainer.batch_layout import BatchLayout, TrajectoryKey
-from trainer.estimators.inputs import EstimatorBatch
-from trainer.estimators.registry import estimate
-from trainer.kl import kl_in_reward
-from trainer.off_policy.correct import correct
-from trainer.ragged import row_sums
-from trainer.selection import (
+from tandem.protos.errors import DataError
+from tandem.protos.types import RowHeader, TrajectoryGroup
+from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch_layout import BatchLayout, TrajectoryKey
+from tandem.trainer.estimators.inputs import EstimatorBatch
+from tandem.trainer.estimators.registry import estimate
+from tandem.trainer.kl import kl_in_reward
+from tandem.trainer.off_policy.correct import correct
+from tandem.trainer.ragged import row_sums
+from tandem.trainer.selection import (
     Floats,
     clip_advantages,
     clip_rewards,
@@ -30,15 +30,19 @@ from trainer.selection import (
     finished_rows,
     overlong_penalties,
 )
-from trainer.selection_options import SelectionOptions
+from tandem.trainer.selection_options import SelectionOptions
 
 
 @dataclass(frozen=True, slots=True)
 class StartColumns:
-    """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None where nothing asked for it."""
+    """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None where nothing asked
+    for it.
+    """
 
     finite_N: Tensor | None = None
-    """bool: False on every token of a row (a segment) for which the sampler's log-probs are not all finite; None: all are."""
+    """bool: False on every token of a row (a segment) for which the sampler's log-probs are not all finite; None: all
+    are.
+    """
     behavior_N: Tensor | None = None
     versions_N: Tensor | None = None
     columns_N: Tensor | None = None
@@ -154,8 +158,9 @@ def _estimator_batch(
 
 
 def _behavior_weights(layout: BatchLayout, start: StartColumns, config: AlgorithmConfig) -> Tensor:
-    """(N,) float64: what the correction will multiply each token's gradient with, 0 if it rejects it; as far as that is known at the
-    batch's start and without advantages."""
+    """(N,) float64: what the correction will multiply each token's gradient with, 0 if it rejects it; as far as that is
+    known at the batch's start and without advantages.
+    """
     assert start.proximal_N is not None and start.behavior_N is not None, "weights need both log-probs"
     known = config.correction.without_advantages
     corrected = correct(start.proximal_N, start.behavior_N, layout.lengths_S, known)
@@ -189,7 +194,8 @@ def _component_rows(layout: BatchLayout, components: Mapping[TrajectoryKey, Mapp
     names = sorted({name for parts in components.values() for name in parts if "/" not in name})
     if not names:
         raise DataError(
-            "trainer.advantage gdpo needs rewards with their components: let the reward function return a dict of them, "
+            "trainer.advantage gdpo needs rewards with their components: let "
+            "the reward function return a dict of them, "
             "or name several scorers in reward.rubric"
         )
     known: dict[str, set[str]] = {}
@@ -201,7 +207,8 @@ def _component_rows(layout: BatchLayout, components: Mapping[TrajectoryKey, Mapp
         missing = [name for name in names if name not in parts and name in known.get(group_id, names)]
         if missing:
             raise DataError(
-                f"group {group_id}, trajectory {trajectory_id}: its reward lacks the component {missing[0]}, which others have"
+                f"group {group_id}, trajectory {trajectory_id}: its reward lacks "
+                f"the component {missing[0]}, which others have"
             )
         rows.append([parts.get(name, 0.0) for name in names])
     return torch.tensor(rows, dtype=torch.float64)

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
-from protos.errors import DataError
-from protos.nouns import PlannedRow, ScoredTrajectory, TrainBatch, TrajectoryGroup
-from trainer.micro_batch import MicroBatch, TrainingRow, check_trainable, stack
+from tandem.protos.errors import DataError
+from tandem.protos.types import PlannedRow, ScoredTrajectory, TrainBatch, TrajectoryGroup
+from tandem.trainer.micro_batch import MicroBatch, TrainingRow, check_trainable, stack
 
 
 def rank_micro_batches(
     batch: TrainBatch, groups: Mapping[str, TrajectoryGroup], *, rank: int, device: torch.device
 ) -> list[list[MicroBatch]]:
-    """One list of micro-batches an optimizer step, as many as every other rank has: where this one has no rows, an empty one.
+    """One list of micro-batches an optimizer step, as many as every other rank has: where this one has no rows, an
+    empty one.
 
     Raises:
         DataError: a planned row is not in `groups`, or it is not what its header says, or cannot be trained.

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.batch_layout import BatchLayout
-from trainer.batch_rewards import StartColumns
-from trainer.critic import Critic
-from trainer.micro_batch import MicroBatch
-from trainer.off_policy.correct import finite_rows
-from trainer.ragged import spread
-from trainer.reference import ReferencePolicy
-from trainer.token_model import token_answers
+from tandem.trainer.batch_layout import BatchLayout
+from tandem.trainer.batch_rewards import StartColumns
+from tandem.trainer.critic import Critic
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.off_policy.correct import finite_rows
+from tandem.trainer.ragged import spread
+from tandem.trainer.reference import ReferencePolicy
+from tandem.trainer.token_model import token_answers
 
 if TYPE_CHECKING:
-    from trainer.objective import Needs
+    from tandem.trainer.objective import Needs
 
 Cell = tuple[int, int]
 """(optimizer step, micro-batch)."""
@@ -40,7 +40,8 @@ def look(
 ) -> StartColumns:
     """Runs what `needs` asks for, policy first, and makes columns of it. All ranks enter.
 
-    Whether the sampler's are finite is always looked at: it decides denominators, which are fixed before a micro-batch is corrected.
+    Whether the sampler's are finite is always looked at: it decides denominators, which are fixed before a micro-batch
+    is corrected.
     """
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
 

@@ -1,8 +1,9 @@
-"""Checkpoints: `checkpoints/<version>` holds DeepSpeed's files (a folder an engine), the ranks' random states, and `state.json` that
-says what it is.
+"""Checkpoints: `checkpoints/<version>` holds DeepSpeed's files (a folder an engine), the ranks' random states, and
+`state.json` that says what it is.
 
-The version is that of the last batch the weights contain. The folder appears whole or not at all. Finding checkpoints needs no torch;
-`trainer.checkpoint_io` writes and reads them.
+The version is that of the last batch the weights contain. The folder appears whole or not at all. Finding checkpoints
+needs no torch;
+`tandem.trainer.checkpoint_io` writes and reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from protos.errors import DataError
+from tandem.protos.errors import DataError
 
 STATE_FILE = "state.json"
 FORMAT = 2
@@ -32,7 +33,9 @@ class CheckpointState:
     trainer: dict[str, Any]
     """The trainer's configuration, for the reader; a resumed run uses its own."""
     trained_elements: dict[str, int] = field(default_factory=dict)
-    """Engine (`engine` is the policy's) → numbers it trains; what is frozen (LoRA's base weights) is not in the checkpoint."""
+    """Engine (`engine` is the policy's) → numbers it trains; what is frozen (LoRA's base weights) is not in the
+    checkpoint.
+    """
     kl_coefficients: dict[str, float] = field(default_factory=dict)
     """What the KL penalties cost by now."""
 

@@ -12,9 +12,9 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from protos.errors import ConfigError, DataError
-from trainer.checkpoint import FORMAT, STATE_FILE, CheckpointState, read_state
-from trainer.durable import begin_folder, disk_full_named, finish_folder, partial_folder
+from tandem.protos.errors import ConfigError, DataError
+from tandem.trainer.checkpoint import FORMAT, STATE_FILE, CheckpointState, read_state
+from tandem.trainer.durable import begin_folder, disk_full_named, finish_folder, partial_folder
 
 _POLICY = "engine"
 _NO_ENGINES: Mapping[str, Any] = {}
@@ -31,7 +31,8 @@ def save_checkpoint(
 ) -> None:
     """Writes the checkpoint; all ranks enter. Returns once it is on disk under its name.
 
-    `beside`: further engines by name (`critic`), each in a folder of its own beside the policy's. Frozen parameters are left out.
+    `beside`: further engines by name (`critic`), each in a folder of its own beside the policy's. Frozen parameters are
+    left out.
 
     Raises:
         EnvironmentLackError: the disk is full. Earlier checkpoints are untouched.
@@ -75,7 +76,8 @@ def load_checkpoint(
 
     Raises:
         DataError: there is no finished checkpoint.
-        ConfigError: it was written by another number of ranks, ZeRO stage or dtype, for other engines, or for other trained weights.
+        ConfigError: it was written by another number of ranks, ZeRO stage or dtype, for other engines, or for other
+            trained weights.
     """
     state = read_state(folder)
     for name, setting, now in (
@@ -110,13 +112,15 @@ def _check_engines(folder: Path, state: CheckpointState, engines: Mapping[str, A
         written = {_POLICY: sum(_num_elements(p) for p in engines[_POLICY].module.parameters())}
     if written.keys() != engines.keys():
         raise ConfigError(
-            f"checkpoint {folder} holds {_names(written)}, this run trains {_names(engines)}: resume with the same recipe"
+            f"checkpoint {folder} holds {_names(written)}, this run trains "
+            f"{_names(engines)}: resume with the same recipe"
         )
     for name, each in engines.items():
         now = _trained_elements(each)
         if written[name] != now:
             raise ConfigError(
-                f"checkpoint {folder} holds {written[name]} trained weights of {_names([name])}, this run trains {now}: "
+                f"checkpoint {folder} holds {written[name]} trained weights of "
+                f"{_names([name])}, this run trains {now}: "
                 "resume with the same model and the same LoRA settings"
             )
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.algorithm import AlgorithmConfig
-from trainer.engine_options import LoraOptions
+from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.engine_options import LoraOptions
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -54,12 +54,15 @@ class TrainerConfig(AlgorithmConfig):
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 16384
     """Most tokens (padding included) of one forward pass on one rank."""
     packing: Literal["auto", "padded", "flat"] = "auto"
-    """Rows of a forward pass padded to the longest, or end to end without padding; `auto` is flat on GPUs whose variable-length attention
-    suits model and dtype, else padded."""
+    """Rows of a forward pass padded to the longest, or end to end without padding; `auto` is flat on GPUs whose
+    variable-length attention suits model and dtype, else padded.
+    """
     max_consecutive_rejections: Annotated[int, Field(ge=1)] = 1000
     """Groups rejected in a row by selection before the run fails with the counts."""
     max_skipped_batches: Annotated[int, Field(ge=1)] = 5
-    """Batches in a row that skipped a step, of policy or critic, whose gradient norm is not finite, before the run fails."""
+    """Batches in a row that skipped a step, of policy or critic, whose gradient norm is not finite, before the run
+    fails.
+    """
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Batches between two checkpoints; 0 writes only the last one."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2

@@ -10,21 +10,23 @@ from typing import Any
 
 from torch import Tensor, distributed
 
-from trainer.config import TrainerConfig
-from trainer.engine import build_engine
-from trainer.engine_options import CriticOptions
-from trainer.micro_batch import MicroBatch
-from trainer.model import load_value_model
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.engine import build_engine
+from tandem.trainer.engine_options import CriticOptions
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.model import load_value_model
 
 
 class Critic:
-    """V(what comes before a token), learned beside the policy. All ranks call the same methods, the process group joined.
+    """V(what comes before a token), learned beside the policy. All ranks call the same methods, the process group
+    joined.
 
     `engine` is for `save_checkpoint` and `load_checkpoint`, as `beside={"critic": critic.engine}`.
     """
 
     def __init__(self, config: TrainerConfig, options: CriticOptions, folder: Path) -> None:
-        """Loads the value model of a folder (see `load_value_model`) into a ZeRO-3 engine, whatever the policy's stage is.
+        """Loads the value model of a folder (see `load_value_model`) into a ZeRO-3 engine, whatever the policy's stage
+        is.
 
         Raises:
             ModelError: it cannot be loaded, or not as a value model.
@@ -35,7 +37,8 @@ class Critic:
         self.engine: Any = build_engine(config.model_copy(update={"zero_stage": 3}), model)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """V of the N loss tokens, float32, with gradient unless it is off: predicted, as their log-probs are, at the column before.
+        """V of the N loss tokens, float32, with gradient unless it is off: predicted, as their log-probs are, at the
+        column before.
 
         So it is the value of the state in which the token was chosen.
         """
@@ -43,7 +46,9 @@ class Critic:
         return values_BT[batch.row_N, batch.columns_K[batch.column_N]].float()
 
     def backward(self, loss: Tensor) -> None:
-        """Adds a micro-batch's share of the whole batch's loss; gradients sum over micro-batches and ranks until `step`."""
+        """Adds a micro-batch's share of the whole batch's loss; gradients sum over micro-batches and ranks until
+        `step`.
+        """
         self.engine.backward(loss * distributed.get_world_size(), scale_wrt_gas=False)  # DeepSpeed averages over ranks
 
     def step(self, learning_rate: float | None = None) -> float | None:

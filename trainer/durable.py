@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from protos.errors import EnvironmentLackError
+from tandem.protos.errors import EnvironmentLackError
 
 _SUFFIX = ".partial"
 
@@ -21,7 +21,8 @@ def partial_folder(folder: Path) -> Path:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to write to; at the end it is on disk and bears the name `folder`, in place of one that was there.
+    """Yields an empty folder to write to; at the end it is on disk and bears the name `folder`, in place of one that
+    was there.
 
     If the block raises, nothing remains.
 

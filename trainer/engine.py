@@ -1,4 +1,6 @@
-"""The DeepSpeed engines: process group, model, optimizer. Nothing is compiled here, neither by DeepSpeed nor by torch."""
+"""The DeepSpeed engines: process group, model, optimizer. Nothing is compiled here, neither by DeepSpeed nor by
+torch.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Set before DeepSpeed is imported. It finds the device by itself, but with a warning; and it imports an optimizer decorated with
-# torch.compile, which without the second line loads torch's whole compiler (1 s) for nothing.
+# Set before DeepSpeed is imported. It finds the device by itself, but with a warning; and it imports an optimizer
+# decorated with torch.compile, which without the second line loads torch's whole compiler (1 s) for nothing.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -20,9 +22,9 @@ import deepspeed
 import deepspeed.comm.comm as deepspeed_comm
 from torch import distributed, nn
 
-from protos.errors import ConfigError
-from trainer.config import TrainerConfig
-from trainer.engine_options import check_engine
+from tandem.protos.errors import ConfigError
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.engine_options import check_engine
 
 _MAX_BUCKET_ELEMENTS = 200_000_000
 _MAX_PERSISTENT_ELEMENTS = 100_000
@@ -31,7 +33,8 @@ _MAX_PERSISTENT_ELEMENTS = 100_000
 class ClippingAdamW(torch.optim.AdamW):
     """AdamW that clips by global norm and skips a step whose norm is not finite.
 
-    DeepSpeed's ZeRO and bf16 optimizers do both around a plain AdamW; at stage 0 in float32 it calls the optimizer bare.
+    DeepSpeed's ZeRO and bf16 optimizers do both around a plain AdamW; at stage 0 in float32 it calls the optimizer
+    bare.
     """
 
     overflow = False
@@ -54,7 +57,9 @@ class ClippingAdamW(torch.optim.AdamW):
 
 
 def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
-    """DeepSpeed's configuration. The caller owns the accumulation boundary: any number of backward calls, then one step."""
+    """DeepSpeed's configuration. The caller owns the accumulation boundary: any number of backward calls, then one
+    step.
+    """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     bare = config.zero_stage == 0 and config.dtype == "float32"
@@ -66,7 +71,8 @@ def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
         if bare
         else config.gradient_clip,  # ClippingAdamW does it where DeepSpeed's optimizers do not
         "steps_per_print": 10**9,
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's CPU Adam would be compiled (84 s), torch's fused one is as fast
+        # DeepSpeed's CPU Adam would be compiled (84 s), torch's fused one is as fast
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": config.zero_stage,
             "overlap_comm": torch.cuda.is_available(),
@@ -80,7 +86,8 @@ def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
     if config.offload_parameters:
         values["zero_optimization"]["offload_param"] = in_host_memory
     if config.zero_stage == 3:
-        # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; relative to the model it shards small models, too.
+        # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; relative to the model it shards small
+        # models, too.
         threshold = min(num_parameters // 1000, _MAX_PERSISTENT_ELEMENTS)
         values["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     if config.dtype == "bfloat16":
@@ -92,7 +99,8 @@ def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
 
 
 def build_engine(config: TrainerConfig, model: nn.Module) -> Any:
-    """The DeepSpeed engine around a model, with AdamW at learning rate 0 until one is set. Frozen parameters stay frozen.
+    """The DeepSpeed engine around a model, with AdamW at learning rate 0 until one is set. Frozen parameters stay
+    frozen.
 
     Raises:
         ConfigError: settings that do not go together, or a model without gradient checkpointing that is to have it.
@@ -118,7 +126,9 @@ def build_engine(config: TrainerConfig, model: nn.Module) -> Any:
 
 
 def build_frozen_engine(config: TrainerConfig, model: nn.Module, *, offload: bool) -> Any:
-    """A ZeRO-3 engine of a model that is only evaluated: no gradients, no optimizer. `offload`: its weights live in host memory."""
+    """A ZeRO-3 engine of a model that is only evaluated: no gradients, no optimizer. `offload`: its weights live in
+    host memory.
+    """
     model.requires_grad_(False).eval()
     frozen = config.model_copy(update={"zero_stage": 3, "offload_parameters": offload, "offload_optimizer": False})
     engine, *_ = deepspeed.initialize(model=model, config=engine_config(frozen, model))

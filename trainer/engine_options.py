@@ -1,4 +1,6 @@
-"""Options of the engines beside the policy's own fields in trainer/config.py: adapters, critic, what fits with what. Imports no torch."""
+"""Options of the engines beside the policy's own fields in trainer/config.py: adapters, critic, what fits with what.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from protos.errors import ConfigError
+from tandem.protos.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.config import TrainerConfig
+    from tandem.trainer.config import TrainerConfig
 
 
 class LoraOptions(BaseModel):
@@ -27,11 +29,15 @@ class LoraOptions(BaseModel):
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers that get adapters, by the end of their names; `all-linear` is all but the output head."""
     broadcast: Literal["adapter", "merged"] = "adapter"
-    """What samplers get of a version: `adapter` A and B, which each merges into base weights it keeps; `merged` all weights."""
+    """What samplers get of a version: `adapter` A and B, which each merges into base weights it keeps; `merged` all
+    weights.
+    """
 
 
 class CriticOptions(BaseModel):
-    """The value model of PPO. What is not said here it shares with the policy: dtype, offload, weight decay, gradient clip …"""
+    """The value model of PPO. What is not said here it shares with the policy: dtype, offload, weight decay, gradient
+    clip …
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -59,6 +65,7 @@ def check_engine(config: TrainerConfig) -> None:
         )
     if config.offload_parameters and config.zero_stage != 3:
         raise ConfigError(
-            "trainer.offload_parameters needs partitioned parameters: set trainer.zero_stage to 3, or switch the offload "
+            "trainer.offload_parameters needs partitioned parameters: set "
+            "trainer.zero_stage to 3, or switch the offload "
             f"off (zero_stage is {config.zero_stage})"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from trainer.durable import whole_folder
+from tandem.trainer.durable import whole_folder
 
 COPIED = (
     "tokenizer*",
@@ -37,7 +37,9 @@ def parameter_spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
 
 
 def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Copies of all parameters in host memory, gathered some at a time; all ranks enter, those that do not `keep` get none."""
+    """Copies of all parameters in host memory, gathered some at a time; all ranks enter, those that do not `keep` get
+    none.
+    """
     weights: dict[str, torch.Tensor] = {}
     for names in _portions(specs):
         with gather(names) as tensors:
@@ -49,7 +51,8 @@ def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: boo
 def write_export(
     model: transformers.PreTrainedModel, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
 ) -> None:
-    """Writes weights, configuration, tokenizer and generation settings. The folder appears whole, in place of an earlier one.
+    """Writes weights, configuration, tokenizer and generation settings. The folder appears whole, in place of an
+    earlier one.
 
     Raises:
         EnvironmentLackError: the disk is full.

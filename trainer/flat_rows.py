@@ -1,9 +1,11 @@
-"""Rows end to end in one line, without padding: whether this run packs so, and the proof that its models keep such rows apart.
+"""Rows end to end in one line, without padding: whether this run packs so, and the proof that its models keep such rows
+apart.
 
-A model that lets them mix (layers that carry a state past the end of a row, attention that looks at no positions) would train on nonsense
-without a word. So every model is asked once, on two short rows, before it is relied on:
+A model that lets them mix (layers that carry a state past the end of a row, attention that looks at no positions) would
+train on nonsense without a word. So every model is asked once, on two short rows, before it is relied on:
 
-- leak: another first row must leave the second as it is. Nothing else changes, shapes included, so what does not mix gives the same bits
+- leak: another first row must leave the second as it is. Nothing else changes, shapes included, so what does not mix
+  gives the same bits
   (a mixture of experts nearly so), and the least leak shows.
 - apart: the second row must be what it is in a line of its own, up to rounding.
 
@@ -19,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protos.errors import ModelError
-from protos.nouns import Packing, Segment
-from trainer.micro_batch import MicroBatch, TrainingRow, stack
-from trainer.rank import Rank
-from trainer.varlen_attention import varlen_attention
+from tandem.protos.errors import ModelError
+from tandem.protos.types import Packing, Segment
+from tandem.trainer.micro_batch import MicroBatch, TrainingRow, stack
+from tandem.trainer.rank import Rank
+from tandem.trainer.varlen_attention import varlen_attention
 
 _LENGTHS = 8, 12
 _MOST_LEAK = {torch.float32: 1e-5}
@@ -72,8 +74,10 @@ def refuse_mixing(engines: Sequence[Any], rank: Rank) -> None:
         most_apart = _MOST_APART.get(dtype, _MOST_APART_IN_HALF_PRECISION)
         if not rank.all_agree(leak <= most_leak and apart <= most_apart):
             raise _MixingError(
-                f"{type(engine.module).__name__} does not keep rows apart that lie end to end (leak {leak:.1g} of at most {most_leak:.1g}, "
-                f'{apart:.1g} of at most {most_apart:.1g} from the padded row): trainer.packing = "flat" is not for it, set "padded"'
+                f"{type(engine.module).__name__} does not keep rows apart that lie end to "
+                f"end (leak {leak:.1g} of at most {most_leak:.1g}, "
+                f"{apart:.1g} of at most {most_apart:.1g} from the padded row): "
+                'trainer.packing = "flat" is not for it, set "padded"'
             )
 
 
@@ -94,7 +98,8 @@ def mixing(engine: Any, device: torch.device) -> tuple[float, float]:
     except (TypeError, ValueError, RuntimeError) as error:
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f'{type(engine.module).__name__} cannot run rows that lie end to end ({what}); set trainer.packing = "padded"'
+            f"{type(engine.module).__name__} cannot run rows that lie end to "
+            f'end ({what}); set trainer.packing = "padded"'
         ) from error
     scale = _largest(continued_TH - alone_TH)
     return float(_largest(flat_TH - after_other_TH) / scale), float(_largest(flat_TH - alone_TH) / scale)

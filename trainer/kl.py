@@ -1,4 +1,5 @@
-"""The KL penalty towards a frozen reference policy: estimates token by token, in the reward or in the loss, and its coefficient.
+"""The KL penalty towards a frozen reference policy: estimates token by token, in the reward or in the loss, and its
+coefficient.
 
 With d = log π − log π_reference of a token that π sampled, KL(π ‖ π_reference) is estimated by (Schulman,
 "Approximating KL divergence", 2020)
@@ -8,10 +9,12 @@ With d = log π − log π_reference of a token that π sampled, KL(π ‖ π_re
     k2 (mse)         d²/2
     k3 (low_var_kl)  e^(−d) + d − 1, d clamped to ±20 and the result to at most 10
 
-A trailing `+` keeps the value and takes the gradient of k2, d·∇log π, whose expectation under π is the gradient of the KL.
+A trailing `+` keeps the value and takes the gradient of k2, d·∇log π, whose expectation under π is the gradient of the
+KL.
 
-N: loss tokens, flat, of R trajectories (trainer/ragged.py). Log-probs that are not finite: in the reward they are refused; in the loss
-they make the loss so, and with it the gradient (trainer/objective.py), so that the optimizer step is skipped and counted.
+N: loss tokens, flat, of R trajectories (trainer/ragged.py). Log-probs that are not finite: in the reward they are
+    refused; in the loss they make the loss so, and with it the gradient (trainer/objective.py), so that the optimizer
+    step is skipped and counted.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from protos.errors import DataError
-from trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
-from trainer.ragged import row_means
+from tandem.protos.errors import DataError
+from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
+from tandem.trainer.ragged import row_means
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 MAX_ERROR = 0.2
 """A KL further off its target than a fifth counts as a fifth off (arXiv:1909.08593, section 2.2)."""
 MAX_HORIZONS = 2.5
-"""A batch of more horizons counts as this many, so that one update at most halves the coefficient and never turns its sign."""
+"""A batch of more horizons counts as this many, so that one update at most halves the coefficient and never turns its
+sign.
+"""
 
 
 def kl_estimates(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
@@ -63,9 +68,9 @@ def _estimates(difference_N: Tensor, name: str) -> Tensor:
 def kl_loss(current_logprobs_N: Tensor, reference_logprobs_N: Tensor, penalty: LossKl, *, ratio_N: Tensor) -> Tensor:
     """What β multiplies in the loss of every token.
 
-    `ratio_N` is π_current/π_behavior with its gradient (importance ratio times behavior weight, unless the proximal policy is bypassed);
-    only `penalty.unbiased` uses it:
-    E_behavior[∇(ratio·k)] = ∇KL for k1 and k3 (DeepSeek-V3.2, arXiv:2512.02556, eq. 7), however stale the sample.
+    `ratio_N` is π_current/π_behavior with its gradient (importance ratio times behavior weight, unless the proximal
+    policy is bypassed); only `penalty.unbiased` uses it: E_behavior[∇(ratio·k)] = ∇KL for k1 and k3 (DeepSeek-V3.2,
+    arXiv:2512.02556, eq. 7), however stale the sample.
     """
     assert ratio_N.shape == current_logprobs_N.shape, (ratio_N.shape, current_logprobs_N.shape)
     estimates_N = kl_estimates(current_logprobs_N, reference_logprobs_N, penalty.estimator)
@@ -83,7 +88,8 @@ def kl_in_reward(
 ) -> tuple[Tensor, float]:
     """(r − β·k of every token, the mean over trajectories of each one's mean k). No gradient.
 
-    `logprobs_N` are the proximal ones. A trajectory without a loss token has mean 0 and counts; no trajectory at all gives 0.
+    `logprobs_N` are the proximal ones. A trajectory without a loss token has mean 0 and counts; no trajectory at all
+    gives 0.
 
     Raises:
         DataError: a log-prob is NaN or infinite.
@@ -101,7 +107,9 @@ def kl_in_reward(
 
 @dataclass(frozen=True, slots=True)
 class KlCoefficients:
-    """β in the reward and in the loss; 0 where there is no such penalty. A checkpoint holds `dataclasses.asdict` of it, as JSON."""
+    """β in the reward and in the loss; 0 where there is no such penalty. A checkpoint holds `dataclasses.asdict` of it,
+    as JSON.
+    """
 
     reward: float
     loss: float
@@ -131,7 +139,9 @@ def resumed_coefficients(options: KlOptions, saved: Mapping[str, float]) -> KlCo
 def next_coefficients(
     coefficients: KlCoefficients, options: KlOptions, *, reward_kl: float, loss_kl: float, num_trajectories: int
 ) -> KlCoefficients:
-    """After a batch of `num_trajectories` in which the two penalties measured these KLs (unused without a penalty or target)."""
+    """After a batch of `num_trajectories` in which the two penalties measured these KLs (unused without a penalty or
+    target).
+    """
     return KlCoefficients(
         reward=next_coefficient(coefficients.reward, options.reward, reward_kl, num_trajectories),
         loss=next_coefficient(coefficients.loss, options.loss, loss_kl, num_trajectories),

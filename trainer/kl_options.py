@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 KlEstimator = Literal[
     "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+"
 ]  # fmt: skip
-"""`kl` is `k1`, `mse` is `k2`, `low_var_kl` is `k3`; with `+` the value is the same and the gradient that of k2 (trainer/kl.py)."""
+"""`kl` is `k1`, `mse` is `k2`, `low_var_kl` is `k3`; with `+` the value is the same and the gradient that of k2
+(trainer/kl.py).
+"""
 
 
 class KlPenalty(BaseModel):
@@ -36,9 +38,13 @@ class LossKl(KlPenalty):
     """KL in the loss: + β·k of every token, under the loss's aggregation."""
 
     estimator: KlEstimator = "k3"
-    """Its gradient counts: on-policy that of k2 and of every `+` is unbiased, that of k3 biased (GRPO's), that of k1 noise around 0."""
+    """Its gradient counts: on-policy that of k2 and of every `+` is unbiased, that of k3 biased (GRPO's), that of k1
+    noise around 0.
+    """
     unbiased: bool = False
-    """Multiplies k by π_current/π_behavior, gradient included: unbiased for stale samples, too (DeepSeek-V3.2); for k1 and k3."""
+    """Multiplies k by π_current/π_behavior, gradient included: unbiased for stale samples, too (DeepSeek-V3.2); for k1
+    and k3.
+    """
 
     @model_validator(mode="after")
     def _unbiased_estimators(self) -> LossKl:

@@ -1,4 +1,5 @@
-"""The learner: one rank of the policy's training. It turns planned batches into new weights, and knows neither Redis nor gRPC.
+"""The learner: one rank of the policy's training. It turns planned batches into new weights, and knows neither Redis
+nor gRPC.
 
 N: loss tokens, flat: of the batch, or of a micro-batch.
 """
@@ -16,36 +17,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protos.errors import DataError
-from protos.nouns import StepResult, TrainBatch, TrajectoryGroup
-from trainer.batch_layout import BatchLayout
-from trainer.batch_metrics import finite
-from trainer.batch_rewards import StartColumns, Targets, learning_targets, reward_components
-from trainer.batch_rows import rank_micro_batches
-from trainer.batch_start import look, rank_columns
-from trainer.checkpoint import CheckpointState, prune_checkpoints
-from trainer.checkpoint_io import load_checkpoint, save_checkpoint
-from trainer.config import TrainerConfig
-from trainer.critic import Critic
-from trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
-from trainer.export import ParameterSpec, collect_weights, parameter_spec, write_export
-from trainer.flat_rows import refuse_mixing, settle_packing
-from trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
-from trainer.micro_batch import MicroBatch, token_logprobs
-from trainer.model import load_model, model_folder
-from trainer.objective import BatchObjective, Needs
-from trainer.planning import padding_fraction
-from trainer.rank import Rank
-from trainer.reference import ReferencePolicy
-from trainer.schedule import learning_rate
-from trainer.token_model import token_answers
+from tandem.protos.errors import DataError
+from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
+from tandem.trainer.batch_layout import BatchLayout
+from tandem.trainer.batch_metrics import finite
+from tandem.trainer.batch_rewards import StartColumns, Targets, learning_targets, reward_components
+from tandem.trainer.batch_rows import rank_micro_batches
+from tandem.trainer.batch_start import look, rank_columns
+from tandem.trainer.checkpoint import CheckpointState, prune_checkpoints
+from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.critic import Critic
+from tandem.trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
+from tandem.trainer.export import ParameterSpec, collect_weights, parameter_spec, write_export
+from tandem.trainer.flat_rows import refuse_mixing, settle_packing
+from tandem.trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
+from tandem.trainer.micro_batch import MicroBatch, token_logprobs
+from tandem.trainer.model import load_model, model_folder
+from tandem.trainer.objective import BatchObjective, Needs
+from tandem.trainer.planning import padding_fraction
+from tandem.trainer.rank import Rank
+from tandem.trainer.reference import ReferencePolicy
+from tandem.trainer.schedule import learning_rate
+from tandem.trainer.token_model import token_answers
 
 
 class Learner(Rank):
-    """One of `world_size` ranks, as torchrun's environment variables say (none set: the only one). All ranks call the same methods.
+    """One of `world_size` ranks, as torchrun's environment variables say (none set: the only one). All ranks call the
+    same methods.
 
-    `optimizer_step` counts the policy's steps that were taken; skipped ones are not among them. `packing` is how fresh batches are to be
-    planned; a recorded one is trained as its plan says.
+    `optimizer_step` counts the policy's steps that were taken; skipped ones are not among them. `packing` is how fresh
+    batches are to be planned; a recorded one is trained as its plan says.
     """
 
     def __init__(
@@ -57,7 +59,8 @@ class Learner(Rank):
         seed: int,
         max_response_tokens: int,
     ) -> None:
-        """Joins the process group and loads the model, and what the algorithm wants beside it: critic, reference policy.
+        """Joins the process group and loads the model, and what the algorithm wants beside it: critic, reference
+        policy.
 
         Raises:
             ModelError: there is no such model, it cannot be loaded, or it lets rows mix that are to lie end to end.
@@ -90,7 +93,7 @@ class Learner(Rank):
     def _add_adapters(self) -> Any:
         if self._config.lora is None:
             return None
-        from trainer.lora import Adapters  # loads PEFT, 2 s that only runs with adapters spend
+        from tandem.trainer.lora import Adapters  # loads PEFT, 2 s that only runs with adapters spend
 
         return Adapters(self._model, self._config.lora, seed=self._seed, zero_stage=self._config.zero_stage)
 
@@ -114,11 +117,13 @@ class Learner(Rank):
         *,
         before_step: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Takes the batch's optimizer steps. `groups` holds at least those whose rows this rank trains, on rank 0 all of them;
+        """Takes the batch's optimizer steps. `groups` holds at least those whose rows this rank trains, on rank 0 all
+        of them;
         `before_step` is called before each step, and what it raises prevents it.
 
         Raises:
-            DataError: on every rank, if any rank's rows cannot be trained, or their rewards cannot be learned from; the weights are
+            DataError: on every rank, if any rank's rows cannot be trained, or their rewards cannot be learned from; the
+                weights are
                 untouched.
             ModelError: likewise, if they lie end to end in the plan and a model lets such rows mix.
         """
@@ -333,8 +338,8 @@ class Learner(Rank):
         return {} if self._critic is None else {"critic": self._critic.engine}
 
     def export(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder, in place of an earlier one of that name; adapters are merged into it, and
-        alone beside it, as `<folder>-adapter`.
+        """Writes the policy as a Hugging Face folder, in place of an earlier one of that name; adapters are merged into
+        it, and alone beside it, as `<folder>-adapter`.
 
         Raises:
             EnvironmentLackError: the disk is full.
@@ -364,8 +369,9 @@ class Learner(Rank):
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """The whole tensors of these parameters, adapters merged, on every rank, to be read inside the block. All ranks enter with the
-        same names."""
+        """The whole tensors of these parameters, adapters merged, on every rank, to be read inside the block. All ranks
+        enter with the same names.
+        """
         if self._adapters is not None:
             with self._adapters.gather(names) as merged:
                 yield merged

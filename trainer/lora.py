@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) inside the policy: W + (alpha/rank)·B·A, only A and B trained, by PEFT.
 
-PEFT puts its layers into the Hugging Face model itself, so that model goes on being what the engine runs, and with the adapters
-off it is the reference policy. What leaves the trainer bears the base model's names: nobody outside need know of PEFT's.
-Importing this module loads PEFT (2 s): do so only where a run has adapters.
+PEFT puts its layers into the Hugging Face model itself, so that model goes on being what the engine runs, and with the
+adapters off it is the reference policy. What leaves the trainer bears the base model's names: nobody outside need know
+of PEFT's. Importing this module loads PEFT (2 s): do so only where a run has adapters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import transformers
 from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor, nn
 
-from protos.errors import ConfigError
-from protos.manifest import LORA_A, LORA_B
-from protos.weight_group import merge_adapter
-from trainer.durable import whole_folder
-from trainer.engine import whole_parameters
-from trainer.engine_options import LoraOptions
-from trainer.export import ParameterSpec, parameter_spec
+from tandem.protos.errors import ConfigError
+from tandem.protos.manifest import LORA_A, LORA_B
+from tandem.protos.weight_group import merge_adapter
+from tandem.trainer.durable import whole_folder
+from tandem.trainer.engine import whole_parameters
+from tandem.trainer.engine_options import LoraOptions
+from tandem.trainer.export import ParameterSpec, parameter_spec
 
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
@@ -33,8 +33,10 @@ _PEFT_PREFIX = "base_model.model."
 
 
 class Adapters:
-    """The adapters of one model. `specs` and `gather` show its weights merged, `gather_base` without them, `adapter_specs` and
-    `gather_adapters` the adapters alone, `factor_specs` and `gather_factors` these under the base model's names, as samplers merge them.
+    """The adapters of one model. `specs` and `gather` show its weights merged, `gather_base` without them,
+    `adapter_specs` and
+    `gather_adapters` the adapters alone, `factor_specs` and `gather_factors` these under the base model's names, as
+    samplers merge them.
     """
 
     def __init__(
@@ -82,12 +84,15 @@ class Adapters:
         self._adapters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
     def specs(self) -> list[ParameterSpec]:
-        """(Hugging Face name, dtype, shape) of every parameter of the base model, tied ones once; the same on all ranks."""
+        """(Hugging Face name, dtype, shape) of every parameter of the base model, tied ones once; the same on all
+        ranks.
+        """
         return [parameter_spec(name, parameter) for name, parameter in self._base.items()]
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These parameters whole and merged, W + (alpha/rank)·B·A, to be read inside the block. All ranks enter with the same names.
+        """These parameters whole and merged, W + (alpha/rank)·B·A, to be read inside the block. All ranks enter with
+        the same names.
 
         Merged tensors are new ones, so a call costs the memory of what it names. The model is left as it is.
         """
@@ -102,7 +107,9 @@ class Adapters:
 
     @contextmanager
     def gather_base(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These parameters whole, without the adapters, to be read inside the block. All ranks enter with the same names."""
+        """These parameters whole, without the adapters, to be read inside the block. All ranks enter with the same
+        names.
+        """
         with whole_parameters([self._base[name] for name in names], self._zero_stage):
             yield {name: self._base[name].detach() for name in names}
 
@@ -142,7 +149,8 @@ class Adapters:
         return self._peft.disable_adapter()
 
     def write_adapters(self, weights: Mapping[str, Tensor], source: str, folder: Path) -> None:
-        """Writes what `PeftModel.from_pretrained` loads onto `source`. The folder appears whole, in place of an earlier one.
+        """Writes what `PeftModel.from_pretrained` loads onto `source`. The folder appears whole, in place of an earlier
+        one.
 
         `weights`: all of `adapter_specs`, as `collect_weights` gives them.
 
@@ -189,5 +197,6 @@ def _refuse_tied(model: nn.Module, targets: str | tuple[str, ...]) -> None:
         for name in names:
             if name in targets or any(name.endswith(f".{target}") for target in targets):
                 raise ConfigError(
-                    f"trainer.lora.target_modules: {name} shares its weight with {' and '.join(set(names) - {name})}; leave it out"
+                    f"trainer.lora.target_modules: {name} shares its weight with "
+                    f"{' and '.join(set(names) - {name})}; leave it out"
                 )

@@ -1,7 +1,8 @@
 """From planned rows to tensors, and from tensors to log-probabilities.
 
-Shapes: B lines, T columns (tokens), K columns whose logits are computed, N loss tokens of all rows, V vocabulary. A row has a line of its
-own, right-padded (`stack`'s packing "padded"), or all lie one behind the other in a single line ("flat").
+Shapes: B lines, T columns (tokens), K columns whose logits are computed, N loss tokens of all rows, V vocabulary. A row
+    has a line of its own, right-padded (`stack`'s packing "padded"), or all lie one behind the other in a single line
+    ("flat").
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from protos.errors import DataError
-from protos.nouns import Packing, Segment, Trajectory
-from trainer.token_model import token_answers
+from tandem.protos.errors import DataError
+from tandem.protos.types import Packing, Segment, Trajectory
+from tandem.trainer.token_model import token_answers
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A segment, the temperature it was sampled at, and the rewards that fell on its tokens on the way, (T,), if any did."""
+    """A segment, the temperature it was sampled at, and the rewards that fell on its tokens on the way, (T,), if any
+    did.
+    """
 
     segment: Segment
     temperature: float = 1.0
@@ -42,7 +45,9 @@ class FlatRows:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass. The N loss tokens of all rows are kept flat; token i is column `target_column_N[i]` of line `row_N[i]`."""
+    """One forward pass. The N loss tokens of all rows are kept flat; token i is column `target_column_N[i]` of line
+    `row_N[i]`.
+    """
 
     ids_BT: Tensor
     flat: FlatRows | None
@@ -67,8 +72,8 @@ class MicroBatch:
     def inputs(self) -> dict[str, Any]:
         """What a model is called with, in transformers' names.
 
-        No attention mask: padding is on the right and attention is causal, so no real token sees it; and rows end to end are told
-        apart by positions that begin anew (masks) and by their ends (variable-length attention).
+        No attention mask: padding is on the right and attention is causal, so no real token sees it; and rows end to
+        end are told apart by positions that begin anew (masks) and by their ends (variable-length attention).
         """
         if self.flat is None:
             return {"input_ids": self.ids_BT}
@@ -87,11 +92,13 @@ def check_trainable(trajectory: Trajectory, group_id: str) -> None:
     """Refuses what the trainer cannot recompute the log-probs of.
 
     Raises:
-        DataError: drawn with temperature 0, top-p, top-k or penalties; or a loss token at the very start, which nothing predicts.
+        DataError: drawn with temperature 0, top-p, top-k or penalties; or a loss token at the very start, which nothing
+            predicts.
     """
     if not trajectory.sampling.trainable:
         raise DataError(
-            f"group {group_id}, trajectory {trajectory.trajectory_id} was sampled with {trajectory.sampling}: only temperature > 0 without "
+            f"group {group_id}, trajectory {trajectory.trajectory_id} was sampled with "
+            f"{trajectory.sampling}: only temperature > 0 without "
             "top-p, top-k and penalties can be trained"
         )
     if any(segment.loss_mask[0] for segment in trajectory.segments):
@@ -99,7 +106,9 @@ def check_trainable(trajectory: Trajectory, group_id: str) -> None:
 
 
 def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing = "padded") -> MicroBatch:
-    """The rows as one micro-batch. No rows give the empty one: a single token, no loss token, so zero loss and gradient."""
+    """The rows as one micro-batch. No rows give the empty one: a single token, no loss token, so zero loss and
+    gradient.
+    """
     if not rows:
         rows = [TrainingRow(_EMPTY)]
     targets = [np.flatnonzero(row.segment.loss_mask) for row in rows]

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from protos.errors import ModelError
-from trainer.token_model import answer_with_tokens
+from tandem.protos.errors import ModelError
+from tandem.trainer.token_model import answer_with_tokens
 
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, RuntimeError),
@@ -42,8 +42,8 @@ def model_folder(path: str) -> Path:
 
 
 def load_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
-    """The causal language model of a folder on the CPU, in training mode, every dropout 0: what is trained is what was sampled.
-    It answers with the statistics of loss tokens where it is asked for them (trainer/token_model.py).
+    """The causal language model of a folder on the CPU, in training mode, every dropout 0: what is trained is what was
+    sampled. It answers with the statistics of loss tokens where it is asked for them (trainer/token_model.py).
 
     Raises:
         ModelError: transformers cannot load it.
@@ -68,12 +68,15 @@ class ValueHead(nn.Linear):
 
 
 def load_value_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
-    """The folder's architecture with a head that gives one number a token (`logits`, (B, T, 1)); in training mode, every dropout 0.
+    """The folder's architecture with a head that gives one number a token (`logits`, (B, T, 1)); in training mode,
+    every dropout 0.
 
-    Made of a language model its head is 0, so that every value is 0 at first; a value or reward model's one-number head is kept.
+    Made of a language model its head is 0, so that every value is 0 at first; a value or reward model's one-number head
+    is kept.
 
     Raises:
-        ModelError: transformers cannot load it, has no such class for it, or the folder lacks weights of the model below the head.
+        ModelError: transformers cannot load it, has no such class for it, or the folder lacks weights of the model
+            below the head.
     """
     with _loading(folder), torch.random.fork_rng(devices=[]):
         config = transformers.AutoConfig.from_pretrained(folder, num_labels=1)

@@ -1,4 +1,6 @@
-"""Tables of a recipe that may be written as a bare name: `loss = "gspo"` for `loss = { name = "gspo" }`. Imports no torch."""
+"""Tables of a recipe that may be written as a bare name: `loss = "gspo"` for `loss = { name = "gspo" }`. Imports no
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """What a batch's optimizer steps minimise: off-policy correction, denominators, policy loss, KL, entropy, value loss.
 
-`BatchObjective` holds the whole batch's columns and is the same on every rank; `policy_loss` and `value_loss` then look at one micro-batch
-at a time and add up to the loss of the optimizer step, however it was cut. No model in here.
+`BatchObjective` holds the whole batch's columns and is the same on every rank; `policy_loss` and `value_loss` then look
+at one micro-batch at a time and add up to the loss of the optimizer step, however it was cut. No model in here.
 
-R trajectories, N loss tokens of the batch (order: trainer/batch_layout.py), M those of a micro-batch, K those of them that are kept.
+R trajectories, N loss tokens of the batch (order: trainer/batch_layout.py), M those of a micro-batch, K those of them
+that are kept.
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.aggregation import token_shares
-from trainer.algorithm import AlgorithmConfig
-from trainer.batch_layout import BatchLayout
-from trainer.batch_metrics import BatchSums
-from trainer.batch_rewards import StartColumns, Targets
-from trainer.kl import KlCoefficients, kl_loss
-from trainer.micro_batch import MicroBatch
-from trainer.off_policy.correct import Corrected, correct
-from trainer.off_policy.diagnostics import correction_sums
-from trainer.off_policy.proximal import proximal_logprobs
-from trainer.policy_losses.inputs import LossTokens, policy_loss_sum
-from trainer.policy_losses.registry import POLICY_LOSSES, policy_loss
-from trainer.ragged import keep_tokens
-from trainer.token_logprobs import TokenStatistics
-from trainer.value_loss import clipped_value_loss
+from tandem.trainer.aggregation import token_shares
+from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch_layout import BatchLayout
+from tandem.trainer.batch_metrics import BatchSums
+from tandem.trainer.batch_rewards import StartColumns, Targets
+from tandem.trainer.kl import KlCoefficients, kl_loss
+from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.off_policy.correct import Corrected, correct
+from tandem.trainer.off_policy.diagnostics import correction_sums
+from tandem.trainer.off_policy.proximal import proximal_logprobs
+from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum
+from tandem.trainer.policy_losses.registry import POLICY_LOSSES, policy_loss
+from tandem.trainer.ragged import keep_tokens
+from tandem.trainer.token_logprobs import TokenStatistics
+from tandem.trainer.value_loss import clipped_value_loss
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Which forward passes without gradient a batch takes, and which columns of the whole batch its mathematics reads."""
+    """Which forward passes without gradient a batch takes, and which columns of the whole batch its mathematics
+    reads.
+    """
 
     proximal: bool
     squared_probs: bool
@@ -50,7 +53,9 @@ class Needs:
 
     @classmethod
     def of(cls, config: AlgorithmConfig, num_steps: int) -> Needs:
-        """Of a batch that takes so many optimizer steps. With one step the proximal log-probs are the current ones, for free."""
+        """Of a batch that takes so many optimizer steps. With one step the proximal log-probs are the current ones, for
+        free.
+        """
         correction, needs = config.correction, config.advantage.needs
         selects = POLICY_LOSSES[config.loss.name].select is not None
         bypassed = correction.proximal == "bypassed"
@@ -101,7 +106,9 @@ class BatchObjective:
         device: torch.device,
         counts_whole_batch: bool,
     ) -> None:
-        """`counts_whole_batch`: this rank adds the figures of corrections made over the whole batch; exactly one rank does."""
+        """`counts_whole_batch`: this rank adds the figures of corrections made over the whole batch; exactly one rank
+        does.
+        """
         self._config = config
         self._layout = layout
         self._start = start
@@ -285,7 +292,8 @@ class BatchObjective:
 
 
 def _break_gradient(loss: Tensor, outputs_M: Tensor) -> None:
-    """A loss that is not finite has no finite gradient, so that its step is skipped: a clamp, or k1, would send back a number for a NaN.
+    """A loss that is not finite has no finite gradient, so that its step is skipped: a clamp, or k1, would send back a
+    number for a NaN.
 
     `outputs_M` is what the model said; a finite loss leaves its gradient alone, to the bit.
     """

@@ -1,4 +1,5 @@
-"""Cutting rows into micro-batches within a token budget that no micro-batch ever exceeds: padded rectangles, or rows end to end.
+"""Cutting rows into micro-batches within a token budget that no micro-batch ever exceeds: padded rectangles, or rows
+end to end.
 
 Which of the two a run has is settled in trainer/flat_rows.py.
 """
@@ -9,13 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protos.errors import DataError
-from trainer.balance import partition, workload
+from tandem.protos.errors import DataError
+from tandem.trainer.balance import partition, workload
 
 MAX_PADDING = 1 / 20
 """More padding than this share of the tokens is worth another micro-batch …"""
 MAX_PADDING_OF_BUDGET = 1 / 8
-"""… unless it is less than this share of the budget, in a batch below SMALL_BATCH: a forward pass costs something, however small."""
+"""… unless it is less than this share of the budget, in a batch below SMALL_BATCH: a forward pass costs something,
+however small.
+"""
 SMALL_BATCH = 1 / 2
 """Budgets; from here on a batch is padded by MAX_PADDING at most, whatever that takes."""
 _PRICE_STEP = 0.7
@@ -24,7 +27,8 @@ _PRICE_STEP = 0.7
 def pack(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
     """Bins of row numbers; a bin of B rows, the longest T tokens long, takes B·T ≤ `token_budget` tokens.
 
-    Rows are sorted by length, so that little is padding. There are as few bins as the budget and `MAX_PADDING` allow, rounded up to
+    Rows are sorted by length, so that little is padding. There are as few bins as the budget and `MAX_PADDING` allow,
+    rounded up to
     `multiple_of` (ranks) where the rows suffice. Deterministic.
 
     Raises:
@@ -44,10 +48,12 @@ def pack(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> 
 
 
 def pack_flat(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Bins of row numbers for attention over rows of any length end to end (no padding): a bin's lengths sum to ≤ `token_budget`.
+    """Bins of row numbers for attention over rows of any length end to end (no padding): a bin's lengths sum to ≤
+    `token_budget`.
 
-    The fewest bins for which the largest differencing method finds parts of like work (`trainer.balance.workload`) within the budget,
-    rounded up to `multiple_of` where the rows suffice. Deterministic.
+    The fewest bins for which the largest differencing method finds parts of like work
+    (`tandem.trainer.balance.workload`) within the budget, rounded up to `multiple_of` where the rows suffice.
+    Deterministic.
 
     Raises:
         DataError: a row alone exceeds the budget.
@@ -116,7 +122,8 @@ def _little_padded_cut(order: Sequence[int], lengths: Sequence[int], token_budge
 
 
 def _cheapest_cut(order: Sequence[int], lengths: Sequence[int], budget: int, price: float) -> list[list[int]]:
-    # The cut into bins of neighbours with the least area + price·bins: a shortest path over the places where a bin may begin.
+    # The cut into bins of neighbours with the least area + price·bins: a shortest path over the places where a bin may
+    # begin.
     num_rows = len(order)
     costs = np.zeros(num_rows + 1)
     ends = np.zeros(num_rows, np.int64)

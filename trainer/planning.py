@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protos.nouns import Packing, PlannedRow, RowHeader, TrainBatch
-from trainer.balance import deal, workload
-from trainer.packing import pack, pack_flat
+from tandem.protos.types import Packing, PlannedRow, RowHeader, TrainBatch
+from tandem.trainer.balance import deal, workload
+from tandem.trainer.packing import pack, pack_flat
 
 
 def is_trained(header: RowHeader) -> bool:
@@ -15,7 +15,9 @@ def is_trained(header: RowHeader) -> bool:
 
 
 def group_steps(num_groups: int, num_steps: int) -> list[int]:
-    """The optimizer step each group of a batch is trained in: runs of neighbours, as many as there are steps, of like length."""
+    """The optimizer step each group of a batch is trained in: runs of neighbours, as many as there are steps, of like
+    length.
+    """
     edges = [step * num_groups // num_steps for step in range(num_steps + 1)]
     return [step for step in range(num_steps) for _ in range(edges[step], edges[step + 1])]
 
@@ -31,10 +33,12 @@ def plan_batch(
     optimizer_steps: int,
     packing: Packing = "padded",
 ) -> TrainBatch:
-    """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one a group), each into micro-batches, and these over ranks.
+    """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one a group), each into micro-batches, and these
+    over ranks.
 
-    A pure function: the same headers give the same plan. Every rank gets the same number of micro-batches a step; one that
-    has fewer rows trains empty ones. Rows of one micro-batch stand in the plan in the order in which they are stacked.
+    A pure function: the same headers give the same plan. Every rank gets the same number of micro-batches a step; one
+    that has fewer rows trains empty ones. Rows of one micro-batch stand in the plan in the order in which they are
+    stacked.
 
     Raises:
         DataError: a row exceeds `tokens_per_micro_batch`.
@@ -71,7 +75,9 @@ def plan_batch(
 
 
 def padding_fraction(batch: TrainBatch) -> float:
-    """The share of padding in the tokens that all forward passes of this batch together see (empty micro-batches not counted)."""
+    """The share of padding in the tokens that all forward passes of this batch together see (empty micro-batches not
+    counted).
+    """
     lengths = {(h.group_id, h.trajectory_id, h.segment): h.num_tokens for h in batch.headers}
     cells: dict[tuple[int, int, int], list[int]] = {}
     for row in batch.plan:

@@ -1,7 +1,7 @@
 """Rows of different lengths without padding: the N loss tokens of B rows stand flat, one row after another.
 
-`lengths_B` (int64, sums to N) says where each row ends; a row may be empty. What a loss or an estimator does a row at a time goes
-through the functions here, so nothing in them depends on padding, and rows can be cut or reordered freely.
+`lengths_B` (int64, sums to N) says where each row ends; a row may be empty. What a loss or an estimator does a row at a
+time goes through the functions here, so nothing in them depends on padding, and rows can be cut or reordered freely.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ def _suits_numpy(values: Tensor) -> bool:
 
 
 class _RowSums(Function):
-    """Each of the two is the other's gradient, which costs a fraction of what autograd makes of the operations inside."""
+    """Each of the two is the other's gradient, which costs a fraction of what autograd makes of the operations
+    inside.
+    """
 
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, lengths_B: Tensor) -> Tensor:
         ctx.save_for_backward(lengths_B)
         if _suits_numpy(values_N):
-            # A third of the time, and pairwise: a thirtieth of the rounding error. An empty row has no place to start at.
+            # A third of the time, and pairwise: a thirtieth of the rounding error. An empty row has no place to start
+            # at.
             filled_B = lengths_B > 0
             starts = (lengths_B.cumsum(0) - lengths_B)[filled_B].numpy()
             sums_B = values_N.new_zeros(len(lengths_B))

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.config import TrainerConfig
-from trainer.engine import build_frozen_engine
-from trainer.micro_batch import MicroBatch, token_logprobs
-from trainer.model import load_model
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.engine import build_frozen_engine
+from tandem.trainer.micro_batch import MicroBatch, token_logprobs
+from tandem.trainer.model import load_model
 
 if TYPE_CHECKING:
-    from trainer.lora import Adapters
+    from tandem.trainer.lora import Adapters
 
 
 class ReferencePolicy:
-    """A policy that stays what it was. Made by `frozen_copy`, or where the policy has adapters by `base_weights`, which costs no
-    memory.
+    """A policy that stays what it was. Made by `frozen_copy`, or where the policy has adapters by `base_weights`, which
+    costs no memory.
     """
 
     def __init__(
@@ -33,7 +33,8 @@ class ReferencePolicy:
 
     @classmethod
     def frozen_copy(cls, config: TrainerConfig, folder: Path) -> ReferencePolicy:
-        """The model of a folder in a ZeRO-3 engine of its own, without optimizer; with `offload_reference` in host memory.
+        """The model of a folder in a ZeRO-3 engine of its own, without optimizer; with `offload_reference` in host
+        memory.
 
         The folder is what the run started from, also when it resumes. All ranks enter, the process group joined.
 

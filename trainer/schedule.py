@@ -18,7 +18,8 @@ def learning_rate(
 ) -> float:
     """The learning rate of the batch that makes `policy_version` (the first is 1).
 
-    It rises linearly to `peak`, reached at batch `warmup_batches`, then stays, or falls along half a cosine to a tenth of `peak` at
+    It rises linearly to `peak`, reached at batch `warmup_batches`, then stays, or falls along half a cosine to a tenth
+    of `peak` at
     `total_batches` and stays there.
     """
     if policy_version < warmup_batches:

@@ -1,8 +1,9 @@
-"""What is learned from: which groups, trajectories and tokens, and how much each trajectory counts. Pure functions; no torch at run time.
+"""What is learned from: which groups, trajectories and tokens, and how much each trajectory counts. Pure functions; no
+torch at run time.
 
-DAPO: arXiv:2503.14476. PF-PPO: arXiv:2409.06957. R: trajectories of the batch, whose groups are labelled by any integers; G: those of
-one group; N: loss tokens. A trajectory's reward is all that it earned, rewards on its tokens included. One that is NaN or infinite is
-refused wherever it would decide something.
+DAPO: arXiv:2503.14476. PF-PPO: arXiv:2409.06957. R: trajectories of the batch, whose groups are labelled by any
+    integers; G: those of one group; N: loss tokens. A trajectory's reward is all that it earned, rewards on its tokens
+    included. One that is NaN or infinite is refused wherever it would decide something.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.errors import ConfigError, DataError
-from protos.nouns import FinishReason
-from trainer.selection_options import OverlongPenalty, PolicyFiltration
+from tandem.protos.errors import ConfigError, DataError
+from tandem.protos.types import FinishReason
+from tandem.trainer.selection_options import OverlongPenalty, PolicyFiltration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +28,12 @@ POWER_EPSILON = 1e-8
 
 
 def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> bool:
-    """True if the group has more than one reward and all are equal: no advantage can come of it, so DAPO samples another instead.
+    """True if the group has more than one reward and all are equal: no advantage can come of it, so DAPO samples
+    another instead.
 
-    They are what answers earned in all, on whichever tokens it fell, before any penalty. `by_deviation` asks whether the computed standard
-    deviation is exactly 0, as the golden convention does; rounding makes that false for three times 0.1.
+    They are what answers earned in all, on whichever tokens it fell, before any penalty. `by_deviation` asks whether
+    the computed standard deviation is exactly 0, as the golden convention does; rounding makes that false for three
+    times 0.1.
 
     Raises:
         DataError: a reward is NaN or infinite.
@@ -42,13 +45,16 @@ def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> 
 
 
 def finished_rows(finish_reasons: Sequence[FinishReason]) -> NDArray[np.bool_]:
-    """False for trajectories that were cut off at the length limit (overlong filtering): their loss tokens are to be left out of the
-    loss and of its denominators, while their rewards stay in the baselines. None finished: nothing is left, and the loss is 0."""
+    """False for trajectories that were cut off at the length limit (overlong filtering): their loss tokens are to be
+    left out of the loss and of its denominators, while their rewards stay in the baselines. None finished: nothing is
+    left, and the loss is 0.
+    """
     return np.array([reason != "length" for reason in finish_reasons], np.bool_)
 
 
 def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *, max_tokens: int) -> Floats:
-    """What is added to the rewards of answers of these lengths (sampled tokens; `max_tokens` is the longest one allowed): never positive.
+    """What is added to the rewards of answers of these lengths (sampled tokens; `max_tokens` is the longest one
+    allowed): never positive.
 
     0 up to max_tokens − buffer, from there linearly down to −factor at max_tokens, and −factor beyond (DAPO, eq. 13).
 
@@ -57,7 +63,8 @@ def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *
     """
     if options.buffer_tokens > max_tokens:
         raise ConfigError(
-            f"overlong_penalty.buffer_tokens = {options.buffer_tokens} exceeds the longest answer ({max_tokens} tokens): lower it"
+            f"overlong_penalty.buffer_tokens = {options.buffer_tokens} exceeds the "
+            f"longest answer ({max_tokens} tokens): lower it"
         )
     excess_R = np.maximum(lengths_R - (max_tokens - options.buffer_tokens), 0)
     if options.beyond == "flat":
@@ -66,7 +73,9 @@ def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *
 
 
 def clip_rewards(rewards_R: Floats, bounds: tuple[float, float]) -> Floats:
-    """The rewards within the bounds. Raises DataError if one is NaN or infinite: a scorer's fault is not to be hidden by clipping."""
+    """The rewards within the bounds. Raises DataError if one is NaN or infinite: a scorer's fault is not to be hidden
+    by clipping.
+    """
     return np.clip(check_finite(rewards_R, "rewards"), *bounds)
 
 
@@ -82,7 +91,8 @@ def clip_advantages(advantages_N: Tensor, limit: float) -> Tensor:
 def filtration_weights(
     rewards_R: Floats, groups_R: NDArray[np.int64], options: PolicyFiltration, *, seed: int
 ) -> Floats:
-    """How often each trajectory counts, (R,): in the loss and in its denominators, as if it were in the batch that many times.
+    """How often each trajectory counts, (R,): in the loss and in its denominators, as if it were in the batch that many
+    times.
 
     PF-PPO trains on μ, which picks the i-th best of a group's K answers with probability w_i:
 
@@ -90,10 +100,11 @@ def filtration_weights(
         best_random  1/2, then 1/(2(K − 1)) each
         best_worst   1/2, 0, …, 0, 1/2
 
-    Equal rewards share the probability of their ranks, so the order of rows decides nothing, and a group of equal rewards or of one
-    counts as it is. The weights are K·w_i, mean 1 in every group. `power`: probability ∝ |reward|^power + 1e-8 over the whole batch,
-    mean weight 1 over the batch (the golden implementation's default). Resampled, they are counts drawn with these probabilities, and the
-    same seed draws the same. Trajectories of weight 0 leave the loss; baselines and advantages are computed before, of all.
+    Equal rewards share the probability of their ranks, so the order of rows decides nothing, and a group of equal
+    rewards or of one counts as it is. The weights are K·w_i, mean 1 in every group. `power`: probability ∝
+    |reward|^power + 1e-8 over the whole batch, mean weight 1 over the batch (the golden implementation's default).
+    Resampled, they are counts drawn with these probabilities, and the same seed draws the same. Trajectories of weight
+    0 leave the loss; baselines and advantages are computed before, of all.
 
     Raises:
         DataError: a reward is NaN or infinite.

@@ -23,7 +23,9 @@ class OverlongPenalty(BaseModel):
 
 
 class PolicyFiltration(BaseModel):
-    """PF-PPO: trajectories count by the rank of their reward, because reward models err most in the middle (arXiv:2409.06957)."""
+    """PF-PPO: trajectories count by the rank of their reward, because reward models err most in the middle
+    (arXiv:2409.06957).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +34,9 @@ class PolicyFiltration(BaseModel):
     power: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 2.0
     """Exponent of `power`."""
     resample: bool = False
-    """Draws as many trajectories as there are with these probabilities (the paper's way) instead of weighting by expected counts."""
+    """Draws as many trajectories as there are with these probabilities (the paper's way) instead of weighting by
+    expected counts.
+    """
 
 
 class SelectionOptions(BaseModel):
@@ -41,7 +45,9 @@ class SelectionOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     drop_zero_variance: bool = False
-    """Groups whose rewards are all equal are dropped as they are claimed, and their credits return (DAPO's dynamic sampling)."""
+    """Groups whose rewards are all equal are dropped as they are claimed, and their credits return (DAPO's dynamic
+    sampling).
+    """
     overlong_filter: bool = False
     """Answers cut off at the limit leave the loss; their rewards still count in their group's baseline (DAPO)."""
     overlong_penalty: OverlongPenalty | None = None

@@ -11,11 +11,11 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from protos.errors import DataError
-from protos.nouns import Segment
-from trainer.export import write_export
-from trainer.micro_batch import TrainingRow, stack, token_logprobs
-from trainer.model import load_model, model_folder
+from tandem.protos.errors import DataError
+from tandem.protos.types import Segment
+from tandem.trainer.export import write_export
+from tandem.trainer.micro_batch import TrainingRow, stack, token_logprobs
+from tandem.trainer.model import load_model, model_folder
 
 _GRADIENT_CLIP = 1.0
 _WARMUP_FRACTION = 0.05
@@ -32,7 +32,9 @@ class SftRow:
 
 @dataclass(frozen=True, slots=True)
 class SftSettings:
-    """How to imitate. Learning rate: linear warm-up over a twentieth of `max_steps`, then constant. Float32 throughout."""
+    """How to imitate. Learning rate: linear warm-up over a twentieth of `max_steps`, then constant. Float32
+    throughout.
+    """
 
     max_steps: int
     batch_size: int
@@ -45,7 +47,9 @@ class SftSettings:
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """`loss`: nats a token, mean over the last `validate_every` steps. `accuracy`: the last validation's, None without one."""
+    """`loss`: nats a token, mean over the last `validate_every` steps. `accuracy`: the last validation's, None without
+    one.
+    """
 
     steps: int
     loss: float
@@ -61,7 +65,8 @@ def train_sft(
 ) -> SftResult:
     """Trains the model of `model_path` on the answers of `rows` and writes it to the folder `output`.
 
-    Every `validate_every` steps, and after the last, `on_validate` is called. Uses the device there is, and torch's threads as set.
+    Every `validate_every` steps, and after the last, `on_validate` is called. Uses the device there is, and torch's
+    threads as set.
 
     Raises:
         DataError: there are no rows, or an empty prompt or answer among them.

@@ -1,8 +1,9 @@
 """Log-probabilities of chosen tokens, the entropy and Σπ² of their distributions, without ever holding all logits.
 
-N tokens over a vocabulary of V make N·V logits: at 4,096 tokens of 151,936 that is 2.5 GB in float32, several times over with the softmax
-and its gradient. Here a chunk of tokens at a time is taken through the output head; the backward pass does it again and turns each chunk
-into its part of the gradients at once. With z the logits divided by the temperature, π = softmax(z), H its entropy, S = Σπ²:
+N tokens over a vocabulary of V make N·V logits: at 4,096 tokens of 151,936 that is 2.5 GB in float32, several times
+over with the softmax and its gradient. Here a chunk of tokens at a time is taken through the output head; the backward
+pass does it again and turns each chunk into its part of the gradients at once. With z the logits divided by the
+temperature, π = softmax(z), H its entropy, S = Σπ²:
 
     ∂ log π(y)/∂z = 1[y] − π        ∂H/∂z = −π·(log π + H)        ∂S/∂z = 2π·(π − S)
 
@@ -23,7 +24,9 @@ _CHUNK_LOGITS = 1 << 25
 
 
 class TokenStatistics(NamedTuple):
-    """Of N tokens: log π(token), and if asked for the entropy of the distribution it came from (nats) and Σ over the vocabulary of π²."""
+    """Of N tokens: log π(token), and if asked for the entropy of the distribution it came from (nats) and Σ over the
+    vocabulary of π².
+    """
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
@@ -42,8 +45,9 @@ def token_statistics(
 ) -> TokenStatistics:
     """The statistics of softmax((hidden·weightᵀ + bias)/temperature) at the targets.
 
-    Gradient flows to hidden states, weight and bias, from all three; not twice (no second derivatives). No token gives empty statistics and
-    zero gradients. Hidden states that are not finite, and a temperature of 0, give NaN: the optimizer step is then skipped and counted.
+    Gradient flows to hidden states, weight and bias, from all three; not twice (no second derivatives). No token gives
+    empty statistics and zero gradients. Hidden states that are not finite, and a temperature of 0, give NaN: the
+    optimizer step is then skipped and counted.
     """
     num_tokens, hidden_size = hidden_NH.shape
     assert weight_VH.ndim == 2 and weight_VH.shape[1] == hidden_size, (weight_VH.shape, hidden_NH.shape)

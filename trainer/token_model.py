@@ -1,8 +1,10 @@
-"""A language model that answers with the statistics of its loss tokens instead of its logits, also where ZeRO-3 spreads its weights.
+"""A language model that answers with the statistics of its loss tokens instead of its logits, also where ZeRO-3 spreads
+its weights.
 
-Under ZeRO-3 a module's weights are whole only while the module itself runs, forward or backward: whoever takes the head's weight from
-outside finds it empty. So the head is replaced by one that computes the statistics itself, sharing its parameters under their names, and
-the model's `forward` learns to ask it. Both happen before the engine is built; nothing else about the model changes.
+Under ZeRO-3 a module's weights are whole only while the module itself runs, forward or backward: whoever takes the
+head's weight from outside finds it empty. So the head is replaced by one that computes the statistics itself, sharing
+its parameters under their names, and the model's `forward` learns to ask it. Both happen before the engine is built;
+nothing else about the model changes.
 
 B lines, T columns, K columns whose logits matter, N loss tokens, H hidden size (see trainer/micro_batch.py).
 """
@@ -16,10 +18,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from trainer.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
+from tandem.trainer.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
 
 if TYPE_CHECKING:
-    from trainer.micro_batch import MicroBatch
+    from tandem.trainer.micro_batch import MicroBatch
 
 
 class TokenHead(nn.Linear):
@@ -44,10 +46,11 @@ class TokenHead(nn.Linear):
 
 
 def answer_with_tokens(model: transformers.PreTrainedModel) -> None:
-    """From now on `model(tokens=batch, entropy=…, squared_probs=…)` gives the `TokenStatistics` of a micro-batch's N loss tokens.
+    """From now on `model(tokens=batch, entropy=…, squared_probs=…)` gives the `TokenStatistics` of a micro-batch's N
+    loss tokens.
 
-    Every other call is as it was. A model whose logits are more than its head's output (soft caps, scales), or whose head is no plain
-    linear layer, is asked for its logits.
+    Every other call is as it was. A model whose logits are more than its head's output (soft caps, scales), or whose
+    head is no plain linear layer, is asked for its logits.
     """
     if _logits_are_the_heads(model):
         linear = model.get_output_embeddings()

@@ -8,14 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.policy_losses.inputs import LossTerms
+from tandem.trainer.policy_losses.inputs import LossTerms
 
 
 def clipped_value_loss(values_N: Tensor, returns_N: Tensor, start_values_N: Tensor, *, clip: float) -> LossTerms:
-    """½·max((v − R)², (v_c − R)²) of every token, v_c = v clamped to v₀ ± clip around the value v₀ at the batch's start.
+    """½·max((v − R)², (v_c − R)²) of every token, v_c = v clamped to v₀ ± clip around the value v₀ at the batch's
+    start.
 
-    Only `values_N` carries gradient; where the clamped term is the larger one (mark `clipped`) there is none. An infinite `clip` gives
-    the squared error. A NaN among the arguments is the token's loss, so the critic's optimizer step is skipped and counted.
+    Only `values_N` carries gradient; where the clamped term is the larger one (mark `clipped`) there is none. An
+    infinite `clip` gives the squared error. A NaN among the arguments is the token's loss, so the critic's optimizer
+    step is skipped and counted.
     """
     assert values_N.ndim == 1, values_N.shape
     assert values_N.shape == returns_N.shape == start_values_N.shape, (values_N.shape, returns_N.shape)

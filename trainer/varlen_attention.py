@@ -1,8 +1,9 @@
-"""Variable-length attention: rows of any lengths end to end, each seeing itself alone, at the cost of the rows and not of their square sum.
+"""Variable-length attention: rows of any lengths end to end, each seeing itself alone, at the cost of the rows and not
+of their square sum.
 
-Flash attention's own package where it is installed, through transformers; else the copy that torch's CUDA builds have, put behind
-transformers' interface here. Half precision on CUDA only. **Not run**: no GPU has been at hand; what a model makes of either is found out
-at start-up (trainer/flat_rows.py).
+Flash attention's own package where it is installed, through transformers; else the copy that torch's CUDA builds have,
+put behind transformers' interface here. Half precision on CUDA only. **Not run**: no GPU has been at hand; what a model
+makes of either is found out at start-up (trainer/flat_rows.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ TORCH_VARLEN = "torch_varlen"
 
 
 def varlen_attention(model: Any, device: torch.device) -> str | None:
-    """What `model.set_attn_implementation` takes for it; None if there is none for this model, its dtype or this device."""
+    """What `model.set_attn_implementation` takes for it; None if there is none for this model, its dtype or this
+    device.
+    """
     dtype = next(model.parameters()).dtype
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None

@@ -1,4 +1,6 @@
-"""The sending end of a weight update: gathers the policy bucket by bucket, sends each once, and keeps a copy for those who come late."""
+"""The sending end of a weight update: gathers the policy bucket by bucket, sends each once, and keeps a copy for those
+who come late.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from protos.errors import EnvironmentLackError, WeightTransferError
-from protos.manifest import bucket_file, plan_buckets, with_base, with_digests
-from protos.nouns import AdapterSpec, BucketSpec, WeightManifest
-from protos.weight_group import (
+from tandem.protos.errors import EnvironmentLackError, WeightTransferError
+from tandem.protos.manifest import bucket_file, plan_buckets, with_base, with_digests
+from tandem.protos.types import AdapterSpec, BucketSpec, WeightManifest
+from tandem.protos.weight_group import (
     Meeting,
     Rendezvous,
     WeightGroup,
@@ -68,7 +70,9 @@ class WeightCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyOffer:
-    """A late joiner's private transfer: it joins `meeting` as rank 1 …, then updates with `manifest`. `finished` tells the outcome."""
+    """A late joiner's private transfer: it joins `meeting` as rank 1 …, then updates with `manifest`. `finished` tells
+    the outcome.
+    """
 
     meeting: Meeting
     manifest: WeightManifest
@@ -78,12 +82,13 @@ class CopyOffer:
 class WeightSender:
     """Rank 0 sends; every trainer rank constructs one and enters `broadcast`.
 
-    The flow of a version: `manifest`, then for `gloo` and `nccl` (with a group open, see `prepare` and `connect`) the samplers are told
-    to update while all ranks enter `broadcast`; for `disk` and `ipc` `broadcast` comes first and the samplers fetch what its manifest
-    names (`fetched_by_samplers`). `release` ends the version: samplers have answered or been left out.
+    The flow of a version: `manifest`, then for `gloo` and `nccl` (with a group open, see `prepare` and `connect`) the
+    samplers are told to update while all ranks enter `broadcast`; for `disk` and `ipc` `broadcast` comes first and the
+    samplers fetch what its manifest names (`fetched_by_samplers`). `release` ends the version: samplers have answered
+    or been left out.
 
-    With `adapters`, versions consist of these alone. Samplers merge them into a base that they found in their model folder; the
-    base travels to those that found another one there, or none, when they are served from the copy.
+    With `adapters`, versions consist of these alone. Samplers merge them into a base that they found in their model
+    folder; the base travels to those that found another one there, or none, when they are served from the copy.
     """
 
     def __init__(
@@ -119,7 +124,8 @@ class WeightSender:
     def manifest(
         self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
     ) -> WeightManifest:
-        """A version before it is sent. Not `changed`: it equals the one before and has no buckets. `location`: `disk`'s folder.
+        """A version before it is sent. Not `changed`: it equals the one before and has no buckets. `location`: `disk`'s
+        folder.
 
         All ranks: of adapters, the first version with buckets needs the base gathered.
         """
@@ -153,7 +159,8 @@ class WeightSender:
         Returns the manifest with digests (and location), on rank 0; other ranks get theirs back as it was.
 
         Raises:
-            WeightTransferError: on rank 0, after every bucket was gathered (so ranks stay in step and the copy is whole). The group is
+            WeightTransferError: on rank 0, after every bucket was gathered (so ranks stay in step and the copy is
+                whole). The group is
                 closed; samplers that took part may have failed and can be served from the copy.
         """
         buffers: list[torch.Tensor] = []
@@ -196,7 +203,8 @@ class WeightSender:
     ) -> CopyOffer:
         """Rank 0: serves one late joiner from the copy, over a gloo group of its own, in a thread beside training.
 
-        Nothing here touches the trainer's communicators. Tell the sampler the meeting and the manifest, then look at `finished`.
+        Nothing here touches the trainer's communicators. Tell the sampler the meeting and the manifest, then look at
+        `finished`.
         """
         copy = self._served_copy(brings_base)
         rendezvous = Rendezvous(host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds)
@@ -219,7 +227,8 @@ class WeightSender:
         return CopyOffer(rendezvous.meeting, replace(copy.manifest, backend="gloo", location=""), finished)
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
-        """Rank 0: writes the copy as safetensors, one file a bucket; returns its `disk` manifest. The folder appears whole or not at all.
+        """Rank 0: writes the copy as safetensors, one file a bucket; returns its `disk` manifest. The folder appears
+        whole or not at all.
 
         Raises:
             EnvironmentLackError: the disk is full or the folder cannot be written.
@@ -263,7 +272,9 @@ class WeightSender:
         return None
 
     def _hold_base(self, adapters: AdapterSource) -> None:
-        """All ranks: gathers the base. Rank 0 knows it by its digests from then on, and keeps it for samplers that lack it."""
+        """All ranks: gathers the base. Rank 0 knows it by its digests from then on, and keeps it for samplers that lack
+        it.
+        """
         held: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
         for spec in self._base:

@@ -11,11 +11,12 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from reward.sandbox.inside.zygote import USER, WORK_FOLDER
-from reward.sandbox.launcher import (
+from tandem.reward.sandbox.inside.zygote import USER, WORK_FOLDER
+from tandem.reward.sandbox.launcher import (
     EXECUTABLE,
-    PROJECT,
+    IMPORT_BY_FOLDER,
     PYTHON,
+    REWARD_FOLDER,
     IsolationName,
     ZygoteLauncher,
     inside,
@@ -24,19 +25,19 @@ from reward.sandbox.launcher import (
     start,
     the_machines_proc,
 )
-from reward.sandbox.layout import Layout
-from reward.sandbox.sandbox import Sandbox, SandboxError
+from tandem.reward.sandbox.layout import Layout
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
 
-_ENTER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from reward.sandbox.inside.zygote import enter
+_ENTER = f"""{IMPORT_BY_FOLDER}
+from tandem.reward.sandbox.inside.zygote import enter
 enter(int(sys.argv[2]), sys.argv[3:])
 """
 
 
 def find_bubblewrap() -> str:
-    """`bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError if there is none."""
+    """`bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError if there
+    is none.
+    """
     beside = os.path.join(sys.prefix, "bin")
     found = shutil.which("bwrap") or shutil.which("bwrap", path=beside)
     if found is None:
@@ -68,7 +69,9 @@ class BubblewrapLauncher(ZygoteLauncher):
 
 
 class BubblewrapEachLauncher:
-    """Each sandbox a new Python under bubblewrap: for machines on which bubblewrap may make namespaces, and what it starts may not."""
+    """Each sandbox a new Python under bubblewrap: for machines on which bubblewrap may make namespaces, and what it
+    starts may not.
+    """
 
     name: IsolationName = "bubblewrap"
 
@@ -91,7 +94,8 @@ class BubblewrapEachLauncher:
 
 
 def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[str]:
-    """The options that make bubblewrap build the layout around a Python. The order counts: later ones cover earlier ones.
+    """The options that make bubblewrap build the layout around a Python. The order counts: later ones cover earlier
+    ones.
 
     `disk_bytes`: the size of the working folder; None: it is only a place to put one.
     """
@@ -120,7 +124,7 @@ def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[
 
 def _entry(proc: int) -> list[str]:
     """What leads root into bubblewrap: a user namespace in which its zygotes and guests can become nobody."""
-    return [*PYTHON, _ENTER, PROJECT, str(proc)] if os.geteuid() == 0 else []
+    return [*PYTHON, _ENTER, REWARD_FOLDER, str(proc)] if os.geteuid() == 0 else []
 
 
 def _folders_above(targets: Sequence[str]) -> list[str]:
@@ -130,7 +134,9 @@ def _folders_above(targets: Sequence[str]) -> list[str]:
 
 
 def _interpreter_binds(layout: Layout) -> list[tuple[str, str]]:
-    """The interpreter's own files, where the layout has them not: a zygote of ours has loaded them before it builds its root."""
+    """The interpreter's own files, where the layout has them not: a zygote of ours has loaded them before it builds its
+    root.
+    """
     files = [EXECUTABLE]
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
         files.append(os.path.join(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME")))

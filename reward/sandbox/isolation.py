@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from protos.errors import ScorerError
-from reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
-from reward.sandbox.launcher import BareLauncher, IsolationName, Launcher, ZygoteLauncher
-from reward.sandbox.layout import Layout, layout_for
-from reward.sandbox.limits import Limits
-from reward.sandbox.pool import START_SECONDS, SandboxPool
-from reward.sandbox.sandbox import SandboxError
+from tandem.protos.errors import ScorerError
+from tandem.reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
+from tandem.reward.sandbox.launcher import BareLauncher, IsolationName, Launcher, ZygoteLauncher
+from tandem.reward.sandbox.layout import Layout, layout_for
+from tandem.reward.sandbox.limits import Limits
+from tandem.reward.sandbox.pool import START_SECONDS, SandboxPool
+from tandem.reward.sandbox.sandbox import SandboxError
 
 DISK_BYTES = 64 << 20
 """Size of a sandbox's working folder."""
@@ -24,7 +24,9 @@ DISK_BYTES = 64 << 20
 _PROBE_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=START_SECONDS, memory_bytes=1 << 30)
 _Kind = type[ZygoteLauncher] | type[BubblewrapEachLauncher]
 _KINDS: tuple[_Kind, ...] = (BubblewrapLauncher, ZygoteLauncher, BubblewrapEachLauncher)
-"""The best first: the last one starts a Python for every sandbox, and is for machines where the others get no namespaces."""
+"""The best first: the last one starts a Python for every sandbox, and is for machines where the others get no
+namespaces.
+"""
 
 # What code in a sandbox must not be able to do: each line that succeeds adds its name.
 _PROBE = """
@@ -54,8 +56,9 @@ _SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionErr
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What code runs behind. `seccomp`: a filter of system calls as well. `faults`: why there is no better one, a line each. `place`:
-    the program that makes it, if it is not Tandem itself."""
+    """What code runs behind. `seccomp`: a filter of system calls as well. `faults`: why there is no better one, a line
+    each. `place`: the program that makes it, if it is not Tandem itself.
+    """
 
     name: IsolationName
     seccomp: bool
@@ -85,7 +88,8 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
     """A pool of sandboxes with the best isolation that works here, in which the given packages can be imported.
 
     Raises:
-        ScorerError: there is none and `allow_unsandboxed` was not said, or it does not start this time, or a package is not installed.
+        ScorerError: there is none and `allow_unsandboxed` was not said, or it does not start this time, or a package is
+            not installed.
     """
     layout = layout_for(packages)
     launcher, isolation = _start(layout)
@@ -93,7 +97,8 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
         return SandboxPool(launcher, partial(type(launcher), layout, DISK_BYTES), seccomp=isolation.seccomp)
     if not allow_unsandboxed:
         raise ScorerError(
-            f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)}): `tandem doctor` says what would help; "
+            f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)}): "
+            "`tandem doctor` says what would help; "
             "allow_unsandboxed = true runs it all the same, where every answer can be trusted"
         )
     bare = partial(BareLauncher, layout, DISK_BYTES)
@@ -101,7 +106,9 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
 
 
 def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | None, Isolation]:
-    """The launcher of the best isolation, tried if that has not been done, and the isolation; no launcher if that is none."""
+    """The launcher of the best isolation, tried if that has not been done, and the isolation; no launcher if that is
+    none.
+    """
     global _found
     if _found is not None:
         known, kind_found = _found
@@ -125,7 +132,9 @@ def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | No
 
 
 def _start_again(layout: Layout, kind: _Kind) -> ZygoteLauncher | BubblewrapEachLauncher:
-    """Isolation that worked before. Raises ScorerError if it does not start now: `allow_unsandboxed` is for machines that have none."""
+    """Isolation that worked before. Raises ScorerError if it does not start now: `allow_unsandboxed` is for machines
+    that have none.
+    """
     try:
         return kind(layout, DISK_BYTES)
     except SandboxError as error:

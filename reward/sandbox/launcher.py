@@ -14,30 +14,35 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from protos.scratch_folder import ScratchFolder
-from reward.sandbox.inside import wire
-from reward.sandbox.inside.zygote import WORK_FOLDER
-from reward.sandbox.layout import PACKAGES_FOLDER, Layout
-from reward.sandbox.sandbox import Sandbox, SandboxError, last_words
+from tandem.protos.scratch_folder import ScratchFolder
+from tandem.reward.sandbox.inside import wire
+from tandem.reward.sandbox.inside.zygote import WORK_FOLDER
+from tandem.reward.sandbox.layout import PACKAGES_FOLDER, Layout
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxError, last_words
 
 IsolationName = Literal["bubblewrap", "namespaces", "none"]
 
 ZYGOTE_SECONDS = 30.0
 """To start, on a busy machine; it takes a tenth of a second on an idle one."""
 
-PROJECT = str(Path(__file__).resolve().parents[2])
+REWARD_FOLDER = str(Path(__file__).resolve().parents[1])
 # Not the link in a virtual environment, which is not in the sandbox.
 EXECUTABLE = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 PYTHON = (EXECUTABLE, "-I", "-S", "-B", "-X", "utf8", "-c")
 
-# Nothing of the service's environment. One thread for numerical libraries: a program has its share of the machine, and no more.
+# Nothing of the service's environment. One thread for numerical libraries: a program has its share of the machine, and
+# no more.
 _ENVIRONMENT = {"HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "LANG": "C.UTF-8"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
-_START_ZYGOTE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from reward.sandbox.inside.zygote import main
+IMPORT_BY_FOLDER = """
+import sys, types
+for name, path in (("tandem", []), ("tandem.reward", [sys.argv[1]])):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = path
+"""
+_START_ZYGOTE = f"""{IMPORT_BY_FOLDER}
+from tandem.reward.sandbox.inside.zygote import main
 main(*map(int, sys.argv[2:]))
 """
 # Tandem's files are not in the sandbox: the modules of its first process come over the channel.
@@ -55,7 +60,7 @@ for name, source in sources.items():
         setattr(sys.modules[parent], child, module)
 del sources, source
 sys.path += [place for place in path if place not in sys.path]
-getattr(sys.modules["reward.sandbox.inside.zygote"], entry)(channel, **settings)
+getattr(sys.modules["tandem.reward.sandbox.inside.zygote"], entry)(channel, **settings)
 """
 _INSIDE_MODULES = ("kernel", "wire", "plain", "seccomp", "calls", "program", "guest", "zygote")
 
@@ -109,7 +114,9 @@ class ZygoteLauncher:
 
     def _launch(self, layout: Layout, theirs: socket.socket) -> subprocess.Popen[bytes]:
         with the_machines_proc() as proc:
-            return start([*PYTHON, _START_ZYGOTE, PROJECT, str(theirs.fileno()), str(proc)], [theirs.fileno(), proc])
+            return start(
+                [*PYTHON, _START_ZYGOTE, REWARD_FOLDER, str(theirs.fileno()), str(proc)], [theirs.fileno(), proc]
+            )
 
     def _tell(self, layout: Layout) -> None:
         wire.send(self._control, layout.as_dict())
@@ -135,7 +142,9 @@ class ZygoteLauncher:
 
 
 class BareLauncher:
-    """No isolation at all: a process with limits, no environment and a session of its own, in a folder that is removed afterwards."""
+    """No isolation at all: a process with limits, no environment and a session of its own, in a folder that is removed
+    afterwards.
+    """
 
     name: IsolationName = "none"
     place = ""
@@ -159,7 +168,9 @@ class BareLauncher:
 
 
 def inside(entry: str, channel: int, path: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """The command that runs an entry of `inside.zygote` where Tandem's files are not; `inside_sources` must follow over the channel."""
+    """The command that runs an entry of `inside.zygote` where Tandem's files are not; `inside_sources` must follow over
+    the channel.
+    """
     return [*PYTHON, _START_INSIDE, entry, str(channel), json.dumps(path), json.dumps(settings)]
 
 
@@ -167,9 +178,9 @@ def inside(entry: str, channel: int, path: Sequence[str], settings: dict[str, An
 def inside_sources() -> bytes:
     """The modules of a sandbox's first process, in an order in which each finds those it imports."""
     folder = Path(__file__).parent / "inside"
-    sources = {"reward": "", "reward.sandbox": "", "reward.sandbox.inside": ""}
+    sources = {"tandem": "", "tandem.reward": "", "tandem.reward.sandbox": "", "tandem.reward.sandbox.inside": ""}
     for name in _INSIDE_MODULES:
-        sources[f"reward.sandbox.inside.{name}"] = (folder / f"{name}.py").read_text(encoding="utf-8")
+        sources[f"tandem.reward.sandbox.inside.{name}"] = (folder / f"{name}.py").read_text(encoding="utf-8")
     text = json.dumps(sources).encode()
     return len(text).to_bytes(4) + text
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from protos.errors import ScorerError
+from tandem.protos.errors import ScorerError
 
 PACKAGES_FOLDER = "/packages"
 
@@ -42,7 +42,8 @@ class Layout:
 
 
 def layout_for(packages: Sequence[str] = ()) -> Layout:
-    """The root with the standard library and the given installed packages (names as in `import`; what these import, too, must be named).
+    """The root with the standard library and the given installed packages (names as in `import`; what these import,
+    too, must be named).
 
     Raises:
         ScorerError: a package is not installed.

@@ -56,7 +56,9 @@ class Outcome:
 
     @property
     def failure(self) -> Failure:
-        """What went wrong with the program, "" if nothing did. That `memory` is to blame is guessed from its last words."""
+        """What went wrong with the program, "" if nothing did. That `memory` is to blame is guessed from its last
+        words.
+        """
         if self.stopped in ("time", "output"):
             return self.stopped  # type: ignore[return-value]
         if self.exit_code == 0 or self.stopped == "asked":

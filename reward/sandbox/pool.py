@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from reward.sandbox.launcher import Launcher
-from reward.sandbox.sandbox import Sandbox, SandboxError
+from tandem.reward.sandbox.launcher import Launcher
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
 
 START_SECONDS = 30.0
 SPARE = 2
@@ -15,8 +15,8 @@ SPARE = 2
 
 
 class SandboxPool:
-    """Keeps `SPARE` sandboxes started. Each serves one answer and is thrown away; for one taken, one is started, so this never takes more
-    of the machine than the answers do. Thread-safe.
+    """Keeps `SPARE` sandboxes started. Each serves one answer and is thrown away; for one taken, one is started, so
+    this never takes more of the machine than the answers do. Thread-safe.
 
     Args:
         launcher: makes them.

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from reward.sandbox.inside import wire
-from reward.sandbox.limits import Limits, Outcome
+from tandem.reward.sandbox.inside import wire
+from tandem.reward.sandbox.limits import Limits, Outcome
 
 GRACE_SECONDS = 10.0
 """How long a sandbox may take beyond a run's own limits to say how it ended."""
@@ -80,7 +80,8 @@ class Sandbox:
         """Begins a run; `outcome` waits for its end.
 
         Args:
-            kind: `script`: (prelude, code) with `stdin`; `answer`: (prelude, code), called over `line`; `test`: (prelude, test, entry
+            kind: `script`: (prelude, code) with `stdin`; `answer`: (prelude, code), called over `line`; `test`:
+                (prelude, test, entry
                 point), which calls an answer over `line`.
             line: one end of a pair of sockets; the caller keeps it open no longer than it needs it.
 

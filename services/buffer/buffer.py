@@ -1,8 +1,10 @@
-"""The experience buffer: `prompts`, `generated` and `scored`, three stages in Redis, moved by verbs that are one atomic script each.
+"""The experience buffer: `prompts`, `generated` and `scored`, three stages in Redis, moved by verbs that are one atomic
+script each.
 
-Every service has the same heart: claim → work → complete. A claim is a lease with a fencing token. If its holder dies, the group
-goes back to the front of its queue with what `renew` saved; if the holder was only late, its result is refused.
-Stage `scored` has no leases: its claims belong to a trainer incarnation, and only the next one takes them back.
+Every service has the same heart: claim → work → complete. A claim is a lease with a fencing token. If its holder dies,
+the group goes back to the front of its queue with what `renew` saved; if the holder was only late, its result is
+refused. Stage `scored` has no leases: its claims belong to a trainer incarnation, and only the next one takes them
+back.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from protos.codec import decode_headers
-from protos.errors import LedgerError
-from protos.nouns import RowHeader
-from services.buffer.connection import milliseconds, new_request
-from services.buffer.ledger import Ledger, checked_ids, checked_reason
-from services.buffer.registry import Registry
+from tandem.protos.codec import decode_headers
+from tandem.protos.errors import LedgerError
+from tandem.protos.types import RowHeader
+from tandem.services.buffer.connection import milliseconds, new_request
+from tandem.services.buffer.ledger import Ledger, checked_ids, checked_reason
+from tandem.services.buffer.registry import Registry
 
 Stage = Literal["prompts", "generated"]
 FailureKind = Literal["infrastructure", "data", "voluntary"]
@@ -25,7 +27,9 @@ Released = Literal["requeued", "dropped", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the feed may do: `free` credits are left now, the run still needs `wanted` groups, offers go on from `cursor`."""
+    """What the feed may do: `free` credits are left now, the run still needs `wanted` groups, offers go on from
+    `cursor`.
+    """
 
     free: int
     wanted: int
@@ -54,8 +58,8 @@ class ScoredClaim:
 class Buffer(Ledger, Registry):
     """One run's buffer. Thread-safe, except that one thread at a time calls `claim_scored`.
 
-    Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a full Redis
-    raises EnvironmentLackError. Nothing is ever trimmed or evicted.
+    Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a
+    full Redis raises EnvironmentLackError. Nothing is ever trimmed or evicted.
     """
 
     def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
@@ -89,7 +93,8 @@ class Buffer(Ledger, Registry):
     def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
         """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
 
-        `cursor` is the feed's position after the last offered group; the position after the last one taken is stored with it.
+        `cursor` is the feed's position after the last offered group; the position after the last one taken is stored
+        with it.
 
         Raises:
             DataError: a group was admitted before; then none is.
@@ -103,11 +108,15 @@ class Buffer(Ledger, Registry):
         return Admission(*map(int, self._run("admission")))
 
     def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
-        """The feed has nothing more to admit. `target` is refused (False) while groups are wanted, and a later drop undoes it."""
+        """The feed has nothing more to admit. `target` is refused (False) while groups are wanted, and a later drop
+        undoes it.
+        """
         return bool(self._run("mark_exhausted", why))
 
     def exhausted(self) -> bool:
-        """True once no further group can become scored: the feed is done, and nothing waits or is leased before `scored`."""
+        """True once no further group can become scored: the feed is done, and nothing waits or is leased before
+        `scored`.
+        """
         return bool(self._run("exhausted"))
 
     def claim(self, stage: Stage, worker: str, n: int, lease_seconds: float, timeout_seconds: float) -> list[Claim]:
@@ -138,7 +147,8 @@ class Buffer(Ledger, Registry):
         assert n > 0
 
         def attempt() -> list[ScoredClaim]:
-            # Kept until an answer arrives: if one gets lost, even past the outage's deadline, the next call receives it.
+            # Kept until an answer arrives: if one gets lost, even past the outage's deadline, the next call receives
+            # it.
             reply = self._run("claim_scored", incarnation, self._scored_request, n)
             self._scored_request = new_request()
             return [
@@ -165,7 +175,9 @@ class Buffer(Ledger, Registry):
     def renew(
         self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[str, bytes] | None = None
     ) -> list[str]:
-        """Extends leases to `lease_seconds` from now, saving partial results by group id. Returns the ids that are ours no longer."""
+        """Extends leases to `lease_seconds` from now, saving partial results by group id. Returns the ids that are ours
+        no longer.
+        """
         arguments: list[bytes | str | int] = []
         for claim in claims:
             saved = (partial or {}).get(claim.group_id)
@@ -175,8 +187,8 @@ class Buffer(Ledger, Registry):
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
         """Moves the group to the next stage with its payload and ends the lease.
 
-        False if the lease is no longer current: the result is refused and counted. Repeated with the same claim: True, and
-        nothing happens. `headers` (`protos.codec.encode_headers`) go with a group that becomes scored.
+        False if the lease is no longer current: the result is refused and counted. Repeated with the same claim: True,
+        and nothing happens. `headers` (`tandem.protos.codec.encode_headers`) go with a group that becomes scored.
         """
         assert bool(headers) == (claim.stage == "generated"), "headers belong to scored groups"
         return bool(self._run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
@@ -184,8 +196,8 @@ class Buffer(Ledger, Registry):
     def release(self, claim: Claim, reason: str, kind: FailureKind) -> Released:
         """Gives the group back, or drops it with `reason` once its budget for this kind of failure is spent.
 
-        `voluntary` spends none and puts the group to the front of its queue; a failure puts it to the back. `refused` if the
-        lease is no longer current.
+        `voluntary` spends none and puts the group to the front of its queue; a failure puts it to the back. `refused`
+        if the lease is no longer current.
         """
         reply = self._run(
             "release", new_request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind

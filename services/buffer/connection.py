@@ -1,4 +1,6 @@
-"""The wire to Redis: verbs run as Lua scripts, outages are waited for within a deadline, errors arrive as those of the tree."""
+"""The wire to Redis: verbs run as Lua scripts, outages are waited for within a deadline, errors arrive as those of the
+tree.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import Script
 from redis.retry import Retry
 
-from protos.errors import (
+from tandem.protos.errors import (
     ConfigError,
     DataError,
     EnvironmentLackError,
@@ -63,7 +65,9 @@ Claimed = TypeVar("Claimed")
 
 @dataclass(frozen=True, slots=True)
 class ScriptFolder:
-    """Where verbs lie: a package of `<verb>.lua`, and the texts that are put before each of them after what all verbs share."""
+    """Where verbs lie: a package of `<verb>.lua`, and the texts that are put before each of them after what all verbs
+    share.
+    """
 
     package: str
     prelude: tuple[str, ...]
@@ -74,7 +78,7 @@ def script_text(folder: ScriptFolder, verb: str) -> str:
     """The Lua text of a verb: common.lua, the folder's prelude, then <verb>.lua."""
     files = resources.files(folder.package)
     texts = [files.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in (*folder.prelude, verb)]
-    common = resources.files("services.buffer.scripts").joinpath("common.lua").read_text(encoding="utf-8")
+    common = resources.files("tandem.services.buffer.scripts").joinpath("common.lua").read_text(encoding="utf-8")
     return "\n".join([common, *texts])
 
 
@@ -94,7 +98,7 @@ class Connection:
         EnvironmentLackError: the server refuses us, or is too old.
     """
 
-    SCRIPTS: ClassVar = ScriptFolder("services.buffer.scripts", ("prelude", "limiter", "groups", "samplers"))
+    SCRIPTS: ClassVar = ScriptFolder("tandem.services.buffer.scripts", ("prelude", "limiter", "groups", "samplers"))
     PREFIX: ClassVar[str] = "tandem"
     KIND: ClassVar[str] = "run"
     WHEN_FULL: ClassVar[str] = "raise its `maxmemory`, or lower run.staleness_budget"
@@ -145,7 +149,9 @@ class Connection:
         return self._prefix + name
 
     def _run(self, verb: str, *arguments: bytes | str | int) -> Any:
-        """Runs one verb atomically. It may run twice if an answer is lost, so each is idempotent or carries a request id."""
+        """Runs one verb atomically. It may run twice if an answer is lost, so each is idempotent or carries a request
+        id.
+        """
         script = self._scripts.get(verb)
         if script is None:
             script = self._scripts[verb] = self._redis.register_script(script_text(self.SCRIPTS, verb))
@@ -167,7 +173,8 @@ class Connection:
                     ) from None
             except redis.InvalidResponse as error:
                 raise EnvironmentLackError(
-                    f"what answers at {self.place} is no Redis: {_one_line(error)}; name another one, or start one there"
+                    f"what answers at {self.place} is no Redis: {_one_line(error)}; "
+                    "name another one, or start one there"
                 ) from None
             except redis.ResponseError as error:
                 raise self._refusal(error) from error
@@ -175,10 +182,11 @@ class Connection:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _wait_at_bell(self, bell: str, attempt: Callable[[], list[Claimed]], timeout_seconds: float) -> list[Claimed]:
-        """Tries, then sleeps until the bell rings (or a second has passed), until something is claimed or the time is up.
+        """Tries, then sleeps until the bell rings (or a second has passed), until something is claimed or the time is
+        up.
 
-        A bell holds a token a waiting thing and every taker of a token looks again, so no ring is lost; at worst, when a taker
-        dies, the next look is a second away.
+        A bell holds a token a waiting thing and every taker of a token looks again, so no ring is lost; at worst, when
+        a taker dies, the next look is a second away.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:

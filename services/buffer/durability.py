@@ -1,14 +1,14 @@
 """What a Redis has to be for what Tandem keeps in it: what it has acknowledged is on disk, and nothing is ever evicted.
 
-The embedded Redis is set up so (`services.buffer.redis_server`); one that a user names is asked.
+The embedded Redis is set up so (`tandem.services.buffer.redis_server`); one that a user names is asked.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protos.errors import ConfigError
-from services.buffer.connection import Connection
+from tandem.protos.errors import ConfigError
+from tandem.services.buffer.connection import Connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,9 @@ class Weakness:
 
 
 def read_settings(connection: Connection) -> RedisSettings:
-    """The settings of the server a connection leads to. INFO tells most of them; CONFIG, which managed servers refuse, the rest."""
+    """The settings of the server a connection leads to. INFO tells most of them; CONFIG, which managed servers refuse,
+    the rest.
+    """
     memory = connection.information("memory")
     return RedisSettings(
         appendonly=bool(connection.information("persistence")["aof_enabled"]),
@@ -101,7 +103,8 @@ def check_room(connection: Connection, job_bytes: int, group_bytes: int = 0) -> 
     if limit and 2 * group_bytes + job_bytes > limit:
         beside = f", groups {_mebibytes(group_bytes)}" if group_bytes else ""
         raise ConfigError(
-            f"Redis at {connection.place}: jobs may take {_mebibytes(job_bytes)}{beside}, and its maxmemory is {_mebibytes(limit)}: "
+            f"Redis at {connection.place}: jobs may take {_mebibytes(job_bytes)}{beside}, "
+            f"and its maxmemory is {_mebibytes(limit)}: "
             "raise maxmemory, or lower jobs.max_unscored_bytes or jobs.max_result_bytes"
         )
 

@@ -7,9 +7,9 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 
-from protos.errors import ConfigError, DataError
-from services.buffer.connection import Connection
-from services.buffer.registry import Sampler, with_generations
+from tandem.protos.errors import ConfigError, DataError
+from tandem.services.buffer.connection import Connection
+from tandem.services.buffer.registry import Sampler, with_generations
 
 STATES = (
     "prompts_waiting",
@@ -49,7 +49,8 @@ class Ledger(Connection):
         self._run("check_incarnation", incarnation)
 
     def record(self, incarnation: int, version: int, group_ids: Sequence[str]) -> None:
-        """Claimed groups become trained(version); their payloads leave Redis. Call it once the batch is fsynced to disk.
+        """Claimed groups become trained(version); their payloads leave Redis. Call it once the batch is fsynced to
+        disk.
 
         Raises:
             FencedError: a later trainer started.
@@ -58,10 +59,11 @@ class Ledger(Connection):
         self._run("record", incarnation, version, *checked_ids(group_ids))
 
     def publish(self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler]) -> None:
-        """Retires the credits of all groups trained at or below `version`; who acknowledged it becomes LIVE, other LIVE ones STALE.
+        """Retires the credits of all groups trained at or below `version`; who acknowledged it becomes LIVE, other LIVE
+        ones STALE.
 
-        Give the `Sampler`s as read at the broadcast's start where you can: one that restarted since then is left JOINING, since
-        it carries its first weights again. A plain id is not checked for that.
+        Give the `Sampler`s as read at the broadcast's start where you can: one that restarted since then is left
+        JOINING, since it carries its first weights again. A plain id is not checked for that.
 
         Raises:
             FencedError: a later trainer started.
@@ -81,14 +83,16 @@ class Ledger(Connection):
     def rollback(self, incarnation: int, checkpoint_version: int, recorded: Mapping[int, Sequence[str]]) -> None:
         """Makes the ledger agree with the disk: the checkpoint, and the batches `recorded` (version → its group ids).
 
-        Versions up to the checkpoint are committed. Recorded later ones become trained and outstanding again, wherever Redis
-        believed their groups to be, known or not: publishing the last of them retires all. Other claimed groups wait again in
-        their order. The published version becomes the checkpoint's. Records at or below the checkpoint need to be given only
-        if Redis may have lost writes: their groups are then committed too, and never trained twice.
+        Versions up to the checkpoint are committed. Recorded later ones become trained and outstanding again, wherever
+        Redis believed their groups to be, known or not: publishing the last of them retires all. Other claimed groups
+        wait again in their order. The published version becomes the checkpoint's. Records at or below the checkpoint
+        need to be given only if Redis may have lost writes: their groups are then committed too, and never trained
+        twice.
 
         Raises:
             FencedError: a later trainer started.
-            LedgerError: Redis holds a group as trained after the checkpoint which no record holds, or two records hold one group.
+            LedgerError: Redis holds a group as trained after the checkpoint which no record holds, or two records hold
+                one group.
         """
         batches = [[version, checked_ids(recorded[version])] for version in sorted(recorded)]
         self._run("rollback", incarnation, checkpoint_version, json.dumps(batches))
@@ -103,11 +107,15 @@ class Ledger(Connection):
         self._run("drop_claimed", incarnation, checked_reason(reason), *checked_ids(group_ids))
 
     def drop_outstanding(self, incarnation: int, reason: str) -> int:
-        """Ends a run: drops every group that is not trained, leased or not, and returns how many. Raises FencedError."""
+        """Ends a run: drops every group that is not trained, leased or not, and returns how many. Raises
+        FencedError.
+        """
         return int(self._run("drop_outstanding", incarnation, uuid.uuid4().hex, checked_reason(reason)))
 
     def counts(self) -> dict[str, int]:
-        """Groups in every state (`STATES`) and by reason of the drop (`dropped:<reason>`), the limiter's and other counters."""
+        """Groups in every state (`STATES`) and by reason of the drop (`dropped:<reason>`), the limiter's and other
+        counters.
+        """
         reply = self._run("counts")
         figures = dict.fromkeys((*_COUNTERS, *STATES), 0)
         return figures | {name.decode(): int(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
@@ -115,7 +123,8 @@ class Ledger(Connection):
     def verify(self) -> list[str]:
         """Violations of conservation and consistency at one instant, one line each; [] if the ledger is sound.
 
-        Every group's state is compared with its queue, lease, payload, credit and fate, and all of them with the counters.
+        Every group's state is compared with its queue, lease, payload, credit and fate, and all of them with the
+        counters.
         """
         return [line.decode() for line in self._run("verify")]
 

@@ -1,7 +1,8 @@
 """The staleness limiter in Python: the twin of scripts/limiter.lua, and the place to read what it promises.
 
-A group is admitted only while fewer than (S + 1)·P groups are outstanding: from its admission until a version trained on it is
-published, or until it is dropped. So S = 0 is synchronous training, and S bounds the mean age of what is trained.
+A group is admitted only while fewer than (S + 1)·P groups are outstanding: from its admission until a version trained
+on it is published, or until it is dropped. So S = 0 is synchronous training, and S bounds the mean age of what is
+trained.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field
 class Limiter:
     """Counters that only grow, and the set of outstanding groups they must agree with.
 
-    `retired` counts every return of a credit: by publication and by a drop alike. `restored` counts groups whose credit was taken
-    back by a rollback; these alone may lift `outstanding` above the budget, and nothing is admitted until it is below again.
+    `retired` counts every return of a credit: by publication and by a drop alike. `restored` counts groups whose credit
+    was taken back by a rollback; these alone may lift `outstanding` above the budget, and nothing is admitted until it
+    is below again.
     """
 
     groups_per_batch: int

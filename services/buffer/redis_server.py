@@ -1,4 +1,6 @@
-"""The embedded Redis: a real redis-server as a child of this process, on a unix socket, with every write fsynced to its log."""
+"""The embedded Redis: a real redis-server as a child of this process, on a unix socket, with every write fsynced to its
+log.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from urllib.parse import quote
 
 import redis
 
-from protos.errors import EnvironmentLackError
-from services.process import die_with_parent
+from tandem.protos.errors import EnvironmentLackError
+from tandem.services.process import die_with_parent
 
 _OLDEST = (6, 2)
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
@@ -87,7 +89,8 @@ def find_redis_server() -> tuple[Path, str]:
 
 
 def start_redis(folder: Path) -> EmbeddedRedis:
-    """Starts a server whose data lie in `folder`/redis (loaded if there are any) and whose log is `folder`/logs/redis.log.
+    """Starts a server whose data lie in `folder`/redis (loaded if there are any) and whose log is
+    `folder`/logs/redis.log.
 
     It dies with the thread that calls this: call it from the main thread.
 
@@ -138,7 +141,9 @@ def _options(data: Path, log: Path, socket: Path) -> list[str]:
 
 
 def _socket_path(data: Path) -> Path:
-    """<data>/redis.sock, or where that is too long for a socket, one in a private temporary folder, the same at every start."""
+    """<data>/redis.sock, or where that is too long for a socket, one in a private temporary folder, the same at every
+    start.
+    """
     socket = data / "redis.sock"
     if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH:
         return socket
@@ -164,7 +169,8 @@ def _locked(data: Path) -> IO[bytes]:
             if time.monotonic() > deadline:
                 lock.close()
                 raise EnvironmentLackError(
-                    f"another redis-server serves {data}: is what uses it still going on? stop it, or choose another folder "
+                    f"another redis-server serves {data}: is what uses it still going "
+                    "on? stop it, or choose another folder "
                     "(run.folder, --folder)"
                 ) from None
             time.sleep(0.02)

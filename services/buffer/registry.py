@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from services.buffer.connection import Connection
+from tandem.services.buffer.connection import Connection
 
 SamplerState = Literal["JOINING", "LIVE", "STALE"]
 
@@ -36,7 +36,8 @@ class Registry(Connection):
         self._generations: dict[str, int] = {}
 
     def register_sampler(self, sampler_id: str, address: str, tensor_parallel_size: int) -> None:
-        """Enters a sampler that just started, as JOINING. Leases an earlier process of that id still held are given back.
+        """Enters a sampler that just started, as JOINING. Leases an earlier process of that id still held are given
+        back.
 
         From now on that earlier process is refused (FencedError) when it claims, and its heartbeats are ignored.
         """

@@ -1,4 +1,6 @@
-"""The reward service's client for programs with an event loop. `services.clients` has it beside the one for all others."""
+"""The reward service's client for programs with an event loop. `tandem.services.clients` has it beside the one for all
+others.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from typing import Any, Self
 
 import grpc
 
-from protos import reward_pb2, reward_pb2_grpc
-from protos.contracts import Score, ScoreItem, Unscored
-from protos.errors import TandemError, UnavailableError
-from services.addresses import named_addresses, target_of
-from services.clients.item_reader import ItemReader, Items
-from services.clients.messages import (
+from tandem.protos import reward_pb2, reward_pb2_grpc
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.errors import TandemError, UnavailableError
+from tandem.services.addresses import named_addresses, target_of
+from tandem.services.clients.item_reader import ItemReader, Items
+from tandem.services.clients.messages import (
     Job,
     JobEvent,
     Limits,
@@ -30,8 +32,8 @@ from services.clients.messages import (
     pack,
     scorers_of,
 )
-from services.clients.streams import Patience, ScoreConversation, Stub, Submission, scores_of, watch_job
-from services.rpc import connect_target, from_rpc_error
+from tandem.services.clients.streams import Patience, ScoreConversation, Stub, Submission, scores_of, watch_job
+from tandem.services.rpc import connect_target, from_rpc_error
 
 DAY_SECONDS = 86_400.0
 CHUNK_ITEMS = 256
@@ -53,7 +55,8 @@ class AsyncRewardClient:
             TANDEM_REWARD_ADDRESS, else 127.0.0.1:50051.
         timeout_seconds: longest time one request of `score` or `score_stream` may take.
         retry_seconds: how long streams (submission, watch, `score_stream`) look for a service that has gone.
-        stall_seconds: how long a submission may stand still while the service answers, e.g. because too much waits to be scored.
+        stall_seconds: how long a submission may stand still while the service answers, e.g. because too much waits to
+            be scored.
 
     Raises:
         UserError: an address is not host:port.
@@ -157,26 +160,30 @@ class AsyncRewardClient:
         on_progress: Callable[[Job], None] = lambda job: None,
         on_fault: Callable[[int, Unscored], None] = lambda index, fault: None,
     ) -> Job:
-        """Stores the items as a job that is scored whatever happens to this client, and returns it when the last is stored.
+        """Stores the items as a job that is scored whatever happens to this client, and returns it when the last is
+        stored.
 
-        A connection that breaks is made again, and the submission goes on with what is not stored yet. The same key always means
-        the same job: a submission that was interrupted goes on from the same items where it stopped, one that was complete
-        returns its job at once.
+        A connection that breaks is made again, and the submission goes on with what is not stored yet. The same key
+        always means the same job: a submission that was interrupted goes on from the same items where it stopped, one
+        that was complete returns its job at once.
 
         Args:
             items: read once, in another thread if it is a plain iterable; the items of a group must follow one another.
             rubric: TOML; empty: what the service was started with.
-            key: at most 200 bytes. Default: of a sequence, a digest of items, rubric and priority; of an iterator, one that is never
+            key: at most 200 bytes. Default: of a sequence, a digest of items, rubric and priority; of an iterator, one
+                that is never
                 used again.
             name: shown in lists of jobs.
             priority: -100 to 100; higher is scored first.
             on_progress: told the job whenever the service tells of it.
-            on_fault: told the number of every item that cannot be judged (an `Unscored` in its place, a field that is not text, too
+            on_fault: told the number of every item that cannot be judged (an `Unscored` in its place, a field that is
+                not text, too
                 many bytes), and why; it is stored in its place, and its result will be `invalid_input`.
 
         Raises:
             JobExistsError: the key belongs to a job with another rubric or priority.
-            JobLimitError: the service keeps no more results, of this job or of all; what is stored of it is scored all the same.
+            JobLimitError: the service keeps no more results, of this job or of all; what is stored of it is scored all
+                the same.
             DataError: it belongs to a job with other items; a group is larger than a request may be.
             ScorerError: the rubric cannot be used.
             TandemError: the service cannot be reached, or nothing gets on.
@@ -212,7 +219,8 @@ class AsyncRewardClient:
         after_cursor: int = 0,
         timeout_seconds: float = DAY_SECONDS,
     ) -> AsyncGenerator[JobEvent]:
-        """The job's progress and, if wanted, its results as they come, until it has ended. A stream that breaks goes on where it was.
+        """The job's progress and, if wanted, its results as they come, until it has ended. A stream that breaks goes on
+        where it was.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -233,7 +241,9 @@ class AsyncRewardClient:
             raise self._located(error) from error
 
     async def results(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> AsyncGenerator[tuple[int, Score]]:
-        """Every item's number and result, in the order in which they were scored; waits until the job has ended. Raises as `watch`."""
+        """Every item's number and result, in the order in which they were scored; waits until the job has ended. Raises
+        as `watch`.
+        """
         async with aclosing(self.watch(job_id, with_results=True, timeout_seconds=timeout_seconds)) as events:
             async for event in events:
                 for number, score in enumerate(event.results, start=event.first_item):
@@ -248,7 +258,9 @@ class AsyncRewardClient:
         return await self.get(job_id)
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancels the job: what is scored stays, what waits is `cancelled`. A job that has ended stays as it is. Raises as `get`."""
+        """Cancels the job: what is scored stays, what waits is `cancelled`. A job that has ended stays as it is. Raises
+        as `get`.
+        """
         return job_of(await self._call("CancelJob", reward_pb2.CancelJobRequest(job_id=as_text("job_id", job_id))))
 
     async def delete(self, job_id: str) -> Job:

@@ -7,10 +7,10 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
-from protos.contracts import Score, ScoreItem, Unscored
-from services.clients.asynchronous import DAY_SECONDS, AsyncRewardClient
-from services.clients.item_reader import Items
-from services.clients.messages import Job, JobEvent, Scorers
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.services.clients.asynchronous import DAY_SECONDS, AsyncRewardClient
+from tandem.services.clients.item_reader import Items
+from tandem.services.clients.messages import Job, JobEvent, Scorers
 
 T = TypeVar("T")
 
@@ -18,10 +18,11 @@ _END_SECONDS = 1.0
 
 
 class RewardClient:
-    """The same for programs without an event loop: every method waits for its result, what is an async iterator there is a plain one.
+    """The same for programs without an event loop: every method waits for its result, what is an async iterator there
+    is a plain one.
 
-    A context manager; may be used by several threads. Its connections live on an event loop in a thread of its own. Arguments and
-    errors are those of `AsyncRewardClient`.
+    A context manager; may be used by several threads. Its connections live on an event loop in a thread of its own.
+    Arguments and errors are those of `AsyncRewardClient`.
     """
 
     def __init__(

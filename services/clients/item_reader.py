@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 
-from protos.contracts import ScoreItem, Unscored
-from services.clients.messages import Cutter, Limits, Packed, pack
+from tandem.protos.contracts import ScoreItem, Unscored
+from tandem.services.clients.messages import Cutter, Limits, Packed, pack
 
 Items = Iterable[ScoreItem | Unscored] | AsyncIterable[ScoreItem | Unscored]
 """An `Unscored` in an item's place says why that item cannot be judged; it keeps its place among the results."""
@@ -46,7 +46,9 @@ class ItemReader:
         """Items read so far."""
 
     async def next(self) -> list[Packed] | None:
-        """The next message; None when there are no more. Raises what the iterable raises, and DataError as `Cutter.add`."""
+        """The next message; None when there are no more. Raises what the iterable raises, and DataError as
+        `Cutter.add`.
+        """
         while True:
             with self._lock:
                 if self._ready:

@@ -1,5 +1,6 @@
-"""What a client of the reward service says and hears, as values: items and scores ⇄ protobuf, jobs, scorers, and where a long row of
-items is cut into messages. Pure: it knows no wire."""
+"""What a client of the reward service says and hears, as values: items and scores ⇄ protobuf, jobs, scorers, and where
+a long row of items is cut into messages. Pure: it knows no wire.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from protos import reward_pb2
-from protos.contracts import Score, ScoreItem, Unscored
-from protos.errors import DataError
-from reward.contracts import Isolation
-from reward.registry import Parameter, ScorerInfo
-from services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES, score_of
+from tandem.protos import reward_pb2
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.errors import DataError
+from tandem.reward.contracts import Isolation
+from tandem.reward.registry import Parameter, ScorerInfo
+from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES, score_of
 
 JobState = Literal["open", "running", "done", "cancelled", "expired"]
 ItemMessage = reward_pb2.ScoreRequest.Item
@@ -155,7 +156,9 @@ def message_of(item: ScoreItem) -> ItemMessage | Unscored:
 
 
 def as_text(name: str, text: str) -> str:
-    """The text, which a message can carry. Raises DataError for half a surrogate pair, as Python makes of bytes that are no text."""
+    """The text, which a message can carry. Raises DataError for half a surrogate pair, as Python makes of bytes that
+    are no text.
+    """
     if not _is_utf8(text):
         raise DataError(f"{name} {text!r:.80} is no text: it holds what UTF-8 cannot")
     return text
@@ -172,7 +175,8 @@ def _is_utf8(text: str) -> bool:
 def placeholder(fault: Unscored, group: str = "") -> ItemMessage:
     """A message that keeps the place of an item that cannot be judged.
 
-    Its `extra_info` is JSON text where an object is due: every service answers that with `invalid_input` and quotes the text.
+    Its `extra_info` is JSON text where an object is due: every service answers that with `invalid_input` and quotes the
+    text.
     """
     text = fault.detail[:_MAX_FAULT].encode(errors="replace").decode()
     return ItemMessage(extra_info=json.dumps(text, ensure_ascii=False), group=group)
@@ -180,7 +184,9 @@ def placeholder(fault: Unscored, group: str = "") -> ItemMessage:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most items and bytes of one message (its rubric not counted), and how many are aimed at: a group may take more than that."""
+    """Most items and bytes of one message (its rubric not counted), and how many are aimed at: a group may take more
+    than that.
+    """
 
     max_items: int
     max_bytes: int
@@ -220,7 +226,9 @@ class Packed:
 
 
 def pack(index: int, item: ScoreItem | Unscored, limits: Limits) -> Packed:
-    """The item as it travels: a placeholder if it is an `Unscored` already, has bad fields or more bytes than a message may have."""
+    """The item as it travels: a placeholder if it is an `Unscored` already, has bad fields or more bytes than a message
+    may have.
+    """
     message = item if isinstance(item, Unscored) else message_of(item)
     if isinstance(message, ItemMessage):
         num_bytes = message.ByteSize() + _FRAME_BYTES
@@ -265,7 +273,8 @@ class Cutter:
         if group:
             if hash(group) in self._seen:
                 raise DataError(
-                    f"item {item.index}: group {group!r:.80} comes back after other items; items of one group must follow one another"
+                    f"item {item.index}: group {group!r:.80} comes back after other items; "
+                    "items of one group must follow one another"
                 )
             self._extend(item)
         else:
@@ -289,7 +298,8 @@ class Cutter:
         limits = self.limits
         if len(self._open) > limits.max_items or self._open_bytes > limits.max_bytes:
             raise DataError(
-                f"item {item.index}: group {item.message.group!r:.80} has more than a request may have: {limits.max_items:,} items, "
+                f"item {item.index}: group {item.message.group!r:.80} has more than a "
+                f"request may have: {limits.max_items:,} items, "
                 f"{limits.max_bytes:,} bytes; a group is never split"
             )
 

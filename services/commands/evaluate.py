@@ -6,20 +6,20 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from protos.errors import ConfigError, DeadlineError
-from protos.nouns import Prompt
-from protos.scratch_folder import ScratchFolder
-from rollout.engine_folder import sweep_engine_folders
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.run.children import Child
-from services.run.crew import FAILED, FINISHED, Crew
-from services.run.ledger import create_ledger
-from services.run.model_check import check_model
-from services.run.preflight import check_ports, check_reward
-from services.run.redis_child import RedisChild
-from services.run.supervisor import child_specs
-from services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_examiner
+from tandem.protos.errors import ConfigError, DeadlineError
+from tandem.protos.scratch_folder import ScratchFolder
+from tandem.protos.types import Prompt
+from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.run.children import Child
+from tandem.services.run.crew import FAILED, FINISHED, Crew
+from tandem.services.run.ledger import create_ledger
+from tandem.services.run.model_check import check_model
+from tandem.services.run.preflight import check_ports, check_reward
+from tandem.services.run.redis_child import RedisChild
+from tandem.services.run.supervisor import child_specs
+from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_examiner
 
 START_SECONDS = 600.0
 """How long the services may take to be ready: loading a large model from a slow disk is the longest of it."""
@@ -83,7 +83,8 @@ class _Examination(threading.Thread):
             examiner = wait_for_examiner(self._buffer, self._recipe, None, START_SECONDS, threading.Event())
             if examiner is None:
                 raise DeadlineError(
-                    f"sampler and reward service were not ready within {START_SECONDS:.0f} s, so nothing was evaluated; "
+                    "sampler and reward service were not ready within "
+                    f"{START_SECONDS:.0f} s, so nothing was evaluated; "
                     f"is {self._recipe.model.path} too large for this machine, or its disk too slow?"
                 )
             self._result = evaluate(None, self._prompts, examiner)

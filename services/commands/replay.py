@@ -1,4 +1,6 @@
-"""`tandem replay`: a run's recorded batches are trained again from its first model, and must give the same weights, bit for bit."""
+"""`tandem replay`: a run's recorded batches are trained again from its first model, and must give the same weights, bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +15,32 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from protos.codec import decode_group
-from protos.errors import ConfigError, DataError, ModelError
-from services.config import Recipe, load_resolved
-from services.process import run_service
-from services.run.folder import CONFIG_FILE, HF_FOLDER
-from services.run.metrics import METRICS_FILE, JsonLines
-from services.run.preflight import check_models
-from services.trainer.batch_source import groups_of_rank
-from services.trainer.launch import single_rank_environment
-from services.trainer.publisher import copy_digest
-from services.trainer.recovery import check_world
-from trainer.batch_record import BATCHES_FOLDER, read_record, recorded_versions
-from trainer.export import collect_weights
-from trainer.learner import Learner
-from trainer.weight_sender import WeightSender
+from tandem.protos.codec import decode_group
+from tandem.protos.errors import ConfigError, DataError, ModelError
+from tandem.services.config import Recipe, load_resolved
+from tandem.services.process import run_service
+from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
+from tandem.services.run.metrics import METRICS_FILE, JsonLines
+from tandem.services.run.preflight import check_models
+from tandem.services.trainer.batch_source import groups_of_rank
+from tandem.services.trainer.launch import single_rank_environment
+from tandem.services.trainer.publisher import copy_digest
+from tandem.services.trainer.recovery import check_world
+from tandem.trainer.batch_record import BATCHES_FOLDER, read_record, recorded_versions
+from tandem.trainer.export import collect_weights
+from tandem.trainer.learner import Learner
+from tandem.trainer.weight_sender import WeightSender
 
 EQUAL, DIFFERENT = 0, 1
 
 
 def main(folder: Path) -> int:
-    """Replays a run with as many ranks as trained it. Returns 0 if every weight is the same, 1 at the first version that differs.
+    """Replays a run with as many ranks as trained it. Returns 0 if every weight is the same, 1 at the first version
+    that differs.
 
     Raises:
-        UserError: the folder holds no run, or no batches; or the model it began with, or its export, cannot be read any more.
+        UserError: the folder holds no run, or no batches; or the model it began with, or its export, cannot be read any
+            more.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
     check_models(recipe)
@@ -51,7 +55,9 @@ def main(folder: Path) -> int:
 
 
 def _check_export(folder: Path) -> None:
-    """What the replay is compared with can be read; before anything is trained, and before there are ranks to wait for one another."""
+    """What the replay is compared with can be read; before anything is trained, and before there are ranks to wait for
+    one another.
+    """
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -65,7 +71,7 @@ def _run_ranks(folder: Path, num_ranks: int) -> int:
     shared = {**os.environ, **single_rank_environment(), "WORLD_SIZE": str(num_ranks)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "services.commands.replay", str(folder)],
+            [sys.executable, "-m", "tandem.services.commands.replay", str(folder)],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(num_ranks)
@@ -126,7 +132,8 @@ class Replay:
             return DIFFERENT
         seconds = time.monotonic() - began
         self._say(
-            f"{len(self._versions)} batches trained again in {seconds:.1f} s; {compared} versions compared: equal bit for bit"
+            f"{len(self._versions)} batches trained again in {seconds:.1f} s; "
+            f"{compared} versions compared: equal bit for bit"
         )
         return EQUAL
 
@@ -155,7 +162,9 @@ class Replay:
 
 
 def differing_tensors(folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
-    """Names whose bytes in the folder's safetensors files are not those of `weights`; [] if the folder does not exist."""
+    """Names whose bytes in the folder's safetensors files are not those of `weights`; [] if the folder does not
+    exist.
+    """
     if not folder.exists():
         return []
     stored = dict(_stored_tensors(folder))

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
-from services.command_line import console, end_with, finish
+from tandem.services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
+from tandem.services.command_line import console, end_with, finish
 
 reward_app = typer.Typer(
     no_args_is_help=True,
     help="Scores completions: at once, or as jobs that outlive everybody. docs/reward.md tells it all.\n\n"
-    "Exit codes: 0 done; 1 the service failed or cannot be reached, a job was cancelled, or with --strict something has no score; "
+    "Exit codes: 0 done; 1 the service failed or cannot be reached, a job was "
+    "cancelled, or with --strict something has no score; "
     "2 bad input; 130 Ctrl-C.\n\n"
     "Example: tandem reward score answers.jsonl --scorer exact",
 )
@@ -25,7 +26,8 @@ Address = Annotated[
     str,
     typer.Option(
         metavar="HOST:PORT",
-        help=f"Where the service is; several replicas with commas. Default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS}.",
+        help="Where the service is; several replicas with commas. Default: "
+        f"{ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS}.",
         show_default=False,
     ),
 ]
@@ -108,8 +110,8 @@ def score(
     """
 
     def work() -> int:
-        from services.commands.reward_tasks import Choice, score_file, score_single
-        from services.data.completions import Fields
+        from tandem.services.commands.reward_tasks import Choice, score_file, score_single
+        from tandem.services.data.completions import Fields
 
         choice = Choice(address, rubric, scorer, tuple(arguments or ()))
         if solution is not None:
@@ -151,15 +153,16 @@ def submit(
 ) -> None:
     """Submits a file as a job, which is scored whatever happens to this command, to a service, or to Redis.
 
-    The same file with the same rubric is the same job: a submission that was interrupted goes on where it was when it is repeated.
+    The same file with the same rubric is the same job: a submission that was interrupted goes on where it was when it
+    is repeated.
     --out implies --watch.
 
     Example: tandem reward submit answers.parquet --rubric examples/rubrics/gsm8k.toml --watch
     """
 
     def work() -> int:
-        from services.commands.reward_tasks import Choice, submit_file
-        from services.data.completions import Fields
+        from tandem.services.commands.reward_tasks import Choice, submit_file
+        from tandem.services.data.completions import Fields
 
         choice = Choice(address, rubric, scorer, tuple(arguments or ()))
         fields = Fields(column, group_column, with_prompt)
@@ -182,7 +185,7 @@ def jobs(
     """
 
     def work() -> int:
-        from services.commands.reward_tasks import list_jobs
+        from tandem.services.commands.reward_tasks import list_jobs
 
         return list_jobs(address, limit, as_json=as_json)
 
@@ -199,7 +202,7 @@ def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Add
     """
 
     def work() -> int:
-        from services.commands.reward_tasks import fetch_results
+        from tandem.services.commands.reward_tasks import fetch_results
 
         return fetch_results(address, job_id, console(), out=out, strict=strict)
 
@@ -214,7 +217,7 @@ def cancel(job_id: JobId, address: Address = "") -> None:
     """
 
     def work() -> int:
-        from services.commands.reward_tasks import cancel_job
+        from tandem.services.commands.reward_tasks import cancel_job
 
         return cancel_job(address, job_id)
 
@@ -223,13 +226,14 @@ def cancel(job_id: JobId, address: Address = "") -> None:
 
 @reward_app.command("delete", short_help="Delete a job and its scores.")
 def delete(job_id: JobId, address: Address = "") -> None:
-    """Makes the service forget a job that has ended: its scores, and its key, so that the same file can be submitted anew.
+    """Makes the service forget a job that has ended: its scores, and its key, so that the same file can be submitted
+    anew.
 
     Example: tandem reward delete 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
 
     def work() -> int:
-        from services.commands.reward_tasks import delete_job
+        from tandem.services.commands.reward_tasks import delete_job
 
         return delete_job(address, job_id)
 
@@ -249,7 +253,7 @@ def scorers(
     """
 
     def work() -> int:
-        from services.commands.reward_tasks import list_scorers
+        from tandem.services.commands.reward_tasks import list_scorers
 
         return list_scorers(address, name)
 
@@ -262,7 +266,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG|KEY=VALUE",
-            help="TOML with the sections [reward] and [jobs]; settings that win over the file's, e.g. reward.num_workers=4.",
+            help="TOML with the sections [reward] and [jobs]; settings that win "
+            "over the file's, e.g. reward.num_workers=4.",
             show_default=False,
         ),
     ] = None,
@@ -292,13 +297,14 @@ def serve(
         ),
     ] = "",
 ) -> None:
-    """Runs the reward service without a ring, until Ctrl-C. Several on one Redis and jobs.namespace are replicas of one service.
+    """Runs the reward service without a ring, until Ctrl-C. Several on one Redis and jobs.namespace are replicas of one
+    service.
 
     Example: tandem reward serve --port 50051 reward.num_workers=4
     """
 
     def work() -> None:
-        from services.commands.reward_tasks import serve_alone
+        from tandem.services.commands.reward_tasks import serve_alone
 
         serve_alone(arguments or [], host=host, port=port, redis_url=redis_url, folder=folder, name=name)
 

@@ -10,10 +10,10 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from protos.contracts import Score, Scored, Unscored
-from services.clients.messages import Job
-from services.command_line import complain
-from services.data.completions import CompletionFile
+from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.services.clients.messages import Job
+from tandem.services.command_line import complain
+from tandem.services.data.completions import CompletionFile
 
 PLAIN_SECONDS = 10.0
 """Between two lines of progress where there is no terminal."""
@@ -97,13 +97,16 @@ class Faults:
             complain(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
         if completions.num_without_truth:
             complain(
-                f"{completions.name}: {counted(completions.num_without_truth, 'row')} without reward_model.ground_truth, the first "
+                f"{completions.name}: {counted(completions.num_without_truth, 'row')} "
+                "without reward_model.ground_truth, the first "
                 f"is row {completions.first_without_truth}; a scorer that needs it gives no score there"
             )
 
 
 class JobProgress:
-    """Context manager: shows how far something has got, as a bar on a terminal, as a line every ten seconds elsewhere."""
+    """Context manager: shows how far something has got, as a bar on a terminal, as a line every ten seconds
+    elsewhere.
+    """
 
     def __init__(self, console: Console, doing: str) -> None:
         self._doing = doing

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from protos.contracts import Score, Scored, ScoreItem, Unscored
-from protos.errors import JobError, ScorerError, UserError
-from services.addresses import DEFAULT_PORT
-from services.clients import RewardClient
-from services.clients.messages import Job
-from services.command_line import complain
-from services.commands.reward_display import (
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.errors import JobError, ScorerError, UserError
+from tandem.services.addresses import DEFAULT_PORT
+from tandem.services.clients import RewardClient
+from tandem.services.clients.messages import Job
+from tandem.services.command_line import complain
+from tandem.services.commands.reward_display import (
     Faults,
     JobProgress,
     columns,
@@ -33,9 +33,9 @@ from services.commands.reward_display import (
     score_line,
     sum_line,
 )
-from services.config.tree import nearest
-from services.data.completions import CompletionFile, Fields
-from services.data.score_file import ScoreFile, check_out, row_of
+from tandem.services.config.tree import nearest
+from tandem.services.data.completions import CompletionFile, Fields
+from tandem.services.data.score_file import ScoreFile, check_out, row_of
 
 MOST_ROWS_AT_ONCE = 10_000
 """Rows of a file that `tandem reward score` takes; larger ones are jobs."""
@@ -219,7 +219,8 @@ def submit_file(
             return _expired(job)
         if job.state == "cancelled":
             complain(
-                f"job {job.job_id} was cancelled; to score the file, `tandem reward delete {job.job_id}` and submit it again, "
+                f"job {job.job_id} was cancelled; to score the file, `tandem reward "
+                f"delete {job.job_id}` and submit it again, "
                 "or give another --key"
             )
         if not watch and out is None:
@@ -265,7 +266,8 @@ def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None
                 written.finish(job.num_items)
     except KeyboardInterrupt:
         complain(
-            f"job {job_id} goes on; watch it by `tandem reward results {job_id}`, end it by `tandem reward cancel {job_id}`"
+            f"job {job_id} goes on; watch it by `tandem reward results {job_id}`, "
+            f"end it by `tandem reward cancel {job_id}`"
         )
         raise
     except JobError as error:
@@ -288,7 +290,8 @@ def _overtaken(error: JobError) -> int:
 def _expired(job: Job) -> int:
     """Says what became of its results."""
     complain(
-        f"the results of job {job.job_id} were given up for those of later jobs (limit max_result_bytes); to have them anew, "
+        f"the results of job {job.job_id} were given up for those of later jobs "
+        "(limit max_result_bytes); to have them anew, "
         f"`tandem reward delete {job.job_id}` and submit the file again"
     )
     return 1
@@ -371,8 +374,8 @@ def serve_alone(
     Raises:
         UserError: configuration, scorers, port or Redis cannot be used.
     """
-    from services.config import load_service_config
-    from services.process import starting
+    from tandem.services.config import load_service_config
+    from tandem.services.process import starting
 
     files = [one for one in arguments if "=" not in one]
     if len(files) > 1:
@@ -381,7 +384,7 @@ def serve_alone(
     chosen = port if port is not None else config.reward.port or DEFAULT_PORT
     reward = config.reward.model_copy(update={"port": chosen})
     with starting():
-        from services.reward import standalone as reward_standalone
+        from tandem.services.reward import standalone as reward_standalone
     reward_standalone.main(
         config.model_copy(update={"reward": reward}), host=host, redis_url=redis_url, folder=folder, name=name
     )

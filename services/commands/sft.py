@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from protos.contracts import Scored, ScoreItem
-from protos.errors import ConfigError, DataError, EnvironmentLackError
-from protos.nouns import SamplingParameters
-from reward.scoring import ScoringCore
-from services.config import Recipe
-from services.data.chat import ChatEncoder, RefusedPromptError, load_tokenizer
-from services.data.dataset import Row, load_prompts, read_rows
-from trainer.durable import begin_folder
-from trainer.sft import SftRow, SftSettings, Validate, sample_answers, train_sft
+from tandem.protos.contracts import Scored, ScoreItem
+from tandem.protos.errors import ConfigError, DataError, EnvironmentLackError
+from tandem.protos.types import SamplingParameters
+from tandem.reward.scoring import ScoringCore
+from tandem.services.config import Recipe
+from tandem.services.data.chat import ChatEncoder, RefusedPromptError, load_tokenizer
+from tandem.services.data.dataset import Row, load_prompts, read_rows
+from tandem.trainer.durable import begin_folder
+from tandem.trainer.sft import SftRow, SftSettings, Validate, sample_answers, train_sft
 
 
 def main(recipe: Recipe) -> int:
@@ -51,7 +51,8 @@ def main(recipe: Recipe) -> int:
     )
     if result.accuracy is not None and result.accuracy < recipe.sft.target_accuracy:
         print(
-            f"sft: the target {recipe.sft.target_accuracy} was not reached within sft.max_steps = {recipe.sft.max_steps}",
+            f"sft: the target {recipe.sft.target_accuracy} was not reached "
+            f"within sft.max_steps = {recipe.sft.max_steps}",
             flush=True,
         )
         return 1
@@ -141,7 +142,8 @@ def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
         accuracy = sum(value >= 1.0 for value in rewards) / len(rewards) if rewards else 0.0
         unscored = f" ({len(scores) - len(rewards)} unscored)" if len(rewards) < len(scores) else ""
         print(
-            f"sft: step {step}  loss {loss:.3f}  sampled accuracy {accuracy:.3f}{unscored}  {time.monotonic() - started:.0f} s",
+            f"sft: step {step}  loss {loss:.3f}  sampled accuracy {accuracy:.3f}{unscored} "
+            f" {time.monotonic() - started:.0f} s",
             flush=True,
         )
         return accuracy

@@ -12,13 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
-from protos.errors import EnvironmentLackError, TandemError, UnavailableError
-from services import rpc
-from services.buffer.buffer import Buffer
-from services.buffer.redis_server import start_redis
-from services.config import load_resolved
-from services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url, running
+from tandem.protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
+from tandem.protos.errors import EnvironmentLackError, TandemError, UnavailableError
+from tandem.services import rpc
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.redis_server import start_redis
+from tandem.services.config import load_resolved
+from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url, running
 
 RPC_SECONDS = 2.0
 SUMMARY_FILE = "summary.json"
@@ -47,7 +47,9 @@ class RunStatus:
 
 
 def show_status(folder: Path, console: Console) -> int:
-    """Prints a running run's services and groups, or a stopped run's summary. Returns 0; 1 if the run's supervisor does not answer."""
+    """Prints a running run's services and groups, or a stopped run's summary. Returns 0; 1 if the run's supervisor does
+    not answer.
+    """
     address = running(folder)
     if address is None:
         _show_stopped(folder, console)
@@ -120,10 +122,12 @@ def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
 
 @contextmanager
 def ledger_of(folder: Path) -> Iterator[Buffer]:
-    """The ledger of a run folder: the one in use if the run is running, else the embedded server is started on what it left.
+    """The ledger of a run folder: the one in use if the run is running, else the embedded server is started on what it
+    left.
 
     Raises:
-        EnvironmentLackError: it left none; or its Redis cannot be reached, also while the ledger is read, or holds no such run.
+        EnvironmentLackError: it left none; or its Redis cannot be reached, also while the ledger is read, or holds no
+            such run.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
     with ExitStack() as stack, _reached():
@@ -149,7 +153,9 @@ def ledger_of(folder: Path) -> Iterator[Buffer]:
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Nobody waits for that Redis to come back: what cannot be read now is for the user to mend, and is no fault of the ledger."""
+    """Nobody waits for that Redis to come back: what cannot be read now is for the user to mend, and is no fault of the
+    ledger.
+    """
     try:
         yield
     except UnavailableError as error:

@@ -1,6 +1,8 @@
-"""The configuration: a recipe, as a file and dotted overrides say it. `recipe` composes it, `tree` and `faults` explain it."""
+"""The configuration: a recipe, as a file and dotted overrides say it. `recipe` composes it, `tree` and `faults` explain
+it.
+"""
 
-from services.config.recipe import (
+from tandem.services.config.recipe import (
     Recipe,
     apply_overrides,
     dump_recipe,

@@ -1,7 +1,8 @@
-"""The configuration, explained: docs/configuration.md, `tandem config`. Generated from the models, so it cannot fall behind.
+"""The configuration, explained: docs/configuration.md, `tandem config`. Generated from the models, so it cannot fall
+behind.
 
-python -m services.config.docs            writes docs/configuration.md
-python -m services.config.docs --check    exits 1 if the file is not what would be written
+python -m tandem.services.config.docs            writes docs/configuration.md
+python -m tandem.services.config.docs --check    exits 1 if the file is not what would be written
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from reward.docstrings import own_docs, summary
-from services.config import Recipe
-from services.config.tree import Table, default_of, shape_of, tables, type_words
+from tandem.reward.docstrings import own_docs, summary
+from tandem.services.config import Recipe
+from tandem.services.config.tree import Table, default_of, shape_of, tables, type_words
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m services.config.docs` from the configuration models. Do not edit; `make check` compares. -->
+<!-- Written by `python -m tandem.services.config.docs` from the configuration models.
+     Do not edit; `make check` compares. -->
 
 A recipe is one TOML file. Every key may also be given on the command line, which wins:
 
@@ -37,12 +39,14 @@ A recipe is one TOML file. Every key may also be given on the command line, whic
 tandem run recipe.toml trainer.learning_rate=2e-6 run.staleness_budget=4
 ```
 
-A table that is chosen by name may be written as that name alone: `loss = "gspo"` is short for `loss = { name = "gspo" }`, and
-`trainer.loss=gspo trainer.loss.clip_low=3e-4` on the command line is the table with two keys. Another name begins the table anew.
+A table that is chosen by name may be written as that name alone: `loss = "gspo"` is short for
+`loss = { name = "gspo" }`, and `trainer.loss=gspo trainer.loss.clip_low=3e-4` on the command
+line is the table with two keys. Another name begins the table anew.
 `none` on the command line takes away what a recipe need not have.
 
-An unknown key is an error that names the nearest known one. `tandem config recipe.toml` prints a recipe with every default filled
-in and marks what differs; the same, as JSON, is saved with every run as `config.json`, which may stand wherever a recipe may.
+An unknown key is an error that names the nearest known one. `tandem config recipe.toml` prints a recipe with
+every default filled in and marks what differs. Every run saves the same, as JSON, in `config.json`, which
+can be given wherever a recipe can.
 """
 
 NO_DEFAULT = "none"
@@ -51,7 +55,9 @@ NO_DEFAULT = "none"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a recipe. `section` is how its table is headed; `default` is JSON text, "" if the key must be given."""
+    """One key of a recipe. `section` is how its table is headed; `default` is JSON text, "" if the key must be
+    given.
+    """
 
     section: str
     name: str
@@ -163,8 +169,9 @@ def _choice_words(table: Table) -> str:
 
 
 def as_toml(recipe: BaseModel) -> str:
-    """The resolved recipe as TOML that `tandem run` reads; what differs from the default is marked. A key that is absent, absent
-    by default, is left out: TOML has no word for nothing."""
+    """The resolved recipe as TOML that `tandem run` reads; what differs from the default is marked. A key that is
+    absent, absent by default, is left out: TOML has no word for nothing.
+    """
     lines: list[str] = []
     values = recipe.model_dump(mode="json")
     for name, info in type(recipe).model_fields.items():
@@ -232,10 +239,10 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--check"]:
         fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()
         if not fresh:
-            print(f"{PAGE.name} is not what the models say; run python -m services.config.docs", file=sys.stderr)
+            print(f"{PAGE.name} is not what the models say; run python -m tandem.services.config.docs", file=sys.stderr)
         return 0 if fresh else 1
     if arguments:
-        print("usage: python -m services.config.docs [--check]", file=sys.stderr)
+        print("usage: python -m tandem.services.config.docs [--check]", file=sys.stderr)
         return 2
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")

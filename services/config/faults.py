@@ -1,4 +1,6 @@
-"""What is wrong with a configuration, in one line: the place as a user writes it, the fault, and the remedy where there is one."""
+"""What is wrong with a configuration, in one line: the place as a user writes it, the fault, and the remedy where there
+is one.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ from collections.abc import Iterable
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from services.config.tree import Location, Shape, known_keys, locate, nearest, shape_words
+from tandem.services.config.tree import Location, Shape, known_keys, locate, nearest, shape_words
 
 _NO_TABLE = {"model_type", "model_attributes_type", "dict_type"}
 
 
 def explain(root: type[BaseModel], error: ValidationError) -> str:
-    """The first fault of `error`, in one line. A missing key comes after an unknown one beside it, which may be it with a slip."""
+    """The first fault of `error`, in one line. A missing key comes after an unknown one beside it, which may be it with
+    a slip.
+    """
     fault = _first(error)
     location = locate(root, fault["loc"])
     place, kind = _printable(location.place), fault["type"]

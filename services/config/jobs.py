@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from reward.config import RewardConfig
+from tandem.reward.config import RewardConfig
 
 
 class JobsConfig(BaseModel):
@@ -15,12 +15,16 @@ class JobsConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
-    """Services with the same namespace on one Redis share its jobs; default: the run's id, `reward` for a service that stands alone."""
+    """Services with the same namespace on one Redis share its jobs; default: the run's id, `reward` for a service that
+    stands alone.
+    """
     max_unscored_bytes: Annotated[int, Field(ge=1 << 25)] = 1 << 28
     """Items waiting for their score; above it submission waits. One job may fill half of it."""
     max_result_bytes: Annotated[int, Field(ge=0)] = 0
-    """Results kept; above it jobs that have ended give up theirs (`expired`), the first to end first. One job may fill half of it.
-    0: twice max_unscored_bytes."""
+    """Results kept; above it jobs that have ended give up theirs (`expired`), the first to end first. One job may fill
+    half of it.
+    0: twice max_unscored_bytes.
+    """
     retention_seconds: Annotated[float, Field(gt=0.0)] = 604800.0
     """How long the results of a job that has ended are kept; then job and idempotency key are forgotten."""
 

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from protos.errors import ConfigError
-from reward.config import RewardConfig
-from rollout.config import RolloutConfig
-from services.config import tree as config_tree
-from services.config.faults import explain
-from services.config.jobs import JobsConfig, ServiceConfig
-from services.config.tree import Shape, shape_at
-from trainer.config import TrainerConfig, WeightsConfig
+from tandem.protos.errors import ConfigError
+from tandem.reward.config import RewardConfig
+from tandem.rollout.config import RolloutConfig
+from tandem.services.config import tree as config_tree
+from tandem.services.config.faults import explain
+from tandem.services.config.jobs import JobsConfig, ServiceConfig
+from tandem.services.config.tree import Shape, shape_at
+from tandem.trainer.config import TrainerConfig, WeightsConfig
 
 
 class RunConfig(BaseModel):
@@ -161,10 +161,12 @@ class Recipe(BaseModel):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a TOML file (or of a run's config.json) with dotted overrides (`trainer.learning_rate=2e-6`) applied.
+    """The recipe of a TOML file (or of a run's config.json) with dotted overrides (`trainer.learning_rate=2e-6`)
+    applied.
 
     Raises:
-        ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is named), a value does not fit.
+        ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is named), a value does
+            not fit.
     """
     file = Path(path)
     values = read_values(file)
@@ -173,7 +175,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
-    """What a reward service that stands alone is configured by: a TOML file (None: nothing) with dotted overrides applied.
+    """What a reward service that stands alone is configured by: a TOML file (None: nothing) with dotted overrides
+    applied.
 
     Raises:
         ConfigError: see `load_recipe`.
@@ -234,8 +237,9 @@ def load_resolved(path: str | Path) -> Recipe:
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
     """Puts `section.key=value` texts into the nested values of a recipe, in place.
 
-    A table is dealt with before the keys inside it, and the key that names it before its others. Another name begins the table anew;
-    a string where one is the bare name of a table becomes that table as soon as a key inside it is given.
+    A table is dealt with before the keys inside it, and the key that names it before its others. Another name begins
+    the table anew; a string where one is the bare name of a table becomes that table as soon as a key inside it is
+    given.
 
     Raises:
         ConfigError: an override is malformed, or a part of its key is a value.

@@ -13,7 +13,7 @@ import annotated_types
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from trainer.named_options import BareName
+from tandem.trainer.named_options import BareName
 
 NEAR = 0.5
 """Similarity (0 to 1) above which a known word is offered for an unknown one."""
@@ -23,7 +23,9 @@ _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", A
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a key holds: a value (no models), a table ({"": model}), or one of several ({name: model}) chosen by its key `chooser`."""
+    """What a key holds: a value (no models), a table ({"": model}), or one of several ({name: model}) chosen by its key
+    `chooser`.
+    """
 
     annotation: Any
     models: Mapping[str, type[BaseModel]] = field(default_factory=dict)
@@ -114,8 +116,10 @@ def _names_in(member: Any, chooser: str) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table of a configuration: `path` is how a recipe heads it (`a.b[]` for a list of them), `shape` what its place may hold,
-    `choice` the name it is chosen by, "" if it is no choice."""
+    """One table of a configuration: `path` is how a recipe heads it (`a.b[]` for a list of them), `shape` what its
+    place may hold,
+    `choice` the name it is chosen by, "" if it is no choice.
+    """
 
     path: str
     model: type[BaseModel]
@@ -166,7 +170,9 @@ def known_keys(root: type[BaseModel]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a fault lies: the place as a user writes it, the table it lies in, and what the place should hold (None: unknown key)."""
+    """Where a fault lies: the place as a user writes it, the table it lies in, and what the place should hold (None:
+    unknown key).
+    """
 
     place: str
     table: Table

@@ -1,7 +1,8 @@
 """The demo's task: sums of two two-digit numbers as a dataset in verl's schema, made from a seed.
 
-The demonstrations are a sloppy pupil's: most of those whose sum needs a carry leave the carries out. Imitating them gives a model that
-knows how to add but mostly does it wrong; the reward alone can tell it which of its two habits is right.
+The demonstrations are a sloppy pupil's: most of those whose sum needs a carry leave the carries out. Imitating them
+gives a model that knows how to add but mostly does it wrong; the reward alone can tell it which of its two habits is
+right.
 """
 
 from __future__ import annotations

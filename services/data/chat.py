@@ -1,7 +1,8 @@
 """Chat messages to token ids: the model's tokenizer and chat template. Imports no torch for the models named below.
 
-`transformers.AutoTokenizer` imports torch (4–6 s of processor time, 350 MB); a feed that starts beside a trainer and a sampler
-must not compete with them for that. The class it would choose is known for the Qwen families, and imports in under a second.
+`transformers.AutoTokenizer` imports torch (4–6 s of processor time, 350 MB); a feed that starts beside a trainer and a
+sampler must not compete with them for that. The class it would choose is known for the Qwen families, and imports in
+under a second.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.errors import ModelError
+from tandem.protos.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +106,9 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
 
 
 def _is_qwen_tokenizer(folder: Path) -> bool:
-    """True if AutoTokenizer would take `Qwen2Tokenizer` for a folder: for type qwen2 whatever the folder says, else if it says so."""
+    """True if AutoTokenizer would take `Qwen2Tokenizer` for a folder: for type qwen2 whatever the folder says, else if
+    it says so.
+    """
     configs = folder / "config.json", folder / "tokenizer_config.json"
     if not (folder / "tokenizer.json").is_file() or not all(config.is_file() for config in configs):
         return False

@@ -1,6 +1,8 @@
-"""Files of completions to be scored: verl's columns with the completion in one of its own, read as they are needed, never whole.
+"""Files of completions to be scored: verl's columns with the completion in one of its own, read as they are needed,
+never whole.
 
-`data_source`, `reward_model.ground_truth` (or a plain column `ground_truth`), `extra_info` as in a dataset; the completion is the text in
+`data_source`, `reward_model.ground_truth` (or a plain column `ground_truth`), `extra_info` as in a dataset; the
+completion is the text in
 `solution`, `response` or `completion`; `group`, if there, says which rows are compared with one another.
 """
 
@@ -17,10 +19,10 @@ from typing import IO, Any
 
 import pyarrow.parquet as pq
 
-from protos.contracts import ScoreItem, Unscored
-from protos.errors import DataError
-from services.config.tree import nearest
-from services.data.dataset import RowFault, is_parquet, parse_line, reading, table_rows
+from tandem.protos.contracts import ScoreItem, Unscored
+from tandem.protos.errors import DataError
+from tandem.services.config.tree import nearest
+from tandem.services.data.dataset import RowFault, is_parquet, parse_line, reading, table_rows
 
 COMPLETION_COLUMNS = ("solution", "response", "completion")
 GROUP_COLUMN = "group"
@@ -42,7 +44,8 @@ class Fields:
 
 
 class CompletionFile:
-    """An open file. Iterating over it gives one item a row, in order; `Unscored` for a row that cannot be judged, naming row and field.
+    """An open file. Iterating over it gives one item a row, in order; `Unscored` for a row that cannot be judged,
+    naming row and field.
 
     Raises:
         DataError: the file is missing, is neither Parquet nor JSON lines, has no row or no column with completions.
@@ -130,7 +133,8 @@ class CompletionFile:
             if name in columns:
                 return name
         raise DataError(
-            f"dataset {self.name} has none of the columns {', '.join(COMPLETION_COLUMNS)} (it has {', '.join(columns)}); "
+            f"dataset {self.name} has none of the columns {', '.join(COMPLETION_COLUMNS)} "
+            f"(it has {', '.join(columns)}); "
             "name the one with the completions by --column"
         )
 

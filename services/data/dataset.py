@@ -1,7 +1,8 @@
 """Datasets: Parquet or JSON lines in verl's columns, row by row. Imports no torch.
 
-Columns: `data_source`, `prompt` (a list of chat messages), `ability`, `reward_model` (`style`, `ground_truth`), `extra_info`.
-A row that cannot be used is a `RowFault` with a reason, never silently gone; a file that cannot be read is a `DataError`.
+Columns: `data_source`, `prompt` (a list of chat messages), `ability`, `reward_model` (`style`, `ground_truth`),
+    `extra_info`. A row that cannot be used is a `RowFault` with a reason, never silently gone; a file that cannot be
+    read is a `DataError`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from protos.errors import DataError, ModelError
-from protos.nouns import Prompt, SamplingParameters
-from services.data.chat import ChatEncoder, RefusedPromptError
+from tandem.protos.errors import DataError, ModelError
+from tandem.protos.types import Prompt, SamplingParameters
+from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 ROW_LIMIT = "max_response_tokens"
@@ -67,7 +68,9 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def is_parquet(file: Path) -> bool:
-    """Whether the file is Parquet, by its first bytes; else it should be JSON lines. Raises DataError if only its name is Parquet's."""
+    """Whether the file is Parquet, by its first bytes; else it should be JSON lines. Raises DataError if only its name
+    is Parquet's.
+    """
     with open(file, "rb") as data:
         magic = data.read(4)
     if magic != b"PAR1" and file.suffix == ".parquet":
@@ -85,8 +88,9 @@ def parse_line(index: int, line: bytes) -> Mapping[str, Any] | RowFault:
 
 
 def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, Any] | RowFault]:
-    """The values of rows of Parquet that begin with row `index`. What Python cannot hold (text that is not UTF-8, a time beyond its
-    years, a key twice in a map) costs its row alone."""
+    """The values of rows of Parquet that begin with row `index`. What Python cannot hold (text that is not UTF-8, a
+    time beyond its years, a key twice in a map) costs its row alone.
+    """
     try:
         rows: list[Mapping[str, Any] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
         return rows
@@ -168,7 +172,8 @@ class Dataset:
             ) from None
 
     def _open_json_lines(self) -> tuple[tuple[str, ...], int]:
-        # Not by pyarrow.json: it wants one type a column (ground truths differ), and gives up the file for one bad line.
+        # Not by pyarrow.json: it wants one type a column (ground truths differ), and gives up the file for one bad
+        # line.
         content = self.file.read_bytes().rstrip()
         if content.startswith(b"["):
             raise DataError(f"dataset {self.file} is one JSON array; write one object a line (JSON lines), or Parquet")
@@ -181,7 +186,8 @@ class Dataset:
         first = [found for found in map(values, range(min(len(lines), 100))) if not isinstance(found, RowFault)]
         if lines and not first:
             raise DataError(
-                f"dataset {self.file} is neither Parquet nor JSON lines ({_detail(values(0))}); write it in one of these"
+                f"dataset {self.file} is neither Parquet nor JSON lines "
+                f"({_detail(values(0))}); write it in one of these"
             )
         return tuple(dict.fromkeys(name for found in first for name in found)), len(lines)
 
@@ -314,7 +320,8 @@ class PromptBuilder:
             )
         reasons = ", ".join(f"{number} {reason}" for reason, number in counted.most_common())
         return DataError(
-            f"dataset {file} has no usable row ({reasons}; row {first.index}: {first.detail}); `tandem data check {file}` tells row by row"
+            f"dataset {file} has no usable row ({reasons}; row {first.index}: {first.detail}); "
+            f"`tandem data check {file}` tells row by row"
         )
 
 

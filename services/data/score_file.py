@@ -12,8 +12,8 @@ from typing import Any, Self, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from protos.contracts import Score, Scored, Unscored, UnscoredReason
-from protos.errors import DataError, UserError
+from tandem.protos.contracts import Score, Scored, Unscored, UnscoredReason
+from tandem.protos.errors import DataError, UserError
 
 SUFFIXES = (".parquet", ".jsonl")
 PART = "breakdown/"
@@ -34,7 +34,9 @@ _KEPT = pa.schema(
 
 
 def check_out(path: Path, completions: Path | None = None) -> None:
-    """Raises UserError if no scores can be written there, or only in place of what is scored: better known before they are made."""
+    """Raises UserError if no scores can be written there, or only in place of what is scored: better known before they
+    are made.
+    """
     if completions is not None and path.exists() and completions.exists() and path.samefile(completions):
         raise UserError(f"--out {path}: that is the file of completions itself; name another")
     with ScoreFile(path):
@@ -52,7 +54,8 @@ def _check_name(path: Path) -> None:
 
 
 class ScoreFile:
-    """Takes results in any order, keeps them beside the file until the last has come, and then writes it: a context manager.
+    """Takes results in any order, keeps them beside the file until the last has come, and then writes it: a context
+    manager.
 
     Memory is that of one row group, however many results there are. Left without `finish`, nothing of it stays.
 

@@ -1,4 +1,6 @@
-"""A tiny Qwen2-architecture model with a character tokenizer, made from nothing: what the demo and the tests train and sample."""
+"""A tiny Qwen2-architecture model with a character tokenizer, made from nothing: what the demo and the tests train and
+sample.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def build_tiny_model(
     """Writes model, configuration and tokenizer to `folder` (a Hugging Face folder in float32) and returns it.
 
     `hidden` is a multiple of 32, one attention head for each 32. Weights are random by `seed`, embeddings tied or not.
-    With `ends` False the end token is one that the vocabulary does not reach, so that every answer is as long as it may be.
+    With `ends` False the end token is one that the vocabulary does not reach, so that every answer is as long as it may
+    be.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from protos import reward_pb2
-from protos.contracts import Unscored
-from protos.errors import ScorerError, UnavailableError
-from reward.cutoff import Cutoff
-from reward.scoring import CompiledRubric, ScoringCore
-from services.reward.inline import is_quick
-from services.reward.scorer_list import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES
-from services.reward.slices import score_in_slices
-from services.reward.waits import SHUTTING_DOWN, Waits
-from services.reward.wire import check_size, read_items, reply_of, with_faults
-from services.rpc import MAX_CALLS
+from tandem.protos import reward_pb2
+from tandem.protos.contracts import Unscored
+from tandem.protos.errors import ScorerError, UnavailableError
+from tandem.reward.scheduling.cancellation import CancellationToken
+from tandem.reward.scoring import CompiledRubric, ScoringCore
+from tandem.services.reward.inline import is_quick
+from tandem.services.reward.scorer_list import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES
+from tandem.services.reward.slices import score_in_slices
+from tandem.services.reward.waits import SHUTTING_DOWN, Waits
+from tandem.services.reward.wire import check_size, read_items, reply_of, with_faults
+from tandem.services.rpc import MAX_CALLS
 
 _MARGIN_SHARE = 0.1  # of a time that is short
 _MOST_BYTES_IN_FLIGHT = 256 << 20
@@ -30,7 +30,9 @@ Result = TypeVar("Result")
 
 
 class ScoreCalls:
-    """Scores requests on an event loop, in threads. The core must be closed before it is, so that what hangs there comes back."""
+    """Scores requests on an event loop, in threads. The core must be closed before it is, so that what hangs there
+    comes back.
+    """
 
     def __init__(self, core: ScoringCore, waits: Waits) -> None:
         self._core = core
@@ -46,7 +48,8 @@ class ScoreCalls:
         self._compiling.shutdown(wait=False, cancel_futures=True)
 
     async def score(self, request: reward_pb2.ScoreRequest, seconds: float) -> reward_pb2.ScoreReply:
-        """One result an item, in order, within `seconds`: shortly before they are over items that have none are unscored (`timeout`).
+        """One result an item, in order, within `seconds`: shortly before they are over items that have none are
+        unscored (`timeout`).
 
         If the caller goes, they leave every queue at once.
 
@@ -63,7 +66,7 @@ class ScoreCalls:
             return self._score(rubric, request, None)
         if self._bytes_in_flight + num_bytes > _MOST_BYTES_IN_FLIGHT:
             raise UnavailableError(f"{self._bytes_in_flight >> 20} MiB of requests are being scored; try again")
-        cutoff = Cutoff()
+        cutoff = CancellationToken()
         margin = min(DEADLINE_MARGIN_SECONDS, _MARGIN_SHARE * seconds)
         answering = asyncio.get_running_loop().call_later(seconds - margin, cutoff.end)
         self._bytes_in_flight += num_bytes
@@ -93,7 +96,7 @@ class ScoreCalls:
         return await self._waits.in_thread(self._compiling, call, *arguments)
 
     def _score(
-        self, rubric: CompiledRubric, request: reward_pb2.ScoreRequest, cutoff: Cutoff | None
+        self, rubric: CompiledRubric, request: reward_pb2.ScoreRequest, cutoff: CancellationToken | None
     ) -> reward_pb2.ScoreReply:
         items, faults = read_items(request.items)
         if cutoff is None:

@@ -1,11 +1,12 @@
-"""Which requests are scored on the event loop itself: those that take it a few milliseconds at most, for which a thread costs more.
+"""Which requests are scored on the event loop itself: those that take it a few milliseconds at most, for which a thread
+costs more.
 
 How long the judges of this process take is bounded by what they read, so work is counted in bytes before any is done.
 """
 
 from __future__ import annotations
 
-from reward.scoring import CompiledRubric
+from tandem.reward.scoring import CompiledRubric
 
 MAX_INLINE_WORK = 128 << 10
 """Bytes that a scorer of the fastest kind may read: some nanoseconds each."""

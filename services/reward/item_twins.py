@@ -1,7 +1,9 @@
-"""Requests with an item whose text is not UTF-8: protobuf refuses the whole message, and here it is that item's fault alone.
+"""Requests with an item whose text is not UTF-8: protobuf refuses the whole message, and here it is that item's fault
+alone.
 
-The twins are the messages of reward.proto with `bytes` where an item has `string`s. On the wire they are the same, but nothing checks
-the texts before `services.reward.wire.read_items` does, item by item. Only what was refused is read so: the usual way is the faster one.
+The twins are the messages of reward.proto with `bytes` where an item has `string`s. On the wire they are the same, but
+nothing checks the texts before `tandem.services.reward.wire.read_items` does, item by item. Only what was refused is
+read so: the usual way is the faster one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
 
-from protos import reward_pb2
+from tandem.protos import reward_pb2
 
 Given = TypeVar("Given", bound=Message)
 
@@ -43,7 +45,7 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "/tandem.v1.RewardService/ScoreStream": _reader(reward_pb2.ScoreStreamRequest),
     "/tandem.v1.RewardService/SubmitJob": _reader(reward_pb2.SubmitJobRequest),
 }
-"""By the path of a method, for `services.rpc.Intake`."""
+"""By the path of a method, for `tandem.services.rpc.RpcLimits`."""
 
 _read_chunk = _reader(reward_pb2.SubmitJobRequest.Chunk)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from protos import reward_pb2
-from services.reward.jobs.store import JobRecord
+from tandem.protos import reward_pb2
+from tandem.services.reward.jobs.store import JobRecord
 
 
 def job_message(job: JobRecord) -> reward_pb2.Job:

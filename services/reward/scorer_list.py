@@ -1,14 +1,16 @@
-"""What ListScorers tells: the scorers a rubric may name, the limits of a request and of a job, and the service's own rubric."""
+"""What ListScorers tells: the scorers a rubric may name, the limits of a request and of a job, and the service's own
+rubric.
+"""
 
 from __future__ import annotations
 
-from protos import reward_pb2
-from reward.config import RewardConfig
-from reward.ground_truth import MAX_ACCEPTED
-from reward.scoring import ScoringCore
-from services.config.jobs import JobsConfig
-from services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES
-from services.rpc import MAX_CALLS
+from tandem.protos import reward_pb2
+from tandem.reward.config import RewardConfig
+from tandem.reward.scoring import ScoringCore
+from tandem.reward.text.ground_truth import MAX_ACCEPTED
+from tandem.services.config.jobs import JobsConfig
+from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES
+from tandem.services.rpc import MAX_CALLS
 
 MAX_RUBRIC_BYTES = 64 << 10
 MAX_KEY_BYTES = 200

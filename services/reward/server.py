@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 import grpc
 
-from protos import reward_pb2, reward_pb2_grpc
-from protos.errors import DataError, DeadlineError, ScorerError
-from reward.config import RewardConfig
-from reward.scoring import ScoringCore
-from services.config.jobs import JobsConfig
-from services.reward.calls import ScoreCalls
-from services.reward.item_twins import READERS
-from services.reward.job_wire import job_message, submit_reply
-from services.reward.jobs.store import JobRecord, JobStore
-from services.reward.scorer_list import (
+from tandem.protos import reward_pb2, reward_pb2_grpc
+from tandem.protos.errors import DataError, DeadlineError, ScorerError
+from tandem.reward.config import RewardConfig
+from tandem.reward.scoring import ScoringCore
+from tandem.services.config.jobs import JobsConfig
+from tandem.services.reward.calls import ScoreCalls
+from tandem.services.reward.item_twins import READERS
+from tandem.services.reward.job_wire import job_message, submit_reply
+from tandem.services.reward.jobs.store import JobRecord, JobStore
+from tandem.services.reward.scorer_list import (
     MAX_KEY_BYTES,
     MAX_LISTED_JOBS,
     MAX_NAME_BYTES,
@@ -31,12 +31,12 @@ from services.reward.scorer_list import (
     REQUESTS_PER_STREAM,
     scorer_list,
 )
-from services.reward.waits import IDLE_SECONDS, Waits, seconds_left
-from services.reward.wire import MAX_CARRIED_BYTES, check_size
-from services.rpc import Intake
+from tandem.services.reward.waits import IDLE_SECONDS, Waits, seconds_left
+from tandem.services.reward.wire import MAX_CARRIED_BYTES, check_size
+from tandem.services.rpc import RpcLimits
 
 SERVICE_NAME = "tandem.v1.RewardService"
-INTAKE = Intake(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
+INTAKE = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
 """For the server that carries the servicer."""
 
 _DEFAULT_LISTED_JOBS = 100
@@ -51,7 +51,9 @@ Result = TypeVar("Result")
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """The whole of reward.proto. `end_streams` is for the server to call as it begins to stop, `close` once it has stopped."""
+    """The whole of reward.proto. `end_streams` is for the server to call as it begins to stop, `close` once it has
+    stopped.
+    """
 
     def __init__(self, core: ScoringCore, store: JobStore, reward: RewardConfig, jobs: JobsConfig) -> None:
         self._core = core
@@ -123,7 +125,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def SubmitJob(
         self, request_iterator: AsyncIterator[reward_pb2.SubmitJobRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.SubmitJobReply]:
-        """Header, chunks, seal; a reply to each once it is stored, and one now and then while a chunk waits for room."""
+        """Header, chunks, seal; a reply to each once it is stored, and one now and then while a chunk waits for
+        room.
+        """
         job_id = ""
         ends_at = time.monotonic() + seconds_left(context)
         async with aclosing(self._waits.incoming(request_iterator, ends_at)) as requests:

@@ -1,9 +1,9 @@
 """The reward service of a run: claims generated groups, scores them, completes them. Beside it the same core answers
-`RewardService` (services/reward/server.py) and scores the jobs of its clients (services/reward/jobs/lane.py).
+`RewardService` (services/reward/server.py) and scores the jobs of its clients (services/reward/jobs/worker.py).
 
-A failure is not a score: a row whose scorer hung or crashed is scored again, up to `reward.max_attempts`; one whose scorer was out of
-reach up to `reward.infrastructure_attempts`, after growing pauses; then it keeps its reason. A `baseline` row is scored like the others,
-and a group goes on with none but a scored one.
+A failure is not a score: a row whose scorer hung or crashed is scored again, up to `reward.max_attempts`; one whose
+scorer was out of reach up to `reward.infrastructure_attempts`, after growing pauses; then it keeps its reason. A
+`baseline` row is scored like the others, and a group goes on with none but a scored one.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-from protos import reward_pb2_grpc
-from protos.codec import decode_group, encode_group, encode_headers, group_headers
-from protos.contracts import Score, Scored, ScoreItem, Unscored
-from protos.errors import DataError
-from protos.nouns import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
-from reward.config import RewardConfig
-from reward.scoring import ScoringCore
-from services.buffer.buffer import Buffer, Claim, Released
-from services.config import Recipe
-from services.front import ServiceFront
-from services.process import stop_event
-from services.reward import server as reward_server
-from services.reward.backoff import pause_after
-from services.reward.jobs.lane import JobLane
-from services.reward.jobs.store import JobStore
-from services.reward.server import RewardServicer
+from tandem.protos import reward_pb2_grpc
+from tandem.protos.codec import decode_group, encode_group, encode_headers, group_headers
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.errors import DataError
+from tandem.protos.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
+from tandem.reward.config import RewardConfig
+from tandem.reward.scoring import ScoringCore
+from tandem.services.buffer.buffer import Buffer, Claim, Released
+from tandem.services.config import Recipe
+from tandem.services.process import stop_event
+from tandem.services.reward import server as reward_server
+from tandem.services.reward.backoff import pause_after
+from tandem.services.reward.jobs.store import JobStore
+from tandem.services.reward.jobs.worker import JobWorker
+from tandem.services.reward.server import RewardServicer
+from tandem.services.service_info import ServiceInfo
 
 SERVICE_NAME = "reward"
 """In the registry, and as holder of leases: a service that starts anew takes back what its predecessor held."""
@@ -115,10 +115,11 @@ def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
 
 
 def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool | None = None) -> ScoredTrajectory:
-    """The trajectory with its reward (what it earned on its way plus the score) or its reason. Rewards of its tokens stay as they are.
+    """The trajectory with its reward (what it earned on its way plus the score) or its reason. Rewards of its tokens
+    stay as they are.
 
-    What was earned is a component of its own, beside the scorer's components, or beside `scorer` if it has none; `with_earned` says
-    so of a group where another row earned something, so that all its rows have the same components.
+    What was earned is a component of its own, beside the scorer's components, or beside `scorer` if it has none;
+    `with_earned` says so of a group where another row earned something, so that all its rows have the same components.
     """
     if isinstance(score, Unscored):
         return ScoredTrajectory(trajectory, None, unscored_reason=score.reason, unscored_detail=score.detail)
@@ -138,8 +139,8 @@ def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTr
 def lacking_rows(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
     """The rows without a reward for which a group cannot go on; none: it may.
 
-    Of policy rows, `min_scored_samples` with a reward are enough (0: all of them). A baseline has no substitute: without its reward
-    the estimator can make nothing of the others.
+    Of policy rows, `min_scored_samples` with a reward are enough (0: all of them). A baseline has no substitute:
+    without its reward the estimator can make nothing of the others.
     """
     policy = [row for row in rows if row.trajectory.role == "policy"]
     enough = min_scored_samples > 0 and sum(row.reward is not None for row in policy) >= min_scored_samples
@@ -175,7 +176,9 @@ class RewardStage:
         self._failure: BaseException | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Works until told to stop; groups not finished by then go back to the buffer. Raises what a thread of it raised."""
+        """Works until told to stop; groups not finished by then go back to the buffer. Raises what a thread of it
+        raised.
+        """
         threads = [
             threading.Thread(target=self._work, name=f"reward-{n}", daemon=True)
             for n in range(self._rubric.num_callers)
@@ -271,7 +274,8 @@ class RewardStage:
             self._complete(claim, group, Counter(failure.reason for failure in _failures(rows_now)))
 
     def _give_back(self, claim: Claim, progress: Progress, failures: Sequence[Unscored], *, pause: bool) -> None:
-        """Returns the group with what is scored of it: behind the others, which need not wait for its next time-out, or dropped.
+        """Returns the group with what is scored of it: behind the others, which need not wait for its next time-out, or
+        dropped.
 
         A group without attempts left comes back without being scored until its budget is spent in the buffer.
         """
@@ -321,8 +325,8 @@ def main(recipe: Recipe, redis_url: str) -> None:
         store = stack.enter_context(closing(JobStore(redis_url, jobs)))
         servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward, jobs)))
         stage = RewardStage(buffer, core, recipe.reward)
-        lane = JobLane(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
-        front = ServiceFront(
+        lane = JobWorker(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
+        front = ServiceInfo(
             SERVICE_NAME,
             recipe,
             buffer,

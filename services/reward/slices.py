@@ -1,13 +1,15 @@
-"""A long batch, scored slice by slice where its scorers wait for others, so that calls that ask the same scorer get their turns."""
+"""A long batch, scored slice by slice where its scorers wait for others, so that calls that ask the same scorer get
+their turns.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from protos.contracts import Score, ScoreItem
-from reward.cutoff import CUT_OFF, Cutoff
-from reward.scoring import CompiledRubric, Lane, ScoringCore
+from tandem.protos.contracts import Score, ScoreItem
+from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
 
 _FIRST_SLICE_ITEMS = 64
 _SLICE_SECONDS = (
@@ -16,11 +18,12 @@ _SLICE_SECONDS = (
 
 
 def score_in_slices(
-    core: ScoringCore, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Lane, cutoff: Cutoff
+    core: ScoringCore, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Priority, cutoff: CancellationToken
 ) -> list[Score]:
     """One result an item, in order. Items of a group are never parted.
 
-    What runs in worker processes is not cut: calls take turns there, and a slice with an item that hangs would hold up the next.
+    What runs in worker processes is not cut: calls take turns there, and a slice with an item that hangs would hold up
+    the next.
     """
     remote = any(spec.isolation == "remote" for spec in rubric.rubric.specs())
     if not remote or (rubric.grouped and any(item.group for item in items)):

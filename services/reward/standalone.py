@@ -1,4 +1,6 @@
-"""`tandem reward serve`: the reward service without a ring. Several of them on one Redis and namespace are replicas of one service."""
+"""`tandem reward serve`: the reward service without a ring. Several of them on one Redis and namespace are replicas of
+one service.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +10,41 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from protos import common_pb2, reward_pb2_grpc
-from protos.errors import EnvironmentLackError
-from reward.scoring import ScoringCore
-from services.buffer.durability import check_room, check_settings
-from services.config.jobs import ServiceConfig
-from services.process import starting, stop_event
-from services.reward.jobs.lane import JobLane
-from services.reward.jobs.store import JobStore
-from services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
-from services.rpc import ServerThread
-from services.run.control import software_version
-from services.run.preflight import check_job_room
-from services.run.redis_child import RedisChild
+from tandem.protos import common_pb2, reward_pb2_grpc
+from tandem.protos.errors import EnvironmentLackError
+from tandem.reward.scoring import ScoringCore
+from tandem.services.buffer.durability import check_room, check_settings
+from tandem.services.config.jobs import ServiceConfig
+from tandem.services.process import starting, stop_event
+from tandem.services.reward.jobs.store import JobStore
+from tandem.services.reward.jobs.worker import JobWorker
+from tandem.services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
+from tandem.services.rpc import ServerThread
+from tandem.services.run.control import software_version
+from tandem.services.run.preflight import check_job_room
+from tandem.services.run.redis_child import RedisChild
 
 _TURN_SECONDS = 0.2
 _GRACE_SECONDS = 1.0  # for calls under way when the service is told to stop
 
 
 def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name: str = "") -> None:
-    """Serves until SIGTERM, then ends with its streams UNAVAILABLE. Prints `reward: listens on HOST:PORT` once it is ready.
+    """Serves until SIGTERM, then ends with its streams UNAVAILABLE. Prints `reward: listens on HOST:PORT` once it is
+    ready.
 
     Args:
         config: `config.reward.port` 0 picks a free port.
         host: address to listen on.
-        redis_url: where the jobs are kept; empty: an embedded Redis with its data in `folder`. What one that is named may lose is printed.
+        redis_url: where the jobs are kept; empty: an embedded Redis with its data in `folder`. What one that is named
+            may lose is printed.
         folder: for the embedded Redis and its log; not used otherwise.
-        name: of this replica among those of the namespace: one that starts anew under the name takes back at once what its
+        name: of this replica among those of the namespace: one that starts anew under the name takes back at once what
+            its
             predecessor held. Default: the machine's name and the port.
 
     Raises:
-        UserError: the scorers cannot be built, the port is in use, there is no redis-server, or none with room for the jobs.
+        UserError: the scorers cannot be built, the port is in use, there is no redis-server, or none with room for the
+            jobs.
         TandemError: Redis is gone.
     """
     stop = stop_event()
@@ -57,7 +63,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
             check_room(store, jobs.redis_bytes)
         servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, jobs)))
         started_at = time.time()
-        lane: JobLane | None = None  # it is named after the server's port, and the server answers before it is there
+        lane: JobWorker | None = None  # it is named after the server's port, and the server answers before it is there
 
         def info() -> common_pb2.InfoReply:
             return common_pb2.InfoReply(
@@ -78,7 +84,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
             on_stop=servicer.end_streams,
             intake=INTAKE,
         )
-        lane = JobLane(
+        lane = JobWorker(
             store,
             core,
             worker=name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from protos.errors import DeadlineError, UnavailableError
+from tandem.protos.errors import DeadlineError, UnavailableError
 
 LONGEST_CALL_SECONDS = 3600.0
 """For a caller without a deadline, or with a later one."""
@@ -69,7 +69,9 @@ class Waits:
         raise DeadlineError(f"not done within {seconds:.0f} s")
 
     async def incoming(self, requests: AsyncIterator[Result], ends_at: float) -> AsyncGenerator[Result]:
-        """The requests of a stream; ends the wait for one when the service stops, its time is over or nothing has come for long."""
+        """The requests of a stream; ends the wait for one when the service stops, its time is over or nothing has come
+        for long.
+        """
         closing = asyncio.ensure_future(self.closing.wait())
         try:
             while True:

@@ -1,5 +1,6 @@
-"""Items and scores on the service's side of the wire, built for speed: a batch of 64 cheap items should cost little more than its
-bytes. Pure: it knows no call."""
+"""Items and scores on the service's side of the wire, built for speed: a batch of 64 cheap items should cost little
+more than its bytes. Pure: it knows no call.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, cast
 
-from protos import reward_pb2
-from protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
-from protos.errors import DataError, SizeError
+from tandem.protos import reward_pb2
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
+from tandem.protos.errors import DataError, SizeError
 
 MAX_ITEMS = 8192
 """Items of one request or chunk."""
 MAX_REQUEST_BYTES = 16 << 20
 """Bytes of one request or chunk."""
 MAX_CARRIED_BYTES = MAX_REQUEST_BYTES + 64
-"""What the transport carries of it: what stands around a request in its stream, or around a chunk, has some ten bytes."""
+"""What the transport carries of it: what stands around a request in its stream, or around a chunk, has some ten bytes.
+"""
 MAX_DEPTH = 64
 """Lists and objects within one another in `ground_truth` and `extra_info`: what takes an item apart may recurse."""
 
@@ -50,7 +52,8 @@ def check_size(what: str, num_items: int, num_bytes: int) -> None:
 def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[ScoreItem], dict[int, Unscored]]:
     """The items of a batch, and by position the fault of those that cannot be read, which are not among the items.
 
-    `first_item` is the number of the first one in the words of a fault. The messages may be twins (`services.reward.item_twins`).
+    `first_item` is the number of the first one in the words of a fault. The messages may be twins
+    (`tandem.services.reward.item_twins`).
     """
     columns = list(zip(*map(_fields, messages), strict=True))
     if not columns:
@@ -85,8 +88,8 @@ def with_faults(scores: Sequence[Score], faults: dict[int, Unscored]) -> list[Sc
 
 def reply_of(scores: Sequence[Score]) -> reward_pb2.ScoreReply:
     """The reply with one result an item."""
-    # Messages that follow one another in one text are one message: its lists are joined. So an item that was put into bytes before,
-    # as nearly all of a batch were (there are few rewards), is not built again.
+    # Messages that follow one another in one text are one message: its lists are joined. So an item that was put into
+    # bytes before, as nearly all of a batch were (there are few rewards), is not built again.
     known: dict[int, bytes] = {}  # by identity: scorers give the same few objects again and again
     parts = []
     for score in scores:
@@ -118,7 +121,9 @@ def unscored_message(score: Unscored) -> reward_pb2.ScoreReply.Item:
 
 
 def _sendable(text: str) -> str:
-    """The text, with halves of surrogate pairs, which a scorer may have from JSON and which are no characters, written out."""
+    """The text, with halves of surrogate pairs, which a scorer may have from JSON and which are no characters, written
+    out.
+    """
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -156,8 +161,8 @@ class _Truths(dict[str, Any]):
 
 def _read_strings(texts: Sequence[str]) -> list[str] | None:
     """The strings that the texts are in JSON, read in one go; None if one of them is anything else."""
-    # A string cannot reach over the line break between two texts, and a list or object, which could, is no string: so if as many
-    # strings come out as texts went in, each is one.
+    # A string cannot reach over the line break between two texts, and a list or object, which could, is no string: so
+    # if as many strings come out as texts went in, each is one.
     joined = "[" + "\n,\n".join(texts) + "]"
     try:
         read, end = _read_json_prefix(joined)

@@ -1,4 +1,6 @@
-"""A sampler's gRPC side: direct sampling (evaluation uses it), pause and drain, and the two calls of a weight update."""
+"""A sampler's gRPC side: direct sampling (evaluation uses it), pause and drain, and the two calls of a weight
+update.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,16 @@ from typing import Protocol
 import grpc
 import numpy as np
 
-from protos import common_pb2, rollout_pb2, rollout_pb2_grpc
-from protos.errors import DataError, NotAdmittedError
-from protos.manifest import decode_manifest
-from protos.nouns import SamplingParameters, Trajectory
-from protos.weight_group import Meeting
-from rollout.engine import SamplerEngine
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.rpc import RpcServer, start_server
-from services.run.control import software_version
+from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
+from tandem.protos.errors import DataError, NotAdmittedError
+from tandem.protos.manifest import decode_manifest
+from tandem.protos.types import SamplingParameters, Trajectory
+from tandem.protos.weight_group import Meeting
+from tandem.rollout.vllm.engine import SamplerEngine
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.rpc import RpcServer, start_server
+from tandem.services.run.control import software_version
 
 SERVICE_NAME = "tandem.v1.RolloutService"
 
@@ -79,7 +81,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.GenerateReply:
-        """Samples every item. With a required version, any token of another one refuses the whole call (NotAdmittedError)."""
+        """Samples every item. With a required version, any token of another one refuses the whole call
+        (NotAdmittedError).
+        """
         required = request.required_version if request.HasField("required_version") else None
         if required is not None and self._engine.policy_version != required:
             raise NotAdmittedError(
@@ -113,7 +117,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Drain(
         self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.SamplerState:
-        """Pauses, and answers once nothing is in flight or at the deadline, whichever comes first: the reply says which."""
+        """Pauses, and answers once nothing is in flight or at the deadline, whichever comes first: the reply says
+        which.
+        """
         self._stage.paused = True
         await self._stage.drained(request.timeout_seconds)
         return self._state()

@@ -1,6 +1,8 @@
-"""The rollout service: one engine that claims prompts, samples the n trajectories of each group, and completes it. Many groups at once.
+"""The rollout service: one engine that claims prompts, samples the n trajectories of each group, and completes it. Many
+groups at once.
 
-If the advantage estimator compares with the policy's own greedy answer (`trainer.needs_baselines`), every prompt gets one trajectory
+If the advantage estimator compares with the policy's own greedy answer (`trainer.needs_baselines`), every prompt gets
+one trajectory
 more: role `baseline`, id n, sampled, saved and resumed like the others.
 """
 
@@ -19,15 +21,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.codec import decode_group, encode_group
-from protos.errors import DataError, NotAdmittedError, TandemError, UnavailableError
-from protos.nouns import Prompt, Role, SamplingParameters, Trajectory, TrajectoryGroup
-from rollout.config import RolloutConfig
-from rollout.engine import EngineFigures, SamplerEngine
-from services.buffer.buffer import Buffer, Claim, FailureKind
-from services.config import Recipe
-from services.process import starting, stop_event
-from services.rollout.server import start_rollout_server
+from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.errors import DataError, NotAdmittedError, TandemError, UnavailableError
+from tandem.protos.types import Prompt, Role, SamplingParameters, Trajectory, TrajectoryGroup
+from tandem.rollout.config import RolloutConfig
+from tandem.rollout.vllm.engine import EngineFigures, SamplerEngine
+from tandem.services.buffer.buffer import Buffer, Claim, FailureKind
+from tandem.services.config import Recipe
+from tandem.services.process import starting, stop_event
+from tandem.services.rollout.server import start_rollout_server
 
 _CLAIM_SECONDS = 0.5  # longest wait of one claim, and so of a stop
 _LOOK_SECONDS = 0.2  # between two looks whether a stop was asked for
@@ -73,7 +75,9 @@ class HeldGroup:
 
 
 class RolloutStage:
-    """Claims groups, samples their missing rows, completes them; keeps their leases and saves finished rows with them."""
+    """Claims groups, samples their missing rows, completes them; keeps their leases and saves finished rows
+    with them.
+    """
 
     def __init__(
         self, buffer: Buffer, engine: Sampler, config: RolloutConfig, worker: str, *, with_baselines: bool = False

@@ -1,17 +1,17 @@
 """gRPC for every service. `door` is how calls come in, `server` what listens, `client` how the others are called."""
 
-from services.rpc.client import connect, connect_async, connect_target, from_rpc_error, translated
-from services.rpc.door import MAX_CALLS, MAX_MESSAGE_BYTES, USUAL_INTAKE, Intake
-from services.rpc.server import INFO_SERVICE, Info, Register, RpcServer, ServerThread, start_server
+from tandem.services.rpc.client import connect, connect_async, connect_target, from_rpc_error, translated
+from tandem.services.rpc.limits import DEFAULT_RPC_LIMITS, MAX_CALLS, MAX_MESSAGE_BYTES, RpcLimits
+from tandem.services.rpc.server import INFO_SERVICE, Info, Register, RpcServer, ServerThread, start_server
 
 __all__ = [
+    "DEFAULT_RPC_LIMITS",
     "INFO_SERVICE",
     "MAX_CALLS",
     "MAX_MESSAGE_BYTES",
-    "USUAL_INTAKE",
     "Info",
-    "Intake",
     "Register",
+    "RpcLimits",
     "RpcServer",
     "ServerThread",
     "connect",

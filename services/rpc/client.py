@@ -10,9 +10,9 @@ from typing import cast
 
 import grpc
 
-from protos.errors import DeadlineError, SizeError, TandemError, UnavailableError, error_class
-from services.addresses import named_addresses, target_of
-from services.rpc.door import ERROR_KEY, MAX_MESSAGE_BYTES
+from tandem.protos.errors import DeadlineError, SizeError, TandemError, UnavailableError, error_class
+from tandem.services.addresses import named_addresses, target_of
+from tandem.services.rpc.limits import ERROR_KEY, MAX_MESSAGE_BYTES
 
 _TOO_LARGE = re.compile(r"larger than max(?: \((\d+) vs\. (\d+)\))?")  # in gRPC's words; no sizes if it was compressed
 _SERVICE_CONFIG = {
@@ -40,7 +40,8 @@ _CLIENT_OPTIONS = [
 
 
 def connect(addresses: str) -> grpc.Channel:
-    """A channel to `host:port` that connects with the first call; of several, with commas between them, the calls go round.
+    """A channel to `host:port` that connects with the first call; of several, with commas between them, the calls go
+    round.
 
     Raises:
         UserError: an address is none, or there are several and one of them is not known to this machine.
@@ -54,7 +55,7 @@ def connect_async(addresses: str) -> grpc.aio.Channel:
 
 
 def connect_target(target: str) -> grpc.aio.Channel:
-    """The same for what `services.addresses.target_of` made of addresses."""
+    """The same for what `tandem.services.addresses.target_of` made of addresses."""
     return grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
 
 

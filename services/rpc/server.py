@@ -13,9 +13,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from protos import common_pb2, common_pb2_grpc
-from protos.errors import EnvironmentLackError
-from services.rpc.door import MAX_MESSAGE_BYTES, USUAL_INTAKE, Door, Intake
+from tandem.protos import common_pb2, common_pb2_grpc
+from tandem.protos.errors import EnvironmentLackError
+from tandem.services.rpc.limits import DEFAULT_RPC_LIMITS, MAX_MESSAGE_BYTES, LimitedServer, RpcLimits
 
 INFO_SERVICE = "tandem.v1.InfoService"
 
@@ -61,11 +61,12 @@ async def start_server(
     register: Register,
     service_names: Sequence[str],
     on_stop: Callable[[], None] = lambda: None,
-    intake: Intake = USUAL_INTAKE,
+    intake: RpcLimits = DEFAULT_RPC_LIMITS,
 ) -> RpcServer:
     """Starts a server with the given services besides health, reflection and Info; port 0 picks a free one.
 
-    `on_stop` is called on the event loop as the server begins to stop, so that long calls can end in words of their own.
+    `on_stop` is called on the event loop as the server begins to stop, so that long calls can end in words of their
+    own.
 
     Raises:
         EnvironmentLackError: the port is in use or the address is not this machine's.
@@ -76,7 +77,9 @@ async def start_server(
         ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
     ]
     server = grpc.aio.server(options=options)
-    door = cast("grpc.aio.Server", Door(server, intake, service_names))  # which is all that registering needs of one
+    door = cast(
+        "grpc.aio.Server", LimitedServer(server, intake, service_names)
+    )  # which is all that registering needs of one
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), door)
     register(door)
     health_servicer = health.aio.HealthServicer()
@@ -125,7 +128,7 @@ class ServerThread:
         register: Register,
         service_names: Sequence[str],
         on_stop: Callable[[], None] = lambda: None,
-        intake: Intake = USUAL_INTAKE,
+        intake: RpcLimits = DEFAULT_RPC_LIMITS,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from services.run.folder import cannot_write
+from tandem.services.run.folder import cannot_write
 
 State = Literal["starting", "running", "restarting", "stopped", "failed"]
 
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
 """Pid of the supervisor; `tandem serve` dies with it (`process.die_with_parent`)."""
 LINEAGE_VARIABLE = "TANDEM_LINEAGE"
-"""`<run>:<child>`, inherited by everything a child starts: who carries it is ended with the child, in whatever session it hides."""
+"""`<run>:<child>`, inherited by everything a child starts: who carries it is ended with the child, in whatever session
+it hides.
+"""
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
@@ -55,7 +57,9 @@ class RestartPolicy:
         self._progress = -1
 
     def delay(self, lived_seconds: float, progress: int) -> float | None:
-        """Seconds to wait before the next start, or None to give up. `progress` is any number that grows while the run gets on."""
+        """Seconds to wait before the next start, or None to give up. `progress` is any number that grows while the run
+        gets on.
+        """
         if lived_seconds >= STEADY_SECONDS or progress > self._progress:
             self.deaths = 0
         self._progress = max(progress, self._progress)
@@ -92,7 +96,8 @@ class Child:
         return time.monotonic() - self.started_at
 
     def start(self) -> None:
-        """Starts the process in a session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
+        """Starts the process in a session of its own: Ctrl-C reaches the supervisor alone, which ends the children in
+        order.
 
         Raises:
             EnvironmentLackError: the log file cannot be written.

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import grpc
 
-from protos import common_pb2, control_pb2, control_pb2_grpc
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.rpc import ServerThread
+from tandem.protos import common_pb2, control_pb2, control_pb2_grpc
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.rpc import ServerThread
 
 
 class Supervised(Protocol):

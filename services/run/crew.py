@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from protos.errors import LINES_ABOVE
-from services.run.children import Child, death_words, end_lineage, new_run_token
-from services.run.folder import disk_full
+from tandem.protos.errors import LINES_ABOVE
+from tandem.services.run.children import Child, death_words, end_lineage, new_run_token
+from tandem.services.run.folder import disk_full
 
 POLL_SECONDS = 0.1
 SIGKILL_AFTER_SECONDS = 6.0
@@ -63,7 +63,9 @@ class Crew:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Turns SIGINT, SIGTERM and SIGHUP into `ask_to_stop` (a bare counter: an Event's lock is not safe in a handler)."""
+        """Turns SIGINT, SIGTERM and SIGHUP into `ask_to_stop` (a bare counter: an Event's lock is not safe in a
+        handler).
+        """
 
         def on_signal(_number: int, _frame: FrameType | None) -> None:
             self.ask_to_stop()
@@ -108,7 +110,8 @@ class Crew:
             return USER_ERROR
         if full or any("No space left on device" in line for line in child.last_lines(20)):
             self.say(
-                f"tandem: {child.name}: the disk of {child.spec.log_file.parent} is full; free space there, then go on with --resume"
+                f"tandem: {child.name}: the disk of {child.spec.log_file.parent} is "
+                "full; free space there, then go on with --resume"
             )
             return USER_ERROR
         return self._restart(child, code)
@@ -127,7 +130,8 @@ class Crew:
         delay = child.policy.delay(child.lived_seconds, self.progress_mark())
         if delay is None:
             self.say(
-                f"{child.name} died ({death_words(code)}) for the {child.policy.deaths}th time in a row without progress; giving up"
+                f"{child.name} died ({death_words(code)}) for the {child.policy.deaths}th "
+                "time in a row without progress; giving up"
             )
             self.say(f"the last lines of {child.spec.log_file}:")
             for line in child.last_lines(12):
@@ -140,7 +144,9 @@ class Crew:
         return None
 
     def _stop_children(self) -> None:
-        """SIGTERM to all, SIGKILL to what is left after 6 s or when asked once more, and an end to whatever they left behind."""
+        """SIGTERM to all, SIGKILL to what is left after 6 s or when asked once more, and an end to whatever they left
+        behind.
+        """
         deadline = time.monotonic() + SIGKILL_AFTER_SECONDS
         for child in sorted(self.children, key=_stop_order):
             child.terminate()

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from protos.errors import ConfigError, EnvironmentLackError, RunExistsError
-from services.config import Recipe
+from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
+from tandem.services.config import Recipe
 
 CONFIG_FILE = "config.json"
 HF_FOLDER = "hf"
@@ -59,7 +59,8 @@ class RunLock:
                 owner = running(self._folder)
                 self._file.close()
                 raise RunExistsError(
-                    f"run folder {self._folder}: another supervisor{f' (pid {owner.pid})' if owner else ''} runs in it; "
+                    f"run folder {self._folder}: another "
+                    f"supervisor{f' (pid {owner.pid})' if owner else ''} runs in it; "
                     "stop that one first, or choose another run.folder"
                 )
             time.sleep(0.02)
@@ -131,7 +132,8 @@ def redis_url_of(recipe: Recipe) -> str:
     address = running(recipe.folder)
     if address is None:
         raise EnvironmentLackError(
-            f"no Redis: nothing runs in {recipe.folder}; start `tandem run` first, or set run.redis_url or TANDEM_REDIS_URL"
+            f"no Redis: nothing runs in {recipe.folder}; start `tandem run` "
+            "first, or set run.redis_url or TANDEM_REDIS_URL"
         )
     return address.redis_url
 

@@ -1,17 +1,19 @@
-"""The run's ledger in Redis: created once, by the supervisor, or by the feed where every service is started by itself."""
+"""The run's ledger in Redis: created once, by the supervisor, or by the feed where every service is started by
+itself.
+"""
 
 from __future__ import annotations
 
 import time
 from contextlib import closing
 
-from protos.errors import RunExistsError, UnavailableError, UserError
-from services.buffer.buffer import Buffer
-from services.buffer.durability import check_room
-from services.config import Recipe, dump_recipe
-from services.run.folder import CONFIG_FILE, cannot_write, running, write_text
-from services.run.preflight import job_bytes, worst_case_redis_bytes
-from services.run.resume import check_resumable
+from tandem.protos.errors import RunExistsError, UnavailableError, UserError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.durability import check_room
+from tandem.services.config import Recipe, dump_recipe
+from tandem.services.run.folder import CONFIG_FILE, cannot_write, running, write_text
+from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
+from tandem.services.run.resume import check_resumable
 
 JOIN_SECONDS = 300.0
 """How long a trainer that was started by itself waits for the feed, which creates the run."""
@@ -30,7 +32,8 @@ def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
-    """Saves the resolved recipe and creates the run's ledger in Redis, or on resume finds it there and updates what is wanted.
+    """Saves the resolved recipe and creates the run's ledger in Redis, or on resume finds it there and updates what is
+    wanted.
 
     Raises:
         UserError: Redis holds a run of that id already, or cannot hold this one; no run is left in the folder then.
@@ -46,12 +49,14 @@ def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
 
 
 def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
-    """For a service that was started by itself: the feed creates the run if Redis knows none of that id, the trainer waits for it.
+    """For a service that was started by itself: the feed creates the run if Redis knows none of that id, the trainer
+    waits for it.
 
     Samplers and the reward service need no run to be there: they claim as soon as there is something.
 
     Raises:
-        UserError: the run there has another recipe, Redis cannot hold it, or what the folder holds of it is unknown to Redis.
+        UserError: the run there has another recipe, Redis cannot hold it, or what the folder holds of it is unknown to
+            Redis.
         UnavailableError: nobody has created it for five minutes.
     """
     if service not in ("feed", "trainer"):
@@ -70,7 +75,8 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
     if config.is_file():
         if not buffer.exists():  # created anew, it would train again what the folder's checkpoints contain
             raise RunExistsError(
-                f"run folder {recipe.folder} holds a run that Redis at {buffer.place} knows nothing of; go on with it by "
+                f"run folder {recipe.folder} holds a run that Redis at {buffer.place} "
+                "knows nothing of; go on with it by "
                 f"`tandem run {config} --resume`, choose another run.run_id, or delete the folder"
             )
         check_resumable(recipe)

@@ -1,4 +1,6 @@
-"""What a run writes about itself: metrics.jsonl and evaluations.jsonl (one JSON object a line), and TensorBoard events."""
+"""What a run writes about itself: metrics.jsonl and evaluations.jsonl (one JSON object a line), and TensorBoard
+events.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from protos.codec import reward_breakdowns
-from protos.nouns import RowHeader, TrainBatch
+from tandem.protos.codec import reward_breakdowns
+from tandem.protos.types import RowHeader, TrainBatch
 
 Line = dict[str, Any]
 
@@ -182,8 +184,8 @@ def oldest_version(segments: Sequence[RowHeader]) -> int:
 def batch_figures(batch: TrainBatch) -> Line:
     """What a batch's headers say: rewards, lengths (sampled tokens), and staleness against the version at its start.
 
-    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run. Greedy answers, which are not
-    trained, count in `baseline_reward_mean` alone, which is there if they are.
+    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run. Greedy answers,
+    which are not trained, count in `baseline_reward_mean` alone, which is there if they are.
     """
     greedy = baseline_rewards(batch.headers)
     found = list(trajectories(batch.headers).values())

@@ -1,5 +1,6 @@
-"""What can be said of a model folder without loading it: files, architecture, tokenizer, chat template, layers, size; and whether critic
-and adapters go with it. Imports no torch."""
+"""What can be said of a model folder without loading it: files, architecture, tokenizer, chat template, layers, size;
+and whether critic and adapters go with it. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from protos.errors import ConfigError, ModelError
-from services.config import Recipe
+from tandem.protos.errors import ConfigError, ModelError
+from tandem.services.config import Recipe
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -42,7 +43,8 @@ class ModelFacts:
 
 
 def check_model(recipe: Recipe) -> ModelFacts | None:
-    """Checks `[model]` against what sampler, trainer and feed will need of it; None for a hub model not on this disk yet.
+    """Checks `[model]` against what sampler, trainer and feed will need of it; None for a hub model not on this disk
+    yet.
 
     Raises:
         ModelError: the first fault found, in one line.
@@ -66,7 +68,8 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
 
 
 def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
-    """Checks `trainer.critic.path` against the policy's model. The numbers the critic trains; 0 if there is none, or nobody knows yet.
+    """Checks `trainer.critic.path` against the policy's model. The numbers the critic trains; 0 if there is none, or
+    nobody knows yet.
 
     Raises:
         ModelError: the first fault found, in one line.
@@ -85,13 +88,15 @@ def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
     vocabulary = _vocabulary(config)
     if policy is not None and 0 < vocabulary < policy.vocabulary:
         raise ModelError(
-            f"{what}: it knows {vocabulary} tokens and the policy {policy.vocabulary}; name a model with the policy's tokenizer"
+            f"{what}: it knows {vocabulary} tokens and the policy {policy.vocabulary}; "
+            "name a model with the policy's tokenizer"
         )
     return _weights(folder, config, what)[0]
 
 
 def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
-    """Checks the layers of `trainer.lora.target_modules` by their last names; what the weight files do not tell is left to the trainer.
+    """Checks the layers of `trainer.lora.target_modules` by their last names; what the weight files do not tell is left
+    to the trainer.
 
     Raises:
         ConfigError: the model has no such layer.
@@ -105,14 +110,17 @@ def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
-                f"trainer.lora.target_modules: {recipe.model.path} has no linear layer {target} with a weight of its own"
+                f"trainer.lora.target_modules: {recipe.model.path} has no linear "
+                f"layer {target} with a weight of its own"
                 + (f" (the nearest is {near[0]})" if near else "")
                 + "; name others, or all-linear"
             )
 
 
 def known_architectures() -> frozenset[str]:
-    """The text models of the installed vLLM, read from its source: importing it takes seconds. Empty if vLLM is not installed."""
+    """The text models of the installed vLLM, read from its source: importing it takes seconds. Empty if vLLM is not
+    installed.
+    """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         return frozenset()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.config import Recipe
+from tandem.services.config import Recipe
 
 
 def gpu_ids() -> tuple[str, ...]:
@@ -21,7 +21,9 @@ def gpu_ids() -> tuple[str, ...]:
 
 
 def gpus_wanted(recipe: Recipe) -> int:
-    """GPUs a local run spreads over where there are any: one in all with `ipc`, else one a rank and one a worker of a sampler."""
+    """GPUs a local run spreads over where there are any: one in all with `ipc`, else one a rank and one a worker of a
+    sampler.
+    """
     if recipe.weights.backend == "ipc":
         return 1
     return recipe.trainer.num_ranks + recipe.rollout.num_replicas * recipe.rollout.tensor_parallel_size
@@ -30,8 +32,8 @@ def gpus_wanted(recipe: Recipe) -> int:
 def place(recipe: Recipe, name: str) -> Mapping[str, str]:
     """Environment that puts the service `name` (feed, rollout-<replica>, reward, trainer) where it belongs.
 
-    The trainer takes the first GPUs and the samplers the following ones; without GPUs, samplers side by side get a core each,
-    since vLLM would put them all on core 0. What the user's environment already says is left alone.
+    The trainer takes the first GPUs and the samplers the following ones; without GPUs, samplers side by side get a core
+    each, since vLLM would put them all on core 0. What the user's environment already says is left alone.
     """
     gpus = gpu_ids()
     wanted = (
@@ -60,7 +62,8 @@ def _gpu_environment(recipe: Recipe, name: str, gpus: tuple[str, ...]) -> dict[s
 
 
 def _cpu_environment(recipe: Recipe, name: str, cores: list[int]) -> dict[str, str]:
-    # One OpenMP thread a process: two under contention fell from 10 k to 1 k tokens/s, and a replay needs the same count.
+    # One OpenMP thread a process: two under contention fell from 10 k to 1 k tokens/s, and a replay needs the same
+    # count.
     environment = {"OMP_NUM_THREADS": "1"}
     service, replica = _split(name)
     width = recipe.rollout.tensor_parallel_size

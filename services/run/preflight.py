@@ -1,4 +1,6 @@
-"""Bad input found before anything starts. Every fault is one UserError: the thing, the place, the remedy. Imports no torch, no vllm."""
+"""Bad input found before anything starts. Every fault is one UserError: the thing, the place, the remedy. Imports no
+torch, no vllm.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
-from services.command_line import complain
-from services.config import Recipe
-from services.config.jobs import JobsConfig
-from services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running
-from services.run.model_check import ModelFacts, check_adapters, check_critic, check_model
-from services.run.placement import gpu_ids, gpus_wanted
-from services.run.resume import check_resumable
-from trainer.engine_options import check_engine
+from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
+from tandem.services.command_line import complain
+from tandem.services.config import Recipe
+from tandem.services.config.jobs import JobsConfig
+from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running
+from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model
+from tandem.services.run.placement import gpu_ids, gpus_wanted
+from tandem.services.run.resume import check_resumable
+from tandem.trainer.engine_options import check_engine
 
 if TYPE_CHECKING:
-    from reward.rubric import Rubric
+    from tandem.reward.rubric.rubric import Rubric
 
 ENGINE_BYTES = 1e9
 """Resident memory of one engine beside its weights and its KV cache; the same holds for one rank of the trainer."""
@@ -86,12 +88,14 @@ def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
     owner = running(folder)
     if owner is not None:
         raise RunExistsError(
-            f"run folder {folder}: another supervisor (pid {owner.pid}) runs in it; stop that one first, or choose another run.folder"
+            f"run folder {folder}: another supervisor (pid {owner.pid}) runs in it; "
+            "stop that one first, or choose another run.folder"
         )
     if not resume:
         if config.exists():
             raise RunExistsError(
-                f"run folder {folder} holds a run already; add --resume to go on with it, or choose another run.run_id, "
+                f"run folder {folder} holds a run already; add --resume to go "
+                "on with it, or choose another run.run_id, "
                 "or delete the folder"
             )
         return
@@ -100,14 +104,16 @@ def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
 
 def check_dataset(recipe: Recipe) -> None:
     """The files of `[data]` are there and open as datasets."""
-    from services.data.dataset import check_file
+    from tandem.services.data.dataset import check_file
 
     for file in filter(None, (recipe.data.train_file, recipe.data.eval_file)):
         check_file(file)
 
 
 def check_models(recipe: Recipe) -> ModelFacts | None:
-    """The policy's model can be used, and what is trained beside it or inside it goes with it; None for a hub model not here yet."""
+    """The policy's model can be used, and what is trained beside it or inside it goes with it; None for a hub model not
+    here yet.
+    """
     facts = check_model(recipe)
     check_adapters(recipe, facts)
     num_critic_parameters = check_critic(recipe, facts)
@@ -124,7 +130,8 @@ def check_backend(recipe: Recipe) -> None:
     wanted = gpus_wanted(recipe)
     if backend == "nccl" and wanted > len(gpus):
         raise ConfigError(
-            f"weights.backend=nccl needs {wanted} GPUs (trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size), "
+            f"weights.backend=nccl needs {wanted} GPUs (trainer.num_ranks + "
+            "rollout.num_replicas × rollout.tensor_parallel_size), "
             f"this machine shows {len(gpus)}; lower these, or share one GPU with weights.backend=ipc"
         )
     if recipe.trainer.num_nodes > 1 and not external_redis_url(recipe):
@@ -161,14 +168,16 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
     need, free = disk_need_bytes(recipe, facts), shutil.disk_usage(place).free
     if free < need:
         raise EnvironmentLackError(
-            f"{place}: {_size(free)} free, and the run writes about {_size(need)} (checkpoints, exports, batches, Redis); "
-            "free space there, lower trainer.keep_checkpoints or raise trainer.export_every, or choose another run.folder"
+            f"{place}: {_size(free)} free, and the run writes about {_size(need)} "
+            "(checkpoints, exports, batches, Redis); "
+            "free space there, lower trainer.keep_checkpoints or raise "
+            "trainer.export_every, or choose another run.folder"
         )
 
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """A rough figure: checkpoints and exports exactly (but for adapters, which are small), payloads for answers of half the longest
-    length, and jobs in an embedded Redis.
+    """A rough figure: checkpoints and exports exactly (but for adapters, which are small), payloads for answers of half
+    the longest length, and jobs in an embedded Redis.
     """
     run, trainer = recipe.run, recipe.trainer
     group = recipe.rows_per_group * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) / 2 * 12
@@ -186,12 +195,16 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
 
 
 def worst_case_redis_bytes(recipe: Recipe) -> int:
-    """Payloads of all credits with every answer as long as it may be: id, log-prob and mask of a token, and its text."""
+    """Payloads of all credits with every answer as long as it may be: id, log-prob and mask of a token, and its
+    text.
+    """
     return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
 
 
 def job_bytes(recipe: Recipe) -> int:
-    """What jobs may take in the run's Redis; 0 if the service has no port of its own, where no client would look for it."""
+    """What jobs may take in the run's Redis; 0 if the service has no port of its own, where no client would look for
+    it.
+    """
     return recipe.jobs.redis_bytes if recipe.reward.port else 0
 
 
@@ -228,8 +241,9 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
         return
     rollout, lora = recipe.rollout, recipe.trainer.lora
     weights = facts.num_parameters * _weight_bytes(recipe)
-    # Weights count twice in a sampler: a staged update holds the next version beside the one in use. Adapters that travel alone
-    # are merged into a third copy, the base; it is a mapped file at best, but has to be in memory all the same.
+    # Weights count twice in a sampler: a staged update holds the next version beside the one in use. Adapters that
+    # travel alone are merged into a third copy, the base; it is a mapped file at best, but has to be in memory all the
+    # same.
     copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
     engines = rollout.num_replicas * (rollout.kv_cache_bytes + copies * weights + ENGINE_BYTES)
     training = _training_bytes(recipe, facts)
@@ -240,7 +254,8 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
         lower = "rollout.kv_cache_bytes or rollout.num_replicas" + (" or jobs.max_unscored_bytes" if jobs else "")
         raise EnvironmentLackError(
             f"memory: {rollout.num_replicas} engine(s) with rollout.kv_cache_bytes={rollout.kv_cache_bytes} need about "
-            f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} are free; lower {lower}, or end other programs"
+            f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} "
+            f"are free; lower {lower}, or end other programs"
         )
 
 
@@ -255,7 +270,9 @@ def _training_bytes(recipe: Recipe, facts: ModelFacts) -> float:
 
 
 def free_memory_bytes() -> float:
-    """What this process and its children may still take: the machine's free memory, or the rest of its cgroup's limit."""
+    """What this process and its children may still take: the machine's free memory, or the rest of its cgroup's
+    limit.
+    """
     import psutil
 
     free = float(psutil.virtual_memory().available)
@@ -280,12 +297,12 @@ def check_redis(recipe: Recipe) -> None:
     """
     url = external_redis_url(recipe)
     if not url:
-        from services.buffer.redis_server import find_redis_server
+        from tandem.services.buffer.redis_server import find_redis_server
 
         find_redis_server()
         return
-    from services.buffer.buffer import Buffer
-    from services.buffer.durability import check_settings
+    from tandem.services.buffer.buffer import Buffer
+    from tandem.services.buffer.durability import check_settings
 
     try:
         with closing(Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
@@ -296,8 +313,10 @@ def check_redis(recipe: Recipe) -> None:
 
 
 def check_reward(recipe: Recipe) -> None:
-    """The scorer or the rubric's scorers exist, import, and take their arguments; the estimator can use their components."""
-    from reward.scoring import validate
+    """The scorer or the rubric's scorers exist, import, and take their arguments; the estimator can use their
+    components.
+    """
+    from tandem.reward.scoring import validate
 
     rubric = validate(recipe.reward)
     if recipe.trainer.needs_components:
@@ -305,25 +324,30 @@ def check_reward(recipe: Recipe) -> None:
 
 
 def _check_components(recipe: Recipe, rubric: Rubric) -> None:
-    """An estimator that compares every component must be able to, in every row, and must not train on what is only reported."""
+    """An estimator that compares every component must be able to, in every row, and must not train on what is only
+    reported.
+    """
     components = {component.name: component for component in rubric.components}
     if "" in components:
         return  # a scorer alone: its components are not known before it has judged
     weights = getattr(recipe.trainer.advantage, "weights", ())
     if weights and len(weights) != len(components):
         raise ConfigError(
-            f"trainer.advantage.weights has {len(weights)} entries for the {len(components)} components of {recipe.reward.rubric}; "
+            f"trainer.advantage.weights has {len(weights)} entries for the {len(components)} "
+            f"components of {recipe.reward.rubric}; "
             f"give one for each of {', '.join(sorted(components))}, in this order"
         )
     for name, component in components.items():
         if component.optional:
             raise ConfigError(
-                f"{recipe.reward.rubric}: component {name} is optional, and trainer.advantage {recipe.trainer.advantage.name} needs it "
+                f"{recipe.reward.rubric}: component {name} is optional, and trainer.advantage "
+                f"{recipe.trainer.advantage.name} needs it "
                 "in every row; take optional away, or choose another estimator"
             )
         if component.weight == 0 and not weights:
             raise ConfigError(
-                f"{recipe.reward.rubric}: component {name} has weight 0, and trainer.advantage {recipe.trainer.advantage.name} would "
+                f"{recipe.reward.rubric}: component {name} has weight 0, and trainer.advantage "
+                f"{recipe.trainer.advantage.name} would "
                 f"train on it; give trainer.advantage.weights, for {', '.join(sorted(components))} in this order"
             )
 

@@ -1,4 +1,6 @@
-"""Live progress of a run: one picture, drawn as a table on a terminal and as a line every few seconds elsewhere (a CI log)."""
+"""Live progress of a run: one picture, drawn as a table on a terminal and as a line every few seconds elsewhere (a CI
+log).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from protos.errors import TandemError
-from services.buffer.buffer import Buffer
-from services.config import Recipe
+from tandem.protos.errors import TandemError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
 
 SAMPLE_SECONDS = 1.0
 PLAIN_SECONDS = 10.0
@@ -32,7 +34,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ProgressSnapshot:
     """What is shown at one moment; None where nothing was measured yet."""
 
     step: int = 0
@@ -88,18 +90,18 @@ class JsonTail:
         return [json.loads(line) for line in whole.splitlines()], fresh
 
 
-def picture_of(
+def snapshot_of(
     lines: Sequence[Line], evaluation: Line | None, counts: Mapping[str, int], total: int, hung: Sequence[str] = ()
-) -> Picture:
+) -> ProgressSnapshot:
     """The picture that the last lines of metrics.jsonl, the last evaluation and the ledger's counts make."""
     evaluated = {"accuracy": evaluation["accuracy"], "accuracy_step": evaluation["version"]} if evaluation else {}
     if not lines:
-        return Picture(total=total, groups=counts, hung=tuple(hung), **evaluated)
+        return ProgressSnapshot(total=total, groups=counts, hung=tuple(hung), **evaluated)
     last, first = lines[-1], lines[0]
     seconds = sum(float(line["seconds_total"]) for line in lines)
     busy, idle = (_difference(first, last, f"sampler_{kind}_seconds") for kind in ("busy", "idle"))
     per_step = seconds / len(lines)
-    return Picture(
+    return ProgressSnapshot(
         step=int(last["step"]),
         total=total,
         reward=sum(float(line["reward_mean"]) for line in lines) / len(lines),
@@ -133,7 +135,7 @@ class RunWatch:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.picture = Picture(total=self._total)
+        self.picture = ProgressSnapshot(total=self._total)
         self.last_beats: Mapping[str, float] = {}
         """Monotonic time of the last sign of life of every service and sampler."""
 
@@ -149,7 +151,7 @@ class RunWatch:
         """The last trained version: grows while the run gets on."""
         return self._mark
 
-    def sample(self) -> Picture:
+    def sample(self) -> ProgressSnapshot:
         """Reads what is new in the files and draws a new picture; asks nobody, so it never waits."""
         with self._lock:
             lines, fresh = self._metrics.read()
@@ -164,7 +166,7 @@ class RunWatch:
                 self._evaluation = evaluations[-1]
             now = time.monotonic()
             hung = sorted(name for name, beat in self.last_beats.items() if now - beat > HUNG_SECONDS)
-            self.picture = picture_of(list(self._lines), self._evaluation, self._counts, self._total, hung)
+            self.picture = snapshot_of(list(self._lines), self._evaluation, self._counts, self._total, hung)
             self._mark = max(self._mark, self.picture.step)
         return self.picture
 
@@ -225,14 +227,14 @@ class Progress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def plain_line(picture: Picture, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> str:
+def plain_line(picture: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> str:
     """The picture on one line."""
     parts = [f"{_clock(elapsed_seconds)} step {picture.step}/{picture.total}"]
     parts += [value if name == "waiting" else f"{name} {value}" for name, value in _figures(picture) if value]
     return " · ".join([*parts, *_troubles(picture, states)])
 
 
-def table(picture: Picture, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> Table:
+def table(picture: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> Table:
     """The picture as a small table."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
@@ -240,7 +242,8 @@ def table(picture: Picture, states: Mapping[str, tuple[str, int, int]], elapsed_
     filled = round(30 * picture.step / picture.total) if picture.total else 0
     grid.add_row(
         "step",
-        f"{picture.step}/{picture.total} [green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/] {_clock(elapsed_seconds)}",
+        f"{picture.step}/{picture.total} [green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/] "
+        f"{_clock(elapsed_seconds)}",
     )
     for name, value in _figures(picture):
         grid.add_row(name, value or "[dim]–[/]")
@@ -249,7 +252,7 @@ def table(picture: Picture, states: Mapping[str, tuple[str, int, int]], elapsed_
     return grid
 
 
-def _figures(picture: Picture) -> list[tuple[str, str]]:
+def _figures(picture: ProgressSnapshot) -> list[tuple[str, str]]:
     groups = picture.groups
     stages = [
         (stage, sum(groups.get(f"{stage}_{state}", 0) for state in ("waiting", "leased", "claimed")))
@@ -275,7 +278,7 @@ def _figures(picture: Picture) -> list[tuple[str, str]]:
     ]
 
 
-def _troubles(picture: Picture, states: Mapping[str, tuple[str, int, int]]) -> list[str]:
+def _troubles(picture: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]) -> list[str]:
     """What is not as it should be: services that start, restart or have fallen silent."""
     by_state: dict[str, list[str]] = {}
     for name, (state, _pid, restarts) in states.items():

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from protos.errors import EnvironmentLackError, UnavailableError
-from services.buffer.redis_server import EmbeddedRedis, start_redis
-from services.run.children import RestartPolicy
-from services.run.folder import disk_full
+from tandem.protos.errors import EnvironmentLackError, UnavailableError
+from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
+from tandem.services.run.children import RestartPolicy
+from tandem.services.run.folder import disk_full
 
 STOP_SECONDS = 1.5
 
@@ -59,7 +59,8 @@ class RedisChild:
             return
         if disk_full(self._folder):
             raise EnvironmentLackError(
-                f"Redis ended: the disk of {self._folder} is full; free space there, then start it again (a run with --resume)"
+                f"Redis ended: the disk of {self._folder} is full; free space there, "
+                "then start it again (a run with --resume)"
             )
         delay = self._policy.delay(time.monotonic() - self._started_at, 0)
         if delay is None:

@@ -1,7 +1,8 @@
 """What a resumed run may change: nothing that its weights depend on.
 
-A version means one history. Whoever trains the recorded batches again, a resumed trainer or `tandem replay`, has one recipe for all of
-them and must end with the same weights, whatever the run was resumed with in between. So a key is fixed unless `FREE` names it.
+A version means one history. Whoever trains the recorded batches again, a resumed trainer or `tandem replay`, has one
+recipe for all of them and must end with the same weights, whatever the run was resumed with in between. So a key is
+fixed unless `FREE` names it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protos.errors import ConfigError
-from services.config import Recipe, load_resolved
-from services.config.tree import shape_at
-from services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER
+from tandem.protos.errors import ConfigError
+from tandem.services.config import Recipe, load_resolved
+from tandem.services.config.tree import shape_at
+from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER
 
 FREE = frozenset(
     {
@@ -59,8 +60,9 @@ FREE = frozenset(
         "sft",
     }
 )
-"""Keys, and whole sections, that a resumed run may change. Whoever adds one gives `tests/test_replay.py` another value for it, with which
-a run is then replayed."""
+"""Keys, and whole sections, that a resumed run may change. Whoever adds one gives
+`tests/services/commands/test_replay.py` another value for it, with which a run is then replayed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +93,16 @@ def check_resumable(recipe: Recipe) -> None:
     first, *others = changes
     beside = f" (nor {', '.join(change.key for change in others)})" if others else ""
     raise ConfigError(
-        f"{first.key} was {_text(first.was)} in the run of {folder} and is {_text(first.now)} now: a resumed run cannot change it{beside}; "
+        f"{first.key} was {_text(first.was)} in the run of {folder} and is {_text(first.now)} "
+        f"now: a resumed run cannot change it{beside}; "
         f"set it back (`tandem run {config} --resume` has it as it was), or start a new run{_from_its_weights(folder)}"
     )
 
 
 def forbidden_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """What a resumed run would change and may not, in the order of the recipe; both are resolved recipes, as `config.json` has them."""
+    """What a resumed run would change and may not, in the order of the recipe; both are resolved recipes, as
+    `config.json` has them.
+    """
     falling = before["trainer"]["schedule"] != "constant"
     return _changes(before, now, FREE - {"run.total_batches"} if falling else FREE)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from services.config import Recipe
-from services.run.metrics import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line, percentile_99
+from tandem.services.config import Recipe
+from tandem.services.run.metrics import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line, percentile_99
 
 SUMMARY_FILE = "summary.json"
 

@@ -9,28 +9,28 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 
 from rich.console import Console
 
-from protos.errors import TandemError
-from rollout.engine_folder import sweep_engine_folders
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.run.children import Child, ChildSpec
-from services.run.control import ControlServer
-from services.run.crew import ALONG_THE_RING, FAILED, FINISHED, Crew
-from services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url
-from services.run.ledger import check_redis_room, create_ledger
-from services.run.placement import place
-from services.run.preflight import check_recipe
-from services.run.progress import Progress, RunWatch
-from services.run.redis_child import RedisChild
+from tandem.protos.errors import TandemError
+from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.run.children import Child, ChildSpec
+from tandem.services.run.control import ControlServer
+from tandem.services.run.crew import ALONG_THE_RING, FAILED, FINISHED, Crew
+from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url
+from tandem.services.run.ledger import check_redis_room, create_ledger
+from tandem.services.run.placement import place
+from tandem.services.run.preflight import check_recipe
+from tandem.services.run.progress import Progress, RunWatch
+from tandem.services.run.redis_child import RedisChild
 
 
 def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock | None = None) -> int:
-    """Runs a recipe to its end in its run folder. Returns 0 when it is trained, 1 when it failed, 2 when a service found the
-    user's input wrong, 130 when it was stopped by Ctrl-C, SIGTERM or StopRun. `lock`: the caller holds the folder already.
+    """Runs a recipe to its end in its run folder. Returns 0 when it is trained, 1 when it failed, 2 when a service
+    found the user's input wrong, 130 when it was stopped by Ctrl-C, SIGTERM or StopRun. `lock`: the caller holds the
+    folder already.
 
     Raises:
         UserError: bad input, found before anything was started.
@@ -74,7 +74,7 @@ def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
     return [
         ChildSpec(
             name=name,
-            command=(sys.executable, "-m", "services.cli", "serve", *arguments[name]),
+            command=(sys.executable, "-m", "tandem.services.cli", "serve", *arguments[name]),
             log_file=recipe.folder / "logs" / f"{name}.log",
             environment={**common_environment(redis_url), **place(recipe, name)},
         )
@@ -83,10 +83,8 @@ def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
 
 
 def common_environment(redis_url: str) -> dict[str, str]:
-    """What every service gets. The package's own root is put on the path, so that a run may start in any folder."""
-    root = str(Path(__file__).resolve().parents[2])
-    search_path = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"TANDEM_REDIS_URL": redis_url, "PYTHONPATH": os.pathsep.join(dict.fromkeys(search_path))}
+    """The environment variables every service gets."""
+    return {"TANDEM_REDIS_URL": redis_url}
 
 
 def _verified(buffer: Buffer, say: Callable[[str], None]) -> int:

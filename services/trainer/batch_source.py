@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.errors import SelectionError, TandemError, UnavailableError
-from protos.nouns import Packing, RowHeader, TrainBatch
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.run.metrics import baseline_rewards, oldest_version, trajectories
-from trainer.planning import plan_batch
-from trainer.selection import zero_variance
+from tandem.protos.errors import SelectionError, TandemError, UnavailableError
+from tandem.protos.types import Packing, RowHeader, TrainBatch
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.run.metrics import baseline_rewards, oldest_version, trajectories
+from tandem.trainer.planning import plan_batch
+from tandem.trainer.selection import zero_variance
 
 _CLAIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
@@ -23,7 +23,9 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SelectionRules:
-    """Which scored groups may train. `hard_staleness_cap` 0 is off; `needs_baseline`: rewards are compared with the greedy answer's."""
+    """Which scored groups may train. `hard_staleness_cap` 0 is off; `needs_baseline`: rewards are compared with the
+    greedy answer's.
+    """
 
     min_rows: int
     hard_staleness_cap: int
@@ -46,7 +48,9 @@ class SelectionRules:
 
 
 def selection_rules(recipe: Recipe) -> SelectionRules:
-    """The rules of a recipe. Where answers are compared with one another, a single scored one teaches nothing; some need more."""
+    """The rules of a recipe. Where answers are compared with one another, a single scored one teaches nothing; some
+    need more.
+    """
     return SelectionRules(
         min_rows=max(2 if recipe.trainer.advantage.compares_answers else 1, recipe.trainer.min_group_size),
         hard_staleness_cap=recipe.run.hard_staleness_cap,
@@ -91,10 +95,11 @@ class BatchSource:
         return len(self._survivors)
 
     def poll(self, version: int, seconds: float) -> TrainBatch | None:
-        """The batch that follows `version`; None if it did not fill in time, at a stop, or because nothing can come any more.
+        """The batch that follows `version`; None if it did not fill in time, at a stop, or because nothing can come any
+        more.
 
-        Once the feed is exhausted and every outstanding group is claimed, a smaller batch is returned; when not even one
-        group is left, None with `exhausted` set.
+        Once the feed is exhausted and every outstanding group is claimed, a smaller batch is returned; when not even
+        one group is left, None with `exhausted` set.
 
         Raises:
             SelectionError: too many groups in a row were rejected.
@@ -114,7 +119,9 @@ class BatchSource:
         return self._plan(version + 1)
 
     def take_rejections(self) -> dict[str, float]:
-        """Groups rejected since the last call, and the mean sampled tokens of their trajectories (a bias against long ones shows)."""
+        """Groups rejected since the last call, and the mean sampled tokens of their trajectories (a bias against long
+        ones shows).
+        """
         figures: dict[str, float] = {"rejected_groups": self._rejected.total()}
         figures |= {f"rejected_{reason}": number for reason, number in self._rejected.items()}
         if self._rejected_lengths:
@@ -150,7 +157,8 @@ class BatchSource:
         if self._consecutive_rejections >= self._recipe.trainer.max_consecutive_rejections:
             counts = {name: n for name, n in self._buffer.counts().items() if name.startswith("dropped") and n}
             raise SelectionError(
-                f"{self._consecutive_rejections} groups in a row were rejected ({dict(self._rejected)}; in all {counts}): "
+                f"{self._consecutive_rejections} groups in a row were rejected "
+                f"({dict(self._rejected)}; in all {counts}): "
                 "the rewards carry no signal, or the rules leave nothing; see trainer.selection.drop_zero_variance and "
                 "run.hard_staleness_cap"
             )
@@ -180,7 +188,9 @@ class Ranks(Protocol):
 
 
 def groups_of_rank(batch: TrainBatch, rank: int) -> list[str]:
-    """The groups whose rows this rank trains, in the batch's order; rank 0 reads all of them, because it writes the record."""
+    """The groups whose rows this rank trains, in the batch's order; rank 0 reads all of them, because it writes the
+    record.
+    """
     if rank == 0:
         return list(batch.group_ids)
     own = {row.group_id for row in batch.plan if row.rank == rank}
@@ -188,7 +198,8 @@ def groups_of_rank(batch: TrainBatch, rank: int) -> list[str]:
 
 
 def read_payloads(buffer: Buffer, batch: TrainBatch, ranks: Ranks) -> Mapping[str, bytes]:
-    """This rank's payloads of the batch. All ranks agree that each has read its own, or all try once more, or all raise.
+    """This rank's payloads of the batch. All ranks agree that each has read its own, or all try once more, or all
+    raise.
 
     Raises:
         UnavailableError: on every rank, if any rank failed twice.

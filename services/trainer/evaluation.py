@@ -1,4 +1,6 @@
-"""Evaluation: greedy answers through RolloutService.Generate, judged by RewardService.Score, outside ledger and limiter."""
+"""Evaluation: greedy answers through RolloutService.Generate, judged by RewardService.Score, outside ledger and
+limiter.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from typing import Any
 import grpc
 import numpy as np
 
-from protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from protos.errors import NotAdmittedError, TandemError
-from protos.nouns import Prompt, SamplingParameters
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.data.dataset import load_prompts
-from services.rpc import connect, translated
+from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tandem.protos.errors import NotAdmittedError, TandemError
+from tandem.protos.types import Prompt, SamplingParameters
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.data.dataset import load_prompts
+from tandem.services.rpc import connect, translated
 
 ROWS_PER_CALL = 64
 CALLS_PER_SAMPLER = 2  # the next chunk is queued in the engine while the last answers of the one before are decoded
@@ -32,7 +34,9 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation. `num_rows` rows were asked, `unscored` counts those without a reward by reason; means are over the others."""
+    """One evaluation. `num_rows` rows were asked, `unscored` counts those without a reward by reason; means are over
+    the others.
+    """
 
     version: int | None
     accuracy: float | None
@@ -67,8 +71,9 @@ class _Marks:
 def evaluate(version: int | None, prompts: Sequence[Prompt], examiner: Examiner) -> Evaluation:
     """Asks every prompt once, greedily, spread over the samplers; `version` None takes whatever weights they carry.
 
-    A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A chunk whose call
-    fails is asked again of another sampler, up to three times; its rows are then counted as unscored, never averaged in.
+    A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A
+    chunk whose call fails is asked again of another sampler, up to three times; its rows are then counted as unscored,
+    never averaged in.
     """
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
@@ -177,7 +182,9 @@ def _left(deadline: float) -> float:
 def wait_for_examiner(
     buffer: Buffer, recipe: Recipe, version: int | None, seconds: float, stop: threading.Event
 ) -> Examiner | None:
-    """The samplers that carry `version` (None: any that is alive) and the reward service, once there are some; None at the deadline."""
+    """The samplers that carry `version` (None: any that is alive) and the reward service, once there are some; None at
+    the deadline.
+    """
     started = time.monotonic()
     silent = True
     while True:
@@ -196,13 +203,16 @@ def wait_for_examiner(
             silent = False
             carrying = "" if version is None else f" that carries version {version}"
             print(
-                f"evaluation waits for {'the reward service' if samplers else 'a sampler'}{'' if samplers else carrying}",
+                "evaluation waits for "
+                f"{'the reward service' if samplers else 'a sampler'}{'' if samplers else carrying}",
                 flush=True,
             )
 
 
 class BackgroundEvaluation:
-    """Evaluates a published version beside the training of the next batch; the next publication waits until it is `over`."""
+    """Evaluates a published version beside the training of the next batch; the next publication waits until it is
+    `over`.
+    """
 
     def __init__(
         self, buffer: Buffer, recipe: Recipe, stop: threading.Event, done: Callable[[Evaluation], None]

@@ -7,13 +7,14 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from services.config import Recipe
+from tandem.services.config import Recipe
 
 RESTARTS_ACROSS_MACHINES = 5
 
 
 def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
-    """Runs this rank if torchrun started us; else the single rank here, or all of this machine's ranks through torchrun.
+    """Runs this rank if torchrun started us; else the single rank here, or all of this machine's ranks through
+    torchrun.
 
     `recipe_arguments` are what the ranks are started with: the recipe's file and overrides.
     """
@@ -22,7 +23,7 @@ def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str])
             run_ranks(recipe, redis_url, recipe_arguments)
             return
         os.environ.update(single_rank_environment())
-    from services.trainer.service import main
+    from tandem.services.trainer.service import main
 
     main(recipe, redis_url)
 
@@ -36,8 +37,9 @@ def single_rank_environment() -> Mapping[str, str]:
 
 
 def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[str]:
-    """Arguments of torchrun on this machine. On one machine the supervisor restarts the trainer whole; across machines nobody
-    else could bring all of them back together, so torchrun does."""
+    """Arguments of torchrun on this machine. On one machine the supervisor restarts the trainer whole; across machines
+    nobody else could bring all of them back together, so torchrun does.
+    """
     trainer = recipe.trainer
     several = trainer.num_nodes > 1
     return [
@@ -56,7 +58,7 @@ def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[
         "--log-dir",
         os.devnull,  # else torchrun makes folders in /tmp for logs it does not write
         "--module",
-        "services.cli",
+        "tandem.services.cli",
         "serve",
         "trainer",
         *recipe_arguments,
@@ -64,7 +66,9 @@ def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[
 
 
 def run_ranks(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
-    """Becomes torchrun's agent and ends with the exit code of the rank that failed first, so that a user's error stays one."""
+    """Becomes torchrun's agent and ends with the exit code of the rank that failed first, so that a user's error stays
+    one.
+    """
     os.environ.update(
         TANDEM_REDIS_URL=redis_url,
         TANDEM_PARENT_PID=str(os.getpid()),  # the ranks die with this agent

@@ -1,4 +1,6 @@
-"""Rank 0's way of publishing a version: who is in the weight group, the broadcast, who acknowledged, who is STALE, who comes late."""
+"""Rank 0's way of publishing a version: who is in the weight group, the broadcast, who acknowledged, who is STALE, who
+comes late.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,16 @@ from typing import Any
 
 import grpc
 
-from protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from protos.errors import BaseLackError, UnavailableError, WeightTransferError
-from protos.manifest import encode_manifest, weights_digest
-from protos.nouns import WeightManifest
-from protos.weight_group import Meeting
-from services.buffer.buffer import Buffer
-from services.buffer.registry import Sampler
-from services.config import Recipe
-from services.rpc import connect, from_rpc_error
-from trainer.weight_sender import WeightSender
+from tandem.protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tandem.protos.errors import BaseLackError, UnavailableError, WeightTransferError
+from tandem.protos.manifest import encode_manifest, weights_digest
+from tandem.protos.types import WeightManifest
+from tandem.protos.weight_group import Meeting
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.registry import Sampler
+from tandem.services.config import Recipe
+from tandem.services.rpc import connect, from_rpc_error
+from tandem.trainer.weight_sender import WeightSender
 
 WEIGHTS_FOLDER = "weights"
 WITH_BASE_FOLDER = "with-base"
@@ -58,10 +60,11 @@ class Publication:
 
 
 class Publisher:
-    """Publishes versions to every sampler that can take part, and lets a thread catch up those that cannot or that come late.
+    """Publishes versions to every sampler that can take part, and lets a thread catch up those that cannot or that come
+    late.
 
-    A sampler takes part if it is alive and neither failed the last time nor is being caught up. One that fails is STALE from
-    that publication on and leaves the weight group; it comes back through the thread, or by starting anew.
+    A sampler takes part if it is alive and neither failed the last time nor is being caught up. One that fails is STALE
+    from that publication on and leaves the weight group; it comes back through the thread, or by starting anew.
     """
 
     def __init__(self, buffer: Buffer, sender: WeightSender, recipe: Recipe, incarnation: int) -> None:
@@ -87,7 +90,8 @@ class Publisher:
         self._thread.start()
 
     def publish(self, version: int, *, changed: bool) -> Publication:
-        """Brings a version to the samplers and retires the credits of what was trained for it. All ranks are inside `broadcast` meanwhile.
+        """Brings a version to the samplers and retires the credits of what was trained for it. All ranks are inside
+        `broadcast` meanwhile.
 
         Not `changed`: only the version's number goes out, to the samplers that carry the version before.
 
@@ -126,7 +130,8 @@ class Publisher:
 
     def _begin(self, version: int, changed: bool) -> list[Sampler]:
         """The samplers that take part; the thread leaves them alone until the publication is over."""
-        # A version without changes is a bare number: it means nothing to a sampler that is not LIVE, with other weights.
+        # A version without changes is a bare number: it means nothing to a sampler that is not LIVE, with other
+        # weights.
         samplers = [s for s in self._buffer.samplers() if s.alive and (changed or s.state == "LIVE")]
         with self._lock:
             taking_part = [s for s in samplers if _member(s) not in self._busy | self._failed]
@@ -314,7 +319,9 @@ class Publisher:
             print(f"weights: sampler {sampler.id} caught up with version {manifest.policy_version}", flush=True)
 
     def _send_newest(self, sampler: Sampler) -> WeightManifest | None:
-        """The manifest that the sampler acknowledged, or None. If it says that it lacks the adapters' base, that goes with them."""
+        """The manifest that the sampler acknowledged, or None. If it says that it lacks the adapters' base, that goes
+        with them.
+        """
         if not self._answering([sampler]):
             return None
         for brings_base in (False, True):

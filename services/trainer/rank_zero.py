@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from protos.nouns import Packing, StepResult, TrainBatch
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, component_figures
-from services.run.summary import write_summary
-from services.trainer.batch_source import BatchSource
-from services.trainer.evaluation import BackgroundEvaluation, Evaluation
-from services.trainer.publisher import Publication, Publisher
-from services.trainer.recovery import TrainerLock, take_over
-from services.trainer.server import CheckpointWish, TrainerState, training_front
-from services.trainer.watchdog import Watchdog
-from trainer.batch_record import batch_to_json, write_record
-from trainer.weight_sender import WeightSender
+from tandem.protos.types import Packing, StepResult, TrainBatch
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, component_figures
+from tandem.services.run.summary import write_summary
+from tandem.services.trainer.batch_source import BatchSource
+from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
+from tandem.services.trainer.publisher import Publication, Publisher
+from tandem.services.trainer.recovery import TrainerLock, take_over
+from tandem.services.trainer.server import CheckpointRequest, TrainerState, training_service_info
+from tandem.services.trainer.watchdog import Watchdog
+from tandem.trainer.batch_record import batch_to_json, write_record
+from tandem.trainer.weight_sender import WeightSender
 
 Order = dict[str, Any]
 """What every rank does next: `{"do": "train", "batch": …}`, `wait`, `checkpoint`, `end` or `stop`."""
@@ -31,7 +31,8 @@ _RANKS_WAIT_SECONDS = 15.0  # other ranks sit in a collective meanwhile, whose d
 
 
 class RankZero:
-    """The ledger's and the samplers' counterpart inside the trainer. Every public method is called by the loop's thread.
+    """The ledger's and the samplers' counterpart inside the trainer. Every public method is called by the loop's
+    thread.
 
     Making one begins a new incarnation: from then on every earlier trainer of the run is fenced.
     """
@@ -45,8 +46,8 @@ class RankZero:
         self._lock = TrainerLock(recipe.folder)
         self.incarnation, self.lineage = take_over(buffer, recipe.folder)
         self.state = TrainerState(self.incarnation)
-        self._wish = CheckpointWish()
-        self._front = training_front(recipe, buffer, self.state, self._wish)
+        self._wish = CheckpointRequest()
+        self._front = training_service_info(recipe, buffer, self.state, self._wish)
         self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
         self._metrics.rewind(self.lineage.checkpoint_version, self.lineage.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
@@ -83,7 +84,9 @@ class RankZero:
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-        """Writes the batch to disk, and only then takes its payloads out of the ledger, which is where a replaced trainer ends."""
+        """Writes the batch to disk, and only then takes its payloads out of the ledger, which is where a replaced
+        trainer ends.
+        """
         self.check()
         write_record(self._recipe.folder, batch, payloads)
         self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
@@ -123,7 +126,9 @@ class RankZero:
         self.state.note(line)
 
     def start_evaluation(self, version: int) -> None:
-        """Evaluates the published version in a thread, unless it was evaluated before or there is no evaluation file."""
+        """Evaluates the published version in a thread, unless it was evaluated before or there is no evaluation
+        file.
+        """
         done = {line["version"] for line in self._metrics.evaluations.read()}
         if self._recipe.data.eval_file and version not in done:
             self._evaluation.start(version, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)

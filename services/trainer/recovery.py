@@ -1,7 +1,8 @@
 """How a trainer begins: a new incarnation, the last checkpoint, and the recorded batches that came after it.
 
 The checkpoint on disk is the truth. The ledger follows it: what the checkpoint contains is committed, the batches
-recorded after it are trained again in their recorded order and plan, and groups that were claimed without a record wait again.
+recorded after it are trained again in their recorded order and plan, and groups that were claimed without a record wait
+again.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from protos.errors import ConfigError, DeadlineError, LedgerError
-from protos.nouns import TrainBatch
-from services.buffer.buffer import Buffer
-from trainer.batch_record import record_group_ids, recorded_versions
-from trainer.checkpoint import latest_checkpoint
+from tandem.protos.errors import ConfigError, DeadlineError, LedgerError
+from tandem.protos.types import TrainBatch
+from tandem.services.buffer.buffer import Buffer
+from tandem.trainer.batch_record import record_group_ids, recorded_versions
+from tandem.trainer.checkpoint import latest_checkpoint
 
 CHECKPOINTS_FOLDER = "checkpoints"
 _LOCK_FILE = "trainer.lock"
@@ -27,7 +28,9 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where a new incarnation starts: the checkpoint's folder ("" for the initial model, version 0) and the batches to train again."""
+    """Where a new incarnation starts: the checkpoint's folder ("" for the initial model, version 0) and the batches to
+    train again.
+    """
 
     checkpoint: str
     checkpoint_version: int
@@ -61,14 +64,17 @@ def find_lineage(folder: Path) -> Lineage:
     if recorded != expected:
         gap = min(set(expected) - set(recorded))
         raise LedgerError(
-            f"{folder}/batches/{gap:06d} is missing, but a later batch is recorded and the last checkpoint holds version {version}; "
+            f"{folder}/batches/{gap:06d} is missing, but a later batch is recorded "
+            f"and the last checkpoint holds version {version}; "
             "restore that folder, or start a new run"
         )
     return Lineage(path, version, recorded)
 
 
 def take_over(buffer: Buffer, folder: Path) -> tuple[int, Lineage]:
-    """Begins a new incarnation and brings the ledger to what the run folder holds. Every earlier incarnation is fenced from here on."""
+    """Begins a new incarnation and brings the ledger to what the run folder holds. Every earlier incarnation is fenced
+    from here on.
+    """
     incarnation = buffer.begin_incarnation()
     lineage = find_lineage(folder)
     # Those the checkpoint contains are given, too: should Redis have lost writes, their groups must not enter twice.
@@ -78,7 +84,8 @@ def take_over(buffer: Buffer, folder: Path) -> tuple[int, Lineage]:
 
 
 def check_world(batch: TrainBatch, world_size: int) -> None:
-    """Refuses a recorded plan made for more ranks than there are (fewer would give other weights, more of them cannot be run).
+    """Refuses a recorded plan made for more ranks than there are (fewer would give other weights, more of them cannot
+    be run).
 
     Raises:
         ConfigError: with the number of ranks to use.
@@ -86,7 +93,8 @@ def check_world(batch: TrainBatch, world_size: int) -> None:
     needed = 1 + max((row.rank for row in batch.plan), default=0)
     if needed > world_size:
         raise ConfigError(
-            f"batch {batch.policy_version} was recorded by {needed} trainer ranks and cannot be trained again by {world_size}: "
+            f"batch {batch.policy_version} was recorded by {needed} trainer ranks "
+            f"and cannot be trained again by {world_size}: "
             f"resume with trainer.num_ranks={needed}"
         )
 
@@ -94,7 +102,8 @@ def check_world(batch: TrainBatch, world_size: int) -> None:
 class TrainerLock:
     """Held by the one trainer of a run folder until its process ends, however it ends.
 
-    The incarnation in Redis fences every step; this lock also keeps a predecessor that is still dying from writing a record.
+    The incarnation in Redis fences every step; this lock also keeps a predecessor that is still dying from writing a
+    record.
     """
 
     def __init__(self, folder: Path) -> None:

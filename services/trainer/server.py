@@ -1,4 +1,6 @@
-"""Rank 0 as others see it: TrainingService (progress, a checkpoint on demand), Info, and a heartbeat in the registry."""
+"""Rank 0 as others see it: TrainingService (progress, a checkpoint on demand), Info, and a heartbeat in the
+registry.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,19 @@ from typing import Any
 import grpc
 import psutil
 
-from protos import training_pb2, training_pb2_grpc
-from protos.errors import DeadlineError
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.front import ServiceFront
+from tandem.protos import training_pb2, training_pb2_grpc
+from tandem.protos.errors import DeadlineError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.service_info import ServiceInfo
 
 _CHECKPOINT_SECONDS = 600.0
 
 
 class TrainerState:
-    """What the loop says of itself to the server's and the watchdog's threads. Plain attributes: each has one writer, the loop."""
+    """What the loop says of itself to the server's and the watchdog's threads. Plain attributes: each has one writer,
+    the loop.
+    """
 
     def __init__(self, incarnation: int) -> None:
         self.started_at = psutil.Process().create_time()
@@ -59,7 +63,7 @@ class TrainerState:
         self.optimizer_step = int(line["optimizer_step"])
 
 
-class CheckpointWish:
+class CheckpointRequest:
     """Asked for by any number of callers, granted by the loop after the batch under way."""
 
     def __init__(self) -> None:
@@ -93,7 +97,7 @@ class CheckpointWish:
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     """TrainingService: progress, and a checkpoint on demand."""
 
-    def __init__(self, recipe: Recipe, state: TrainerState, wish: CheckpointWish) -> None:
+    def __init__(self, recipe: Recipe, state: TrainerState, wish: CheckpointRequest) -> None:
         self._total_batches = recipe.run.total_batches
         self._state = state
         self._wish = wish
@@ -117,10 +121,10 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         )
 
 
-def training_front(recipe: Recipe, buffer: Buffer, state: TrainerState, wish: CheckpointWish) -> ServiceFront:
+def training_service_info(recipe: Recipe, buffer: Buffer, state: TrainerState, wish: CheckpointRequest) -> ServiceInfo:
     """Rank 0's front: listens on `trainer.port`, stands in the registry as `trainer`, and beats there every second."""
     servicer = TrainingServicer(recipe, state, wish)
-    return ServiceFront(
+    return ServiceInfo(
         "trainer",
         recipe,
         buffer,

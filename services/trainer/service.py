@@ -1,4 +1,6 @@
-"""One rank of the trainer. Every rank runs the same loop; rank 0 also claims, records, publishes and measures (`RankZero`)."""
+"""One rank of the trainer. Every rank runs the same loop; rank 0 also claims, records, publishes and measures
+(`RankZero`).
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from protos.codec import decode_group
-from protos.errors import TrainingError
-from protos.nouns import StepResult, TrainBatch
-from services.buffer.buffer import Buffer
-from services.config import Recipe
-from services.process import stop_event
-from services.run.folder import EXPORTS_FOLDER, HF_FOLDER
-from services.run.metrics import PhaseClock
-from services.trainer.batch_source import groups_of_rank, read_payloads
-from services.trainer.publisher import Publication
-from services.trainer.rank_zero import Order, RankZero
-from services.trainer.recovery import CHECKPOINTS_FOLDER, Lineage, check_world
-from trainer.batch_record import batch_from_json, read_record
-from trainer.learner import Learner
-from trainer.weight_sender import WeightSender
+from tandem.protos.codec import decode_group
+from tandem.protos.errors import TrainingError
+from tandem.protos.types import StepResult, TrainBatch
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.process import stop_event
+from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
+from tandem.services.run.metrics import PhaseClock
+from tandem.services.trainer.batch_source import groups_of_rank, read_payloads
+from tandem.services.trainer.publisher import Publication
+from tandem.services.trainer.rank_zero import Order, RankZero
+from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, Lineage, check_world
+from tandem.trainer.batch_record import batch_from_json, read_record
+from tandem.trainer.learner import Learner
+from tandem.trainer.weight_sender import WeightSender
 
 _STOPPED = 143  # as a process that SIGTERM ended: stopped, not finished
 
@@ -33,8 +35,8 @@ def main(recipe: Recipe, redis_url: str) -> NoReturn:
     """Runs this rank to the end of the run and ends the process: with code 0, or 143 if it was told to stop before."""
     finished = run_rank(recipe, redis_url, stop_event())
     sys.stdout.flush()
-    # Not sys.exit: a thread that still waits for a late joiner is inside torch's C++ code, which aborts an interpreter that
-    # ends under it, and the supervisor would take a finished run for a crash.
+    # Not sys.exit: a thread that still waits for a late joiner is inside torch's C++ code, which aborts an interpreter
+    # that ends under it, and the supervisor would take a finished run for a crash.
     os._exit(0 if finished else _STOPPED)
 
 
@@ -145,12 +147,15 @@ class Trainer:
         self.skipped_batches = self.skipped_batches + 1 if skipped else 0
         if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:
             raise TrainingError(
-                f"{self.skipped_batches} batches in a row had a gradient that is not finite, the last for version {self.version}; "
+                f"{self.skipped_batches} batches in a row had a gradient that is not "
+                f"finite, the last for version {self.version}; "
                 "lower trainer.learning_rate, or look at the rewards and lengths in metrics.jsonl"
             )
 
     def check_incarnation(self) -> None:
-        """Before every optimizer step, rank 0 makes sure that it is still this run's trainer; the others cannot step without it."""
+        """Before every optimizer step, rank 0 makes sure that it is still this run's trainer; the others cannot step
+        without it.
+        """
         if self.rank_zero:
             self.rank_zero.check()
 
@@ -172,7 +177,9 @@ class Trainer:
             self.rank_zero.write_line(batch, payloads, result, seconds, publication)
 
     def wait_for_evaluation(self) -> bool:
-        """Holds all ranks until the evaluation of the published version is over; False if the run was stopped before."""
+        """Holds all ranks until the evaluation of the published version is over; False if the run was stopped
+        before.
+        """
         with self.clock.phase("evaluate"):
             outcome = "waits"
             while outcome == "waits":
@@ -203,7 +210,9 @@ class Trainer:
             self.rank_zero.start_evaluation(self.version)
 
     def finish(self) -> bool:
-        """The last checkpoint, the export, the last evaluation, the summary. False if it was stopped before the last two."""
+        """The last checkpoint, the export, the last evaluation, the summary. False if it was stopped before the last
+        two.
+        """
         self.wait_for_evaluation()
         self.evaluate()
         self.save_checkpoint()

@@ -1,4 +1,6 @@
-"""Names what is starved and who starves it, from the ledger and the registry alone: it needs no work in flight to look."""
+"""Names what is starved and who starves it, from the ledger and the registry alone: it needs no work in flight
+to look.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from protos.errors import TandemError
-from services.buffer.buffer import Buffer
-from services.buffer.registry import Sampler
+from tandem.protos.errors import TandemError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.registry import Sampler
 
 STARVED_SECONDS = 30.0
 _POLL_SECONDS = 2.0
@@ -16,7 +18,9 @@ _STAGES = ("prompts", "generated")
 
 
 class Watchdog:
-    """A thread that says one line when the trainer has waited 30 s for a claim, and again each time the wait has doubled."""
+    """A thread that says one line when the trainer has waited 30 s for a claim, and again each time the wait has
+    doubled.
+    """
 
     def __init__(self, buffer: Buffer, waiting_since: Callable[[], float | None], groups_per_batch: int) -> None:
         self._buffer = buffer

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.options import GaeOptions
-from trainer.estimators.scans import discounted_sums
-from trainer.estimators.whitening import whiten
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.options import GaeOptions
+from tandem.trainer.estimators.scans import discounted_sums
+from tandem.trainer.estimators.whitening import whiten
 
 
 def gae(batch: EstimatorBatch, options: GaeOptions) -> Estimate:
     """Δ_t = r_t + γ·V_k − V_t, Â_t = Δ_t + γλ·Â_k, k the row's next loss token (0 after the last). arXiv:1506.02438.
 
-    Gaps (tool tokens) are skipped without discount. Advantages = Wh(Â), returns = Â + V, whose Â uses `critic_lam` where that is set
-    (VC-PPO, arXiv:2503.01491). Groups play no part.
+    Gaps (tool tokens) are skipped without discount. Advantages = Wh(Â), returns = Â + V, whose Â uses `critic_lam`
+    where that is set (VC-PPO, arXiv:2503.01491). Groups play no part.
     """
     assert batch.values_N is not None
     values_N = batch.values_N.double()

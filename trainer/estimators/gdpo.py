@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from protos.errors import DataError
-from trainer.estimators.group_relative import EPSILON
-from trainer.estimators.groups import centred, deviations
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.options import GdpoOptions
-from trainer.estimators.whitening import whiten_rows
+from tandem.protos.errors import DataError
+from tandem.trainer.estimators.group_relative import EPSILON
+from tandem.trainer.estimators.groups import centred, deviations
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.options import GdpoOptions
+from tandem.trainer.estimators.whitening import whiten_rows
 
 
 def gdpo(batch: EstimatorBatch, options: GdpoOptions) -> Estimate:
     """Wh(Σ_c w_c·(R_ic − μ_c)/(σ_c + 1e-6)), every component c normalised over its group as in GRPO. arXiv:2601.05242.
 
-    `rewards_N` is not read. A group of one brings its weighted components; a component without variance in a group brings 0.
+    `rewards_N` is not read. A group of one brings its weighted components; a component without variance in a group
+    brings 0.
 
     Raises:
         DataError: there are not as many components as weights.

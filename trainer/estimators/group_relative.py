@@ -1,6 +1,8 @@
-"""How much better a trajectory did than the others of its prompt: GRPO and its kin. One advantage a row, on all its tokens.
+"""How much better a trajectory did than the others of its prompt: GRPO and its kin. One advantage a row, on all its
+tokens.
 
-R_i is a row's score (Σ of its rewards), μ and σ are mean and standard deviation (Bessel's correction) of its group of K rows.
+R_i is a row's score (Σ of its rewards), μ and σ are mean and standard deviation (Bessel's correction) of its group of K
+rows.
 """
 
 from __future__ import annotations
@@ -8,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from protos.errors import DataError
-from trainer.estimators.groups import Groups, centred, deviations
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.options import DrGrpoOptions, GpgOptions, GrpoOptions, GrpoPasskOptions, MaxrlOptions
+from tandem.protos.errors import DataError
+from tandem.trainer.estimators.groups import Groups, centred, deviations
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.options import DrGrpoOptions, GpgOptions, GrpoOptions, GrpoPasskOptions, MaxrlOptions
 
 EPSILON = 1e-6
 """Added to σ."""
@@ -20,8 +22,8 @@ EPSILON = 1e-6
 def grpo(batch: EstimatorBatch, options: GrpoOptions) -> Estimate:
     """(R_i − μ)/(σ + 1e-6). arXiv:2402.03300, eq. 3.
 
-    With `std_over = "batch"` σ is that of all scores of the batch (Lite PPO, arXiv:2508.08221). A group of one keeps its score (μ = 0,
-    and σ = 1 over groups); in a group without variance all advantages are 0.
+    With `std_over = "batch"` σ is that of all scores of the batch (Lite PPO, arXiv:2508.08221). A group of one keeps
+    its score (μ = 0, and σ = 1 over groups); in a group without variance all advantages are 0.
     """
     centred_R = centred(batch.scores_R, batch.groups)
     if options.std_over == "group":
@@ -33,7 +35,8 @@ def grpo(batch: EstimatorBatch, options: GrpoOptions) -> Estimate:
 
 
 def dr_grpo(batch: EstimatorBatch, options: DrGrpoOptions) -> Estimate:
-    """R_i − μ: GRPO without the division by σ, which favours prompts that are almost always or never solved. arXiv:2503.20783.
+    """R_i − μ: GRPO without the division by σ, which favours prompts that are almost always or never solved.
+    arXiv:2503.20783.
 
     A group of one keeps its score; in a group without variance all advantages are 0.
     """
@@ -41,9 +44,11 @@ def dr_grpo(batch: EstimatorBatch, options: DrGrpoOptions) -> Estimate:
 
 
 def grpo_passk(batch: EstimatorBatch, options: GrpoPasskOptions) -> Estimate:
-    """The best row of a group gets R_(1) − R_(2), its distance to the second, divided by σ + 1e-6 unless told not to; others get 0.
+    """The best row of a group gets R_(1) − R_(2), its distance to the second, divided by σ + 1e-6 unless told not to;
+    others get 0.
 
-    arXiv:2503.19595. A tie for the best, and so a group without variance, gives 0. A group of one has no second: the registry refuses it.
+    arXiv:2503.19595. A tie for the best, and so a group without variance, gives 0. A group of one has no second: the
+    registry refuses it.
     """
     scores_R, groups = batch.scores_R, batch.groups
     best_P = groups.sizes_P.cumsum(0) - 1
@@ -66,10 +71,11 @@ def gpg(batch: EstimatorBatch, options: GpgOptions) -> Estimate:
 
 
 def maxrl(batch: EstimatorBatch, options: MaxrlOptions) -> Estimate:
-    """(R_i − μ)/μ, 0 where μ = 0: more samples make it approach the gradient of log pass rate. arXiv:2602.02710, algorithm 1.
+    """(R_i − μ)/μ, 0 where μ = 0: more samples make it approach the gradient of log pass rate. arXiv:2602.02710,
+    algorithm 1.
 
-    The paper divides by a success rate and knows rewards of 0 and 1; here any that are not negative will do. A group of one would always
-    get 0: the registry refuses it. In a group without variance all advantages are 0.
+    The paper divides by a success rate and knows rewards of 0 and 1; here any that are not negative will do. A group of
+    one would always get 0: the registry refuses it. In a group without variance all advantages are 0.
 
     Raises:
         DataError: a score is negative, so that μ is no success rate.
@@ -85,6 +91,7 @@ def _refuse_negative(scores_R: Tensor) -> None:
     if len(scores_R) and float(scores_R.min()) < 0:
         row = int(scores_R.argmin())
         raise DataError(
-            f"row {row} scores {float(scores_R[row]):g}, but maxrl divides by the mean score as if it were a success rate: "
+            f"row {row} scores {float(scores_R[row]):g}, but maxrl divides by "
+            "the mean score as if it were a success rate: "
             "give rewards of 0 to 1 (and keep the KL penalty out of them), or take another estimator"
         )

@@ -1,6 +1,7 @@
 """Statistics of groups: R rows of P groups, whose rows may stand anywhere. Nothing here loops over groups.
 
-A group of one has nothing to be compared with: its mean counts as 0 and its standard deviation as 1, the golden convention.
+A group of one has nothing to be compared with: its mean counts as 0 and its standard deviation as 1, the golden
+convention.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Groups:
 def centred(values_R: Tensor, groups: Groups, *, weights_R: Tensor | None = None) -> Tensor:
     """value − mean of its group, (R,); exactly 0 where a group's values are equal; a group of one keeps its value.
 
-    With weights (not negative) the mean is Σ weight·value / Σ weight, and any number in a group whose weights are all 0.
+    With weights (not negative) the mean is Σ weight·value / Σ weight, and any number in a group whose weights are all
+    0.
     """
     # Equal values differ from the smallest by an exact 0, whatever rounding their mean would suffer.
     above_R = values_R - groups.lowest(values_R)[groups.of_row_R]

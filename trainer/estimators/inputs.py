@@ -1,6 +1,8 @@
-"""What an advantage estimator is given and what it gives back. N loss tokens, flat, of R trajectories (see trainer/ragged.py).
+"""What an advantage estimator is given and what it gives back. N loss tokens, flat, of R trajectories (see
+trainer/ragged.py).
 
-R counts the trajectories of the whole batch, not of one rank: the loss tokens of a trajectory's segments stand one after another, and
+R counts the trajectories of the whole batch, not of one rank: the loss tokens of a trajectory's segments stand one
+after another, and
 `groups_R` says which of them answer the same prompt. Groups may differ in size and their rows may stand anywhere.
 """
 
@@ -12,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from trainer.estimators.groups import Groups
-from trainer.ragged import row_sums, spread
+from tandem.trainer.estimators.groups import Groups
+from tandem.trainer.ragged import row_sums, spread
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,9 @@ class EstimatorBatch:
     """The columns an estimator may read; the registry says which of the optional ones it needs."""
 
     rewards_N: Tensor
-    """float64; the outcome's reward is on the row's last loss token, others where they fell, KL penalties are subtracted. A row without
-    loss tokens therefore scores 0, and still counts in its group."""
+    """float64; the outcome's reward is on the row's last loss token, others where they fell, KL penalties are
+    subtracted. A row without loss tokens therefore scores 0, and still counts in its group.
+    """
     lengths_R: Tensor
     """int64 loss tokens of each row."""
     groups_R: Tensor
@@ -38,7 +41,8 @@ class EstimatorBatch:
     squared_probs_N: Tensor | None = None
     """Σ over the vocabulary of the squared proximal probability."""
     behavior_weights_N: Tensor | None = None
-    """What the off-policy correction multiplies each token's gradient with, 0 if it rejects it; None stands for ones."""
+    """What the off-policy correction multiplies each token's gradient with, 0 if it rejects it; None stands for ones.
+    """
     columns_N: Tensor | None = None
     """int64 place of each loss token in its row's response, tool tokens counted; increases within a row."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trainer.estimators.groups import centred
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.options import OpoOptions
+from tandem.trainer.estimators.groups import centred
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.options import OpoOptions
 
 
 def opo(batch: EstimatorBatch, options: OpoOptions) -> Estimate:

@@ -36,7 +36,8 @@ class GrpoOptions(_Options):
     name: Literal["grpo"] = "grpo"
     """Picks this estimator."""
     std_over: Literal["group", "batch"] = "group"
-    """Whose standard deviation divides: the group's, or that of all scores of the batch (Lite PPO, arXiv:2508.08221)."""
+    """Whose standard deviation divides: the group's, or that of all scores of the batch (Lite PPO, arXiv:2508.08221).
+    """
 
 
 class DrGrpoOptions(_Options):
@@ -159,7 +160,9 @@ class GaeOptions(_Options):
     lam: Fraction = 1.0
     """λ: 0 trusts the critic, 1 the rewards."""
     critic_lam: Fraction | None = None
-    """λ of the returns the critic is fitted to; VC-PPO (arXiv:2503.01491) takes 1.0 beside a smaller `lam`. None is `lam`."""
+    """λ of the returns the critic is fitted to; VC-PPO (arXiv:2503.01491) takes 1.0 beside a smaller `lam`. None is
+    `lam`.
+    """
     whiten: bool = True
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
@@ -193,7 +196,9 @@ class OptimalTokenBaselineOptions(_Options):
 
 
 class TirOptimalTokenBaselineOptions(_Options):
-    """The optimal token baseline for answers with tool calls: rows compared by rank among their loss tokens (arXiv:2602.07078)."""
+    """The optimal token baseline for answers with tool calls: rows compared by rank among their loss tokens
+    (arXiv:2602.07078).
+    """
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs"})
     reads_places: ClassVar[bool] = True

@@ -1,6 +1,7 @@
 """The advantage estimators by name, and the one door to them: `estimate` checks what they all rely on.
 
-A new estimator is one function, its options in `options.py` (which say what it asks for), one entry here and one golden or analytic test.
+A new estimator is one function, its options in `options.py` (which say what it asks for), one entry here and one golden
+or analytic test.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protos.errors import DataError
-from trainer.estimators.gae import gae
-from trainer.estimators.gdpo import gdpo
-from trainer.estimators.group_relative import dr_grpo, gpg, grpo, grpo_passk, maxrl
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.leave_one_out import rloo
-from trainer.estimators.opo import opo
-from trainer.estimators.options import EstimatorOptions, Need
-from trainer.estimators.pkpo import pkpo
-from trainer.estimators.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from trainer.estimators.remax import remax
-from trainer.estimators.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
-from trainer.ragged import row_sums
+from tandem.protos.errors import DataError
+from tandem.trainer.estimators.gae import gae
+from tandem.trainer.estimators.gdpo import gdpo
+from tandem.trainer.estimators.group_relative import dr_grpo, gpg, grpo, grpo_passk, maxrl
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.leave_one_out import rloo
+from tandem.trainer.estimators.opo import opo
+from tandem.trainer.estimators.options import EstimatorOptions, Need
+from tandem.trainer.estimators.pkpo import pkpo
+from tandem.trainer.estimators.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from tandem.trainer.estimators.remax import remax
+from tandem.trainer.estimators.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from tandem.trainer.ragged import row_sums
 
 _FIELDS: dict[Need, str] = {
     "values": "values_N",
@@ -59,7 +60,8 @@ def estimate(batch: EstimatorBatch, options: EstimatorOptions) -> Estimate:
     """The advantages of a batch. An empty batch gives empty advantages.
 
     Raises:
-        DataError: an input of some row is not finite, or its advantage would not be (the row is named); a group is too small for the
+        DataError: an input of some row is not finite, or its advantage would not be (the row is named); a group is too
+            small for the
             estimator; or what the estimator itself refuses.
     """
     for need in options.needs:

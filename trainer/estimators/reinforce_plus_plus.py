@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.estimators.groups import centred
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.options import ReinforcePlusPlusBaselineOptions, ReinforcePlusPlusOptions
-from trainer.estimators.scans import discounted_sums
-from trainer.estimators.whitening import whiten, whiten_rows
+from tandem.trainer.estimators.groups import centred
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.options import ReinforcePlusPlusBaselineOptions, ReinforcePlusPlusOptions
+from tandem.trainer.estimators.scans import discounted_sums
+from tandem.trainer.estimators.whitening import whiten, whiten_rows
 
 
 def reinforce_plus_plus(batch: EstimatorBatch, options: ReinforcePlusPlusOptions) -> Estimate:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.options import RemaxOptions
-from trainer.estimators.scans import discounted_sums
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.options import RemaxOptions
+from tandem.trainer.estimators.scans import discounted_sums
 
 
 def remax(batch: EstimatorBatch, options: RemaxOptions) -> Estimate:
-    """G_t − b_i, G_t = Σ_{s ≥ t} r_s the reward-to-go and b the score of the greedy answer; returns = G. arXiv:2310.10505.
+    """G_t − b_i, G_t = Σ_{s ≥ t} r_s the reward-to-go and b the score of the greedy answer; returns = G.
+    arXiv:2310.10505.
 
     Groups play no part.
     """

@@ -1,8 +1,9 @@
 """Running sums within rows of different lengths, as products of matrices: no loop over tokens, rows or columns.
 
-Rows are cut into blocks of w tokens (the last one filled up with zeros, which cost w − 1 places a row at most). Within M blocks all
-sums are one product of (M, w) with a triangular (w, w); a block then needs only what reaches it from its neighbour, which is the same
-problem on M numbers instead of N. Sums never leave their row, so a large number in one does not blur another.
+Rows are cut into blocks of w tokens (the last one filled up with zeros, which cost w − 1 places a row at most). Within
+M blocks all sums are one product of (M, w) with a triangular (w, w); a block then needs only what reaches it from its
+neighbour, which is the same problem on M numbers instead of N. Sums never leave their row, so a large number in one
+does not blur another.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.ragged import spread
+from tandem.trainer.ragged import spread
 
 BLOCK = 32
 """w: longer blocks mean more multiplications, shorter ones more passes."""
 
 
 def discounted_sums(values_N: Tensor, lengths_R: Tensor, decay: float) -> Tensor:
-    """Σ_{s ≥ t} decay^(s−t)·x_s over the tokens s of t's row, (N,) float64. 0⁰ = 1: with decay 0 the values themselves."""
+    """Σ_{s ≥ t} decay^(s−t)·x_s over the tokens s of t's row, (N,) float64. 0⁰ = 1: with decay 0 the values
+    themselves.
+    """
     return _scan(values_N, lengths_R, decay, backward=True)
 
 
@@ -50,7 +53,9 @@ def _scan(values_N: Tensor, lengths_R: Tensor, decay: float, *, backward: bool) 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """How rows are cut: `counts_R` blocks of `width` tokens each; `places_N`, where each token goes, or None if the blocks are full."""
+    """How rows are cut: `counts_R` blocks of `width` tokens each; `places_N`, where each token goes, or None if the
+    blocks are full.
+    """
 
     width: int
     counts_R: Tensor

@@ -1,10 +1,13 @@
-"""The optimal token baseline: at every token the group's rewards-to-go, weighted by how much gradient each row has gathered so far.
+"""The optimal token baseline: at every token the group's rewards-to-go, weighted by how much gradient each row has
+gathered so far.
 
-With π and Σπ² the proximal probability of the token and the squared ones over the vocabulary, ŵ the behavior weight (0 if it is rejected):
+With π and Σπ² the proximal probability of the token and the squared ones over the vocabulary, ŵ the behavior weight (0
+if it is rejected):
 
     e_t = (1 − 2π_t + Σπ²)·ŵ_t²    W_t = Σ_{s ≤ t} e_s    b_t = Σ_j G_jt·W_jt / (Σ_j W_jt + 1e-8)    A_t = G_t − b_t
 
-over the rows j of the group that have a loss token at t, G the reward-to-go. arXiv:2602.07078. A group of one has b = 0.
+over the rows j of the group that have a loss token at t, G the reward-to-go. arXiv:2602.07078. A group of one has b =
+0.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.estimators.groups import Groups
-from trainer.estimators.inputs import Estimate, EstimatorBatch
-from trainer.estimators.options import OptimalTokenBaselineOptions, TirOptimalTokenBaselineOptions
-from trainer.estimators.scans import discounted_sums, running_sums
+from tandem.trainer.estimators.groups import Groups
+from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+from tandem.trainer.estimators.options import OptimalTokenBaselineOptions, TirOptimalTokenBaselineOptions
+from tandem.trainer.estimators.scans import discounted_sums, running_sums
 
 EPSILON = 1e-8
 """Added to the group's weight."""
@@ -24,8 +27,9 @@ EPSILON = 1e-8
 def optimal_token_baseline(batch: EstimatorBatch, options: OptimalTokenBaselineOptions) -> Estimate:
     """t is the token's place in the response, tool tokens counted (`columns_N`).
 
-    Where one row of a group is strictly the longest, its tail would be its own baseline; `handle_zero_tail` gives it b = 0 from the place
-    that equals the second longest row's number of loss tokens (the golden convention also where rows have gaps).
+    Where one row of a group is strictly the longest, its tail would be its own baseline; `handle_zero_tail` gives it b
+    = 0 from the place that equals the second longest row's number of loss tokens (the golden convention also where rows
+    have gaps).
     """
     assert batch.columns_N is not None
     return _estimate(batch, batch.columns_N.clone(), _cutoffs(batch, batch.groups.sizes_P, options.handle_zero_tail))
@@ -63,7 +67,9 @@ def _estimate(batch: EstimatorBatch, columns_N: Tensor, cutoffs_R: Tensor) -> Es
 
 
 def _cutoffs(batch: EstimatorBatch, counted_P: Tensor, handle_zero_tail: bool) -> Tensor:
-    """The place from which a row's baseline is 0, (R,): 0 in a group of one, past all places where nothing is to be cut."""
+    """The place from which a row's baseline is 0, (R,): 0 in a group of one, past all places where nothing is to be
+    cut.
+    """
     groups, lengths_R = batch.groups, batch.lengths_R
     never = torch.iinfo(torch.int64).max
     cutoffs_R = torch.full_like(lengths_R, never).where(counted_P[groups.of_row_R] > 1, 0)

@@ -15,7 +15,9 @@ EPSILON = 1e-8
 
 
 def variance(values_N: Tensor, *, bessel: bool = True) -> Tensor:
-    """Mean squared distance from the mean; Bessel's correction divides by N − 1 instead of N. 0 for fewer than two values."""
+    """Mean squared distance from the mean; Bessel's correction divides by N − 1 instead of N. 0 for fewer than two
+    values.
+    """
     centred_N = values_N - values_N.mean() if len(values_N) else values_N
     return torch.dot(centred_N, centred_N) / max(len(values_N) - (1 if bessel else 0), 1)
 

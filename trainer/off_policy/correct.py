@@ -1,7 +1,7 @@
 """Off-policy correction as a whole: which tokens are trained, and what each weighs.
 
-N loss tokens, flat, of B whole rows (see trainer/ragged.py): of a micro-batch, or of the batch. A row is a segment, or a trajectory whose
-segments stand one after another; its level `sequence` is then of all of them.
+N loss tokens, flat, of B whole rows (see trainer/ragged.py): of a micro-batch, or of the batch. A row is a segment, or
+a trajectory whose segments stand one after another; its level `sequence` is then of all of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trainer.off_policy.options import CorrectionOptions
-from trainer.off_policy.rejection import Verdict, judge
-from trainer.off_policy.weights import bounded, normalized, ratios, weight_sums
-from trainer.ragged import row_sums, spread
+from tandem.trainer.off_policy.options import CorrectionOptions
+from tandem.trainer.off_policy.rejection import Verdict, judge
+from tandem.trainer.off_policy.weights import bounded, normalized, ratios, weight_sums
+from tandem.trainer.ragged import row_sums, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class Corrected:
     weights_N: Tensor
     """The behavior weight, of rejected tokens too; 0 in a row with a log-prob that is not finite."""
     keep_N: Tensor
-    """bool: whether the token is trained. What is not leaves every flat tensor before the loss, and so the denominators: index with it, and
-    take `ragged.keep_tokens(lengths_B, keep_N)` for the lengths."""
+    """bool: whether the token is trained. What is not leaves every flat tensor before the loss, and so the
+    denominators: index with it, and take `ragged.keep_tokens(lengths_B, keep_N)` for the lengths.
+    """
     log_ratio_N: Tensor
     """z, 0 in a row with a log-prob that is not finite."""
     finite_N: Tensor
@@ -52,18 +53,22 @@ def correct(
     advantages_N: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> Corrected:
-    """Weighs and judges every token. All tests must pass (`options.tests`, the veto among them), each on the batch as it came.
+    """Weighs and judges every token. All tests must pass (`options.tests`, the veto among them), each on the batch as
+    it came.
 
-    With `proximal = "bypassed"` the first argument is the current log-probs (see `proximal.proximal_logprobs`). Rows must be whole. Unless
-    `options.needs_whole_batch`, a micro-batch alone gives what the batch would, number for number; with it, the batch's columns are to be
-    given: tests look only at a token's own row, but the loss's denominators and the mean of normalised weights at all that is kept.
+    With `proximal = "bypassed"` the first argument is the current log-probs (see `proximal.proximal_logprobs`). Rows
+    must be whole. Unless
+    `options.needs_whole_batch`, a micro-batch alone gives what the batch would, number for number; with it, the batch's
+    columns are to be
+    given: tests look only at a token's own row, but the loss's denominators and the mean of normalised weights at all
+        that is kept.
     `counts_N` is how often each token counts in that mean: 0 for a row that is not trained for another reason.
 
-    A row with a NaN or infinite log-prob (a fault of the sampler's or the trainer's engine) is rejected whole, weighs 0, and is counted
-    (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Rows that the sampler broke leave every
-    denominator, for trainer/batch_start.py looks for them first. One that only the trainer's engine breaks, in the pass that trains it, is
-    known too late for that, and its gradient is not finite: the step is skipped. No tokens, or none that passes, is an ordinary outcome:
-    every `keep_N` false, no NaN.
+    A row with a NaN or infinite log-prob (a fault of the sampler's or the trainer's engine) is rejected whole, weighs
+    0, and is counted (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Rows
+    that the sampler broke leave every denominator, for trainer/batch_start.py looks for them first. One that only the
+    trainer's engine breaks, in the pass that trains it, is known too late for that, and its gradient is not finite: the
+    step is skipped. No tokens, or none that passes, is an ordinary outcome: every `keep_N` false, no NaN.
     """
     shape = proximal_logprobs_N.shape
     assert len(shape) == 1 and behavior_logprobs_N.shape == shape, (shape, behavior_logprobs_N.shape)

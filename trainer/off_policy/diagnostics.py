@@ -1,22 +1,25 @@
-"""How far the sampler's policy was from the trainer's, and what the correction did about it: sums first, figures last, by staleness.
+"""How far the sampler's policy was from the trainer's, and what the correction did about it: sums first, figures last,
+by staleness.
 
-Sums add up over micro-batches and ranks (`CorrectionSums.__add__`, or an all-reduce of its two tensors), so the figures do not depend on
-how a batch was cut. With z = log π_proximal − log π_behavior, w the behavior weight, ⟨·⟩ the mean over tokens, "rows" the mean over rows
-with a loss token (the golden convention also counts rows without one, as zeros):
+Sums add up over micro-batches and ranks (`CorrectionSums.__add__`, or an all-reduce of its two tensors), so the figures
+do not depend on how a batch was cut. With z = log π_proximal − log π_behavior, w the behavior weight, ⟨·⟩ the mean over
+tokens, "rows" the mean over rows with a loss token (the golden convention also counts rows without one, as zeros):
 
     behavior_proximal_kl               ⟨e^z − 1 − z⟩, k3: estimates KL(behavior ‖ proximal), never negative
     behavior_proximal_kl_k1            ⟨−z⟩, k1: the same, unbiased but noisier
     behavior_/proximal_log_perplexity  rows: P = −mean log-prob of the row;  …_perplexity rows: e^P
-    log_perplexity_difference          rows: D = P_proximal − P_behavior;  …_abs |D|;  …_max, …_min over rows;  perplexity_ratio e^D
-    chi_squared_token, …_sequence      ⟨e^2z⟩ − 1;  rows: e^(2·Σ_row z) − 1: the variance of unbounded weights
-    effective_sample_size              ⟨w⟩²/⟨w²⟩: 1 if all weigh the same; 0 if nothing weighs anything
-    behavior_weight_mean … _max        of w before normalisation
-    truncated_fraction                 ratio outside the weight's bounds (…_above_, …_below_): of tokens, or rows if the weight is the row's
-    rejected_fraction                  of tokens, by any test;  rejected_row_fraction: rows of which nothing is left;  touched_row_fraction
+    log_perplexity_difference          rows: D = P_proximal − P_behavior;  …_abs |D|;  …_max, …_min over rows;
+    perplexity_ratio e^D chi_squared_token, …_sequence      ⟨e^2z⟩ − 1;  rows: e^(2·Σ_row z) − 1: the variance of
+    unbounded weights effective_sample_size              ⟨w⟩²/⟨w²⟩: 1 if all weigh the same; 0 if nothing weighs
+    anything behavior_weight_mean … _max        of w before normalisation truncated_fraction                 ratio
+    outside the weight's bounds (…_above_, …_below_): of tokens, or rows if the weight is the row's rejected_fraction
+    of tokens, by any test;  rejected_row_fraction: rows of which nothing is left;  touched_row_fraction
     nonfinite_row_fraction             rows rejected for a log-prob that is not finite; they are in no other figure
-    rejection/<test>/…                 what one test found: mean (⟨·⟩), max, min of its value, and the fractions it rejects alone
+    rejection/<test>/…                 what one test found: mean (⟨·⟩), max, min of its value, and the fractions it
+    rejects alone
 
-With `proximal = "bypassed"`, π_proximal here is π_current. N loss tokens, flat, of B rows; S staleness 0, 1, … 7, ≥ 8; K sums; M maxima.
+With `proximal = "bypassed"`, π_proximal here is π_current. N loss tokens, flat, of B rows; S staleness 0, 1, … 7, ≥ 8;
+K sums; M maxima.
 """
 
 from __future__ import annotations
@@ -28,16 +31,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.off_policy.correct import Corrected
-from trainer.off_policy.options import CorrectionOptions
-from trainer.policy_losses.inputs import MAX_LOG_RATIO
-from trainer.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
+from tandem.trainer.off_policy.correct import Corrected
+from tandem.trainer.off_policy.options import CorrectionOptions
+from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
+from tandem.trainer.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
 
 MAX_STALENESS = 8
 """Tokens and rows at least this stale are counted together."""
 
 _LIMIT = 100.0
-"""Largest exponent here: beyond the ±20 of weights, so that figures show what weights hide, and finite when squared and summed."""
+"""Largest exponent here: beyond the ±20 of weights, so that figures show what weights hide, and finite when squared and
+summed.
+"""
 
 _SUMS = (
     "tokens",
@@ -70,7 +75,9 @@ _TEST_MAXIMA = ("greatest", "minus_least")
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSums:
-    """Sums and maxima by staleness: float64 (S, K) and (S, M). `tests` are the names of the options' tests, in order."""
+    """Sums and maxima by staleness: float64 (S, K) and (S, M). `tests` are the names of the options' tests, in
+    order.
+    """
 
     tests: tuple[str, ...]
     sums_SK: Tensor
@@ -92,9 +99,11 @@ class CorrectionSums:
         return CorrectionSums(self.tests, self.sums_SK + other.sums_SK, torch.maximum(self.maxima_SM, other.maxima_SM))
 
     def figures(self) -> dict[str, float]:
-        """Every figure of the batch, and each again of every staleness that occurs as `staleness_<s>/<figure>`. Synchronises the device.
+        """Every figure of the batch, and each again of every staleness that occurs as `staleness_<s>/<figure>`.
+        Synchronises the device.
 
-        Always finite. Of a batch without tokens (or with none that is finite), all are 0 but the effective sample size and perplexities: 1.
+        Always finite. Of a batch without tokens (or with none that is finite), all are 0 but the effective sample size
+        and perplexities: 1.
         """
         everything = _figures(self.tests, self.sums_SK.sum(0).tolist(), self.maxima_SM.amax(0).tolist())
         del everything["num_loss_tokens"], everything["num_rows"]  # the batch's own figures say them
@@ -116,8 +125,8 @@ def correction_sums(
 ) -> CorrectionSums:
     """The sums of a micro-batch or a batch: of what was given to `correct`, and what it said.
 
-    `staleness_N`, integers: the version at the batch's start minus the one that sampled the token; below 0 counts as 0. A row is as stale
-    as its stalest token.
+    `staleness_N`, integers: the version at the batch's start minus the one that sampled the token; below 0 counts as 0.
+    A row is as stale as its stalest token.
     """
     assert staleness_N.shape == corrected.keep_N.shape, (staleness_N.shape, corrected.keep_N.shape)
     log_ratio_N = corrected.log_ratio_N.double()
@@ -154,7 +163,9 @@ def correction_sums(
 
 
 class _Buckets:
-    """Adds up by staleness. What is not finite, and rows without tokens, fall into one more bucket that is thrown away."""
+    """Adds up by staleness. What is not finite, and rows without tokens, fall into one more bucket that is
+    thrown away.
+    """
 
     def __init__(self, finite_N: Tensor, lengths_B: Tensor, staleness_N: Tensor) -> None:
         capped_N = staleness_N.clamp(0, MAX_STALENESS)

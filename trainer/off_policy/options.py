@@ -1,7 +1,8 @@
 """What to do about samples that another distribution than the trainer's drew. Imports no torch.
 
-A ratio is π_proximal/π_behavior, the trainer's probability over the sampler's (with `proximal = "bypassed"` π_current/π_behavior);
-z is its logarithm. Bounds always leave room for an on-policy token (ratio 1, z 0), so nothing fresh is ever weighted or rejected.
+A ratio is π_proximal/π_behavior, the trainer's probability over the sampler's (with `proximal = "bypassed"`
+π_current/π_behavior); z is its logarithm. Bounds always leave room for an on-policy token (ratio 1, z 0), so nothing
+fresh is ever weighted or rejected.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from trainer.off_policy.presets import PRESETS, PresetName
+from tandem.trainer.off_policy.presets import PRESETS, PresetName
 
 
 class WeightOptions(BaseModel):
@@ -20,18 +21,22 @@ class WeightOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
-    """What the weight is the ratio of: the token, its whole row (the product over the row's tokens), or the row's geometric mean; `none`
-    weighs every token 1."""
+    """What the weight is the ratio of: the token, its whole row (the product over the row's tokens), or the row's
+    geometric mean; `none` weighs every token 1.
+    """
     low: Annotated[float, Field(ge=0.0)] = 0.0
     """Lower bound of the ratio, at most 1; 0 sets none."""
     high: Annotated[float, Field(gt=0.0)] = 2.0
     """Upper bound of the ratio, at least 1 (C in the papers)."""
     outside: Literal["clamp", "zero", "stop"] = "clamp"
-    """A ratio out of bounds is cut to the nearer one (truncated importance sampling) or weighs nothing (IcePop, masked importance
-    sampling); its token stays in the denominators either way. `stop`: it weighs nothing if its token has moved out of them the way its
-    advantage pushes (above high with a positive one, below low with a negative one); else it is cut to high at most."""
+    """A ratio out of bounds is cut to the nearer one (truncated importance sampling) or weighs nothing (IcePop, masked
+    importance sampling); its token stays in the denominators either way. `stop`: it weighs nothing if its token has
+    moved out of them the way its advantage pushes (above high with a positive one, below low with a negative one); else
+    it is cut to high at most.
+    """
     normalize: bool = False
-    """Whether weights are divided by the batch's mean weight, over kept tokens, or over rows with one at a row's level."""
+    """Whether weights are divided by the batch's mean weight, over kept tokens, or over rows with one at a row's level.
+    """
 
     @model_validator(mode="after")
     def _bounds(self) -> WeightOptions:
@@ -50,11 +55,14 @@ class RejectionOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: Literal["token", "sequence", "geometric", "max"] = "token"
-    """What is tested: each token; or each row, by the sum over its tokens (`sequence`), by their mean (`geometric`), or by the token
-    furthest out (`max`): a row is then kept or rejected whole."""
+    """What is tested: each token; or each row, by the sum over its tokens (`sequence`), by their mean (`geometric`), or
+    by the token furthest out (`max`): a row is then kept or rejected whole.
+    """
     measure: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """`ratio`: of a row, the product of its tokens' (`sequence`) or their geometric mean. Estimators of KL(behavior ‖ proximal) in nats:
-    `k1` −z, `k2` z²/2, `k3` e^z − 1 − z."""
+    """`ratio`: of a row, the product of its tokens' (`sequence`) or their geometric mean. Estimators of KL(behavior ‖
+    proximal) in nats:
+    `k1` −z, `k2` z²/2, `k3` e^z − 1 − z.
+    """
     low: float | None = None
     """Least value that is kept; `k2` and `k3` have none. Of `ratio` at most 1, of `k1` at most 0."""
     high: float | None = None
@@ -85,15 +93,18 @@ class RejectionOptions(BaseModel):
 
 
 class CorrectionOptions(BaseModel):
-    """Off-policy correction: the default is decoupled PPO (arXiv:2505.24298) with token weights that stop where PPO's clip would."""
+    """Off-policy correction: the default is decoupled PPO (arXiv:2505.24298) with token weights that stop where PPO's
+    clip would.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: PresetName = "token_clip"
     """A published combination; the other keys are what it says unless they are given."""
     proximal: Literal["recomputed", "loglinear", "bypassed"] = "recomputed"
-    """Where proximal log-probs come from: a forward pass at the batch's start, interpolation between the sampler's and the current ones by
-    version, or the sampler's themselves (then the ratio here is π_current/π_behavior)."""
+    """Where proximal log-probs come from: a forward pass at the batch's start, interpolation between the sampler's and
+    the current ones by version, or the sampler's themselves (then the ratio here is π_current/π_behavior).
+    """
     weights: WeightOptions = WeightOptions()
     """The behavior weight of every token."""
     rejections: tuple[RejectionOptions, ...] = ()
@@ -136,13 +147,16 @@ class CorrectionOptions(BaseModel):
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether weights or the loss's denominators depend on other rows of the batch. If not, each micro-batch can be corrected in the
-        pass that trains it."""
+        """Whether weights or the loss's denominators depend on other rows of the batch. If not, each micro-batch can be
+        corrected in the pass that trains it.
+        """
         return self.weights.normalize or bool(self.tests)
 
     @property
     def without_advantages(self) -> CorrectionOptions:
-        """What can be said before advantages are known: weights are cut where they might stop, tests of negative advantages left out."""
+        """What can be said before advantages are known: weights are cut where they might stop, tests of negative
+        advantages left out.
+        """
         weights = self.weights
         if weights.outside == "stop":
             weights = weights.model_copy(update={"outside": "clamp", "low": 0.0})
@@ -151,7 +165,9 @@ class CorrectionOptions(BaseModel):
 
     @property
     def needs_ratio_free_loss(self) -> bool:
-        """Whether the weight already is π_current/π_behavior, so that a loss with that ratio inside would count it twice."""
+        """Whether the weight already is π_current/π_behavior, so that a loss with that ratio inside would count it
+        twice.
+        """
         return self.proximal == "bypassed" and self.weights.level != "none"
 
 

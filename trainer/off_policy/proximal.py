@@ -21,15 +21,16 @@ def loglinear_proximal(
 ) -> Tensor:
     """Proximal log-probs without a forward pass, between the sampler's and the current ones; detached.
 
-    A-3PO (arXiv:2512.06547, in AReaL `loglinear`), with the versions of the proximal (p), the current (c) and the token's own (b) policy:
+    A-3PO (arXiv:2512.06547, in AReaL `loglinear`), with the versions of the proximal (p), the current (c) and the
+    token's own (b) policy:
 
         log π_proximal ≈ log π_behavior + α·(log π_current − log π_behavior),    α = (p − b)/(c − b), within [0, 1]
 
     `versions_N`, integers, are the versions that sampled each token; training the batch yields `batch_version`
-    (`TrainBatch.policy_version`), so p = batch_version − 1. `progress` is the part of the batch's optimizer steps already taken:
-    c = p + progress. The paper's c = p + 1 is progress 1; with the true one the first step, at which the current policy *is* the proximal
-    one, is exact (α = 1 for every token). After it a fresh token keeps the sampler's log-prob (α = 0), and so does one of a version
-    beyond p, which a run resumed from an earlier checkpoint meets.
+    (`TrainBatch.policy_version`), so p = batch_version − 1. `progress` is the part of the batch's optimizer steps
+    already taken: c = p + progress. The paper's c = p + 1 is progress 1; with the true one the first step, at which the
+    current policy *is* the proximal one, is exact (α = 1 for every token). After it a fresh token keeps the sampler's
+    log-prob (α = 0), and so does one of a version beyond p, which a run resumed from an earlier checkpoint meets.
     """
     assert current_logprobs_N.shape == behavior_logprobs_N.shape == versions_N.shape, (
         current_logprobs_N.shape,
@@ -56,9 +57,9 @@ def proximal_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(what the loss takes as proximal, what `correct` takes as proximal), both detached, (N,).
 
-    They differ only for `bypassed`: the loss's proximal policy is the sampler's, so that its ratio is π_current/π_behavior, and the
-    correction is of that ratio. `recomputed_N` None stands for the current log-probs: before a batch's first optimizer step these are the
-    proximal ones.
+    They differ only for `bypassed`: the loss's proximal policy is the sampler's, so that its ratio is
+    π_current/π_behavior, and the correction is of that ratio. `recomputed_N` None stands for the current log-probs:
+    before a batch's first optimizer step these are the proximal ones.
     """
     current_N = current_logprobs_N.detach()
     if method == "bypassed":

@@ -1,15 +1,16 @@
-"""Rejection: tests that a token, or all of its row, must pass to be trained at all. What fails leaves the loss and its denominators.
+"""Rejection: tests that a token, or all of its row, must pass to be trained at all. What fails leaves the loss and its
+denominators.
 
-A weight bounds how much an outlier counts; rejection trusts it not at all ("When Speed Kills Stability", Liu, Li et al. 2025, part 3:
-sequence masking; geometric masking, which does not punish long rows; the veto of catastrophic tokens). DeepSeek-V3.2 (arXiv:2512.02556)
-masks rows that drifted and have negative advantage: `negative_only`.
+A weight bounds how much an outlier counts; rejection trusts it not at all ("When Speed Kills Stability", Liu, Li et al.
+2025, part 3: sequence masking; geometric masking, which does not punish long rows; the veto of catastrophic tokens).
+DeepSeek-V3.2 (arXiv:2512.02556) masks rows that drifted and have negative advantage: `negative_only`.
 
-With z = log π_proximal − log π_behavior of a token, sampled from π_behavior (Schulman, "Approximating KL divergence", 2020):
+With z = log π_proximal − log π_behavior of a token, sampled from π_behavior (Schulman, "Approximating KL divergence",
+2020):
 
     ratio  e^z                   bounds the trainer's probability over the sampler's
-    k1     −z                    the golden convention's bounds lo_hi are of the sampler's over the trainer's: low = log lo, high = log hi
-    k2     z²/2
-    k3     e^z − 1 − z
+    k1     −z                    the golden convention's bounds lo_hi are of the sampler's over the trainer's: low = log
+    lo, high = log hi k2     z²/2 k3     e^z − 1 − z
 
 N loss tokens, flat, of B rows (see trainer/ragged.py).
 """
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.off_policy.options import RejectionOptions
-from trainer.policy_losses.inputs import MAX_LOG_RATIO
-from trainer.ragged import row_maxima, row_means, row_sums, spread
+from tandem.trainer.off_policy.options import RejectionOptions
+from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
+from tandem.trainer.ragged import row_maxima, row_means, row_sums, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,9 @@ class Verdict:
     keep_N: Tensor
     """bool: which tokens pass."""
     greatest: Tensor
-    """The value that `high` bounds, in the measure's own unit: (N,) at level `token`, else (B,), where an empty row's means nothing."""
+    """The value that `high` bounds, in the measure's own unit: (N,) at level `token`, else (B,), where an empty row's
+    means nothing.
+    """
     least: Tensor
     """The value that `low` bounds: the same one, but for level `max`."""
 

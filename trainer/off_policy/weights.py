@@ -1,20 +1,24 @@
 """Behavior weights: the ratio π_proximal/π_behavior of a token, a row, or a row's geometric mean, bounded and detached.
 
 Decoupled PPO (arXiv:2110.00641, for language models AReaL arXiv:2505.24298) splits the importance ratio in two:
-π_current/π_behavior = π_current/π_proximal · π_proximal/π_behavior. The loss clips the first; the second is the behavior weight,
-a constant of the optimisation. With z the log-ratio of a token:
+π_current/π_behavior = π_current/π_proximal · π_proximal/π_behavior. The loss clips the first; the second is the
+behavior weight, a constant of the optimisation. With z the log-ratio of a token:
 
     token      u = e^z                     low variance, biased: ignores the other tokens of the row
     sequence   u = e^(Σ_row z)             unbiased, variance grows exponentially with the row's length
     geometric  u = e^(mean_row z)          the row's ratio, normalised by its length
 
-    truncated  w = min(max(u, low), high)  TIS: IMPALA arXiv:1802.01561, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    truncated  w = min(max(u, low), high)  TIS: IMPALA arXiv:1802.01561, "Your Efficient RL Framework Secretly Brings
+    You Off-Policy RL
                                            Training" (Yao et al. 2025)
-    zeroed     w = u·[low ≤ u ≤ high]      IcePop arXiv:2510.18855 (tokens); masked importance sampling (rows; Liu, Li et al. 2025,
+    zeroed     w = u·[low ≤ u ≤ high]      IcePop arXiv:2510.18855 (tokens); masked importance sampling (rows; Liu, Li
+    et al. 2025,
                                            "When Speed Kills Stability")
-    stopped    w = min(u, high), but 0     PPO's clip (arXiv:1707.06347), drawn around the sampler's policy as well: with A > 0 where
-               where u has left the        u > high, with A < 0 where u < low. Batches that one version sampled push the same tokens
-               bounds A's way              again and again, and each of them is clipped around a policy that has already followed
+    stopped    w = min(u, high), but 0     PPO's clip (arXiv:1707.06347), drawn around the sampler's policy as well:
+    with A > 0 where
+               where u has left the        u > high, with A < 0 where u < low. Batches that one version sampled push the
+               same tokens bounds A's way              again and again, and each of them is clipped around a policy that
+               has already followed
 
 N loss tokens, flat, of B rows (see trainer/ragged.py).
 """
@@ -24,14 +28,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.off_policy.options import WeightOptions
-from trainer.policy_losses.inputs import MAX_LOG_RATIO
-from trainer.ragged import row_maxima, row_means, row_sums, spread
+from tandem.trainer.off_policy.options import WeightOptions
+from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
+from tandem.trainer.ragged import row_maxima, row_means, row_sums, spread
 
 
 def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
-    """u of every token, (N,), before any bound but one: its logarithm is clamped to ±20, so that no token gives inf. `none`: 1.
-    A row's log-ratio is summed in float64, so that long rows lose nothing."""
+    """u of every token, (N,), before any bound but one: its logarithm is clamped to ±20, so that no token gives inf.
+    `none`: 1. A row's log-ratio is summed in float64, so that long rows lose nothing.
+    """
     if level == "none":
         return torch.ones_like(log_ratio_N)
     if level == "token":
@@ -42,7 +47,9 @@ def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
 
 
 def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None) -> Tensor:
-    """w of every token, (N,), truncated, zeroed or stopped outside the bounds: a tensor of its own. Only `stop` needs advantages."""
+    """w of every token, (N,), truncated, zeroed or stopped outside the bounds: a tensor of its own. Only `stop` needs
+    advantages.
+    """
     if options.level == "none":
         return ratio_N.clone()
     if options.outside == "stop":
@@ -57,10 +64,11 @@ def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None
 def weight_sums(
     weights_N: Tensor, keep_N: Tensor, lengths_B: Tensor, level: str, counts_N: Tensor | None = None
 ) -> Tensor:
-    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token where the weight is the row's; the quotient is what
-    normalised weights are divided by.
+    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token where the weight is the row's; the
+    quotient is what normalised weights are divided by.
 
-    `counts_N`: how often each token counts, the same on all of a row's, as if its row were there that often; 0 leaves it out.
+    `counts_N`: how often each token counts, the same on all of a row's, as if its row were there that often; 0 leaves
+    it out.
     """
     kept_N, weights_N = keep_N.double(), weights_N.double()
     if counts_N is not None:
@@ -74,8 +82,9 @@ def weight_sums(
 
 
 def normalized(weights_N: Tensor, sums: Tensor) -> Tensor:
-    """The weights over their mean, which `weight_sums` of the whole batch give. A mean of 0 (all weights zeroed, nothing kept) leaves
-    them as they are."""
+    """The weights over their mean, which `weight_sums` of the whole batch give. A mean of 0 (all weights zeroed,
+    nothing kept) leaves them as they are.
+    """
     assert sums.shape == (2,), sums.shape
     mean = sums[0] / sums[1].clamp(min=1)
     return (weights_N / torch.where(mean > 0, mean, 1.0)).to(weights_N.dtype)

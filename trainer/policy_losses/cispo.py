@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import CispoOptions
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import CispoOptions
 
 
 def cispo(tokens: LossTokens, options: CispoOptions) -> LossTerms:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import ClippedSurrogateOptions
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import ClippedSurrogateOptions
 
 
 def clipped_surrogate(tokens: LossTokens, options: ClippedSurrogateOptions) -> LossTerms:

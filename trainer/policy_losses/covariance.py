@@ -1,12 +1,13 @@
 """Clip-Cov and KL-Cov: entropy is kept by restraining the few tokens that use it up (arXiv:2505.22617).
 
-To first order a policy-gradient step lowers the entropy of the policy by the covariance of log-probability and advantage. The covariance
-of one token is C = (A − ⟨A⟩)(ℓ − ⟨ℓ⟩), ℓ = log π_current and ⟨·⟩ the mean over all loss tokens of the batch; few tokens make up
-most of it. Clip-Cov takes the gradient from some of them, KL-Cov holds them to the proximal policy.
+To first order a policy-gradient step lowers the entropy of the policy by the covariance of log-probability and
+advantage. The covariance of one token is C = (A − ⟨A⟩)(ℓ − ⟨ℓ⟩), ℓ = log π_current and ⟨·⟩ the mean over all loss
+tokens of the batch; few tokens make up most of it. Clip-Cov takes the gradient from some of them, KL-Cov holds them to
+the proximal policy.
 
-Which tokens, a `select_*` decides once for the whole batch; the losses read it from `chosen_N`, so no cut into micro-batches changes it.
-A token whose log-prob or advantage is not finite enters neither mean and is never chosen: its own loss is not finite, and the step is
-skipped for that.
+Which tokens, a `select_*` decides once for the whole batch; the losses read it from `chosen_N`, so no cut into
+micro-batches changes it. A token whose log-prob or advantage is not finite enters neither mean and is never chosen: its
+own loss is not finite, and the step is skipped for that.
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import ClipCovOptions, KlCovOptions
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import ClipCovOptions, KlCovOptions
 
 LARGEST_LOG_RATIO = 64.0
-"""The paper does not clamp the log-ratio; past ±64 it is clamped all the same, lest float32 give inf, and its gradient NaN."""
+"""The paper does not clamp the log-ratio; past ±64 it is clamped all the same, lest float32 give inf, and its gradient
+NaN.
+"""
 
 
 def select_clip_cov(tokens: LossTokens, options: ClipCovOptions, *, seed: int) -> Tensor:
-    """The tokens of the batch that lose their gradient, bool (N,): max(1, ⌊fraction·N⌋) candidates drawn without replacement.
+    """The tokens of the batch that lose their gradient, bool (N,): max(1, ⌊fraction·N⌋) candidates drawn without
+    replacement.
 
-    Candidates are those that PPO's clip leaves alone and whose C lies strictly between `covariance_low` and `covariance_high`. With too
-    few of them all are taken; with none, or without tokens, nothing is chosen. The same seed draws the same tokens on every device.
+    Candidates are those that PPO's clip leaves alone and whose C lies strictly between `covariance_low` and
+    `covariance_high`. With too few of them all are taken; with none, or without tokens, nothing is chosen. The same
+    seed draws the same tokens on every device.
     """
     covariance_N, _ = _covariances(tokens)
     with torch.no_grad():
@@ -42,7 +47,8 @@ def select_clip_cov(tokens: LossTokens, options: ClipCovOptions, *, seed: int) -
 def clip_cov(tokens: LossTokens, options: ClipCovOptions) -> LossTerms:
     """0 on the chosen tokens, −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)A)·w elsewhere: Clip-Cov (arXiv:2505.22617).
 
-    ρ = π_current/π_proximal, w the behavior weight. Marks: `clipped`, the tokens without gradient, by PPO's clip or chosen; `chosen`.
+    ρ = π_current/π_proximal, w the behavior weight. Marks: `clipped`, the tokens without gradient, by PPO's clip or
+    chosen; `chosen`.
     """
     assert tokens.chosen_N is not None, "clip_cov needs select_clip_cov"
     unclipped_N, bounded_N, clipped_N = _surrogates(tokens, options)
@@ -52,7 +58,8 @@ def clip_cov(tokens: LossTokens, options: ClipCovOptions) -> LossTerms:
 
 
 def select_kl_cov(tokens: LossTokens, options: KlCovOptions, *, seed: int) -> Tensor:
-    """The tokens of the batch that carry the penalty, bool (N,): the max(1, ⌊fraction·N⌋) of largest C, among equals the first ones.
+    """The tokens of the batch that carry the penalty, bool (N,): the max(1, ⌊fraction·N⌋) of largest C, among equals
+    the first ones.
 
     Nothing is drawn, `seed` is unused. Without a finite token nothing is chosen.
     """
@@ -70,7 +77,8 @@ def select_kl_cov(tokens: LossTokens, options: KlCovOptions, *, seed: int) -> Te
 
 
 def kl_cov(tokens: LossTokens, options: KlCovOptions) -> LossTerms:
-    """(−ρA + [chosen]·kl_coefficient·|log ρ|)·w: KL-Cov (arXiv:2505.22617). No clipping; on the policy itself the penalty has no gradient.
+    """(−ρA + [chosen]·kl_coefficient·|log ρ|)·w: KL-Cov (arXiv:2505.22617). No clipping; on the policy itself the
+    penalty has no gradient.
 
     ρ = π_current/π_proximal, w the behavior weight. Marks: `chosen`; `abs_log_ratio`, |log ρ|.
     """
@@ -95,7 +103,9 @@ def _surrogates(tokens: LossTokens, options: ClipCovOptions) -> tuple[Tensor, Te
 
 
 def _covariances(tokens: LossTokens) -> tuple[Tensor, int]:
-    """(C of every token, −inf where log-prob or advantage is not finite; how many are). The means are taken in float64."""
+    """(C of every token, −inf where log-prob or advantage is not finite; how many are). The means are taken in
+    float64.
+    """
     logprobs_N, advantages_N = tokens.current_logprobs_N.detach(), tokens.advantages_N
     means = [values_N.mean(dtype=torch.float64) for values_N in (logprobs_N, advantages_N)]
     finite_N = None

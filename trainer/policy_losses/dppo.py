@@ -1,6 +1,7 @@
 """DPPO: a trust region in probability instead of in its ratio (arXiv:2602.04879, the binary divergences).
 
-With π = π_current and π° = π_proximal of the sampled token, ρ = π/π°, behavior weight w and sg the stop-gradient, a token's loss is
+With π = π_current and π° = π_proximal of the sampled token, ρ = π/π°, behavior weight w and sg the stop-gradient, a
+token's loss is
 
     L = −w · sg(v · min(ρ, cap)) · A · log π,
 
@@ -18,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import DppoKlOptions, DppoTvOptions
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import DppoKlOptions, DppoTvOptions
 
 _EPSILON = 1e-8
 """Added to 1 − π, which is 0 for a token that is certain."""

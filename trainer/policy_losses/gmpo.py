@@ -8,22 +8,25 @@ and ⟨·⟩ the mean over a row's n loss tokens, every token of the row has the
 
     L = −⟨A⟩ · exp⟨x⟩ · exp⟨log w⟩.
 
-Behavior weights w are averaged geometrically as well, since what they correct is. `seq-mean-token-mean` is the paper's aggregation.
+Behavior weights w are averaged geometrically as well, since what they correct is. `seq-mean-token-mean` is the paper's
+aggregation.
 """
 
 from __future__ import annotations
 
 import torch
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import GmpoOptions
-from trainer.ragged import row_means, spread
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import GmpoOptions
+from tandem.trainer.ragged import row_means, spread
 
 SMALLEST_WEIGHT = 1e-10
 """Added to a weight before its logarithm: a weight of 0 takes a row of n tokens down by e^(23/n), not to 0."""
 
 LARGEST_EXPONENT = 64.0
-"""The paper bounds no token that runs away against its advantage. e^64 is the most a row's ratio may be, lest float32 give inf."""
+"""The paper bounds no token that runs away against its advantage. e^64 is the most a row's ratio may be, lest float32
+give inf.
+"""
 
 
 def gmpo(tokens: LossTokens, options: GmpoOptions) -> LossTerms:

@@ -1,20 +1,22 @@
 """GSPO: one importance ratio a sequence (arXiv:2507.18071, its token form "GSPO-token").
 
-With δ = log π_current − log π_proximal, its mean δ̄ over the row's loss tokens, behavior weight w and sg the stop-gradient,
+With δ = log π_current − log π_proximal, its mean δ̄ over the row's loss tokens, behavior weight w and sg the
+stop-gradient,
 
     s_t = exp(sg(δ̄) + log π_current − sg(log π_current)),   L_t = w · max(−s_t A, −clamp(s_t, 1 − low, 1 + high) A):
 
-every token of the row has the value of the sequence's ratio and the gradient of its own log-prob. Where advantages and weights are
-equal over a row, the row's gradient is that of the sequence form; where they are not, only the token form is defined.
+every token of the row has the value of the sequence's ratio and the gradient of its own log-prob. Where advantages and
+weights are equal over a row, the row's gradient is that of the sequence form; where they are not, only the token form
+is defined.
 """
 
 from __future__ import annotations
 
 import torch
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import GspoOptions
-from trainer.ragged import row_means, spread
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import GspoOptions
+from tandem.trainer.ragged import row_means, spread
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """The mean log-ratio of a row is cut off here before the exponential."""

@@ -15,7 +15,8 @@ MAX_LOG_RATIO = 20.0
 class LossTokens:
     """The loss tokens of whole rows: of a micro-batch, or of the batch where a selection looks at all of it.
 
-    Only `current_logprobs_N` carries gradient. Tokens that the off-policy correction rejected are not here, nor in any denominator.
+    Only `current_logprobs_N` carries gradient. Tokens that the off-policy correction rejected are not here, nor in any
+    denominator.
     """
 
     current_logprobs_N: Tensor
@@ -52,7 +53,9 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """The loss of every token, behavior weights applied, aggregation not; and marks whose mean over tokens is reported."""
+    """The loss of every token, behavior weights applied, aggregation not; and marks whose mean over tokens is
+    reported.
+    """
 
     losses_N: Tensor
     marks: dict[str, Tensor] = field(default_factory=dict)

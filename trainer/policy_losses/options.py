@@ -13,7 +13,9 @@ class LossOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     has_ratio: ClassVar[bool] = True
-    """Whether it has an importance ratio in it, which a behavior weight that is π_current/π_behavior already would count twice."""
+    """Whether it has an importance ratio in it, which a behavior weight that is π_current/π_behavior already would
+    count twice.
+    """
 
     @property
     def counts_empty_rows(self) -> bool:
@@ -73,8 +75,10 @@ class GmpoOptions(LossOptions):
     clip_high: Annotated[float, Field(ge=0.0)] = 0.4
     """Upper clip of the importance ratio (e^clip_high)."""
     count_empty_rows: bool = False
-    """Whether `seq-` aggregations also divide by the trajectories of which no token is left: with `seq-mean-token-mean` other trainers'
-    `geo_mean`. The rest then counts less, the more is rejected."""
+    """Whether `seq-` aggregations also divide by the trajectories of which no token is left: with `seq-mean-token-mean`
+    other trainers'
+    `geo_mean`. The rest then counts less, the more is rejected.
+    """
 
     @property
     def counts_empty_rows(self) -> bool:

@@ -8,20 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.policy_losses.cispo import cispo
-from trainer.policy_losses.clipped_surrogate import clipped_surrogate
-from trainer.policy_losses.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
-from trainer.policy_losses.dppo import dppo_kl, dppo_tv
-from trainer.policy_losses.dro import dro
-from trainer.policy_losses.gmpo import gmpo
-from trainer.policy_losses.gspo import gspo
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.m2po import m2po, select_m2po
-from trainer.policy_losses.options import PolicyLossOptions
-from trainer.policy_losses.reinforce import reinforce
-from trainer.policy_losses.sapo import sapo
-from trainer.policy_losses.topr import topr
-from trainer.policy_losses.truncated_importance import truncated_importance
+from tandem.trainer.policy_losses.cispo import cispo
+from tandem.trainer.policy_losses.clipped_surrogate import clipped_surrogate
+from tandem.trainer.policy_losses.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
+from tandem.trainer.policy_losses.dppo import dppo_kl, dppo_tv
+from tandem.trainer.policy_losses.dro import dro
+from tandem.trainer.policy_losses.gmpo import gmpo
+from tandem.trainer.policy_losses.gspo import gspo
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.m2po import m2po, select_m2po
+from tandem.trainer.policy_losses.options import PolicyLossOptions
+from tandem.trainer.policy_losses.reinforce import reinforce
+from tandem.trainer.policy_losses.sapo import sapo
+from tandem.trainer.policy_losses.topr import topr
+from tandem.trainer.policy_losses.truncated_importance import truncated_importance
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,10 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 def policy_loss(tokens: LossTokens, options: PolicyLossOptions) -> LossTerms:
     """The loss of every token, and the marks of the loss that `options` belong to.
 
-    Beside these each loss has the mark `ppo_kl`, log π_proximal − log π_current: how far the steps since the batch's start have led.
-    No tokens give no losses. Infinite log-ratios count as the largest finite ones do, where a loss clamps them. A NaN in what a loss reads
-    makes its token's loss NaN, never a number: trainer/objective.py then breaks the gradient, and the step is skipped and counted.
+    Beside these each loss has the mark `ppo_kl`, log π_proximal − log π_current: how far the steps since the batch's
+    start have led. No tokens give no losses. Infinite log-ratios count as the largest finite ones do, where a loss
+    clamps them. A NaN in what a loss reads makes its token's loss NaN, never a number: trainer/objective.py then breaks
+    the gradient, and the step is skipped and counted.
     """
     loss = POLICY_LOSSES[options.name]
     assert (loss.select is None) == (tokens.chosen_N is None), (

@@ -1,12 +1,13 @@
 """REINFORCE (Williams 1992), with GRPO-like advantages also called GPG (arXiv:2504.02546).
 
-With behavior weight w, a token's loss is L = −w · A · log π_current: no ratio and no clip. Off-policy it rests on the weights alone.
+With behavior weight w, a token's loss is L = −w · A · log π_current: no ratio and no clip. Off-policy it rests on the
+weights alone.
 """
 
 from __future__ import annotations
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import ReinforceOptions
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import ReinforceOptions
 
 
 def reinforce(tokens: LossTokens, options: ReinforceOptions) -> LossTerms:

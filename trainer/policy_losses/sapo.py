@@ -1,18 +1,20 @@
 """SAPO: a soft gate in place of the clip (arXiv:2511.20347).
 
-With ρ = π_current/π_proximal, σ the logistic function, behavior weight w and τ by the sign of the advantage, a token's loss is
+With ρ = π_current/π_proximal, σ the logistic function, behavior weight w and τ by the sign of the advantage, a token's
+loss is
 
     L = −w · A · (4/τ) · σ(τ(ρ − 1)).
 
-At ρ = 1 its gradient is REINFORCE's; away from there it fades out, nowhere abruptly. The paper averages by `seq-mean-token-mean`.
+At ρ = 1 its gradient is REINFORCE's; away from there it fades out, nowhere abruptly. The paper averages by
+`seq-mean-token-mean`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import SapoOptions
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import SapoOptions
 
 
 def sapo(tokens: LossTokens, options: SapoOptions) -> LossTerms:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from trainer.policy_losses.inputs import LossTerms, LossTokens
-from trainer.policy_losses.options import ToprOptions
-from trainer.ragged import row_sums, spread
+from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import ToprOptions
+from tandem.trainer.ragged import row_sums, spread
 
 
 def topr(tokens: LossTokens, options: ToprOptions) -> LossTerms:
-    """−A·log π_current where A ≥ 0, −min(π_current(row)/π_behavior(row), 1)·A·log π_current where A < 0, the ratio detached.
+    """−A·log π_current where A ≥ 0, −min(π_current(row)/π_behavior(row), 1)·A·log π_current where A < 0, the ratio
+    detached.
 
-    The paper's canonical limits a⁺ = b⁺ = b⁻ = 1, a⁻ = 0: good answers are learnt as in supervised training, however unlikely they have
-    become; bad ones ever less as the policy leaves them, so that pushing them down cannot go on for ever. The ratio is that of the whole
-    row, Σ of its log-ratios in float64, not its geometric mean. It goes to the sampler itself and replaces the behavior weights, which
-    are not applied. Marks: `clipped`, tokens whose ratio was cut to 1. A log-prob that is not finite makes the losses of its row so,
-    where the advantage is negative.
+    The paper's canonical limits a⁺ = b⁺ = b⁻ = 1, a⁻ = 0: good answers are learnt as in supervised training, however
+    unlikely they have become; bad ones ever less as the policy leaves them, so that pushing them down cannot go on for
+    ever. The ratio is that of the whole row, Σ of its log-ratios in float64, not its geometric mean. It goes to the
+    sampler itself and replaces the behavior weights, which are not applied. Marks: `clipped`, tokens whose ratio was
+    cut to 1. A log-prob that is not finite makes the losses of its row so, where the advantage is negative.
     """
     behind_N = tokens.current_logprobs_N.detach() - tokens.behavior_logprobs_N
     log_ratio_B = row_sums(behind_N.double(), tokens.lengths_B)

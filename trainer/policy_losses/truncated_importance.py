@@ -1,17 +1,19 @@
-"""REINFORCE with the truncated ratio to the sampler: AIPO (LlamaRL arXiv:2505.24034), after IMPALA's (arXiv:1802.01561)."""
+"""REINFORCE with the truncated ratio to the sampler: AIPO (LlamaRL arXiv:2505.24034), after IMPALA's
+(arXiv:1802.01561).
+"""
 
 from __future__ import annotations
 
-from trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTerms, LossTokens
-from trainer.policy_losses.options import TruncatedImportanceOptions
+from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTerms, LossTokens
+from tandem.trainer.policy_losses.options import TruncatedImportanceOptions
 
 
 def truncated_importance(tokens: LossTokens, options: TruncatedImportanceOptions) -> LossTerms:
     """−min(π_current/π_behavior, cap)·A·log π_current, token by token, the ratio detached.
 
-    A token past the cap keeps a gradient, unlike one that PPO clips. The ratio goes to the sampler itself and replaces the behavior
-    weights, which are not applied: it is the same correction, made with the policy of this step. Marks: `clipped`, ratios cut to
-    the cap. A log-prob that is not finite makes its token's loss so.
+    A token past the cap keeps a gradient, unlike one that PPO clips. The ratio goes to the sampler itself and replaces
+    the behavior weights, which are not applied: it is the same correction, made with the policy of this step. Marks:
+    `clipped`, ratios cut to the cap. A log-prob that is not finite makes its token's loss so.
     """
     log_ratio_N = (tokens.current_logprobs_N - tokens.behavior_logprobs_N).detach()
     ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

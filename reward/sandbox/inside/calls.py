@@ -1,7 +1,7 @@
 """A test calls an answer that runs in another sandbox: the line between the two, and what stands on it for the answer.
 
-The answer's side (`Answering`) cannot forge a verdict: what it sends becomes plain data or an exception of the builtin ones, never
-code, and the test's statements run where it has no access.
+The answer's side (`Answering`) cannot forge a verdict: what it sends becomes plain data or an exception of the builtin
+ones, never code, and the test's statements run where it has no access.
 
 One line of JSON a request, one a reply:
 {"get": [object or null, name]}                      an attribute, or with null a name of the answer's module
@@ -21,14 +21,16 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from reward.sandbox.inside.plain import decode, dumps, encode
+from tandem.reward.sandbox.inside.plain import decode, dumps, encode
 
 _MOST_ITEMS = 1_000_000
 _MESSAGE_CHARACTERS = 500
 
 
 class Answering:
-    """The answer's end: does what the requests say to the answer's module, in which `given` was defined before the answer."""
+    """The answer's end: does what the requests say to the answer's module, in which `given` was defined before the
+    answer.
+    """
 
     def __init__(self, module: ModuleType, given: dict[str, Any]) -> None:
         self._module = module
@@ -145,7 +147,9 @@ class Calling:
 
 
 class Remote:
-    """An object of the answer's, seen from the test: it can be called, its attributes taken, its items listed, and nothing else."""
+    """An object of the answer's, seen from the test: it can be called, its attributes taken, its items listed, and
+    nothing else.
+    """
 
     __slots__ = ("_calling", "number_", "type_")
 
@@ -187,7 +191,9 @@ def _refuse(value: Any) -> dict[str, Any]:
 
 
 def _exception(name: Any) -> type[Exception]:
-    """The builtin exception of that name. Those that end a loop or the program in silence are none for an answer to raise."""
+    """The builtin exception of that name. Those that end a loop or the program in silence are none for an answer to
+    raise.
+    """
     kind = getattr(builtins, str(name), None)
     if (
         isinstance(kind, type)

@@ -1,7 +1,9 @@
-"""The first process of a sandbox: runs programs one after another, each in a fresh process with limits, and tells how they ended.
+"""The first process of a sandbox: runs programs one after another, each in a fresh process with limits, and tells how
+they ended.
 
-It trusts no program: what it says of one comes from the kernel (exit status, times) and from pipes whose other ends it made. A program
-can neither signal it (it is the init of its process namespace), nor look into it (it is not dumpable), nor outlive its run.
+It trusts no program: what it says of one comes from the kernel (exit status, times) and from pipes whose other ends it
+made. A program can neither signal it (it is the init of its process namespace), nor look into it (it is not dumpable),
+nor outlive its run.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from reward.sandbox.inside import kernel, program, seccomp, wire
+from tandem.reward.sandbox.inside import kernel, program, seccomp, wire
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 4096  # kept of what a program says on its standard error
@@ -37,7 +39,8 @@ def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> No
     """
     status = 1
     try:
-        # A first process gets no signal from inside but those that it handles: Python's handler of SIGINT would make it one.
+        # A first process gets no signal from inside but those that it handles: Python's handler of SIGINT would make it
+        # one.
         signal.signal(signal.SIGINT, signal.SIG_DFL if apart else signal.SIG_IGN)
         kernel.prctl(kernel.SET_DUMPABLE, 0)
         kernel.drop_capabilities()

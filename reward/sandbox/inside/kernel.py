@@ -1,6 +1,7 @@
 """The system calls a sandbox is made of, by ctypes: Python 3.11 has none of them.
 
-Everything in this folder runs inside the sandbox or makes it: standard library only, nothing of Tandem's above it, and `wire` and
+Everything in this folder runs inside the sandbox or makes it: standard library only, nothing of Tandem's above it, and
+`wire` and
 `plain` alone are used on both sides.
 """
 
@@ -59,7 +60,9 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def restrict_mount(path: str, *, devices: bool) -> None:
-    """Takes rights from a mount and all below it: writing, set-user-id, without `devices` device files. Needs Linux 5.12."""
+    """Takes rights from a mount and all below it: writing, set-user-id, without `devices` device files. Needs Linux
+    5.12.
+    """
     wanted = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)
     attributes = _MountAttributes(set=wanted)  # the first bits of mount_setattr(2) are those of mount(2)
     arguments = (ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(attributes))

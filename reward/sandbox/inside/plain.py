@@ -1,9 +1,10 @@
-"""Values as plain data: what crosses between an answer and whoever calls it. Nothing here can carry behaviour, so nothing is pickled.
+"""Values as plain data: what crosses between an answer and whoever calls it. Nothing here can carry behaviour, so
+nothing is pickled.
 
 A value is JSON where JSON has it; every JSON object is a tag: {"tuple": […]}, {"set": […]}, {"frozenset": […]},
 {"dict": [[key, value], …]}, {"bytes": text}, {"complex": [real, imaginary]}, {"int": hexadecimal} (of many digits),
-{"object": number, "type": name}. Subclasses become what they are derived from. An object that is not data stays where it is, and a
-number for it crosses.
+{"object": number, "type": name}. Subclasses become what they are derived from. An object that is not data stays where
+it is, and a number for it crosses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a run does, in a process of its own behind all limits: a script, an answer that is called, or a test that calls one."""
+"""What a run does, in a process of its own behind all limits: a script, an answer that is called, or a test that calls
+one.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from reward.sandbox.inside.calls import Answering, Calling
+from tandem.reward.sandbox.inside.calls import Answering, Calling
 
 LINE = 3
 """Descriptor of the line between a test and the answer that it calls."""
 PASSED, FAILED, RAISED, UNUSABLE = 0, 1, 2, 3
-"""Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile. The answer runs in another process and
-cannot choose among them."""
+"""Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile. The answer runs in
+another process and cannot choose among them.
+"""
 
 # As in LiveCodeBench's evaluation. Python's own frames take no stack of C, so this depth is safe.
 _RECURSION_LIMIT = 50_000
@@ -29,7 +32,9 @@ _INTEGER_DIGITS = 50_000
 
 
 def main(kind: str, texts: list[str]) -> NoReturn:
-    """Runs it and ends the process. `texts`: the prelude, the code or the test, and of a test the entry point's name."""
+    """Runs it and ends the process. `texts`: the prelude, the code or the test, and of a test the entry point's
+    name.
+    """
     _fresh_interpreter()
     status = RAISED if kind == "test" else 1
     try:
@@ -98,7 +103,9 @@ def _check(prelude: str, test: str, entry_point: str) -> int:
 
 
 def _run_checks(module: ModuleType, own: set[str], entry_point: str) -> int:
-    """What the test defined instead of doing: `check(candidate)` (HumanEval), `test_…` functions (pytest), cases of unittest."""
+    """What the test defined instead of doing: `check(candidate)` (HumanEval), `test_…` functions (pytest), cases of
+    unittest.
+    """
     checks = [one for name, one in vars(module).items() if name in own and isinstance(one, FunctionType)]
     for check in checks:
         takes = check.__code__.co_argcount - len(check.__defaults__ or ())
@@ -126,9 +133,11 @@ def _module(name: str, content: dict[str, Any]) -> ModuleType:
 
 
 def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, Any]:
-    """What else the test's names mean than what it imports or defines itself: a built-in's name and that of a module of Python's stay
-    theirs, that no answer puts another `abs` under a test, and what the answer defined goes before the prelude. Only if that leaves
-    nothing of the answer's, as in `assert sum(10, 15) == 6`, a module's or built-in's name is the answer's, too."""
+    """What else the test's names mean than what it imports or defines itself: a built-in's name and that of a module of
+    Python's stay theirs, that no answer puts another `abs` under a test, and what the answer defined goes before the
+    prelude. Only if that leaves nothing of the answer's, as in `assert sum(10, 15) == 6`, a module's or built-in's name
+    is the answer's, too.
+    """
     named = _names_in(code)
     found: dict[str, Any] = {}
     if entry_point:
@@ -176,7 +185,9 @@ def _exit_status(end: SystemExit) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends as an interpreter ends, but for taking its own objects apart: threads, exit functions, streams, files left open."""
+    """Ends as an interpreter ends, but for taking its own objects apart: threads, exit functions, streams, files left
+    open.
+    """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -191,7 +202,8 @@ def _leave(status: int) -> NoReturn:
 
 
 def _flush_what_is_open() -> None:
-    """What was written to a file that nobody closed (`open(1, "w")`) is written, as where an interpreter takes it apart.
+    """What was written to a file that nobody closed (`open(1, "w")`) is written, as where an interpreter takes it
+    apart.
 
     What fails meanwhile, of a closed file or of the program's own class, an interpreter ignores, too.
     """

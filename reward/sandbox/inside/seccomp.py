@@ -1,8 +1,9 @@
 """A filter of system calls (seccomp) for the code in a sandbox, as a small program for the kernel's classic BPF.
 
-A list of what is refused, not of what is allowed: the namespaces are the wall, the filter takes away what untrusted code could try the
-kernel with, and what limits of a process do not bound (memory in segments and files without a name, further processes).
-Numbers are the kernel's own (its unistd tables); an architecture without a column here has no filter, and `tandem doctor` says so.
+A list of what is refused, not of what is allowed: the namespaces are the wall, the filter takes away what untrusted
+code could try the kernel with, and what limits of a process do not bound (memory in segments and files without a name,
+further processes). Numbers are the kernel's own (its unistd tables); an architecture without a column here has no
+filter, and `tandem doctor` says so.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import struct
 from functools import cache
 
-from reward.sandbox.inside import kernel
+from tandem.reward.sandbox.inside import kernel
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _NEWEST = 462  # a number above is younger than this list: not implemented, says the filter
@@ -25,8 +26,10 @@ the network (of it only a pair of connected sockets can be had, which asyncio ne
 socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242
 
 other processes:
-ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434, pidfd_getfd 438 438,
-pidfd_send_signal 424 424, process_madvise 440 440, process_mrelease 448 448, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
+ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434,
+pidfd_getfd 438 438,
+pidfd_send_signal 424 424, process_madvise 440 440, process_mrelease 448 448, rt_sigqueueinfo 129 138,
+rt_tgsigqueueinfo 297 240,
 setpriority 141 140, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, ioprio_set 251 30
 
 programs (there are none inside):
@@ -47,9 +50,12 @@ modify_ldt 154 -, lookup_dcookie 212 18, nfsservctl 180 42, uselib 134 -, migrat
 mbind 237 235, set_mempolicy 238 237, vhangup 153 58
 
 the machine:
-kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273, delete_module 176 106, reboot 169 142,
-swapon 167 224, swapoff 168 225, acct 163 89, quotactl 179 60, quotactl_fd 443 443, syslog 103 116, settimeofday 164 170,
-clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, sethostname 170 161, setdomainname 171 162, iopl 172 -, ioperm 173 -
+kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273, delete_module 176 106,
+reboot 169 142,
+swapon 167 224, swapoff 168 225, acct 163 89, quotactl 179 60, quotactl_fd 443 443, syslog 103 116,
+settimeofday 164 170,
+clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, sethostname 170 161, setdomainname 171 162,
+iopl 172 -, ioperm 173 -
 """
 _REFUSED = {
     name: tuple(int(number) if number != "-" else None for number in numbers)
@@ -65,7 +71,8 @@ _ITSELF = 0x7FFFFFF1  # no process has this number
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 
-# Instructions of classic BPF and what the kernel gives it to look at: number, architecture, arguments (`struct seccomp_data`).
+# Instructions of classic BPF and what the kernel gives it to look at: number, architecture, arguments (`struct
+# seccomp_data`).
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL_PROCESS, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -100,7 +107,9 @@ def install(*, processes: bool) -> None:
 
 @cache
 def assembled(*, processes: bool) -> bytes:
-    """The filter's instructions, with a place holder for the process that will install it. Computed once, before the forks."""
+    """The filter's instructions, with a place holder for the process that will install it. Computed once, before the
+    forks.
+    """
     return b"".join(struct.pack("=HBBI", *one) for one in _rules(os.uname().machine, processes))
 
 

@@ -1,7 +1,8 @@
 """Makes sandboxes out of namespaces: stands in their root, and forks a process into fresh namespaces for each.
 
-It never runs what it is given: it forks, and the fork, in namespaces of its own, becomes the first process of a sandbox (`guest`).
-So a sandbox costs two forks instead of a start of Python, and starts from memory that no untrusted code has touched.
+It never runs what it is given: it forks, and the fork, in namespaces of its own, becomes the first process of a sandbox
+(`guest`). So a sandbox costs two forks instead of a start of Python, and starts from memory that no untrusted code has
+touched.
 
     service ── zygote ── keeper ── first process of the sandbox ── the program, one a run
                root      new user, process, mount, network, ipc and host name namespaces; an empty working folder
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from reward.sandbox.inside import guest, kernel, seccomp, wire
+from tandem.reward.sandbox.inside import guest, kernel, seccomp, wire
 
 USER = 65534
 """User and group in the sandbox, and outside too where the service is root."""
@@ -32,8 +33,10 @@ _MOST_FILES = 4096
 
 # What programs of contests import: loaded once here instead of in every run. One that this Python lacks is left out.
 _WARM = """
-array bisect cmath collections contextlib copy ctypes dataclasses datetime decimal enum fractions functools hashlib heapq io itertools
-json math numbers operator queue random re sqlite3 ssl statistics string struct textwrap threading time traceback types typing zlib
+array bisect cmath collections contextlib copy ctypes dataclasses datetime decimal enum fractions functools hashlib
+heapq io itertools
+json math numbers operator queue random re sqlite3 ssl statistics string struct textwrap threading time traceback types
+typing zlib
 lzma bz2
 """
 
@@ -74,7 +77,9 @@ def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = Non
 
 
 def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoReturn:
-    """The first process of a sandbox that was started for it alone: by bubblewrap, or (not `apart`) with nothing around it."""
+    """The first process of a sandbox that was started for it alone: by bubblewrap, or (not `apart`) with nothing around
+    it.
+    """
     warm_up()
     if apart:
         _become_nobody()
@@ -82,8 +87,9 @@ def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoR
 
 
 def enter(proc: int, command: Sequence[str]) -> NoReturn:
-    """Runs a command in a user namespace that knows its owner and nobody, for root: what it starts can then become nobody, also
-    where bubblewrap needs root to read what it shows."""
+    """Runs a command in a user namespace that knows its owner and nobody, for root: what it starts can then become
+    nobody, also where bubblewrap needs root to read what it shows.
+    """
     try:
         _enter_namespaces(proc)
         os.execv(command[0], list(command))
@@ -92,7 +98,9 @@ def enter(proc: int, command: Sequence[str]) -> NoReturn:
 
 
 def warm_up() -> None:
-    """Loads what programs will want, and leaves the interpreter as `python -I` with `site`'s additions would have it."""
+    """Loads what programs will want, and leaves the interpreter as `python -I` with `site`'s additions would
+    have it.
+    """
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # the scorer's own time for an item is not this process's
     for name in _WARM.split():

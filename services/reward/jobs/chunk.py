@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protos import reward_pb2
-from protos.contracts import Score, ScoreItem, Unscored
-from services.reward.item_twins import chunk_of
-from services.reward.jobs.store import ChunkClaim
-from services.reward.wire import read_items, reply_of, score_of
+from tandem.protos import reward_pb2
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.services.reward.item_twins import chunk_of
+from tandem.services.reward.jobs.store import ChunkClaim
+from tandem.services.reward.wire import read_items, reply_of, score_of
 
 
 class Chunk:
@@ -29,7 +29,9 @@ class Chunk:
         return [n for n, result in enumerate(self._results) if result is None]
 
     def units(self, grouped: bool) -> list[list[int]]:
-        """Positions without a result, those that are scored in one call together: the items of a group, if these are compared."""
+        """Positions without a result, those that are scored in one call together: the items of a group, if these are
+        compared.
+        """
         units: dict[str | int, list[int]] = {}
         for n in self.pending():
             units.setdefault((grouped and self.items[n].group) or n, []).append(n)
@@ -45,7 +47,8 @@ class Chunk:
         self._results = [result or reason for result in self._results]
 
     def forget_infrastructure(self, grouped: bool) -> bool:
-        """Takes back the results of items whose scorer was out of reach, and of their groups if those are compared with one another.
+        """Takes back the results of items whose scorer was out of reach, and of their groups if those are compared with
+        one another.
 
         Whether anything has no result now.
         """

@@ -1,7 +1,8 @@
-"""Reward jobs in Redis: verbs that are one atomic script each. Every item of a job ends once: with a score, with a reason, or cancelled.
+"""Reward jobs in Redis: verbs that are one atomic script each. Every item of a job ends once: with a score, with a
+reason, or cancelled.
 
-Chunks are the unit: stored with their items, leased with a fencing token, scored, stored as results. If the holder of a lease dies,
-the chunk waits again in its old place; if it was only late, its results are refused.
+Chunks are the unit: stored with their items, leased with a fencing token, scored, stored as results. If the holder of a
+lease dies, the chunk waits again in its old place; if it was only late, its results are refused.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from protos.errors import UnknownJobError
-from services.buffer.connection import Connection, ScriptFolder, milliseconds, new_request
-from services.config.jobs import JobsConfig
+from tandem.protos.errors import UnknownJobError
+from tandem.services.buffer.connection import Connection, ScriptFolder, milliseconds, new_request
+from tandem.services.config.jobs import JobsConfig
 
 JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED", "EXPIRED"]
 
@@ -74,7 +75,9 @@ class ChunkClaim:
     losses: int
     """Holders in a row that died; one that only lost its lease, and says so, is not counted."""
     under_way: int
-    """What the last of them was scoring: so many units (items, or groups that are compared) of those without a result; 0: all."""
+    """What the last of them was scoring: so many units (items, or groups that are compared) of those without a result;
+    0: all.
+    """
     rubric: str
     digest: str
     """Of the rubric when the job was submitted."""
@@ -85,11 +88,12 @@ class ChunkClaim:
 class JobStore(Connection):
     """The jobs of one namespace. Thread-safe.
 
-    Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a full Redis
-    raises EnvironmentLackError. What a method says is stored was fsynced, if Redis is set up so; the embedded one is.
+    Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a
+    full Redis raises EnvironmentLackError. What a method says is stored was fsynced, if Redis is set up so; the
+    embedded one is.
     """
 
-    SCRIPTS: ClassVar = ScriptFolder("services.reward.jobs.scripts", ("jobs", "room"))
+    SCRIPTS: ClassVar = ScriptFolder("tandem.services.reward.jobs.scripts", ("jobs", "room"))
     PREFIX: ClassVar[str] = "tandem:reward"
     KIND: ClassVar[str] = "namespace"
     WHEN_FULL: ClassVar[str] = (
@@ -110,7 +114,8 @@ class JobStore(Connection):
         return int(self._run("register", worker))
 
     def submit(self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "") -> JobRecord:
-        """Creates the job of an idempotency key, or returns the one there is; `name` and `digest` are those of its creation.
+        """Creates the job of an idempotency key, or returns the one there is; `name` and `digest` are those of its
+        creation.
 
         Raises:
             JobExistsError: the key's job has another rubric or priority.
@@ -166,21 +171,25 @@ class JobStore(Connection):
         return [int(token) for token in self._run("renew", milliseconds(lease_seconds), *flat)]
 
     def save(self, claim: ChunkClaim, *, partial: bytes, under_way: int, cleared: bool) -> bool:
-        """Keeps what is scored so far, and says what comes next (see `ChunkClaim.under_way`), in case the holder dies of it.
+        """Keeps what is scored so far, and says what comes next (see `ChunkClaim.under_way`), in case the holder dies
+        of it.
 
         `cleared`: what earlier holders died of is behind. False if the lease is not current.
         """
         return bool(self._run("save", claim.job_id, claim.index, claim.token, partial, under_way, int(cleared)))
 
     def give_back(self, claim: ChunkClaim, *, attempts: int, partial: bytes, pause_seconds: float) -> bool:
-        """Ends the lease: the chunk waits again after a pause, with what is scored of it. False if the lease is not current."""
+        """Ends the lease: the chunk waits again after a pause, with what is scored of it. False if the lease is not
+        current.
+        """
         arguments = (claim.job_id, claim.index, claim.token, attempts, partial, milliseconds(pause_seconds))
         return bool(self._run("give_back", new_request(), *arguments))
 
     def complete(
         self, claim: ChunkClaim, results: bytes, *, num_scored: int, sum_values: float, num_unscored: Mapping[str, int]
     ) -> bool:
-        """Stores the results of all items of a chunk and ends its lease. False if the lease is not current: they are refused.
+        """Stores the results of all items of a chunk and ends its lease. False if the lease is not current: they are
+        refused.
 
         If too much is kept now, other jobs that have ended give up their results.
 
@@ -192,11 +201,14 @@ class JobStore(Connection):
         return bool(self._run("complete", new_request(), *arguments))
 
     def cancel(self, job_id: str) -> JobRecord:
-        """Ends a job: items without a result are counted as `cancelled`. Nothing happens to one that has ended. Raises UnknownJobError."""
+        """Ends a job: items without a result are counted as `cancelled`. Nothing happens to one that has ended. Raises
+        UnknownJobError.
+        """
         return _job(self._run("cancel", checked_job_id(job_id)))
 
     def delete(self, job_id: str) -> JobRecord:
-        """Forgets a job that has ended, its results and its key, and returns it as it was; asked again within a minute, too.
+        """Forgets a job that has ended, its results and its key, and returns it as it was; asked again within a minute,
+        too.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -205,7 +217,8 @@ class JobStore(Connection):
         return _job(self._run("delete", checked_job_id(job_id)))
 
     def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
-        """The job, and results with cursors `after_cursor` + 1, + 2, …: up to `max_bytes`, but one at least if there is any.
+        """The job, and results with cursors `after_cursor` + 1, + 2, …: up to `max_bytes`, but one at least if there is
+        any.
 
         0 bytes: only the job.
 
@@ -221,7 +234,9 @@ class JobStore(Connection):
         return [_job(reply) for reply in self._run("list", limit)]
 
     def counts(self) -> dict[str, float]:
-        """Jobs kept, chunks waiting and leased, bytes of items and of results, and sums over the life of the namespace."""
+        """Jobs kept, chunks waiting and leased, bytes of items and of results, and sums over the life of the
+        namespace.
+        """
         reply = self._run("counts")
         return {name.decode(): float(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
 

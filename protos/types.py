@@ -1,0 +1,268 @@
+"""The nouns that travel, frozen, one a stage.
+
+Prompt → Trajectory → ScoredTrajectory → TrajectoryGroup → TrainBatch → StepResult → WeightManifest.
+
+Arrays are numpy, one dimension, T = tokens of a segment (prompt and tool tokens included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.protos.contracts import UnscoredReason as UnscoredReason
+
+Role = Literal["policy", "baseline"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+Packing = Literal["padded", "flat"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How one group is sampled. `max_tokens` counts sampled tokens; `seed` None means unseeded."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+
+    @property
+    def trainable(self) -> bool:
+        """True if the recorded log-probs belong to a distribution the trainer can recompute."""
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
+
+    @property
+    def greedy(self) -> SamplingParameters:
+        """The same, but every token the likeliest one: how a `baseline` is sampled."""
+        return replace(self, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt instance: row `index` of the dataset in pass `epoch`; `group_id` is `"<epoch>-<index>"`."""
+
+    epoch: int
+    index: int
+    token_ids: NDArray[np.int32]
+    num_samples: int
+    sampling: SamplingParameters
+    data_source: str = ""
+    ability: str = ""
+    ground_truth: Any = None
+    messages: tuple[Mapping[str, Any], ...] = ()
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def group_id(self) -> str:
+        return f"{self.epoch}-{self.index}"
+
+    def judged_info(self, num_tokens: int) -> Mapping[str, Any]:
+        """`extra_info` with what scorers look for in it: messages as `prompt`, and how many tokens were sampled. Its
+        own keys stay.
+        """
+        found: dict[str, Any] = {"num_tokens": num_tokens}
+        if self.messages:
+            found["prompt"] = [dict(message) for message in self.messages]
+        return {**found, **self.extra_info}
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens of a segment from `first_token` on (index into `Segment.ids`) were sampled by this version of the
+    weights.
+    """
+
+    first_token: int
+    incarnation: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one forward pass trains. All arrays (T,): ids int32, behavior_logprobs float32 (0 where loss_mask is 0),
+    loss_mask uint8.
+    """
+
+    ids: NDArray[np.int32]
+    behavior_logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.uint8]
+    spans: tuple[VersionSpan, ...]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sampled answer: usually one segment; an agent that rewrites its history has more. `text` is the decoded
+    sampled text.
+
+    `earned_reward` is all that an agent earned on its way. `token_rewards`, if present, says where: one float32 array
+    (T,) a segment.
+    """
+
+    trajectory_id: int
+    role: Role
+    segments: tuple[Segment, ...]
+    finish_reason: FinishReason
+    text: str
+    sampling: SamplingParameters
+    earned_reward: float = 0.0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    token_rewards: tuple[NDArray[np.float32], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTrajectory:
+    """A trajectory with either a reward or the reason why it has none (never a number in place of a reason).
+
+    `reward` is what the trajectory earned and its score; what of it fell on tokens stays in `trajectory.token_rewards`.
+    """
+
+    trajectory: Trajectory
+    reward: float | None
+    breakdown: Mapping[str, float] = field(default_factory=dict)
+    unscored_reason: UnscoredReason | None = None
+    unscored_detail: str = ""
+
+    def __post_init__(self) -> None:
+        assert (self.reward is None) == (self.unscored_reason is not None), (
+            "a row is scored or has a reason, never both or neither"
+        )
+
+    @property
+    def token_rewards(self) -> tuple[NDArray[np.float32], ...] | None:
+        """One float32 array (T,) a segment, if rewards fell on tokens."""
+        return self.trajectory.token_rewards
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """The unit that travels: one prompt and its trajectories (none yet at `prompts`, plain at `generated`, scored at
+    `scored`).
+    """
+
+    prompt: Prompt
+    rows: tuple[Trajectory | ScoredTrajectory, ...] = ()
+
+    @property
+    def group_id(self) -> str:
+        return self.prompt.group_id
+
+    @property
+    def scored_rows(self) -> tuple[ScoredTrajectory, ...]:
+        return tuple(row for row in self.rows if isinstance(row, ScoredTrajectory))
+
+
+@dataclass(frozen=True, slots=True)
+class RowHeader:
+    """What planning needs to know of one segment, without its payload."""
+
+    group_id: str
+    trajectory_id: int
+    segment: int
+    role: Role
+    num_tokens: int
+    num_loss_tokens: int
+    reward: float | None
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """Where one segment is trained: optimizer step, rank, micro-batch, and its place inside the micro-batch."""
+
+    group_id: str
+    trajectory_id: int
+    segment: int
+    optimizer_step: int
+    rank: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """P groups and the plan that cuts their rows over optimizer steps, ranks and micro-batches. Training it yields
+    `policy_version`.
+    """
+
+    policy_version: int
+    incarnation: int
+    group_ids: tuple[str, ...]
+    headers: tuple[RowHeader, ...]
+    plan: tuple[PlannedRow, ...]
+    num_micro_batches: tuple[int, ...]
+    """Per optimizer step, the same on every rank; ranks with fewer rows pad with zero-weight micro-batches."""
+    packing: Packing = "padded"
+    """How the rows of a micro-batch lie: each in a line of its own, padded to the longest, or end to end in one line.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What training one batch gave. `changed` is False when every optimizer step was skipped."""
+
+    policy_version: int
+    optimizer_step: int
+    changed: bool
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor inside a bucket: `offset` and size in bytes of the flat uint8 bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """One broadcast: a flat uint8 tensor that holds `tensors`, and the hex digest of its bytes ("" until it was
+    sent).
+    """
+
+    num_bytes: int
+    tensors: tuple[TensorSpec, ...]
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """What the buckets of an adapter-only version are: two factors of each adapted matrix W, `W.lora_A` (rank, in) and
+    `W.lora_B` (out, rank). The weights are W + scaling·B·A, and the rest of the base as it is.
+    """
+
+    rank: int
+    scaling: float
+    base: tuple[BucketSpec, ...]
+    """The base weights with their digests."""
+    brings_base: bool = False
+    """The base travels, too: its buckets come first, for a sampler that lacks them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightManifest:
+    """What one version's broadcast consists of. No buckets: the version equals the one before it."""
+
+    incarnation: int
+    policy_version: int
+    backend: str
+    buckets: tuple[BucketSpec, ...]
+    location: str = ""
+    """`disk`: the folder that holds the safetensors files; `ipc`: the handles, encoded; else empty."""
+    adapters: AdapterSpec | None = None
+    """None: the buckets hold whole weights."""

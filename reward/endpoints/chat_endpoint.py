@@ -1,0 +1,315 @@
+"""An OpenAI-compatible chat endpoint as judges use it: rate limits, a spend cap, retries, a deadline for every
+question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeVar
+
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.reward.contracts import Isolation
+from tandem.reward.endpoints.http_client import (
+    Fault,
+    HttpClient,
+    check_url,
+    in_line,
+    open_client,
+    read_json,
+    read_key,
+    with_retries,
+)
+from tandem.reward.endpoints.loop_thread import CLOSING, ClosedError, LoopThread
+from tandem.reward.endpoints.rate_limit import RateLimit, RateLimiter, Taken
+from tandem.reward.endpoints.spend import SpendMeter
+from tandem.reward.scheduling.admission_queue import PrioritySemaphore
+from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
+from tandem.reward.text.prompt_text import Message
+from tandem.reward.text.verdict import NoVerdictError
+
+T = TypeVar("T")
+
+_LARGEST_PROMPT_BYTES = 4 << 20
+_BYTES_PER_TOKEN = 3  # for rates: near the truth in most languages, on the safe side in English
+_MESSAGE_TOKENS = 32  # what a chat template writes around a message, generously
+_OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "max_tokens", "max_completion_tokens"})
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSession:
+    """What the questions to one endpoint share; lives on one event loop."""
+
+    client: HttpClient
+    limiter: RateLimiter
+    meter: SpendMeter
+    places: PrioritySemaphore
+    """As many as questions may be under way."""
+    lane: Priority = "calls"
+    """Of those who ask here."""
+
+    def of(self, lane: Priority) -> EndpointSession:
+        """The same desk for those of a lane."""
+        return replace(self, lane=lane)
+
+    def waiting(self, lane: Priority) -> int:
+        """Questions of a lane that wait for a place or for room in the rates."""
+        return self.places.waiting(lane) + self.limiter.waiting(lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What one request may need, known before it is sent."""
+
+    body: bytes
+    tokens: int
+    """Expected, prompt and answer."""
+    highest_price: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatEndpoint:
+    """What every judge behind a chat endpoint has in common: its parameters, and how it asks.
+
+    Limits, spending and connections belong to the object: build it once and share it.
+    """
+
+    ISOLATION: ClassVar[Isolation] = "remote"
+
+    base_url: str
+    """Up to `/chat/completions`, which is added: e.g. `http://127.0.0.1:8000/v1`."""
+    model: str
+    """The model's name at the endpoint."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the API key, sent as bearer token; empty: none is sent."""
+    system: str = ""
+    """System message before the question; empty: none."""
+    temperature: float = 0.0
+    """Sampling temperature of the judge; -1: the endpoint's own (some models accept no other)."""
+    max_tokens: int = 1024
+    """Longest answer of the judge in tokens, its thoughts included."""
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """What the endpoint calls that."""
+    extra_body: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """More fields of the request, e.g. `{reasoning_effort = "low"}`."""
+    max_concurrent: int = 16
+    """Requests under way at once."""
+    requests_per_minute: int = 0
+    """Most requests in any minute, every attempt counted; they are spread evenly. 0: no limit."""
+    tokens_per_minute: int = 0
+    """Most tokens in any minute, of prompts and answers: estimated before a request, corrected after it. 0: no limit.
+    """
+    max_attempts: int = 4
+    """Requests that one question may cost: connection errors, 429, 5xx, time-outs and (above temperature 0) verdicts
+    that cannot be read are tried again.
+    """
+    timeout_seconds: float = 60.0
+    """Longest wait for one attempt."""
+    deadline_seconds: float = 180.0
+    """Longest time of one question, all attempts and pauses included, from the moment it has one of the
+    `max_concurrent` places and room in the rates.
+    """
+    prompt_price: float = 0.0
+    """Price of a million prompt tokens, in the currency of `max_spend`."""
+    completion_price: float = 0.0
+    """Price of a million answer tokens."""
+    max_spend: float = 0.0
+    """Most that may be spent since the service started; items that do not fit are unscored (`limit`). 0: no cap."""
+    _loop: LoopThread[EndpointSession] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_url("base_url", self.base_url)
+        if not self.model:
+            raise ValueError("model is empty")
+        if min(self.max_tokens, self.max_concurrent, self.max_attempts) < 1:
+            raise ValueError("max_tokens, max_concurrent and max_attempts must be at least 1")
+        if not (0.0 <= self.temperature <= 2.0 or self.temperature == -1.0):
+            raise ValueError("temperature must be from 0 to 2, or -1 for the endpoint's own")
+        numbers = (
+            self.requests_per_minute,
+            self.tokens_per_minute,
+            self.prompt_price,
+            self.completion_price,
+            self.max_spend,
+        )
+        if not all(number >= 0 and math.isfinite(number) for number in numbers):
+            raise ValueError("limits and prices must be finite and at least 0")
+        if not (0.0 < self.timeout_seconds < math.inf and 0.0 < self.deadline_seconds < math.inf):
+            raise ValueError("timeout_seconds and deadline_seconds must be finite and above 0")
+        if self.requests_per_minute and 60.0 / self.requests_per_minute >= self.deadline_seconds:
+            raise ValueError("requests_per_minute makes a request wait longer than deadline_seconds allows")
+        if self.max_spend and not (self.prompt_price or self.completion_price):
+            raise ValueError("max_spend needs prompt_price and completion_price")
+        if own := sorted(_OWN_FIELDS & set(self.extra_body)):
+            raise ValueError(f"extra_body must not hold {own[0]}")
+        read_key(self.api_key_env)
+        object.__setattr__(self, "_loop", LoopThread("judge", self._open_desk))
+
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+        """One result an item, in order. Thread-safe; blocks its caller."""
+        scores: list[Score] = [CLOSING] * len(items)
+        if not items:
+            return scores
+        with suppress(ClosedError):
+            self._loop.run(lambda desk: self._judge_all(desk.of(lane), items, scores))
+        return scores
+
+    async def _judge_all(self, desk: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
+        """Puts each item's result in its place in `scores` as soon as there is one; what is not there yet when the loop
+        closes stays.
+        """
+        raise NotImplementedError("a judge's own")
+
+    def close(self) -> None:
+        """Ends what is under way: it comes back unscored (`infrastructure`), and so does all that is asked later."""
+        self._loop.close()
+
+    def figures(self) -> dict[str, float]:
+        """Requests sent and money spent since the start, and questions that wait now."""
+        desk = self._loop.shared
+        return {
+            "judge_requests": 0.0 if desk is None else float(desk.client.num_requests),
+            "judge_spent": 0.0 if desk is None else desk.meter.spent,
+            **{f"judge_waiting_{lane}": 0.0 if desk is None else float(desk.waiting(lane)) for lane in PRIORITIES},
+        }
+
+    @asynccontextmanager
+    async def _open_desk(self) -> AsyncIterator[EndpointSession]:
+        limits = [RateLimit(most) for most in (self.requests_per_minute, self.tokens_per_minute) if most]
+        async with open_client(
+            f"{self.base_url.rstrip('/')}/chat/completions",
+            key=read_key(self.api_key_env),
+            max_connections=self.max_concurrent,
+            attempt_seconds=self.timeout_seconds,
+        ) as client:
+            meter = SpendMeter(self.max_spend or None)
+            yield EndpointSession(client, RateLimiter(limits), meter, PrioritySemaphore(self.max_concurrent))
+
+    async def ask(self, desk: EndpointSession, messages: Sequence[Message], read: Callable[[str], T]) -> T | Unscored:
+        """What `read` makes of the endpoint's answer; unscored if there is none. `read` raises NoVerdictError.
+
+        Waits for its turn first: at a place, then at the rates and at the money that is left, at each by the desk's
+        lane.
+        """
+        if fault := await in_line("a place at the judge", desk.places.enter(desk.lane)):
+            return fault.unscored
+        try:
+            quote = self._quote(messages)
+            outcome: T | Fault | Unscored = quote if isinstance(quote, Unscored) else await self._put(desk, quote, read)
+        finally:
+            desk.places.leave()
+        return outcome.unscored if isinstance(outcome, Fault) else outcome
+
+    def _quote(self, messages: Sequence[Message]) -> Quote | Unscored:
+        all_messages = [*([{"role": "system", "content": self.system}] if self.system else []), *messages]
+        num_bytes = sum(len(message["content"].encode(errors="surrogatepass")) for message in all_messages)
+        if num_bytes > _LARGEST_PROMPT_BYTES:
+            return Unscored("limit", f"the judge's prompt has {num_bytes} bytes, more than {_LARGEST_PROMPT_BYTES}")
+        around = _MESSAGE_TOKENS * (1 + len(all_messages))
+        tokens = num_bytes // _BYTES_PER_TOKEN + around + self.max_tokens
+        if 0 < self.tokens_per_minute < tokens:
+            return Unscored(
+                "limit", f"about {tokens} tokens are needed, more than tokens_per_minute {self.tokens_per_minute}"
+            )
+        request = {
+            "model": self.model,
+            "messages": all_messages,
+            self.max_tokens_field: self.max_tokens,
+            **self.extra_body,
+        }
+        if self.temperature >= 0.0:
+            request["temperature"] = self.temperature
+        # No tokenizer makes more tokens of a text than it has bytes.
+        return Quote(json.dumps(request).encode(), tokens, self._price(num_bytes + around, self.max_tokens))
+
+    def _price(self, prompt_tokens: float, completion_tokens: float) -> float:
+        return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
+
+    async def _put(self, desk: EndpointSession, quote: Quote, read: Callable[[str], T]) -> T | Fault:
+        """Asks until there is an answer. The deadline runs from the first admission."""
+        clock = asyncio.get_running_loop().time
+        if fault := await desk.client.wait_until_open(clock() + self.deadline_seconds):
+            return fault
+        first = await in_line("room in the judge's rates", self._admit(desk, quote, again=False))
+        if isinstance(first, Fault):
+            return first
+        admitted = [first]
+
+        async def attempt(deadline: float) -> T | Fault:
+            taken = admitted.pop() if admitted else await self._admit_again(desk, quote, deadline)
+            return taken if isinstance(taken, Fault) else await self._send(desk, quote, read, taken, deadline)
+
+        deadline = clock() + self.deadline_seconds
+        return await with_retries(attempt, max_attempts=self.max_attempts, deadline=deadline)
+
+    async def _admit(self, desk: EndpointSession, quote: Quote, *, again: bool) -> list[Taken] | Fault:
+        """Sets the highest price aside and takes room in the rates: for `_send` to settle."""
+        if not await desk.meter.reserve(quote.highest_price, desk.lane, again=again):
+            spent = f"{desk.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
+            return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
+        try:
+            return await desk.limiter.take(self._amounts(quote.tokens), desk.lane, again=again)
+        except BaseException:
+            desk.meter.charge(quote.highest_price, 0.0)
+            raise
+
+    async def _admit_again(self, desk: EndpointSession, quote: Quote, deadline: float) -> list[Taken] | Fault:
+        if fault := await desk.client.wait_until_open(deadline):
+            return fault
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._admit(desk, quote, again=True)
+        except TimeoutError:
+            return Fault("timeout", "the deadline passed while it waited for room in the rate limit", retry=False)
+
+    async def _send(
+        self, desk: EndpointSession, quote: Quote, read: Callable[[str], T], taken: Sequence[Taken], deadline: float
+    ) -> T | Fault:
+        """One request that was admitted, and its bill."""
+        # Until there is a reply, were it because nobody waits for one any more: the cap holds even if such requests are
+        # billed.
+        tokens, price = quote.tokens, quote.highest_price
+        try:
+            data = await desk.client.post(quote.body, deadline)
+            if isinstance(data, Fault):
+                if not data.perhaps_done:
+                    tokens, price = 0, 0.0
+                return data
+            reply = read_json(data)
+            tokens, price = self._used(reply, quote)
+            return self._read(reply, read)
+        finally:
+            desk.meter.charge(quote.highest_price, price)
+            desk.limiter.settle(taken, self._amounts(tokens))
+
+    def _amounts(self, tokens: int) -> list[int]:
+        return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]
+
+    def _used(self, reply: Any, quote: Quote) -> tuple[int, float]:
+        """Tokens and price by the reply's `usage`; what was expected at most if it has none."""
+        usage = reply.get("usage") if isinstance(reply, dict) else None
+        counts = [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")] if isinstance(usage, dict) else []
+        numbers = [count for count in counts if isinstance(count, int) and 0 <= count < 1 << 40]
+        if len(numbers) < 2:
+            return quote.tokens, quote.highest_price
+        return sum(numbers), self._price(*numbers)
+
+    def _read(self, reply: Any, read: Callable[[str], T]) -> T | Fault:
+        try:
+            choice = reply["choices"][0]
+            content = choice["message"]["content"]
+            ended = choice.get("finish_reason")
+        except (LookupError, TypeError, AttributeError):
+            return Fault("infrastructure", "the endpoint answered what is no chat completion")
+        again = self.temperature != 0.0  # the same question would get the same words
+        if not isinstance(content, str):
+            return Fault("crashed", f"the judge gave no text (finish_reason {ended!r:.40})", retry=again)
+        try:
+            return read(content)
+        except NoVerdictError as error:
+            cut = f"; it was cut at max_tokens {self.max_tokens}" if ended == "length" else ""
+            return Fault("crashed", f"{error}{cut}", retry=again)

@@ -1,0 +1,256 @@
+"""JSON over HTTP to one endpoint: what went wrong by type, retries with jitter, a deadline for everything.
+
+What went wrong is a `Fault` with the reason that an item gets:
+
+| what happened | reason | tried again |
+|---|---|---|
+| no connection, connection cut, an answer that makes no sense | infrastructure | yes |
+| 408, 425, 429, 5xx | infrastructure | yes, not before `Retry-After` |
+| 401, 403, 407 (the credentials), 3xx | infrastructure | no |
+| every other 4xx: the endpoint refuses this request | invalid_input | no |
+| no answer within the attempt's time | timeout | yes |
+| the deadline | the last failure's reason, timeout without one | no |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from tandem.protos.contracts import Unscored, UnscoredReason
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+LARGEST_REPLY_BYTES = 16 << 20
+LONGEST_LINE_SECONDS = 3600.0
+"""Longest wait for a turn at an endpoint. No item's own time runs meanwhile: who is overtaken by a higher lane loses
+none of it.
+"""
+_LONGEST_RETRY_AFTER_SECONDS = 86400.0
+_DETAIL_CHARACTERS = 200
+_CREDENTIALS = frozenset({401, 403, 407})
+_COME_BACK = frozenset({408, 425, 429})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a request gave nothing."""
+
+    reason: UnscoredReason
+    detail: str
+    retry: bool = True
+    not_before_seconds: float = 0.0
+    """The endpoint asked to wait that long."""
+    perhaps_done: bool = False
+    """The request was sent and no answer came: the endpoint may have done the work, and may bill it."""
+    by_content: bool = False
+    """What was asked may be the cause: something else might pass."""
+
+    @property
+    def unscored(self) -> Unscored:
+        return Unscored(self.reason, self.detail)
+
+
+def check_url(name: str, url: str) -> None:
+    """Raises ValueError unless this is an absolute http or https URL without credentials."""
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} {url!r:.200} is no http:// or https:// URL")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(
+            f"{name} holds credentials; put the key into an environment variable and name that in api_key_env"
+        )
+
+
+def read_key(variable: str) -> str:
+    """The secret in the environment variable, empty for no variable.
+
+    Raises:
+        ValueError: it is not set, or cannot stand in a header.
+    """
+    if not variable:
+        return ""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"api_key_env: the environment variable {variable} is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(f"api_key_env: the environment variable {variable} holds what no HTTP header can")
+    return key
+
+
+class HttpClient:
+    """Posts JSON to one URL. Used by the coroutines of one event loop; opened by `open_client`."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str, key: str, attempt_seconds: float) -> None:
+        self._client = client
+        self._url = url
+        self._key = key
+        self._attempt_seconds = attempt_seconds
+        self._closed_until = 0.0  # by the loop's clock: the endpoint asked not to be asked before
+        self.num_requests = 0
+
+    async def wait_until_open(self, deadline: float) -> Fault | None:
+        """Waits while the endpoint wants to be left alone; a fault if that is past the deadline (by the loop's
+        clock).
+        """
+        loop = asyncio.get_running_loop()
+        while (wait := self._closed_until - loop.time()) > 0.0:
+            if self._closed_until >= deadline:
+                return Fault("infrastructure", f"the endpoint asked to wait for {wait:.0f} s", retry=False)
+            await asyncio.sleep(wait + random.uniform(0.0, min(1.0, 0.1 * wait)))  # not all at the same moment
+        return None
+
+    async def post(self, body: bytes, deadline: float) -> bytes | Fault:
+        """One attempt: the reply's body, or the fault."""
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        seconds = min(self._attempt_seconds, deadline - loop.time())
+        if seconds <= 0.0:
+            return Fault("timeout", "the deadline passed before the endpoint could be asked", retry=False)
+        self.num_requests += 1
+        try:
+            async with asyncio.timeout(seconds), self._client.stream("POST", self._url, content=body) as response:
+                data = await _body(response)
+        except TimeoutError:
+            words = f"the endpoint gave no answer within {seconds:.3g} s"
+            return Fault("timeout", words, perhaps_done=True, by_content=True)
+        except (httpx.ConnectError, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
+            return Fault("infrastructure", f"the endpoint cannot be reached: {self._clean(str(error))}")
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError) as error:
+            words = self._clean(str(error)) or type(error).__name__
+            words = f"the connection to the endpoint broke: {words}"
+            return Fault("infrastructure", words, perhaps_done=True, by_content=True)
+        if isinstance(data, Fault):
+            return data
+        if response.is_success:
+            return data
+        fault = self._fault(response.status_code, response.headers, data)
+        self._closed_until = max(self._closed_until, loop.time() + fault.not_before_seconds)
+        return fault
+
+    def _fault(self, status: int, headers: Mapping[str, str], body: bytes) -> Fault:
+        said = self._clean(body.decode(errors="replace"))
+        detail = f"the endpoint answered {status}" + (f": {said}" if said else "")
+        if status in _COME_BACK or status >= 500:
+            wait = retry_after(headers.get("retry-after", ""))
+            return Fault("infrastructure", detail, not_before_seconds=wait, by_content=status == 500)
+        if 400 <= status < 500 and status not in _CREDENTIALS:
+            return Fault("invalid_input", detail, retry=False, by_content=True)
+        return Fault("infrastructure", detail, retry=False)
+
+    def _clean(self, text: str) -> str:
+        """One short line without the key."""
+        line = " ".join(text[: 20 * _DETAIL_CHARACTERS].split())
+        return (line.replace(self._key, "***") if self._key else line)[:_DETAIL_CHARACTERS]
+
+
+@asynccontextmanager
+async def open_client(url: str, *, key: str, max_connections: int, attempt_seconds: float) -> AsyncIterator[HttpClient]:
+    """A client whose connections live as long as the block. Redirects are not followed; proxies are those of the
+    environment.
+    """
+    import httpx
+
+    headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+    async with httpx.AsyncClient(
+        headers=headers, limits=limits, timeout=None
+    ) as client:  # every use has a time-out around it
+        yield HttpClient(client, url, key, attempt_seconds)
+
+
+async def in_line(what: str, wait: Awaitable[T]) -> T | Fault:
+    """The awaited turn; a fault if it does not come within LONGEST_LINE_SECONDS."""
+    try:
+        async with asyncio.timeout(LONGEST_LINE_SECONDS):
+            return await wait
+    except TimeoutError:
+        return Fault("infrastructure", f"it waited {LONGEST_LINE_SECONDS:g} s for {what}", retry=False)
+
+
+async def with_retries(
+    attempt: Callable[[float], Awaitable[T | Fault]], *, max_attempts: int, deadline: float
+) -> T | Fault:
+    """Attempts until one succeeds, one fails for good, `max_attempts` failed, or the next could not begin before the
+    deadline.
+
+    An attempt gets the deadline (by the loop's clock) and keeps it. Pauses grow by two from half a second to 30 s; the
+    second half of each is of random length, so that many that failed at once do not come back at once. Where the
+    endpoint asked for a longer wait than the first half, that stands in its place: they come no sooner, and not all at
+    the moment when they may.
+    """
+    loop = asyncio.get_running_loop()
+    number = 0
+    while True:
+        number += 1
+        outcome = await attempt(deadline)
+        if not isinstance(outcome, Fault):
+            return outcome
+        longest = min(FIRST_PAUSE_SECONDS * 2.0 ** (number - 1), LONGEST_PAUSE_SECONDS)
+        pause = max(outcome.not_before_seconds, longest / 2) + random.uniform(0.0, longest / 2)
+        last = not outcome.retry or number >= max_attempts
+        if last or loop.time() + pause >= deadline:
+            tried = f" (attempt {number}" + ("" if last else "; no time for another") + ")"
+            return replace(outcome, detail=outcome.detail + (tried if number > 1 or not last else ""))
+        await asyncio.sleep(pause)
+
+
+def retry_after(value: str) -> float:
+    """Seconds that a `Retry-After` header asks for: a number of them, or a date; 0 if it says neither. At most
+    a day.
+    """
+    value = value.strip()
+    seconds = 0.0
+    if value.isascii() and value.isdigit():
+        seconds = float(value[:12])
+    elif value:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return 0.0
+    return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER_SECONDS)
+
+
+def read_json(data: bytes) -> Any:
+    """The value, None for bytes that are no JSON (or nested too deeply to be read)."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
+async def _body(response: httpx.Response) -> bytes | Fault:
+    """The body, read as it was sent: what is compressed was not asked for, and could be without end."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        return Fault("infrastructure", "the endpoint compressed its answer, unasked", retry=False)
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > LARGEST_REPLY_BYTES:
+            return Fault(
+                "infrastructure", f"the endpoint's answer exceeds {LARGEST_REPLY_BYTES >> 20} MiB", retry=False
+            )
+    return b"".join(parts)

@@ -1,0 +1,77 @@
+"""Which scorers a rubric may name: everything in a recipe's own, built-ins and declared names in a client's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.protos.errors import ScorerError
+from tandem.reward.config import RewardConfig
+from tandem.reward.registry import BUILT_IN, RUBRIC, ScorerSpec, is_import_path, make_spec, nearest, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The names a rubric may use. `for_clients` refuses what would reach into the service's machine or network."""
+
+    declared: Mapping[str, ScorerSpec] = field(default_factory=dict)
+    for_clients: bool = False
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> Catalogue:
+        """The recipe's own. Raises ScorerError if a declared scorer is unknown or its arguments do not fit."""
+        declared = {}
+        for name, one in config.scorers.items():
+            place = f"reward.scorers.{printable(name)}"
+            if name in BUILT_IN or name == RUBRIC or not name or len(name) > 64 or not _is_name(name):
+                what = "is taken" if name in BUILT_IN or name == RUBRIC else "should be up to 64 letters, digits, . _ -"
+                raise ScorerError(f"{place}: the name {what}; give it another")
+            declared[name] = make_spec(one.scorer, one.arguments, place)
+        return cls(declared)
+
+    def restricted(self) -> Catalogue:
+        """The same for clients."""
+        return Catalogue(self.declared, for_clients=True)
+
+    def spec(self, scorer: str, arguments: Mapping[str, Any], place: str) -> ScorerSpec:
+        """The scorer behind a name, checked.
+
+        Raises:
+            ScorerError: the name is unknown, the arguments do not fit, or a client may not say this.
+        """
+        if scorer in self.declared:
+            if arguments:
+                raise ScorerError(
+                    f"{place}.arguments: scorer {scorer} is declared with its arguments and takes no others"
+                )
+            return self.declared[scorer]
+        if self.for_clients:
+            self._refuse_what_is_the_recipes(scorer, arguments, place)
+        return make_spec(scorer, arguments, place, known=self.declared)
+
+    def _refuse_what_is_the_recipes(self, scorer: str, arguments: Mapping[str, Any], place: str) -> None:
+        remedy = "the service's recipe can declare it under a name in reward.scorers"
+        if scorer not in BUILT_IN:
+            names = [*self.declared, *(name for name in BUILT_IN if BUILT_IN[name].ISOLATION != "remote")]
+            if is_import_path(scorer):
+                raise ScorerError(
+                    f"{place}.scorer {scorer!r:.100}: a rubric sent to a service names no import path; {remedy}"
+                )
+            near = nearest(scorer, names)
+            raise ScorerError(
+                f"{place}.scorer {scorer!r:.100} is unknown; "
+                + (f"did you mean {near}? " if near else "")
+                + f"There are {', '.join(names)}"
+            )
+        if BUILT_IN[scorer].ISOLATION == "remote":
+            raise ScorerError(
+                f"{place}.scorer {scorer}: it names a folder or an address, which a client cannot; {remedy}"
+            )
+        for name in arguments:
+            if name in getattr(BUILT_IN[scorer], "RECIPE_ONLY", ()):
+                raise ScorerError(f"{place}.arguments.{name}: a client cannot set it; {remedy}")
+
+
+def _is_name(text: str) -> bool:
+    return text.isascii() and text.replace(".", "").replace("_", "").replace("-", "").isalnum()

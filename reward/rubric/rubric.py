@@ -1,0 +1,341 @@
+"""A rubric: scorers with weights, gates, routing and normalisation, written in TOML, and how their scores become one.
+
+Pure: it runs no scorer and reads no file. docs/reward.md explains the keys.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any
+
+from annotated_types import Len
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.registry import RUBRIC, ScorerSpec, is_import_path, nearest, printable, shown
+from tandem.reward.rubric.catalogue import Catalogue
+
+MAX_TEXT_BYTES = 64 << 10
+MAX_SCORERS = 256
+"""Scorers that one item may meet, those of rubrics within rubrics included: a short text could otherwise ask for
+millions.
+"""
+
+MAX_DEPTH = 16
+"""Rubrics within rubrics."""
+
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One part of a rubric. Its score is what its source gave, brought from `scale[0]` to `scale[1]` and clipped."""
+
+    name: str
+    """Its key in the breakdown; "" for a scorer alone, whose breakdown stays its own."""
+    source: ScorerSpec | Rubric
+    weight: float = 1.0
+    gate: bool = False
+    pass_at: float = 1.0
+    data_sources: tuple[str, ...] | None = None
+    scale: tuple[Range, Range] | None = None
+    clip: Range | None = None
+    optional: bool = False
+
+    def applies(self, data_source: str) -> bool:
+        """Whether it judges items of this data source."""
+        return self.data_sources is None or any(fnmatchcase(data_source, one) for one in self.data_sources)
+
+    def normalised(self, value: float) -> float:
+        """The value on the component's own scale."""
+        if self.scale is not None:
+            (low, high), (new_low, new_high) = self.scale
+            share = (value - low) / (high - low)
+            value = new_low * (1.0 - share) + new_high * share
+        return _clipped(value, self.clip)
+
+
+@dataclass(frozen=True, slots=True)
+class Rubric:
+    """Components in order, and the range their weighted sum is clipped to."""
+
+    components: tuple[Component, ...]
+    clip: Range | None = None
+
+    @classmethod
+    def parse(cls, text: str, *, allowed: Catalogue) -> Rubric:
+        """The rubric of a TOML text.
+
+        Raises:
+            ScorerError: in one line, with the place and, where there is one, the nearest known word.
+        """
+        return _Parser(_read(text), allowed).rubric((), "")
+
+    @classmethod
+    def alone(cls, spec: ScorerSpec) -> Rubric:
+        """One scorer, its scores as they are."""
+        return cls((Component("", spec),))
+
+    def combine(self, scores: Sequence[Score | None], data_source: str = "") -> Score:
+        """Σ weight · score of the components that judge this data source, and every component's score as the breakdown.
+
+        `scores` has one entry a component, None where it did not run. Past a gate that was not passed, components count
+        0. One that is unscored makes the whole unscored with its reason, or is left out if it is optional; with none
+        left there is no reward.
+        """
+        terms: list[float] = []
+        breakdown: dict[str, float] = {}
+        left_out: Unscored | None = None
+        closed = False
+        for component, score in zip(self.components, scores, strict=True):
+            if component.data_sources is not None and not component.applies(data_source):
+                continue
+            if closed:
+                breakdown[component.name] = 0.0
+                continue
+            if not isinstance(score, Scored):
+                reason = _named(component.name, score or _NOT_RUN)
+                if not component.optional:
+                    return reason
+                left_out = left_out or reason
+                continue
+            value = component.normalised(score.value)
+            terms.append(component.weight * value)
+            _enter(breakdown, component.name, value, score.breakdown)
+            closed = component.gate and value < component.pass_at
+        if not terms:
+            return left_out or Unscored("invalid_input", f"no component is for data_source {data_source!r:.80}")
+        return _sum(terms, breakdown, self.clip)
+
+    def stages(self) -> list[list[int]]:
+        """The numbers of the components that may run at the same time: a gate ends a stage."""
+        stages: list[list[int]] = [[]]
+        for number, component in enumerate(self.components):
+            stages[-1].append(number)
+            if component.gate:
+                stages.append([])
+        return [stage for stage in stages if stage]
+
+    def specs(self) -> Iterator[ScorerSpec]:
+        """Every scorer in it, those of rubrics within it included."""
+        for component in self.components:
+            if isinstance(component.source, Rubric):
+                yield from component.source.specs()
+            else:
+                yield component.source
+
+
+_NOT_RUN = Unscored("infrastructure", "it was not run")
+
+
+def _named(name: str, reason: Unscored) -> Unscored:
+    return Unscored(reason.reason, f"{name}: {reason.detail}") if name else reason
+
+
+def _enter(breakdown: dict[str, float], name: str, value: float, parts: Mapping[str, float]) -> None:
+    if not name:
+        breakdown.update(parts)
+        return
+    breakdown[name] = value
+    for part, number in parts.items():
+        breakdown[f"{name}/{part}"] = number
+
+
+def _sum(terms: list[float], breakdown: dict[str, float], clip: Range | None) -> Score:
+    try:
+        total = math.fsum(terms)  # exact, so that the order of components cannot matter
+    except (OverflowError, ValueError):
+        total = math.nan
+    if not math.isfinite(total):
+        return Unscored("invalid_input", "the sum of the components is not a finite number")
+    return Scored(_clipped(total, clip), breakdown)
+
+
+def _clipped(value: float, clip: Range | None) -> float:
+    return value if clip is None else min(max(value, clip[0]), clip[1])
+
+
+# ---- reading ----
+
+_Pair = Annotated[list[float], Len(2, 2)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _ComponentTable(_Table):
+    name: str = ""
+    scorer: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    weight: float = 1.0
+    gate: bool = False
+    pass_at: float | None = None
+    data_sources: list[str] | None = None
+    from_: _Pair | None = Field(default=None, alias="from")
+    to: _Pair | None = None
+    clip: _Pair | None = None
+    optional: bool = False
+
+
+class _RubricTable(_Table):
+    clip: _Pair | None = None
+    components: Annotated[list[_ComponentTable], Len(1)]
+
+
+class _File(_RubricTable):
+    rubrics: dict[str, _RubricTable] = Field(default_factory=dict)
+
+
+def _read(text: str) -> _File:
+    if len(text) > MAX_TEXT_BYTES:
+        raise ScorerError(f"the rubric has {len(text)} characters; at most {MAX_TEXT_BYTES} are read")
+    try:
+        return _File.model_validate(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ScorerError(f"the rubric is not valid TOML: {str(error)[:300]}") from None
+    except ValidationError as error:
+        raise ScorerError(_explained(error)) from None
+
+
+def _explained(error: ValidationError) -> str:
+    """The first fault in one line; an unknown key before a missing one beside it, which may be it with a slip."""
+    faults = error.errors()
+    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
+    place = ""
+    for part in fault["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else "." * bool(place) + printable(str(part))
+    if fault["type"] == "extra_forbidden":
+        known = _keys_at(fault["loc"])
+        near = nearest(str(fault["loc"][-1]), known)
+        return f"unknown key {place}; " + (f"did you mean {near}?" if near else f"there are {', '.join(known)}")
+    if fault["type"] == "missing":
+        return f"{place} is missing"
+    message = fault["msg"].removeprefix("Input should be ").replace("a valid ", "a ").replace("dictionary", "table")
+    if fault["type"] in ("too_short", "too_long"):
+        message = (
+            "a list of two numbers" if len(fault["loc"]) > 1 or place == "clip" else "a list of at least one table"
+        )
+    return f"{place}: should be {message.partition(' or instance')[0]} (got {shown(fault['input'])})"
+
+
+def _keys_at(location: Sequence[str | int]) -> list[str]:
+    if len(location) == 1:
+        model: type[BaseModel] = _File
+    elif isinstance(location[-2], int):
+        model = _ComponentTable
+    else:
+        model = _RubricTable
+    return [info.alias or name for name, info in model.model_fields.items()]
+
+
+class _Parser:
+    """Turns tables into rubrics, those that components name first."""
+
+    def __init__(self, file: _File, allowed: Catalogue) -> None:
+        self._file = file
+        self._allowed = allowed
+        self._made: dict[str, tuple[Rubric, int]] = {}
+
+    def rubric(self, path: tuple[str, ...], place: str) -> Rubric:
+        """The rubric at the end of a path of names; the file's own for the empty path."""
+        table = self._file.rubrics[path[-1]] if path else self._file
+        components: list[Component] = []
+        number_of_scorers = 0
+        for number, one in enumerate(table.components):
+            component, scorers = self._component(one, path, f"{place}components[{number}]")
+            taken = next((n for n, other in enumerate(components) if other.name == component.name), None)
+            if taken is not None:
+                raise ScorerError(
+                    f"{place}components[{number}].name: {component.name!r} is that of components[{taken}] already; "
+                    "give each a name of its own"
+                )
+            components.append(component)
+            number_of_scorers += scorers
+            if number_of_scorers > MAX_SCORERS:
+                raise ScorerError(f"{place}components: more than {MAX_SCORERS} scorers for one item")
+        made = Rubric(tuple(components), _range(table.clip, f"{place}clip"))
+        if path:
+            self._made[path[-1]] = made, number_of_scorers
+        return made
+
+    def _component(self, table: _ComponentTable, path: tuple[str, ...], place: str) -> tuple[Component, int]:
+        source, scorers = self._source(table, path, place)
+        if table.gate and table.optional:
+            raise ScorerError(f"{place}.optional: a gate cannot be left out")
+        if table.pass_at is not None and not table.gate:
+            raise ScorerError(f"{place}.pass_at: only a gate has one; add gate = true")
+        if (table.from_ is None) != (table.to is None):
+            raise ScorerError(f"{place}.{'to' if table.to is None else 'from'} is missing: from and to go together")
+        component = Component(
+            name=table.name or _default_name(table),
+            source=source,
+            weight=table.weight,
+            gate=table.gate,
+            pass_at=1.0 if table.pass_at is None else table.pass_at,
+            data_sources=None if table.data_sources is None else tuple(table.data_sources),
+            scale=_scale(table, place),
+            clip=_range(table.clip, f"{place}.clip"),
+            optional=table.optional,
+        )
+        if "/" in component.name or component.name in ("earned", "scorer") or len(component.name) > 64:
+            raise ScorerError(
+                f"{place}.name: {component.name!r:.80} cannot be a name in the breakdown (no /, at most 64 characters, "
+                "not earned, not scorer)"
+            )
+        return component, scorers
+
+    def _source(self, table: _ComponentTable, path: tuple[str, ...], place: str) -> tuple[ScorerSpec | Rubric, int]:
+        if table.scorer != RUBRIC:
+            return self._allowed.spec(table.scorer, table.arguments, place), 1
+        name = table.arguments.get("name")
+        if not isinstance(name, str) or set(table.arguments) != {"name"}:
+            raise ScorerError(
+                f"{place}.arguments: scorer rubric takes name, the name of a table in rubrics, and nothing else"
+            )
+        if name not in self._file.rubrics:
+            near = nearest(name, self._file.rubrics)
+            raise ScorerError(
+                f"{place}.arguments.name: there is no rubric {name!r:.80}; "
+                + (
+                    f"did you mean {near}?"
+                    if near
+                    else f"there are {', '.join(map(printable, self._file.rubrics)) or 'none'}"
+                )
+            )
+        if name in path:
+            around = " → ".join(map(printable, [*path[path.index(name) :], name]))
+            raise ScorerError(f"{place}.arguments.name: rubrics go in a circle: {around}")
+        if len(path) >= MAX_DEPTH:
+            raise ScorerError(f"{place}.arguments.name: rubrics within rubrics go no deeper than {MAX_DEPTH}")
+        if name not in self._made:
+            self.rubric((*path, name), f"rubrics.{printable(name)}.")
+        return self._made[name]
+
+
+def _default_name(table: _ComponentTable) -> str:
+    if table.scorer == RUBRIC:
+        return str(table.arguments.get("name", RUBRIC))
+    return table.scorer.rpartition(":")[2] if is_import_path(table.scorer) else table.scorer
+
+
+def _range(pair: list[float] | None, place: str) -> Range | None:
+    if pair is None:
+        return None
+    if pair[0] > pair[1]:
+        raise ScorerError(f"{place}: the lower end comes first (got {pair})")
+    return pair[0], pair[1]
+
+
+def _scale(table: _ComponentTable, place: str) -> tuple[Range, Range] | None:
+    if table.from_ is None or table.to is None:
+        return None
+    low, high = table.from_
+    if low == high or not math.isfinite(high - low):
+        raise ScorerError(f"{place}.from: its ends must differ (got {table.from_})")
+    return (low, high), (table.to[0], table.to[1])

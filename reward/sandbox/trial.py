@@ -1,0 +1,221 @@
+"""One answer's trial: its code runs against tests in sandboxes, and every verdict is reached outside the one the code
+is in.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from tandem.reward.sandbox.inside import plain, program
+from tandem.reward.sandbox.isolation import open_sandboxes
+from tandem.reward.sandbox.limits import Limits, Outcome
+from tandem.reward.sandbox.pool import SandboxPool
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxDiedError, SandboxError
+from tandem.reward.sandbox.test_cases import (
+    CallTest,
+    Comparison,
+    ScriptTest,
+    StatementTest,
+    Test,
+    UnusableTestsError,
+    same_output,
+    same_value,
+)
+from tandem.reward.workers.processes import memory_kills
+
+Verdict = Literal["passed", "wrong", "error", "time", "memory", "output"]
+
+_LEAST_SECONDS = 0.1  # to begin a program in: a test with less left fails
+_SETTLE_SECONDS = 0.2  # after a death: what made the dead one takes its other sandboxes along a moment later
+_TEST_GRACE_SECONDS = 2.0  # a test outlives the answer that it waits for, and sees it end
+_MOST_REPLY_BYTES = 8 << 20  # of a function's result as text
+_NO_OBJECT = object()  # stands for what is not data: equal to nothing
+
+
+@cache
+def sandboxes(packages: tuple[str, ...], allow_unsandboxed: bool) -> SandboxPool:
+    """This process's sandboxes with these packages, kept until the process ends. Raises ScorerError as
+    `open_sandboxes`.
+    """
+    return open_sandboxes(packages, allow_unsandboxed=allow_unsandboxed)
+
+
+class Trial:
+    """Runs the tests of one answer. Every test has a process of its own, so one that hangs or crashes fails alone.
+
+    The answer's sandbox never holds what a test wants: output and results are compared here, and the statements of a
+    test run in another sandbox, which calls the answer over a line of plain data.
+
+    Only what the first process of a sandbox tells of the program in it counts against the answer. Where a sandbox dies
+    in the middle of a run, or its program is killed, the test is run once more in a fresh one, once a trial. A sandbox
+    that dies again is an error, whatever took it down. A program that is killed again fails (`memory`), for it may do
+    that itself; unless the kernel has killed something for want of memory meanwhile, which is an error as well.
+
+    Args:
+        code: the answer's, run after `prelude`.
+        deadline: of the whole trial (`time.monotonic`), but for the time in which it waits for a sandbox; past it every
+            test fails
+            (`time`).
+
+    Raises (its methods, too):
+        SandboxError: no sandbox starts, or they die.
+    """
+
+    def __init__(self, pool: SandboxPool, prelude: str, code: str, limits: Limits, deadline: float) -> None:
+        self._pool = pool
+        self._prelude = prelude
+        self._code = code
+        self._limits = limits
+        self._deadline = deadline
+        self._boxes: dict[str, Sandbox] = {}
+        self._died = False
+        self._kills_before: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close_all()
+
+    def verdict(self, test: Test, comparison: Comparison, tolerance: float) -> Verdict:
+        """Runs one test. Raises UnusableTestsError if it cannot be run by anybody."""
+        started = time.monotonic()
+        if self._deadline - started < _LEAST_SECONDS:
+            return "time"
+        try:
+            return self._verdict(test, comparison, tolerance, self._deadline - started)
+        except SandboxDiedError as error:
+            self._close_all()
+            if self._died:
+                raise SandboxError(f"{error}, twice: by the machine, its memory's end, or by the program") from None
+            self._died = True
+            time.sleep(_SETTLE_SECONDS)
+            self._kills_before = memory_kills()
+            self._deadline += time.monotonic() - started + _LEAST_SECONDS  # that was not the answer's time
+            return self.verdict(test, comparison, tolerance)
+
+    def _verdict(self, test: Test, comparison: Comparison, tolerance: float, left: float) -> Verdict:
+        limits = replace(self._limits, wall_seconds=min(self._limits.wall_seconds, left))
+        match test:
+            case ScriptTest(stdin, wanted):
+                box = self._box("answer")
+                box.start("script", [self._prelude, self._code], limits, stdin.encode("utf-8", "replace"))
+                outcome = self._outcome(box)
+                if outcome.failure:
+                    return outcome.failure
+                got = outcome.stdout.decode("utf-8", "replace")
+                return "passed" if same_output(got, wanted, comparison, tolerance) else "wrong"
+            case CallTest():
+                return self._call(test, limits, tolerance)
+            case StatementTest():
+                return self._try_statements(test, limits)
+
+    def _box(self, role: str) -> Sandbox:
+        """The sandbox of the answer or of the tests; a fresh one if the last program left something in it."""
+        box = self._boxes.get(role)
+        if box is not None and not box.clean:
+            box.close()
+            box = None
+        if box is None:
+            began = time.monotonic()
+            box = self._boxes[role] = self._pool.take()
+            self._deadline += time.monotonic() - began
+        return box
+
+    def _close_all(self) -> None:
+        for box in self._boxes.values():
+            box.close()
+        self._boxes.clear()
+
+    def _outcome(self, box: Sandbox) -> Outcome:
+        """Raises SandboxDiedError also for a program that was killed the first time, or by the machine."""
+        outcome = box.outcome()
+        if outcome.killed and (not self._died or self._kills_before != memory_kills()):
+            raise SandboxDiedError("a program was killed")
+        return outcome
+
+    def _start_answer(self, limits: Limits) -> tuple[Sandbox, socket.socket]:
+        box = self._box("answer")
+        mine, theirs = socket.socketpair()
+        with theirs:
+            try:
+                box.start("answer", [self._prelude, self._code], limits, line=theirs)
+            except BaseException:
+                mine.close()
+                raise
+        return box, mine
+
+    def _call(self, test: CallTest, limits: Limits, tolerance: float) -> Verdict:
+        box, line = self._start_answer(limits)
+        with line:
+            request = plain.dumps(
+                {"function": test.function, "args": [plain.encode(one, _no_objects) for one in test.arguments]}
+            )
+            reply = _ask(line, request, limits.wall_seconds + _TEST_GRACE_SECONDS)
+        if reply is not None:
+            box.stop()
+        outcome = self._outcome(box)
+        if reply is None:
+            return _blamed(outcome)
+        if "error" in reply:
+            return "memory" if reply["error"] == "MemoryError" else "error"
+        try:
+            got = plain.decode(reply["value"], lambda _: _NO_OBJECT)
+            right = any(same_value(got, wanted, tolerance) for wanted in test.wanted)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return "wrong"  # it wrote to the line itself, or returned what has no end
+        return "passed" if right else "wrong"
+
+    def _try_statements(self, test: StatementTest, limits: Limits) -> Verdict:
+        judge = self._box("tests")
+        box, line = self._start_answer(limits)
+        with line:
+            own = replace(limits, wall_seconds=limits.wall_seconds + _TEST_GRACE_SECONDS)
+            judge.start("test", [self._prelude, test.text, test.entry_point], own, line=line)
+        said = self._outcome(judge)
+        box.stop()
+        outcome = self._outcome(box)
+        if said.exit_code == program.PASSED and not said.stopped:
+            return "passed"
+        if said.exit_code == program.UNUSABLE:
+            raise UnusableTestsError(f"a test cannot be run: {said.stderr.decode(errors='replace').strip():.200}")
+        if outcome.stopped != "asked" and outcome.failure:
+            return outcome.failure
+        return "wrong" if said.exit_code == program.FAILED else said.failure or "error"
+
+
+def _blamed(outcome: Outcome) -> Verdict:
+    """Of a program that was to answer and ended instead, however quietly."""
+    return outcome.failure or "error"
+
+
+def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, Any] | None:
+    """The answer's reply; None if none came: it ended, or said too much, or nothing in time."""
+    deadline = time.monotonic() + seconds
+    received = bytearray()
+    try:
+        line.settimeout(seconds)
+        line.sendall(request)
+        while not received.endswith(b"\n"):
+            line.settimeout(max(0.01, deadline - time.monotonic()))
+            data = line.recv(1 << 16)
+            received += data
+            if not data or len(received) > _MOST_REPLY_BYTES:
+                return None
+        reply = json.loads(received)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return reply if isinstance(reply, dict) else None
+
+
+def _no_objects(value: Any) -> dict[str, Any]:
+    raise TypeError(f"{type(value).__name__} is not of JSON")

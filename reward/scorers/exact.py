@@ -1,0 +1,46 @@
+"""Exact match: the answer equals the ground truth, or one of them if it is a list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.ground_truth import accepted_texts, unusable
+
+_RIGHT, _WRONG = Scored(1.0), Scored(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMatch:
+    """1 if answer and ground truth are the same text, else 0. White space around either never counts.
+
+    The ground truth is a text, a number, or a list of those, any of which is right.
+
+    Example:
+        >>> ExactMatch().judge(ScoreItem("", " 42", "42"))
+        Scored(value=1.0, breakdown={})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    ignore_case: bool = False
+    """Capitals and small letters are the same."""
+    last_line: bool = False
+    """Compare only the last line of the answer that is not blank."""
+
+    def judge(self, item: ScoreItem) -> Score:
+        truth = item.ground_truth
+        answer = item.solution.strip()
+        if self.last_line:
+            answer = answer.rpartition("\n")[2].strip()
+        if type(truth) is str and not self.ignore_case:  # nearly always, and then in no time
+            return _RIGHT if answer == truth.strip() else _WRONG
+        accepted = accepted_texts(truth)
+        if accepted is None:
+            return unusable(truth)
+        if self.ignore_case:
+            answer, accepted = answer.casefold(), [text.casefold() for text in accepted]
+        return _RIGHT if answer in accepted else _WRONG

@@ -1,0 +1,294 @@
+"""A Python function as scorer, by import path, with verl's `compute_score(data_source, solution_str, ground_truth,
+extra_info)`.
+
+A function whose parameters are the plurals, as verl's batch reward manager calls it (`data_sources`, `solution_strs`,
+`ground_truths`, `extra_infos`), judges several answers at once. Either may be a coroutine function. It runs in worker
+processes (`tandem.reward.workers.pool`), never in the service: user's code may hang, crash, print or leak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.text.numbers import finite
+
+MAX_COMPONENTS = 100
+"""Numbers in the dict that a function returns."""
+_MAX_DETAIL = 300
+_VERSION_CHARACTERS = 12
+_LOOP = asyncio.Runner()  # one for all calls: what a user's module keeps open belongs to a loop
+_SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
+_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionJudge:
+    """Calls the function and turns whatever it returns or raises into a `Score`."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def judge(self, item: ScoreItem) -> Score:
+        """What the function makes of it. Raises MemoryError, which is the process's to answer for, and nothing else."""
+        try:
+            result = self.function(
+                data_source=item.data_source,
+                solution_str=item.solution,
+                ground_truth=item.ground_truth,
+                extra_info=dict(item.extra_info),
+                **self.arguments,
+            )
+            if inspect.iscoroutine(result):
+                result = _LOOP.run(result)
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:
+            # A failure is not a score: what the function raised becomes the reason, and the next item is judged as
+            # ever.
+            return failure(error)
+        return to_score(result)
+
+
+@dataclass(frozen=True, slots=True)
+class CoroutineJudge:
+    """Awaits the function for all items at the same time: what is awaited is as a rule the network."""
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
+    """Longest time of one item; past it the item alone is unscored (`timeout`)."""
+
+    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+        """One result an item. Raises MemoryError and nothing else."""
+        return _LOOP.run(self._judge_all(items))
+
+    async def _judge_all(self, items: Sequence[ScoreItem]) -> list[Score]:
+        return list(await asyncio.gather(*map(self._judge, items)))
+
+    async def _judge(self, item: ScoreItem) -> Score:
+        call = self.function(
+            data_source=item.data_source,
+            solution_str=item.solution,
+            ground_truth=item.ground_truth,
+            extra_info=dict(item.extra_info),
+            **self.arguments,
+        )
+        ours = asyncio.timeout(self.seconds)
+        try:
+            async with ours:
+                result = await call
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:
+            return Unscored("timeout", f"no answer within {self.seconds:g} s") if ours.expired() else failure(error)
+        return to_score(result)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFunctionJudge:
+    """Calls the function with all items. If it raises, the items are judged in ever smaller batches, so only the
+    culprit suffers.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
+        """One result an item. Raises MemoryError and nothing else."""
+        if not items:
+            return []
+        try:
+            results = self.function(
+                data_sources=[item.data_source for item in items],
+                solution_strs=[item.solution for item in items],
+                ground_truths=[item.ground_truth for item in items],
+                extra_infos=[dict(item.extra_info) for item in items],
+                **self.arguments,
+            )
+            if inspect.iscoroutine(results):
+                results = _LOOP.run(results)
+            results = list(results)
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:
+            if len(items) == 1:
+                return [failure(error)]
+            middle = len(items) // 2
+            return self.judge_batch(items[:middle]) + self.judge_batch(items[middle:])
+        if len(results) != len(items):
+            detail = f"the function returned {len(results)} results for {len(items)} answers"
+            return [Unscored("crashed", detail)] * len(items)
+        return [to_score(result) for result in results]
+
+
+def failure(error: BaseException) -> Unscored:
+    """Why what the function raised is no score: a limit of the process it ran into, else `crashed`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    message = clean(f"{type(error).__name__}: {_text(error)}"[:_MAX_DETAIL] + place)
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return Unscored("limit", message)
+    return Unscored("crashed", message)
+
+
+def to_score(result: Any) -> Score:
+    """A number or bool, or a dict with `score` and other components (numeric ones become the breakdown), as a `Score`.
+
+    Anything else, NaN and infinities included, is unscored (`invalid_input`).
+    """
+    components: Mapping[str, Any] = {}
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            return Unscored(
+                "invalid_input", clean(f"the function returned a dict without `score`: keys {list(result)!r:.100}")
+            )
+        components, result = result, result["score"]
+    value = _number_of(result)
+    if value is None:
+        what = f"{result}" if isinstance(result, float) else f"{type(result).__name__} {_shown(result)}"
+        return Unscored("invalid_input", clean(f"the function returned {what}, not a finite number"))
+    if not components:
+        return Scored(value)
+    numbers = {clean(str(name)): _number_of(part) for name, part in components.items() if name != "score"}
+    breakdown = {name: number for name, number in numbers.items() if number is not None}
+    if len(breakdown) > MAX_COMPONENTS:
+        return Unscored("invalid_input", f"the function returned {len(breakdown)} components, above {MAX_COMPONENTS}")
+    return Scored(value, breakdown)
+
+
+def _number_of(value: Any) -> float | None:
+    read_scalar = getattr(value, "item", None)  # numpy's and torch's scalars, without importing either
+    if callable(read_scalar):
+        try:
+            value = read_scalar()
+        except (TypeError, ValueError, RuntimeError):
+            return None  # an array of several numbers
+    return finite(value)
+
+
+def clean(text: str) -> str:
+    """Text that UTF-8 can hold, as wires want it: lone surrogates are replaced."""
+    return text.encode(errors="replace").decode() if not text.isascii() else text
+
+
+def load_function(path: str, arguments: Mapping[str, Any]) -> FunctionJudge | CoroutineJudge | BatchFunctionJudge:
+    """The function at `module.path:function` or `file.py:function`, its signature checked against verl's calls.
+
+    Raises:
+        ScorerError: module or file is missing or does not import, the function is missing, or cannot take the
+            arguments.
+    """
+    place, _, name = path.rpartition(":")
+    module = _import_file(path, Path(place)) if place.endswith(".py") else _import_module(path, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [one for one, value in vars(module).items() if inspect.isfunction(value) and not one.startswith("_")]
+        raise ScorerError(f"{path}: {place} has no function {name}; it has {', '.join(known) or 'none'}")
+    if _takes(path, function, arguments):
+        return BatchFunctionJudge(function, dict(arguments))
+    if inspect.iscoroutinefunction(function):
+        return CoroutineJudge(function, dict(arguments))
+    return FunctionJudge(function, dict(arguments))
+
+
+def source_version(path: str) -> str:
+    """A version for a function: the beginning of the SHA-256 of its file as it is now; "" if it is in none.
+
+    Nothing is imported for it, and what the file imports is not in it.
+    """
+    place = path.rpartition(":")[0]
+    file = Path(place) if place.endswith(".py") else _file_of(place)
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:_VERSION_CHARACTERS] if file is not None else ""
+    except OSError:
+        return ""  # whoever loads the function says why
+
+
+def _file_of(module: str) -> Path | None:
+    """Where a worker will import a module from."""
+    for root in (Path.cwd(), *map(Path, sys.path)):
+        package = root.joinpath(*module.split("."))
+        for file in (package / "__init__.py", package.with_name(f"{package.name}.py")):
+            if file.is_file():
+                return file
+    return None
+
+
+def _import_file(path: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise ScorerError(f"{path}: {file} is no file (looked in {Path.cwd()}); write path/to/file.py:function")
+    name = f"tandem_scorer_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and typing look a class's module up there
+    sys.path.insert(0, str(file.parent.resolve()))  # as `python file.py` would, for imports of its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ScorerError(f"{path}: {file} does not import: {_one_line(error)}") from error
+    return module
+
+
+def _import_module(path: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+            raise ScorerError(
+                f"{path}: no module named {place} (working folder {Path.cwd()}); "
+                "write an importable module:function or path/to/file.py:function"
+            ) from error
+        raise ScorerError(f"{path}: {place} does not import: {_one_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ScorerError(f"{path}: {place} does not import: {_one_line(error)}") from error
+
+
+def _takes(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    """Whether the function judges batches. Raises ScorerError if it can be called neither way."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return False  # some builtins have no signature to look at
+    batch = set(_BATCH[:2]) <= set(signature.parameters)
+    names = _BATCH if batch else _SINGLE
+    try:
+        signature.bind(**{**dict.fromkeys(names), **arguments})
+    except TypeError as error:
+        raise ScorerError(
+            f"{path}: {error}; it is called with {', '.join(names)}"
+            + (f" and arguments {', '.join(arguments)}" if arguments else "")
+        ) from None
+    return batch
+
+
+def _one_line(error: BaseException) -> str:
+    return clean(f"{type(error).__name__}: {' '.join(_text(error).split())[:_MAX_DETAIL]}")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # the user's own exception class
+        return "(without a message)"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # the user's own class
+        return ""

@@ -1,0 +1,102 @@
+"""Group-relative score by another scorer: the share of its group that an answer beats by that scorer's values."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.contracts import AnyJudge, BatchJudge, Closable, Isolation, RemoteJudge
+from tandem.reward.scheduling.priority_queue import Priority
+from tandem.reward.scorers.pairwise import split_groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRank:
+    """The share of its group that an answer beats by another scorer's values: from 0 (none) to 1 (all), a tie counts
+    half.
+
+    The same as its rank in the group, ties sharing the mean of theirs, mapped from the last to the first place onto 0
+    to 1: what is left of a reward model whose scale drifts or has no meaning. The scorer's own value is in the
+    breakdown as `value`. Answers that it leaves unscored keep their reason, and the others are ranked among themselves.
+
+    Example:
+        >>> ranks = GroupRank(scorer="numeric", arguments={"tolerance": 0.5})
+        >>> items = [ScoreItem("", text, 4, group="7") for text in ("4", "9", "4.2")]
+        >>> [score.value for score in ranks.judge_batch(items)]
+        [0.75, 0.0, 0.75]
+        >>> ranks.close()
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "remote"
+    GROUPED: ClassVar[bool] = True
+    """Its scores hold for a whole group: one answer of it cannot be scored again alone."""
+
+    scorer: str
+    """The built-in scorer whose values are compared; one that needs no worker process: `reward_model`, `judge`,
+    `remote`, `numeric`, …
+    """
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+    _judge: AnyJudge = field(init=False, repr=False, compare=False)
+    _remote: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        from tandem.reward.registry import BUILT_IN, make_judge  # which imports this module
+
+        kind = BUILT_IN.get(self.scorer)
+        if kind is None:
+            raise ValueError(f"scorer {self.scorer!r} is no built-in scorer")
+        if kind.ISOLATION not in ("in_process", "remote") or getattr(kind, "GROUPED", False):
+            why = "compares groups itself" if getattr(kind, "GROUPED", False) else "needs a worker process"
+            raise ValueError(f"scorer {self.scorer!r} {why}; a rank takes one that does not")
+        object.__setattr__(self, "_judge", make_judge(self.scorer, self.arguments))
+        object.__setattr__(self, "_remote", kind.ISOLATION == "remote")
+
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+        """One result an item, in order. Thread-safe; blocks its caller."""
+        scores: list[Score] = [Unscored("invalid_input", "not compared")] * len(items)
+        groups = split_groups(items, scores)
+        wanted = [number for numbers in groups for number in numbers]
+        values = dict(zip(wanted, self._values([items[number] for number in wanted], lane), strict=True))
+        for numbers in groups:
+            for number, score in zip(numbers, ranked([values[number] for number in numbers]), strict=True):
+                scores[number] = score
+        return scores
+
+    def close(self) -> None:
+        """Closes the scorer it asks."""
+        if isinstance(self._judge, Closable):
+            self._judge.close()
+
+    def figures(self) -> dict[str, float]:
+        """Those of the scorer it asks."""
+        own = getattr(self._judge, "figures", None)
+        figures: dict[str, float] = own() if own is not None else {}
+        return figures
+
+    def _values(self, items: Sequence[ScoreItem], lane: Priority) -> list[Score]:
+        judge = self._judge
+        if self._remote:
+            return cast(RemoteJudge, judge).judge_batch(items, lane=lane)
+        return judge.judge_batch(items) if isinstance(judge, BatchJudge) else [judge.judge(item) for item in items]
+
+
+def ranked(values: Sequence[Score]) -> list[Score]:
+    """The scores of one group as the share of its other scored answers that each beats."""
+    numbers = sorted(score.value for score in values if isinstance(score, Scored))
+    failure = next((score for score in values if isinstance(score, Unscored)), None)
+    if len(numbers) == 1 and failure is not None:
+        alone = Unscored(failure.reason, f"no other answer of the group has a score: {failure.detail}")
+        return [alone if isinstance(score, Scored) else score for score in values]
+    ranks: list[Score] = []
+    for score in values:
+        if isinstance(score, Scored):
+            below, up_to = bisect_left(numbers, score.value), bisect_right(numbers, score.value)
+            share = (below + (up_to - below - 1) / 2) / (len(numbers) - 1)
+            score = Scored(share, {**score.breakdown, "value": score.value})
+        ranks.append(score)
+    return ranks

@@ -1,0 +1,67 @@
+"""GSM8K: the number behind `####`, as a text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.ground_truth import accepted_texts, unusable
+
+_RUN = r"-?[0-9.,]+"
+_MARKED = re.compile(f"#### ({_RUN})")
+_ANYWHERE = re.compile(_RUN)
+
+
+@dataclass(frozen=True, slots=True)
+class Gsm8k:
+    """1 if the number behind the last `#### ` is the ground truth, written the same way; `format_score` for another
+    number; else 0.
+
+    Numbers are compared as texts, so `3.50` is not `3.5` and `42.` is not `42`: this is the rule that published GSM8K
+    rewards follow (answers as in arXiv:2110.14168; only the end of the answer is read). The scorer `numeric` with
+    `marker = "####"` is the tolerant one.
+
+    Example:
+        >>> Gsm8k().judge(ScoreItem("openai/gsm8k", "8 * 9 = 72, and 1,000 more.\\n#### 1,072", "1072"))
+        Scored(value=1.0, breakdown={'answered': 1.0})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    method: Literal["strict", "flexible"] = "strict"
+    """`strict`: the number stands behind `#### `, and its commas are dropped. `flexible`: the last run of digits, dots
+    and commas anywhere, as it is written.
+    """
+    format_score: float = 0.0
+    """Score of an answer that has a number, but the wrong one."""
+    last_characters: int = 300
+    """Only so many characters at the end are read; 0: all."""
+
+    def __post_init__(self) -> None:
+        if self.last_characters < 0:
+            raise ValueError("last_characters must be at least 0")
+
+    def judge(self, item: ScoreItem) -> Score:
+        accepted = accepted_texts(item.ground_truth)
+        if accepted is None:
+            return unusable(item.ground_truth)
+        text = item.solution[-self.last_characters :]
+        answer = _marked(text) if self.method == "strict" else _last_run(text)
+        if answer is None:
+            return Scored(0.0, {"answered": 0.0})
+        return Scored(1.0 if answer in accepted else self.format_score, {"answered": 1.0})
+
+
+def _marked(text: str) -> str | None:
+    runs = _MARKED.findall(text)
+    return runs[-1].replace(",", "") if runs else None
+
+
+def _last_run(text: str) -> str | None:
+    """The last run that is more than a full stop. Where all are full stops, that is what was answered."""
+    runs = _ANYWHERE.findall(text)
+    return next((run for run in reversed(runs) if run != "."), runs[0] if runs else None)

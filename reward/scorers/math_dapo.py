@@ -1,0 +1,139 @@
+r"""DAPO's rule for mathematics: what stands behind `Answer:` at the end of the answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.extraction import last_boxed
+from tandem.reward.text.ground_truth import accepted_texts, unusable
+
+_READ_CHARACTERS = 300  # the longest answer of MATH-500 has 159
+_BOX_CHARACTERS = 100
+_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")  # read on those 300 characters only
+
+# The words and marks that Minerva's evaluation drops or replaces, in its order (arXiv:2206.14858, appendix D.1),
+# without `ft`, which is also in `\left`.
+_REPLACED = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_DROPPED = (
+    *(
+        "square",
+        "ways",
+        "integers",
+        "dollars",
+        "mph",
+        "inches",
+        "hours",
+        "km",
+        "units",
+        "\\ldots",
+        "sue",
+        "points",
+        "feet",
+    ),
+    *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *(
+        "childrentickets",
+        "multiples",
+        "\\text{s}",
+        "\\text{.}",
+        "\\text{\ns}",
+        "\\text{}^2",
+        "\\text{}^3",
+        "\\text{\n}",
+    ),
+    *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_UNWRAPPED = ("\\text{", "\\textbf{", "\\overline{")
+_SHORT_FRACTION = re.compile(r"(frac)([^{])(.)")
+_SHORT_ROOT = re.compile(r"(sqrt)([^{])")
+
+
+@dataclass(frozen=True, slots=True)
+class MathDapo:
+    r"""1 if the answer ends with the ground truth, else -1. Only its last 300 characters count.
+
+    The rule of DAPO (arXiv:2503.14476): what stands behind the last `Answer:` up to the end of its line, written in one
+    way as in Minerva's evaluation (arXiv:2206.14858, appendix D.1): no spaces, articles, units and dollar signs,
+    `\text{…}` and `\boxed{…}` unwrapped, no commas in integers. Without an `Answer:` it is the last `\boxed{…}` of the
+    last 100 characters, compared as it is. In a rubric `from = [-1.0, 1.0]` and `to = [0.0, 1.0]` make it a share.
+
+    Example:
+        >>> MathDapo().judge(ScoreItem("math_dapo", "Thus x = 14.\nAnswer: $x = 14$ degrees", "14"))
+        Scored(value=1.0, breakdown={'answered': 1.0})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    strict_box: bool = False
+    r"""Only the last `\boxed{…}` of the last 100 characters counts, compared as it is."""
+
+    def judge(self, item: ScoreItem) -> Score:
+        accepted = accepted_texts(item.ground_truth)
+        if accepted is None:
+            return unusable(item.ground_truth)
+        text = item.solution[-_READ_CHARACTERS:]
+        named = [] if self.strict_box else _ANSWER.findall(text)
+        if named:
+            answer = normalised(named[-1])
+            right = any(answer == normalised(truth) for truth in accepted)
+        else:
+            box = last_boxed(text[-_BOX_CHARACTERS:])
+            if box is None:
+                return Scored(-1.0, {"answered": 0.0})
+            right = box in accepted
+        return Scored(1.0 if right else -1.0, {"answered": 1.0})
+
+
+def normalised(answer: str) -> str:
+    """A final answer written in one way."""
+    answer = answer.rpartition("=")[2]
+    for old, new in _REPLACED:
+        answer = answer.replace(old, new)
+    for one in _DROPPED:
+        answer = answer.replace(one, "")
+    answer = "\n".join(_first_formula(line) for line in answer.split("\n"))
+    for command in _UNWRAPPED:
+        answer = _unwrapped(answer, command)
+    before, box, after = answer.partition("\\boxed{")
+    content, closing, rest = after.rpartition("}")
+    if box and closing:
+        answer = before + content + rest
+    answer = _SHORT_FRACTION.sub(r"\1{\2}{\3}", answer)
+    answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
+    answer = answer.replace("$", "")
+    plain = answer.replace(",", "")
+    return plain.strip() if plain.isdigit() else answer.strip()
+
+
+def _first_formula(line: str) -> str:
+    _, opening, after = line.partition("$")
+    content, closing, _ = after.partition("$")
+    return f"${content}$" if opening and closing else line
+
+
+def _unwrapped(text: str, command: str) -> str:
+    """The text with the content of `command…}` in place of it. One walk from left to right."""
+    pieces, position = [], 0
+    while (start := text.find(command, position)) >= 0:
+        end = text.find("}", start)
+        if end < 0:
+            break
+        pieces += [text[position:start], text[start + len(command) : end]]
+        position = end + 1
+    return "".join([*pieces, text[position:]])

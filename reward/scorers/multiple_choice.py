@@ -1,0 +1,113 @@
+"""Multiple choice: the letter that the answer settles on."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.extraction import last_boxed, last_tagged
+from tandem.reward.text.ground_truth import unusable
+
+_DECORATION = " \t\r\n()[]{}*_`$\"'.,:;\\"
+_COMMANDS = ("\\text", "\\mathrm", "\\mathbf", "\\textbf", "\\boxed")
+_OPENING = r"""[\s:*_()\[\]{}$"'`=-]{0,8}"""
+_CUE = (
+    r"(?i:\b(?:answer|choice|option)\b)"
+    r"(?i:\s{1,3}(?:is|would\sbe|must\sbe|should\sbe))?"
+    rf"{_OPENING}(?i:(?:option|choice|letter)\s{{1,3}})?(?:\\(?:text|mathrm|mathbf|textbf|boxed)\{{)?{_OPENING}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MultipleChoice:
+    r"""1 if the letter that the answer settles on is the ground truth, else 0; no letter is a wrong answer.
+
+    Read is the last `<answer>…</answer>` if there is one, else everything. There, the first of these that occurs, and
+    its last
+    occurrence: nothing but the letter; `\boxed{B}`; a letter behind "answer", "choice" or "option" ("the answer is
+        (B)", as evaluations of MMLU-Pro read it, arXiv:2406.01574); a last line that begins `B.` or `(B)`; a letter in
+        brackets or bold; unless
+    `strict`, a capital letter on its own ("A" and "I" before a small letter are words).
+    The ground truth is a letter, the number of the choice counted from 0 (an integer), or a list of those.
+
+    Example:
+        >>> MultipleChoice().judge(ScoreItem("", "I think (B)", "B"))
+        Scored(value=1.0, breakdown={'answered': 1.0})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    choices: str = "ABCD"
+    """The letters or digits there are to choose from."""
+    strict: bool = False
+    """A letter on its own in a sentence is no answer."""
+    _cue: re.Pattern[str] = field(init=False, repr=False, compare=False)
+    _line: re.Pattern[str] = field(init=False, repr=False, compare=False)
+    _bracketed: re.Pattern[str] = field(init=False, repr=False, compare=False)
+    _alone: re.Pattern[str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.choices) < 2 or len(set(self.choices.upper())) != len(self.choices):
+            raise ValueError("choices must be at least two different letters")
+        if not (self.choices.isascii() and self.choices.isalnum()):
+            raise ValueError("choices must be ASCII letters or digits")
+        object.__setattr__(self, "choices", self.choices.upper())
+        one, either = f"([{self.choices}])", f"([{self.choices}{self.choices.lower()}])"
+        # Every repetition is bounded, so each of these takes linear time.
+        set_ = object.__setattr__
+        set_(self, "_cue", re.compile(rf"{_CUE}(?:{one}(?![\w'])|(?<=\(){either}(?=\)))"))
+        set_(self, "_line", re.compile(rf"[\s*_(\[]{{0,8}}{either}[\])*_]{{0,4}}[.):](?!\w)"))
+        set_(self, "_bracketed", re.compile(rf"\({either}\)|\[{either}\]|\*\*{either}\*\*|\*\*{either}[.):]"))
+        set_(self, "_alone", re.compile(rf"(?<![\w'\\]){one}(?![\w'])(?!(?<=[AI]) [a-z])"))
+
+    def judge(self, item: ScoreItem) -> Score:
+        accepted = self._accepted(item.ground_truth)
+        if accepted is None:
+            return unusable(item.ground_truth, f"not among the choices {self.choices}")
+        answer = self.chosen(item.solution)
+        return Scored(float(answer in accepted), {"answered": float(answer != "")})
+
+    def chosen(self, solution: str) -> str:
+        """The letter an answer settles on, "" if none."""
+        tagged = last_tagged(solution, "answer")
+        text = solution if tagged is None else tagged
+        box = last_boxed(text)
+        return (
+            self._bare(text)
+            or (self._bare(box) if box is not None else "")
+            or _last(self._cue, text)
+            or _first(self._line.match(text.rstrip().rpartition("\n")[2]))
+            or _last(self._bracketed, text)
+            or ("" if self.strict else _last(self._alone, text))
+        )
+
+    def _accepted(self, ground_truth: Any) -> set[str] | None:
+        alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+        letters = {self._letter(one) for one in alternatives}
+        return letters if letters and "" not in letters else None
+
+    def _letter(self, choice: Any) -> str:
+        if isinstance(choice, int) and not isinstance(choice, bool):
+            return self.choices[choice] if 0 <= choice < len(self.choices) else ""
+        return self._bare(choice) if isinstance(choice, str) else ""
+
+    def _bare(self, text: str) -> str:
+        """The letter if the text is nothing else but decoration, else ""."""
+        text = text.strip(_DECORATION)
+        for command in _COMMANDS:
+            text = text.removeprefix(command[1:]).strip(_DECORATION) if len(text) > 1 else text
+        return text.upper() if len(text) == 1 and text.upper() in self.choices else ""
+
+
+def _last(pattern: re.Pattern[str], text: str) -> str:
+    return _first(next(iter(deque(pattern.finditer(text), maxlen=1)), None))
+
+
+def _first(match: re.Match[str] | None) -> str:
+    """The group that matched, as a capital letter."""
+    return next((group for group in match.groups() if group), "").upper() if match else ""

@@ -1,0 +1,104 @@
+"""Numeric equality: a number in the answer equals the ground truth within a tolerance."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.ground_truth import unusable
+from tandem.reward.text.numbers import finite
+
+# A sign counts only where no operand stands before it ("5-3" ends in 3). Every part is matched without backtracking
+# over the same characters twice, so this runs in linear time on any answer and is safe in process.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)\]}])[-+\u2212])?[$\u20ac\u00a3]?"
+    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?P<exponent>[eE][-+]?\d{1,4}(?!\w))?"
+    r"(?: ?/ ?(?P<divisor>\d+(?:\.\d+)?))?"
+)
+
+_LAST_MATCHES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NumericEquality:
+    """1 if the last number of the answer equals the ground truth within `tolerance`, else 0; no number is a wrong
+    answer.
+
+    Understands signs, thousands separators (`1,234`), decimals, exponents, currency signs and fractions (`3/4`).
+
+    Example:
+        >>> NumericEquality().judge(ScoreItem("", "that makes 1,234.0 eggs", "1234"))
+        Scored(value=1.0, breakdown={})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    tolerance: float = 1e-6
+    """Largest accepted difference, relative to the ground truth where that is above 1."""
+    marker: str = ""
+    """If set, e.g. `####`, the number is the first one after the last marker that has one; without it the answer is
+    wrong.
+    """
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
+            raise ValueError("tolerance must be finite and at least 0")
+
+    def judge(self, item: ScoreItem) -> Score:
+        truth = _number_of(item.ground_truth)
+        if truth is None:
+            return unusable(item.ground_truth, "not one number")
+        answer = self._answered(item.solution)
+        return Scored(float(answer is not None and abs(answer - truth) <= self.tolerance * max(1.0, abs(truth))))
+
+    def _answered(self, solution: str) -> float | None:
+        if not self.marker:
+            return _last_in(solution)
+        for part in reversed(solution.split(self.marker)[1:]):
+            if (found := next(_each_in(part), None)) is not None:
+                return found
+        return None
+
+
+def numbers_in(text: str) -> list[float]:
+    """Every finite number written in a text, in order."""
+    return list(_each_in(text))
+
+
+def _each_in(text: str) -> Iterator[float]:
+    return filter(math.isfinite, map(_value, _NUMBER.finditer(text)))
+
+
+def _last_in(text: str) -> float | None:
+    """The last of them: to find where a number ends takes a fraction of the time that reading it does."""
+    last = deque(_NUMBER.finditer(text), maxlen=_LAST_MATCHES)
+    found = next(filter(math.isfinite, map(_value, reversed(last))), None)
+    if found is None and len(last) == _LAST_MATCHES:  # so many in a row that are beyond every float
+        found = next(reversed(numbers_in(text)), None)
+    return found
+
+
+def _value(match: re.Match[str]) -> float:
+    digits = match["digits"].replace(",", "") + (match["exponent"] or "")
+    divisor = float(match["divisor"] or "1")
+    value = float(digits) / divisor if divisor else math.inf
+    return -value if match["sign"] in ("-", "\u2212") else value
+
+
+def _number_of(ground_truth: Any) -> float | None:
+    if isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool):
+        return finite(ground_truth)
+    if not isinstance(ground_truth, str):
+        return None
+    # A worked solution as ground truth (GSM8K's raw answers) would hold many numbers: only a lone one is unambiguous.
+    found = list(islice(_each_in(ground_truth.rpartition("####")[2]), 2))
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,54 @@
+"""Overlong shaping: a penalty near the longest answer allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.length import Unit, measured
+
+
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """0, and below it for answers that come near the longest one allowed: DAPO's soft overlong punishment
+    (arXiv:2503.14476, eq. 13).
+
+    0 up to `max_length` - `buffer`, from there linearly down to -`factor` at `max_length`, and -`factor` beyond. The
+    same as the trainer's `selection.overlong_penalty`, for those who have no trainer: use one of them.
+
+    Example:
+        >>> Overlong(max_length=100, buffer=20).judge(ScoreItem("", "…", None, {"num_tokens": 95}))
+        Scored(value=-0.75, breakdown={'length': 95.0})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    max_length: int
+    """The longest answer that goes with less than the whole penalty."""
+    buffer: int
+    """Over how much length before `max_length` the penalty rises."""
+    factor: float = 1.0
+    """The penalty at `max_length`."""
+    unit: Unit = "tokens"
+    """What length is counted in: tokens, as told by `extra_info.num_tokens`, or characters."""
+    beyond: Literal["flat", "ramp"] = "flat"
+    """Past `max_length` the penalty stays at `factor` as in the paper, or goes on rising as in verl."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.buffer <= self.max_length:
+            raise ValueError("buffer must be at least 1 and at most max_length")
+        if not (math.isfinite(self.factor) and self.factor >= 0):
+            raise ValueError("factor must be finite and at least 0")
+
+    def judge(self, item: ScoreItem) -> Score:
+        length = measured(item, self.unit)
+        if isinstance(length, Unscored):
+            return length
+        excess = max(0, length - (self.max_length - self.buffer))
+        if self.beyond == "flat":
+            excess = min(excess, self.buffer)
+        return Scored(-self.factor * excess / self.buffer if excess else 0.0, {"length": float(length)})

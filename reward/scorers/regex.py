@@ -1,0 +1,57 @@
+"""Regular expression: what the pattern finds in the answer equals the ground truth."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.ground_truth import accepted_texts, unusable
+
+
+@dataclass(frozen=True, slots=True)
+class RegexMatch:
+    r"""1 if the last match of `pattern` (its first group, if it has one) equals the ground truth, else 0.
+
+    A user's pattern may backtrack for ever while holding the interpreter's lock, so this scorer runs in a worker
+    process.
+
+    Example:
+        >>> RegexMatch("#### (.+)").judge(ScoreItem("", "#### 41\n#### 42", "42"))
+        Scored(value=1.0, breakdown={})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "worker"
+
+    pattern: str
+    """A regular expression of Python's `re`; `^` and `$` match at every line."""
+    ignore_case: bool = False
+    """Capitals and small letters are the same."""
+    compare: bool = True
+    """False: any match is worth 1 and the ground truth is not looked at."""
+    _compiled: re.Pattern[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            compiled = re.compile(self.pattern, re.MULTILINE | (re.IGNORECASE if self.ignore_case else 0))
+        except re.error as error:
+            raise ValueError(f"pattern {self.pattern!r} is not a regular expression: {error}") from None
+        object.__setattr__(self, "_compiled", compiled)
+
+    def judge(self, item: ScoreItem) -> Score:
+        last = next(iter(deque(self._compiled.finditer(item.solution), maxlen=1)), None)
+        if not self.compare:
+            return Scored(float(last is not None))
+        accepted = accepted_texts(item.ground_truth)
+        if accepted is None:
+            return unusable(item.ground_truth)
+        if last is None:
+            return Scored(0.0)
+        found = (last[1 if self._compiled.groups else 0] or "").strip()
+        if self.ignore_case:
+            return Scored(float(found.casefold() in [text.casefold() for text in accepted]))
+        return Scored(float(found in accepted))

@@ -1,0 +1,270 @@
+"""Remote scorer: any HTTP service that scores items, such as a code sandbox or a reward server of another team."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast, get_args
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
+from tandem.reward.contracts import Isolation
+from tandem.reward.endpoints.http_client import (
+    Fault,
+    HttpClient,
+    check_url,
+    in_line,
+    open_client,
+    read_json,
+    read_key,
+    with_retries,
+)
+from tandem.reward.endpoints.loop_thread import CLOSING, ClosedError, LoopThread
+from tandem.reward.scheduling.admission_queue import PrioritySemaphore
+from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
+from tandem.reward.text.numbers import finite
+
+_ITEM_FIELDS = ("data_source", "solution", "ground_truth", "extra_info", "group")
+_REASONS: tuple[UnscoredReason, ...] = get_args(UnscoredReason)
+_DETAIL_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSession:
+    """What the requests to one service share; lives on one event loop."""
+
+    client: HttpClient
+    places: PrioritySemaphore
+    """As many as requests may be under way."""
+    lane: Priority = "calls"
+    """Of those who ask here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteScorer:
+    """The score that an HTTP service gives: items are POSTed to it as JSON, results come back as JSON.
+
+    By itself it sends and expects, one result an item, in order:
+
+        {"items": [{"data_source": …, "solution": …, "ground_truth": …, "extra_info": {…}, "group": …}, …]}
+        {"results": [{"score": 0.5, "breakdown": {"style": 1}}, {"reason": "timeout", "detail": "…"}, …]}
+
+    `reason` is one of timeout, crashed, infrastructure, invalid_input, limit; the breakdown may be absent. For services
+    that speak otherwise the names can be mapped. A code sandbox in the manner of Sandbox Fusion, one run a request:
+
+        items_key = "", fields = {code = "solution", stdin = "extra_info.stdin"}, constants = {language = "python"},
+        score_path = "status", labels = {Success = 1, Failed = 0}
+
+    Failures are typed as `tandem.reward.endpoints.http_client` says: no connection, garbage, 429 and 5xx are
+    `infrastructure` and tried again; 4xx is `invalid_input`; the deadline is `timeout`. A batch that fails in a way
+    that one of its items may have caused is asked again item by item, so that one bad item touches no other.
+
+    Example:
+        >>> scorer = RemoteScorer(url="http://127.0.0.1:8080/score")
+        >>> scorer.judge_batch([])
+        []
+        >>> scorer.close()
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "remote"
+
+    url: str
+    """Where items are POSTed."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key, sent as bearer token; empty: none is sent."""
+    batch_size: int = 1
+    """Most items a request."""
+    items_key: str = "items"
+    """Key of the request with the list of items; empty: the request is one item, the reply its result."""
+    results_key: str = "results"
+    """Key of the reply with the list of results; empty: the reply is the list."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """What an item is sent as: name there → `solution`, `ground_truth`, `data_source`, `group`, `extra_info` or
+    `extra_info.NAME`.
+    Empty: all five by their own names. An item that lacks a named `extra_info.NAME` is unscored (`invalid_input`).
+    """
+    constants: dict[str, str | int | float | bool] = field(default_factory=dict)
+    """Sent with every item as they are."""
+    score_path: str = "score"
+    """Where a result has its score: keys with dots between. A number, true or false; or one of `labels`."""
+    breakdown_path: str = "breakdown"
+    """Where a result has its components, an object of numbers; empty: nowhere."""
+    labels: dict[str, float] = field(default_factory=dict)
+    """Numbers of scores that are words, e.g. `{Success = 1.0, Failed = 0.0}`; other words are no score. Empty: the
+    score is a number.
+    """
+    max_concurrent: int = 16
+    """Requests under way at once."""
+    max_attempts: int = 4
+    """Requests for one batch."""
+    timeout_seconds: float = 60.0
+    """Longest wait for one attempt."""
+    deadline_seconds: float = 120.0
+    """Longest time of one item, all attempts and pauses included and waits for one of the `max_concurrent` places left
+    out. A batch has half of it, its items alone the rest.
+    """
+    _loop: LoopThread[EndpointSession] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_url("url", self.url)
+        if min(self.batch_size, self.max_concurrent, self.max_attempts) < 1:
+            raise ValueError("batch_size, max_concurrent and max_attempts must be at least 1")
+        if not (0.0 < self.timeout_seconds < math.inf and 0.0 < self.deadline_seconds < math.inf):
+            raise ValueError("timeout_seconds and deadline_seconds must be finite and above 0")
+        if not self.items_key and self.batch_size > 1:
+            raise ValueError("batch_size above 1 needs items_key: without it a request is one item")
+        if not self.score_path:
+            raise ValueError("score_path is empty")
+        for name, source in self.fields.items():
+            if source.partition(".")[0] not in _ITEM_FIELDS or ("." in source and not source.startswith("extra_info.")):
+                raise ValueError(f"fields.{name}: {source!r} is none of {', '.join(_ITEM_FIELDS)}, extra_info.NAME")
+        if both := sorted(set(self.constants) & set(self.fields or _ITEM_FIELDS)):
+            raise ValueError(f"constants.{both[0]} is a field of the item, too")
+        if not all(math.isfinite(value) for value in self.labels.values()):
+            raise ValueError("labels must have finite values")
+        read_key(self.api_key_env)
+        object.__setattr__(self, "_loop", LoopThread("remote-scorer", self._open_desk))
+
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+        """One result an item, in order. Thread-safe; blocks its caller."""
+        scores: list[Score] = [CLOSING] * len(items)
+        bodies: dict[int, str] = {}
+        for number, item in enumerate(items):
+            body = self._written(item)
+            if isinstance(body, Unscored):
+                scores[number] = body
+            else:
+                bodies[number] = body
+        if bodies:
+            with suppress(ClosedError):
+                self._loop.run(lambda desk: self._judge_all(replace(desk, lane=lane), bodies, scores))
+        return scores
+
+    def close(self) -> None:
+        """Ends what is under way: it comes back unscored (`infrastructure`), and so does all that is asked later."""
+        self._loop.close()
+
+    def figures(self) -> dict[str, float]:
+        """Requests sent since the start, and those that wait now."""
+        desk = self._loop.shared
+        return {
+            "remote_requests": 0.0 if desk is None else float(desk.client.num_requests),
+            **{
+                f"remote_waiting_{lane}": 0.0 if desk is None else float(desk.places.waiting(lane))
+                for lane in PRIORITIES
+            },
+        }
+
+    @asynccontextmanager
+    async def _open_desk(self) -> AsyncIterator[EndpointSession]:
+        async with open_client(
+            self.url,
+            key=read_key(self.api_key_env),
+            max_connections=self.max_concurrent,
+            attempt_seconds=self.timeout_seconds,
+        ) as client:
+            yield EndpointSession(client, PrioritySemaphore(self.max_concurrent))
+
+    async def _judge_all(self, desk: EndpointSession, bodies: Mapping[int, str], scores: list[Score]) -> None:
+        numbers = list(bodies)
+        async with asyncio.TaskGroup() as tasks:
+            for start in range(0, len(numbers), self.batch_size):
+                tasks.create_task(self._judge_some(desk, numbers[start : start + self.batch_size], bodies, scores))
+
+    async def _judge_some(
+        self, desk: EndpointSession, numbers: Sequence[int], bodies: Mapping[int, str], scores: list[Score]
+    ) -> None:
+        alone = len(numbers) == 1
+        seconds = self.deadline_seconds if alone else self.deadline_seconds / 2
+        found = await self._ask(desk, [bodies[number] for number in numbers], self.max_attempts, seconds)
+        if not isinstance(found, Fault):
+            for number, score in zip(numbers, found, strict=True):
+                scores[number] = score
+        elif alone or not found.by_content:
+            for number in numbers:
+                scores[number] = found.unscored
+        else:
+            # A refusal costs the service little. What else failed was tried often enough with all of them.
+            attempts = self.max_attempts if found.reason == "invalid_input" else 1
+            async with asyncio.TaskGroup() as tasks:
+                for number in numbers:
+                    tasks.create_task(self._judge_alone(desk, number, bodies[number], attempts, scores))
+
+    async def _judge_alone(
+        self, desk: EndpointSession, number: int, body: str, attempts: int, scores: list[Score]
+    ) -> None:
+        found = await self._ask(desk, [body], attempts, self.deadline_seconds / 2)
+        scores[number] = found.unscored if isinstance(found, Fault) else found[0]
+
+    async def _ask(
+        self, desk: EndpointSession, bodies: Sequence[str], attempts: int, seconds: float
+    ) -> list[Score] | Fault:
+        """One result an item, once it was the lane's turn at a place."""
+        request = f"{{{json.dumps(self.items_key)}: [{', '.join(bodies)}]}}" if self.items_key else bodies[0]
+
+        async def attempt(deadline: float) -> list[Score] | Fault:
+            if fault := await desk.client.wait_until_open(deadline):
+                return fault
+            data = await desk.client.post(request.encode(), deadline)
+            return data if isinstance(data, Fault) else self._results(read_json(data), len(bodies))
+
+        if fault := await in_line("a place at the remote scorer", desk.places.enter(desk.lane)):
+            return fault
+        try:
+            deadline = asyncio.get_running_loop().time() + seconds
+            return await with_retries(attempt, max_attempts=attempts, deadline=deadline)
+        finally:
+            desk.places.leave()
+
+    def _written(self, item: ScoreItem) -> str | Unscored:
+        sources = self.fields or {name: name for name in _ITEM_FIELDS}
+        values: dict[str, Any] = dict(self.constants)
+        for name, source in sources.items():
+            origin, _, key = source.partition(".")
+            value = getattr(item, origin)
+            if key and key not in value:
+                return Unscored("invalid_input", f"extra_info.{key} is missing, and the remote scorer is to get it")
+            values[name] = value[key] if key else (dict(value) if origin == "extra_info" else value)
+        try:
+            return json.dumps(values, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            return Unscored("invalid_input", f"the item is not JSON: {error}")
+
+    def _results(self, reply: Any, count: int) -> list[Score] | Fault:
+        if not self.items_key:
+            results: Any = [reply] if isinstance(reply, dict) else None
+        else:
+            results = reply.get(self.results_key) if self.results_key and isinstance(reply, dict) else reply
+        if not isinstance(results, list):
+            return Fault("infrastructure", "the endpoint answered what is no list of results", by_content=True)
+        if len(results) != count:
+            words = f"the endpoint answered {len(results)} results to {count} items"
+            return Fault("infrastructure", words, by_content=True)
+        return [self._score(result) for result in results]
+
+    def _score(self, result: Any) -> Score:
+        found = _at(result, self.score_path)
+        if found is None and isinstance(result, dict) and isinstance(result.get("reason"), str):
+            detail = str(result.get("detail", ""))[:_DETAIL_CHARACTERS]
+            if result["reason"] in _REASONS:
+                return Unscored(cast(UnscoredReason, result["reason"]), detail)
+            return Unscored("infrastructure", f"the endpoint gave reason {result['reason']!r:.80}: {detail}")
+        if self.labels and not isinstance(found, str):
+            return Unscored("infrastructure", f"the endpoint's result has no word at {self.score_path}: {found!r:.80}")
+        value = self.labels.get(found) if self.labels else finite(found)
+        if value is None:
+            return Unscored("infrastructure", f"the endpoint's result has no score at {self.score_path}: {found!r:.80}")
+        parts = _at(result, self.breakdown_path) if self.breakdown_path else None
+        numbers = {str(name): finite(part) for name, part in parts.items()} if isinstance(parts, dict) else {}
+        return Scored(float(value), {name: number for name, number in numbers.items() if number is not None})
+
+
+def _at(value: Any, path: str) -> Any:
+    """What lies at `a.b.c`; None for nothing."""
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,111 @@
+"""Reward model: a Hugging Face sequence classifier of a local folder, in a process and on a device of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.reward.contracts import Isolation
+from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
+from tandem.reward.text.prompt_text import prompt_of
+from tandem.reward.workers.model_batcher import ModelBatcher, Question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModel:
+    """The value that a sequence classifier gives to an answer in its conversation: one of its logits.
+
+    With a chat template, prompt and answer are one conversation in it; without, they are the tokenizer's pair of texts.
+    Answers of all callers in a lane are batched by length, so a score may differ in its last bits with its company. The
+    folder holds safetensors and needs no code of its own: none is run, and nothing is fetched. A process that hangs or
+    dies is replaced, and its batch is tried again one by one, so that only the culprit is unscored (`timeout`,
+    `crashed`); a text longer than the model takes is unscored (`limit`).
+
+    Example:
+        >>> RewardModel(path="/nowhere")
+        Traceback (most recent call last):
+        ValueError: path /nowhere is no folder with a config.json
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "remote"
+
+    path: str
+    """Folder with model and tokenizer (`config.json`, `*.safetensors`, `tokenizer.json`, …)."""
+    device: str = "auto"
+    """torch's name of the device, e.g. `cuda:1`, `cpu`; `auto`: the first GPU that is visible, else the processor."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What it computes in; `auto`: what its weights are stored in."""
+    label: int = 0
+    """Which logit is the score; the first is 0."""
+    activation: Literal["none", "sigmoid", "softmax"] = "none"
+    """What is made of the logits first."""
+    prompt_field: str = "prompt"
+    """Key of `extra_info` with the prompt: text, or chat messages. Empty: the model sees the answer alone."""
+    max_batch_tokens: int = 16384
+    """Tokens of one forward, padding included; a longer text is alone in its own."""
+    max_length: int = 0
+    """Most tokens of prompt and answer together; 0: what model and tokenizer say."""
+    truncate: bool = False
+    """A longer text loses its beginning (of a pair, the prompt's) and is scored, instead of being unscored."""
+    num_threads: int = 1
+    """Threads of the process for computing on the processor."""
+    timeout_seconds: float = 60.0
+    """Longest silence of the process while it works: the time for one forward."""
+    startup_seconds: float = 300.0
+    """Longest time to load the model."""
+    _lane: ModelBatcher = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (Path(self.path) / "config.json").is_file():
+            raise ValueError(f"path {self.path} is no folder with a config.json")
+        if min(self.max_batch_tokens, self.num_threads) < 1:
+            raise ValueError("max_batch_tokens and num_threads must be at least 1")
+        if min(self.label, self.max_length) < 0:
+            raise ValueError("label and max_length must be at least 0")
+        if not (0.0 < self.timeout_seconds < math.inf and 0.0 < self.startup_seconds < math.inf):
+            raise ValueError("timeout_seconds and startup_seconds must be finite and above 0")
+        names = ("device", "dtype", "label", "activation", "max_batch_tokens", "max_length", "truncate", "num_threads")
+        setup = {name: getattr(self, name) for name in names} | {"path": str(Path(self.path).resolve())}
+        lane = ModelBatcher(setup, startup_seconds=self.startup_seconds, timeout_seconds=self.timeout_seconds)
+        object.__setattr__(self, "_lane", lane)
+
+    def start(self) -> None:
+        """Loads the model now instead of with the first answer.
+
+        Raises:
+            ScorerError: it cannot be loaded.
+        """
+        self._lane.start()
+
+    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+        """One result an item, in order. Thread-safe; blocks its caller."""
+        read = [self._question(item) for item in items]
+        answers = iter(self._lane.ask([one for one in read if isinstance(one, Question)], lane))
+        return [next(answers) if isinstance(one, Question) else one for one in read]
+
+    def close(self) -> None:
+        """Ends the process: what is under way comes back unscored (`infrastructure`), and so does all that is asked
+        later.
+        """
+        self._lane.close()
+
+    def figures(self) -> dict[str, float]:
+        """How often the process was started, and the questions that wait now."""
+        waiting = {f"reward_model_waiting_{lane}": float(self._lane.waiting(lane)) for lane in PRIORITIES}
+        return {"reward_model_starts": float(self._lane.num_starts), **waiting}
+
+    @property
+    def pid(self) -> int:
+        """Of the model's process, 0 if there is none."""
+        return self._lane.pid
+
+    def _question(self, item: ScoreItem) -> Question | Unscored:
+        if not self.prompt_field:
+            return Question(None, item.solution)
+        prompt = prompt_of(item, self.prompt_field)
+        return prompt if isinstance(prompt, Unscored) else Question(prompt, item.solution)

@@ -1,0 +1,96 @@
+"""Short answers to questions: exact match, contained match or F1 of words, as in work on search."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+from tandem.reward.scorers.tags import check_names
+from tandem.reward.text.extraction import last_tagged
+from tandem.reward.text.ground_truth import accepted_texts, unusable
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortAnswer:
+    """How well the last `<answer>…</answer>` agrees with the ground truth, or with the best of several.
+
+    Both sides lose capitals, ASCII punctuation, articles and extra spaces first (SQuAD, arXiv:1606.05250). The ground
+    truth is a text, a list of texts, or `{"target": …}` with either, as data sets of search-QA work have it (Search-R1,
+    arXiv:2503.09516). The breakdown holds exact match and F1, whichever of them is the score.
+
+    Example:
+        >>> ShortAnswer("f1").judge(ScoreItem("nq", "<answer>Lake Victoria</answer>", ["Victoria"])).value
+        0.6666666666666666
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    metric: Literal["exact", "contained", "f1"] = "exact"
+    """`exact`: 1 if they are equal. `contained`: 1 if a ground truth stands somewhere in the answer ("subem"). `f1`:
+    harmonic mean of the shares of words that the one has of the other.
+    """
+    format_score: float = 0.0
+    """Score of an answer that is there, but worth 0."""
+    tag: str = "answer"
+    """Only what stands in the last part with this tag is read; "": the whole answer."""
+    max_tags: int = 10
+    """An exact match is worth a quarter when more opening or more closing tags than this occur, so that writing every
+    guess does not pay;
+    0: any number may.
+    """
+
+    def __post_init__(self) -> None:
+        check_names([self.tag] if self.tag else [])
+        if self.max_tags < 0:
+            raise ValueError("max_tags must be at least 0")
+
+    def judge(self, item: ScoreItem) -> Score:
+        truth = item.ground_truth
+        target = truth.get("target") if isinstance(truth, Mapping) else truth
+        accepted = accepted_texts(target)
+        if accepted is None:
+            shown = target if isinstance(target, list) else truth
+            return unusable(shown, "neither text, number, list of those nor a table with one of them as `target`")
+        answer = last_tagged(item.solution, self.tag) if self.tag else item.solution
+        if answer is None:
+            return Scored(0.0, {"answered": 0.0, "exact": 0.0, "f1": 0.0})
+        answer, texts = normalised(answer), [normalised(text) for text in accepted]
+        exact = float(answer in texts)
+        words = Counter(answer.split())
+        f1 = max(_f1(words, text.split()) for text in texts)
+        value = exact if self.metric == "exact" else f1 if self.metric == "f1" else float(_contains(answer, texts))
+        if self.metric == "exact" and self._has_too_many_tags(item.solution):
+            value /= 4
+        return Scored(value or self.format_score, {"answered": 1.0, "exact": exact, "f1": f1})
+
+    def _has_too_many_tags(self, solution: str) -> bool:
+        if not (self.tag and self.max_tags):
+            return False
+        return max(solution.count(f"<{self.tag}>"), solution.count(f"</{self.tag}>")) > self.max_tags
+
+
+def normalised(text: Any) -> str:
+    """Small letters, without ASCII punctuation, articles and extra spaces."""
+    return " ".join(_ARTICLES.sub(" ", str(text).lower().translate(_NO_PUNCTUATION)).split())
+
+
+def _contains(answer: str, texts: list[str]) -> bool:
+    # A ground truth of which nothing is left ("The") would otherwise stand in every answer.
+    return any(text in answer if text else not answer for text in texts)
+
+
+def _f1(words: Counter[str], truth: list[str]) -> float:
+    if not words or not truth:
+        return float(not words and not truth)
+    common = sum(min(number, words[word]) for word, number in Counter(truth).items())
+    return 2 * common / (words.total() + len(truth))

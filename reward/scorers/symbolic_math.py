@@ -1,0 +1,244 @@
+r"""Mathematics that is understood: the math-verify library reads answer and ground truth with sympy and compares what
+they mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.extraction import last_boxed
+from tandem.reward.text.ground_truth import accepted_texts, shown, unusable
+
+# The library takes any failure inside itself for "different", running out of stack or memory included. So what could
+# end like that is found before: deeper text exhausts the stack while it is read or compared, larger numbers and longer
+# sums exhaust the memory.
+_MAX_DEPTH = 30
+_MAX_DIGITS = 1000
+_MAX_BITS = float(1 << 17)
+_MAX_TERMS = 1e6
+
+_BRACKET = re.compile(r"[({\[]|[)}\]]")
+_LONG_NUMBER = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
+_RESOURCE_ERRORS = (RecursionError, MemoryError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True)
+class MathVerify:
+    r"""1 if the answer means the same mathematics as the ground truth, else 0: `0.5` is `\frac{1}{2}`, `x>3` is
+    `(3,\infty)`.
+
+    The math-verify library finds the last final answer of the text (behind "final answer is", in a box, in LaTeX, or a
+    plain number) and compares it with sympy. Both may run for ever, so this scorer runs in a worker process and ends
+    with `timeout` there. What could exhaust stack or memory is unscored (`limit`): nesting deeper than 30, numbers
+    beyond 1,000 digits, powers and factorials beyond 131,072 bits, products of more than a million terms. The ground
+    truth is LaTeX without dollar signs, or text with a box.
+
+    Example:
+        >>> MathVerify().judge(ScoreItem("", r"Therefore $x = \boxed{0.5}$", r"\frac{1}{2}"))
+        Scored(value=1.0, breakdown={'answered': 1.0})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "worker"
+    PRELOAD: ClassVar[tuple[str, ...]] = ("math_verify",)
+
+    extraction: Literal["anywhere", "boxed"] = "anywhere"
+    r"""Where the answer may stand: wherever the library finds one, or in the last `\boxed{…}` only."""
+    strict: bool = True
+    """False: names of variables do not matter, and a set equals the tuple of its elements."""
+    float_rounding: int = 6
+    """Decimal places to which numbers with a decimal point are compared."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.float_rounding <= 15:
+            raise ValueError("float_rounding must be between 0 and 15")
+
+    def judge(self, item: ScoreItem) -> Score:
+        accepted = accepted_texts(item.ground_truth)
+        if accepted is None:
+            return unusable(item.ground_truth)
+        golds = [_gold(text) for text in accepted]
+        for text, (gold, _) in zip(accepted, golds, strict=True):
+            if gold is None:
+                return unusable(text, "no mathematics that math-verify reads within this scorer's limits")
+        box = last_boxed(item.solution)
+        if box is None and self.extraction == "boxed":
+            return Scored(0.0, {"answered": 0.0})
+        if box is not None and (limit := _text_limit(box)):
+            return Unscored("limit", f"the answer {limit}")
+        text = f"\\boxed{{{box}}}" if self.extraction == "boxed" else item.solution
+        try:
+            return self._compared(golds, text)
+        except _RESOURCE_ERRORS as error:
+            return Unscored("limit", f"math-verify: {_one_line(error)}")
+        except Exception as error:  # sympy's own, on an expression nobody has tried yet
+            return Unscored("crashed", f"math-verify: {_one_line(error)}")
+
+    def _compared(self, golds: Sequence[tuple[Any, str]], text: str) -> Score:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+        wanted = (
+            (LatexExtractionConfig(),)
+            if self.extraction == "boxed"
+            else (ExprExtractionConfig(), LatexExtractionConfig())
+        )
+        answer, source = _read(text, wanted)
+        if answer is None:
+            limit = source and (_text_limit(source) or _reading_limit(source))
+            return Unscored("limit", f"the answer {limit}") if limit else Scored(0.0, {"answered": float(source != "")})
+        if any(gold == answer or written == source for gold, written in golds):
+            return Scored(1.0, {"answered": 1.0})
+        if limit := _text_limit(source) or _size_limit(answer):
+            return Unscored("limit", f"the answer {limit}")
+        if type(answer).__name__ in ("NaN", "ComplexInfinity"):
+            return Scored(0.0, {"answered": 1.0})  # 1/0 equals nothing; the library refuses to compare it
+        return Scored(float(any(self._same(gold, answer) for gold, _ in golds)), {"answered": 1.0})
+
+    def _same(self, gold: Any, answer: Any) -> bool:
+        from math_verify import verify
+
+        if _is_exact(gold) and _is_exact(answer):
+            return bool(gold.doit() == answer.doit())
+        options = {"float_rounding": self.float_rounding, "strict": self.strict, "timeout_seconds": None}
+        return bool(verify(gold, answer, **options, raise_on_error=True))
+
+
+@lru_cache(maxsize=256)  # the answers of a group have one ground truth
+def _gold(text: str) -> tuple[Any, str]:
+    """The ground truth as sympy has it, and as it is written; None as the first if it cannot be read or is too large to
+    compare with.
+    """
+    from math_verify import LatexExtractionConfig
+
+    text = text.rpartition("####")[2].strip()
+    boxed = text if "\\boxed" in text else f"\\boxed{{{text}}}"
+    if _text_limit(text):
+        return None, ""
+    try:
+        gold, written = _read(boxed, (LatexExtractionConfig(),))
+    except _RESOURCE_ERRORS:
+        return None, ""
+    return (None, "") if gold is None or _size_limit(gold) else (gold, written)
+
+
+def _read(text: str, wanted: Sequence[Any]) -> tuple[Any, str]:
+    """What the library finds in a text: its meaning (None if it has none) and how it was written ("" if nothing was
+    found).
+
+    Without time limits of its own, which are signals: those work in the main thread only, and the worker has a limit
+    already.
+    """
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing time limit
+    found = parse(text, wanted, parsing_timeout=None, raise_on_error=True)
+    meaning = next((one for one in found if not isinstance(one, str)), None)
+    return meaning, next((one for one in found if isinstance(one, str)), "")
+
+
+def _text_limit(text: str) -> str:
+    """Why a formula is beyond this scorer, "" if it is not."""
+    if _LONG_NUMBER.search(text):
+        return f"has a number of more than {_MAX_DIGITS} digits"
+    depth = 0
+    for match in _BRACKET.finditer(text):
+        depth += 1 if match[0] in "({[" else -1
+        if depth > _MAX_DEPTH:
+            return f"is nested deeper than {_MAX_DEPTH}"
+    return ""
+
+
+def _reading_limit(latex: str) -> str:
+    """Why LaTeX could not be read, "" if it is no mathematics. The library keeps the reason to itself, so it is read
+    once more.
+    """
+    from latex2sympy2_extended.latex2sympy2 import latex2sympy
+
+    try:
+        latex2sympy(latex, is_real=True, convert_degrees=False, normalization_config=None)
+    except _RESOURCE_ERRORS as error:
+        return f"is more than sympy reads: {_one_line(error)}"
+    except Exception:  # the parser's own; text that is no mathematics raises all kinds of things
+        return ""
+    return ""
+
+
+def _size_limit(expression: Any) -> str:
+    """Why an expression is too large to be worked out, "" if it is not."""
+    try:
+        bits, terms = _size(expression)
+    except (OverflowError, RecursionError):
+        return "is too large to be worked out"
+    if bits > _MAX_BITS:
+        return f"has a value of more than {_MAX_BITS:.0f} bits"
+    return f"has more than {_MAX_TERMS:.0f} terms when multiplied out" if terms > _MAX_TERMS else ""
+
+
+def _is_exact(expression: Any) -> bool:
+    """Whether it is a rational number, or one to be worked out with + · ^ and !.
+
+    The library may fail on two of them (2^{2^{2^{2^2}}} is not 2^{65536} to it) or look for their prime factors for
+    ever.
+    """
+    if getattr(expression, "is_Rational", False):
+        return True
+    kind, parts = type(expression).__name__, list(getattr(expression, "args", ()))
+    if kind not in ("Add", "Mul", "Pow", "factorial") or not all(_is_exact(part) for part in parts):
+        return False
+    return kind in ("Add", "Mul") or bool(parts[-1].doit().is_Integer)  # an exponent, or what the factorial is of
+
+
+def _size(expression: Any) -> tuple[float, float]:
+    """About how many bits the value of an expression has (a variable has 1), and at most how many terms when multiplied
+    out.
+    """
+    if getattr(expression, "is_Integer", False):
+        return math.log2(max(abs(int(expression)), 2)), 1.0
+    sizes = [_size(inner) for inner in getattr(expression, "args", ())]
+    if not sizes:
+        return 1.0, 1.0
+    bits, terms = max(size[0] for size in sizes), max(size[1] for size in sizes)
+    kind = type(expression).__name__
+    if kind == "Add":
+        return bits + len(sizes).bit_length(), sum(size[1] for size in sizes)
+    if kind == "Mul":
+        return sum(size[0] for size in sizes), math.prod(size[1] for size in sizes)
+    if kind == "Pow":
+        exponent = abs(_value(expression.args[1], sizes[1][0]))
+        return sizes[0][0] * max(1.0, exponent), _power_terms(sizes[0][1], exponent)
+    if kind in ("factorial", "gamma"):
+        return _MAX_BITS * 2 if sizes[0][0] > 20 else 20 * 2.0 ** sizes[0][0], 1.0
+    return bits, terms
+
+
+def _value(expression: Any, bits: float) -> float:
+    """An exponent as a number, or an upper bound of it."""
+    if getattr(expression, "is_Number", False):
+        return float(expression)
+    return (
+        2.0**bits
+        if bits < 1000 and not getattr(expression, "free_symbols", None)
+        else (1.0 if bits < 1000 else math.inf)
+    )
+
+
+def _power_terms(terms: float, exponent: float) -> float:
+    """Terms of a sum to a power: how many ways there are to share out the exponent among them."""
+    if terms <= 1 or exponent <= 1:
+        return terms
+    if exponent > _MAX_TERMS or terms > _MAX_TERMS:
+        return math.inf
+    logarithm = math.lgamma(terms + exponent) - math.lgamma(exponent + 1) - math.lgamma(terms)
+    return math.exp(logarithm) if logarithm < 700 else math.inf
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(shown(str(error)).split())}"

@@ -1,0 +1,111 @@
+"""Tags: the parts an answer must have, in their order, each once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.contracts import Isolation
+
+MAX_NAMES = 64
+"""Parts an answer may have: each is looked for in the whole of it."""
+
+_NAME = re.compile(r"[^\s<>/]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """1 if the answer consists of the parts it must have, `<think>…</think><answer>…</answer>`, else 0; or the share
+    that is right.
+
+    A part is right if its opening and its closing tag occur exactly once, in this order, after the part before it has
+    ended, and not with nothing but white space between them (the format reward of DeepSeek-R1, arXiv:2501.12948, and
+    its followers). The breakdown has 1 or 0 for every part. Nothing else is looked at, the ground truth neither: see
+    `format` for patterns.
+
+    Example:
+        >>> Tags().judge(ScoreItem("", "<think>2 + 2</think> <answer>4</answer>", None))
+        Scored(value=1.0, breakdown={'think': 1.0, 'answer': 1.0})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    order: tuple[str, ...] = ("think", "answer")
+    """Names of the parts in the order in which they must come."""
+    only: bool = False
+    """Nothing but white space may stand before, between and behind the parts."""
+    allow_empty: bool = False
+    """A part may be empty."""
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """For tags that may occur more than once, anywhere, the fewest and most allowed: `{search = [1, 4]}`. Every one
+    must be closed.
+    """
+    partial: bool = False
+    """The score is the share of the parts (and of `counts`, and `only`) that are right, not all or nothing."""
+
+    def __post_init__(self) -> None:
+        check_names([*self.order, *self.counts])
+        if not (self.order or self.counts):
+            raise ValueError("order or counts must name a tag")
+        for name, (fewest, most) in self.counts.items():
+            if not 0 <= fewest <= most:
+                raise ValueError(f"counts.{name} must be [fewest, most], not [{fewest}, {most}]")
+
+    def judge(self, item: ScoreItem) -> Score:
+        text = item.solution
+        places = places_of(text, self.order)
+        right = {
+            name: float(place is not None and (self.allow_empty or text[slice(*place)].strip() != ""))
+            for name, place in zip(self.order, places, strict=True)
+        }
+        for name, (fewest, most) in self.counts.items():
+            opened, closed = text.count(f"<{name}>"), text.count(f"</{name}>")
+            right[name] = float(opened == closed and fewest <= opened <= most)
+        if self.only:
+            right["only"] = float(None not in places and not outside(text, self.order, places).strip())
+        share = sum(right.values()) / len(right)
+        return Scored(share if self.partial else float(share == 1.0), right)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError for too many tags, one named twice, or by what cannot be a tag's name."""
+    if len(names) > MAX_NAMES:
+        raise ValueError(f"{len(names):,} tags are named, at most {MAX_NAMES} may be")
+    seen: set[str] = set()
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a tag: write `think` for <think>")
+        if name in seen:
+            raise ValueError(f"tag {name} is named twice")
+        seen.add(name)
+
+
+def places_of(text: str, order: Sequence[str]) -> list[tuple[int, int] | None]:
+    """Where the content of each part begins and ends; None for a part that is not there exactly once or out of its
+    order.
+    """
+    places: list[tuple[int, int] | None] = []
+    before = 0
+    for name in order:
+        opening, closing = f"<{name}>", f"</{name}>"
+        start, end = text.find(opening) + len(opening), text.find(closing)
+        if text.count(opening) == text.count(closing) == 1 and before + len(opening) <= start <= end:
+            places.append((start, end))
+            before = end + len(closing)
+        else:
+            places.append(None)
+    return places
+
+
+def outside(text: str, order: Sequence[str], places: Sequence[tuple[int, int] | None]) -> str:
+    """What stands before, between and behind the parts."""
+    pieces, position = [], 0
+    for name, place in zip(order, places, strict=True):
+        if place is not None:
+            pieces.append(text[position : place[0] - len(f"<{name}>")])
+            position = place[1] + len(f"</{name}>")
+    return "".join([*pieces, text[position:]])

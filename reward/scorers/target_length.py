@@ -1,0 +1,61 @@
+"""Target length: a reward for a length that was asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.contracts import Isolation
+from tandem.reward.text.length import Unit, measured, told_count
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLength:
+    """How near the answer's length is to the one asked for: the length terms of L1 (arXiv:2503.04697, LCPO).
+
+    `exact`: -`slope` · |target - length|, at most 0, to be added to a reward. `at_most`: `slope` · (target - length) +
+    `offset` within [0, 1], which the paper multiplies by correctness: in a rubric, a gate of weight 0 on correctness
+    before it does that.
+
+    Example:
+        >>> TargetLength(target=1000).judge(ScoreItem("", "…", None, {"num_tokens": 1500}))
+        Scored(value=-0.15, breakdown={'length': 1500.0})
+    """
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+
+    target: int = 0
+    """The length asked for; 0: every item tells it in `extra_info.target_length`."""
+    mode: Literal["exact", "at_most"] = "exact"
+    """Whether shorter is as bad as longer, or better."""
+    slope: float = 0.0003
+    """What one token or character costs."""
+    offset: float = 0.5
+    """With `at_most`: the score of an answer of just the target's length."""
+    unit: Unit = "tokens"
+    """What length is counted in: tokens, as told by `extra_info.num_tokens`, or characters."""
+
+    def __post_init__(self) -> None:
+        if self.target < 0:
+            raise ValueError("target must be at least 0")
+        if not (math.isfinite(self.slope) and self.slope > 0 and 0 <= self.offset <= 1):
+            raise ValueError("slope must be finite and above 0, offset between 0 and 1")
+
+    def judge(self, item: ScoreItem) -> Score:
+        length = measured(item, self.unit)
+        target = self.target or told_count(item, "target_length")
+        if isinstance(length, Unscored):
+            return length
+        if isinstance(target, Unscored):
+            return target
+        try:
+            if self.mode == "exact":
+                value = -self.slope * abs(target - length) or 0.0
+            else:
+                value = min(1.0, max(0.0, self.slope * (target - length) + self.offset))
+            return Scored(value, {"length": float(length)})
+        except OverflowError:
+            return Unscored("invalid_input", "extra_info tells a length beyond every number")

@@ -1,0 +1,56 @@
+r"""Where in an answer the final answer stands: in `\boxed{…}`, between tags, in a code block.
+
+Every function walks the text once, from left to right or from its end, so none takes more than linear time: a regular
+expression such as `<answer>(.*?)</answer>` takes quadratic time on `<answer><answer>…` without an end.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BRACE = re.compile(r"[{}]")
+_BOX = "\\boxed{"
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last `\boxed{…}`; None if there is none or its braces do not balance. An escaped brace counts as
+    a brace.
+    """
+    start = text.rfind(_BOX)
+    return braced(text, start + len(_BOX) - 1) if start >= 0 else None
+
+
+def braced(text: str, start: int) -> str | None:
+    """What stands between the opening brace at `start` and the brace that closes it; None if none does."""
+    depth = 0
+    for match in _BRACE.finditer(text, start):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return text[start + 1 : match.start()]
+    return None
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """Content of the last `<tag>…</tag>`, read from left to right: a part reaches to the first closing tag after it
+    opens.
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    found, position = None, 0
+    while (start := text.find(opening, position)) >= 0:
+        start += len(opening)
+        end = text.find(closing, start)
+        if end < 0:
+            break
+        found, position = text[start:end], end + len(closing)
+    return found
+
+
+def last_code_block(text: str) -> str | None:
+    """Content of the last closed block between lines that start with three backticks, without what names its
+    language.
+    """
+    fences = [match.start() for match in re.finditer(r"^ {0,3}```", text, re.MULTILINE)]
+    if len(fences) < 2:
+        return None
+    opening, closing = fences[-2 if len(fences) % 2 == 0 else -3 :][:2]
+    return text[opening:closing].partition("\n")[2]

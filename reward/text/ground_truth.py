@@ -1,0 +1,42 @@
+"""Reading ground truths: the texts one accepts, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.protos.contracts import Unscored
+
+MAX_ACCEPTED = 1000
+"""Answers that one ground truth may accept: each is compared with the whole answer."""
+
+_SHOWN_CHARACTERS = 80
+
+
+def accepted_texts(ground_truth: Any) -> list[str] | None:
+    """The texts a ground truth accepts, stripped; None if it is no text, number or list of those, or a list that is too
+    long.
+    """
+    alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not 0 < len(alternatives) <= MAX_ACCEPTED or not all(isinstance(one, str | int | float) for one in alternatives):
+        return None
+    try:
+        return [str(one).strip() for one in alternatives]
+    except ValueError:
+        return None  # an integer of more digits than Python writes
+
+
+def unusable(ground_truth: Any, wanted: str = "neither text, number nor list of those") -> Unscored:
+    """The result for an item whose ground truth is `wanted` (a phrase after "is") instead of something to
+    compare with.
+    """
+    if isinstance(ground_truth, list | tuple) and len(ground_truth) > MAX_ACCEPTED:
+        wanted = f"a list of {len(ground_truth):,}, at most {MAX_ACCEPTED:,} are compared"
+    return Unscored("invalid_input", f"ground truth {shown(ground_truth)} is {wanted}")
+
+
+def shown(value: Any) -> str:
+    """The start of a value as Python writes it, for messages."""
+    try:
+        return f"{value!r:.{_SHOWN_CHARACTERS}}"
+    except ValueError:
+        return f"{type(value).__name__} of too many digits"

@@ -1,0 +1,104 @@
+"""What a model is shown of an item: the question that was asked, and templates that text cannot break."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.protos.contracts import ScoreItem, Unscored
+
+Message = dict[str, str]
+
+ITEM_NAMES = ("question", "answer", "ground_truth", "data_source")
+_EXTRA = "extra_info."
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.]*)\}")
+
+
+class PromptTemplate:
+    """Text with `{name}` where a value goes. Only known names are placeholders, every other brace is itself; values go
+    in as they are, and what looks like a placeholder within one stays text.
+
+    Raises:
+        ValueError: a needed name is missing, or one looks like a slip of a known one.
+    """
+
+    def __init__(self, text: str, *, known: Sequence[str] = ITEM_NAMES, needed: Sequence[str] = ("answer",)) -> None:
+        self._text = text
+        found = set(_PLACEHOLDER.findall(text))
+        self.names = {name for name in found if name in known or (name.startswith(_EXTRA) and len(name) > len(_EXTRA))}
+        for name in sorted(found - self.names):
+            if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+                raise ValueError(f"template: {{{name}}} is no placeholder; did you mean {{{near[0]}}}?")
+        if missing := [name for name in needed if name not in self.names]:
+            raise ValueError(f"template: it lacks {{{missing[0]}}}")
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """The text with a value for each of `names`."""
+        return _PLACEHOLDER.sub(lambda match: values[match[1]] if match[1] in self.names else match[0], self._text)
+
+
+def item_values(item: ScoreItem, names: set[str], question_field: str) -> dict[str, str] | Unscored:
+    """Texts for the placeholders `names`; unscored (`invalid_input`), naming the field, if the item lacks one that is
+    shown.
+    """
+    values = {"answer": item.solution, "data_source": item.data_source}
+    if "question" in names:
+        prompt = prompt_of(item, question_field)
+        if isinstance(prompt, Unscored):
+            return prompt
+        values["question"] = as_text(prompt)
+    if "ground_truth" in names:
+        if item.ground_truth is None:
+            return Unscored("invalid_input", "the ground truth is missing, and the template shows it")
+        values["ground_truth"] = _written(item.ground_truth)
+    for name in names:
+        if name.startswith(_EXTRA):
+            key = name.removeprefix(_EXTRA)
+            if item.extra_info.get(key) is None:
+                return Unscored("invalid_input", f"extra_info.{key} is missing, and the template shows it")
+            values[name] = _written(item.extra_info[key])
+    return values
+
+
+def prompt_of(item: ScoreItem, field: str) -> str | list[Message] | Unscored:
+    """`extra_info[field]`: a text, or chat messages whose contents are text (parts that are no text are refused)."""
+    prompt = item.extra_info.get(field)
+    if isinstance(prompt, str):
+        return prompt
+    if prompt is None:
+        return Unscored("invalid_input", f"extra_info.{field} is missing: it should hold the prompt")
+    messages = [_message(one) for one in prompt] if isinstance(prompt, list | tuple) else []
+    read = [message for message in messages if message is not None]
+    if not read or len(read) < len(messages):
+        return Unscored(
+            "invalid_input", f"extra_info.{field} is neither text nor chat messages with text: {prompt!r:.80}"
+        )
+    return read
+
+
+def as_text(prompt: str | Sequence[Message]) -> str:
+    """A prompt as one text: that of a lone message as it is, a conversation with the role before each turn."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1:
+        return prompt[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def _message(one: Any) -> Message | None:
+    if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
+        return None
+    content = one.get("content")
+    if isinstance(content, list):  # OpenAI's form: a list of parts
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        if not all(isinstance(text, str) for text in texts):
+            return None
+        content = "".join(str(text) for text in texts)
+    return {"role": one["role"], "content": content} if isinstance(content, str) else None
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,117 @@
+"""How a judge's words become a number: by a JSON key or a regular expression, within a range or from a list of
+labels.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.reward.text.numbers import finite
+
+_END_CHARACTERS = 8000  # the verdict stands at the end; what comes before is not searched
+_MOST_OBJECTS = 200  # opening braces tried before a text counts as one without JSON
+_OBJECT_START = re.compile(r'\{\s*"')
+_PATTERN_SECONDS = 1.0
+
+
+class NoVerdictError(Exception):
+    """The judge's answer holds no usable verdict; the message says why."""
+
+
+class VerdictReader:
+    """Reads the last verdict of an answer. What a model thought (`<think>` … `</think>`) is left out.
+
+    Args:
+        pattern: a regular expression; its first group (or all of it) is the verdict. Empty: `key` of the last JSON
+            object that has it.
+        labels: verdict → number, upper and lower case alike; empty: the verdict is a number.
+        lowest, highest: a number outside is no verdict. It is not clamped: a judge that leaves its scale did not
+        understand its task.
+
+    Raises:
+        ValueError: the pattern is no regular expression, or the range is empty.
+    """
+
+    def __init__(self, *, pattern: str, key: str, labels: Mapping[str, float], lowest: float, highest: float) -> None:
+        import regex  # as `re`, but a search can be given a time limit, and it lets other threads run meanwhile
+
+        if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest) and not labels:
+            raise ValueError(f"lowest {lowest:g} must be below highest {highest:g}, both finite")
+        if not pattern and not key:
+            raise ValueError("either pattern or score_key has to say where the score stands")
+        if not all(math.isfinite(value) for value in labels.values()):
+            raise ValueError("labels must have finite values")
+        try:
+            self._pattern = regex.compile(pattern) if pattern else None
+        except regex.error as error:
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+        self._key = key
+        self._labels = {label.strip().casefold(): value for label, value in labels.items()}
+        self._lowest, self._highest = lowest, highest
+
+    def read(self, answer: str) -> float:
+        """The verdict as a number.
+
+        Raises:
+            NoVerdictError: there is none, or it is outside the range.
+        """
+        said = answer.rpartition("</think>")[2].partition("<think>")[0][-_END_CHARACTERS:]
+        found = self._last_object(said) if self._pattern is None else self._last_match(said)
+        if found is None:
+            where = f"JSON with {self._key}" if self._pattern is None else "match of the pattern"
+            raise NoVerdictError(f"no {where} in the judge's answer {_end_of(said)}")
+        if self._labels:
+            value = self._labels.get(str(found).strip().casefold())
+            if value is None:
+                raise NoVerdictError(f"the judge's verdict {found!r:.80} is none of {', '.join(self._labels)}")
+            return float(value)
+        number = _number(found)
+        if number is None:
+            raise NoVerdictError(f"the judge's verdict {found!r:.80} is no number")
+        if not self._lowest <= number <= self._highest:
+            raise NoVerdictError(f"the judge's verdict {number:g} is outside {self._lowest:g} … {self._highest:g}")
+        return number
+
+    def _last_match(self, text: str) -> str | None:
+        assert self._pattern is not None
+        try:
+            last = next(iter(deque(self._pattern.finditer(text, timeout=_PATTERN_SECONDS), maxlen=1)), None)
+        except TimeoutError:
+            raise NoVerdictError(f"the pattern took longer than {_PATTERN_SECONDS:g} s on the judge's answer") from None
+        if last is None:
+            return None
+        found: str | None = last[1 if self._pattern.groups else 0]
+        return found
+
+    def _last_object(self, text: str) -> Any:
+        decoder, place, found = json.JSONDecoder(), 0, None
+        for _ in range(_MOST_OBJECTS):
+            start = _OBJECT_START.search(text, place)
+            if start is None:
+                break
+            try:
+                value, place = decoder.raw_decode(text, start.start())
+            except (ValueError, RecursionError):
+                place = start.start() + 1
+                continue
+            found = value.get(self._key, found)
+        return found
+
+
+def _number(found: Any) -> float | None:
+    if isinstance(found, str):
+        try:
+            found = float(found.strip()) if "_" not in found else None
+        except ValueError:
+            return None
+    return finite(found)
+
+
+def _end_of(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 80 else "…" + line[-80:])

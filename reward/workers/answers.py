@@ -1,0 +1,102 @@
+"""The lines that a worker answers a chunk with. The user's code shares its process, so nothing that arrives is taken on
+trust.
+
+A line is the chunk's token, its number in the chunk, and JSON: what else is written to the service's line has neither,
+so it cannot pass for an answer nor shift the answers to other items.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from tandem.protos.contracts import Score, Scored, Unscored, UnscoredReason
+
+STRAY = Unscored("crashed", "wrote to the service's line")
+_REASONS = frozenset(get_args(UnscoredReason))
+
+
+def make_token() -> str:
+    """Of one chunk."""
+    return secrets.token_hex(8)
+
+
+def line(token: bytes, number: int, payload: bytes) -> bytes:
+    """The chunk's line of that number."""
+    return b"%b %d %b\n" % (token, number, payload)
+
+
+def payloads(lines: Sequence[bytes], token: bytes, number: int) -> list[bytes]:
+    """What the lines say, from the one of that number on, up to the first that is none of the chunk's."""
+    found = []
+    for one in lines:
+        head = b"%b %d " % (token, number)
+        if not one.startswith(head):
+            break
+        found.append(one[len(head) :])
+        number += 1
+    return found
+
+
+def encode_score(score: Score) -> bytes:
+    """A score as JSON. One that is not finite is a scorer's bug, and says so."""
+    if isinstance(score, Unscored):
+        return json.dumps([score.reason, score.detail]).encode()
+    for value in (score.value, *score.breakdown.values()):
+        if not math.isfinite(value):
+            return json.dumps(["infrastructure", f"the scorer answered {value}, not a finite number"]).encode()
+    if score.breakdown:
+        return json.dumps([score.value, dict(score.breakdown)]).encode()
+    return b"[%a]" % (float(score.value),)
+
+
+def decode_scores(found: Sequence[bytes]) -> tuple[list[Score], Literal["", "memory", "stray"]]:
+    """The scores up to the first payload that is none, and what that one is: `memory`, as a worker says it, or
+    `stray`.
+    """
+    scores: list[Score] = []
+    for one in _parsed(found):
+        score = _score(one)
+        if score is None:
+            return scores, "memory" if one == {"memory": True} else "stray"
+        scores.append(score)
+    return scores, "" if len(scores) == len(found) else "stray"
+
+
+def _parsed(found: Sequence[bytes]) -> list[Any]:
+    try:
+        parsed: list[Any] = json.loads(b"[" + b",".join(found) + b"]")  # at once: many are short
+        if len(parsed) == len(found):
+            return parsed
+    except (ValueError, RecursionError):
+        pass
+    parsed = []
+    for one in found:
+        try:
+            parsed.append(json.loads(one))
+        except (ValueError, RecursionError):
+            break
+    return parsed
+
+
+def _score(found: Any) -> Score | None:
+    if type(found) is list and len(found) == 1 and type(found[0]) is float and math.isfinite(found[0]):
+        return Scored(found[0])  # what nearly all are
+    match found:
+        case [float() | int() as value] if _is_finite(value):
+            return Scored(value)
+        case [float() | int() as value, dict() as breakdown] if all(map(_is_finite, [value, *breakdown.values()])):
+            return Scored(value, breakdown)
+        case [str() as reason, str() as detail] if reason in _REASONS:
+            return Unscored(reason, detail)  # type: ignore[arg-type]
+    return None
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False

@@ -1,0 +1,206 @@
+"""The process that workers are forked from, and that answers for what they leave behind.
+
+It has one thread and never runs user's code, so a fork of it is safe; it has imported what judges need, so a worker is
+ready within milliseconds. It is the subreaper of all that its workers start: what outlives its worker comes to it and
+is killed. When the service ends, however it ends, the control socket closes, and everything is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tandem.reward.registry import preload
+from tandem.reward.workers.processes import children_of
+from tandem.reward.workers.worker import serve
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SWEEP_MILLISECONDS = 250  # how long something that left its worker may live
+_END_SECONDS = 5.0
+_MAX_REQUEST_BYTES = 1 << 16
+_CHANNEL = 3  # the worker's descriptor of its socket
+
+
+@dataclass(slots=True)
+class _Born:
+    pid: int
+    line: int
+    """Descriptor: tells the pool the exit status, and is told to kill."""
+
+
+class Launcher:
+    """Forks on request. A request brings three descriptors: the worker's socket, its output, and the line to
+    the pool.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._workers: dict[int, _Born] = {}
+        self._by_line: dict[int, _Born] = {}
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
+        self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll.register(self._wake, select.POLLIN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Until the control socket closes."""
+        while True:
+            for descriptor, _ in self._poll.poll(_SWEEP_MILLISECONDS if self._workers else None):
+                if descriptor == self._wake:
+                    with suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                elif descriptor == self._control.fileno():
+                    if not self._answer():
+                        self._end_everything()
+                        return
+                elif descriptor in self._by_line:
+                    self._kill(self._by_line[descriptor])
+            self._reap()
+            self._end_orphans()
+
+    def _answer(self) -> bool:
+        """Forks the worker that is asked for; False at the end of the control socket."""
+        message, descriptors, _, _ = socket.recv_fds(self._control, _MAX_REQUEST_BYTES, 3)
+        if not message:
+            return False
+        request = json.loads(message)
+        channel, output, line = descriptors
+        if request["preload"]:
+            preload(request["preload"])
+            gc.freeze()  # what is shared with the workers is not written to, so it stays shared
+        sys.stdout.flush()
+        sys.stderr.flush()
+        launcher = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_worker(launcher, channel, output, request["limits"])
+        with suppress(OSError):
+            os.setpgid(pid, pid)  # here as well as there: whoever comes first
+        os.close(channel)
+        os.close(output)
+        os.set_blocking(line, False)
+        born = _Born(pid, line)
+        self._workers[pid] = self._by_line[line] = born
+        self._tell(born, {"pid": pid})
+        self._poll.register(line, select.POLLIN)
+        return True
+
+    def _tell(self, born: _Born, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the pool has let go of it
+            os.write(born.line, json.dumps(message).encode() + b"\n")
+
+    def _kill(self, born: _Born) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(born.pid, signal.SIGKILL)
+        self._poll.unregister(born.line)
+        del self._by_line[born.line]  # its end is told when it is reaped
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            born = self._workers.pop(ended.si_pid, None)
+            if born is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(born.pid, signal.SIGKILL)  # while its number cannot be another's
+            _, status = os.waitpid(ended.si_pid, 0)
+            if born is not None:
+                self._end_orphans()
+                self._tell(born, {"status": os.waitstatus_to_exitcode(status)})
+                if self._by_line.pop(born.line, None) is not None:
+                    self._poll.unregister(born.line)
+                os.close(born.line)
+
+    def _end_orphans(self) -> None:
+        """Kills what came here because its parent ended; its own children come next, until none is left."""
+        deadline = time.monotonic() + 0.2  # then the next sweep goes on
+        while orphans := [pid for pid in children_of(os.getpid()) if pid not in self._workers]:
+            ended = False
+            for pid in orphans:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    ended |= os.waitpid(pid, os.WNOHANG)[0] == pid
+            if time.monotonic() > deadline:
+                return
+            if not ended:
+                time.sleep(0.001)
+
+    def _end_everything(self) -> None:
+        deadline = time.monotonic() + _END_SECONDS
+        while children_of(os.getpid()) and time.monotonic() < deadline:
+            for pid in list(self._workers):
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            self._reap()
+            self._end_orphans()
+            time.sleep(0.002)
+
+
+def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str, Any]) -> NoReturn:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:
+            os._exit(1)  # it died before the line above
+        with suppress(OSError):
+            os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.dup2(channel, _CHANNEL, inheritable=False)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > _CHANNEL:
+                with suppress(OSError):
+                    os.close(int(name))
+        for kind, value in (
+            (resource.RLIMIT_DATA, limits["memory_bytes"]),
+            (resource.RLIMIT_NOFILE, limits["open_files"]),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+        serve(_CHANNEL, limits)
+        code = 0
+    except BaseException:  # whatever it is, this process must not return into the launcher's code
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def main(descriptor: int) -> None:
+    """Serves the control socket `descriptor`."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the service, not before it
+    os.set_inheritable(descriptor, False)
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as control:
+        Launcher(control).run()

@@ -1,0 +1,308 @@
+"""The line to a reward model's process: one thread owns it, gathers what all callers ask into chunks, and replaces it
+when it dies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.endpoints.loop_thread import CLOSING
+from tandem.reward.scheduling.cancellation import current
+from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
+from tandem.reward.workers.line_process import DiedError, HungError, LineProcess
+
+T = TypeVar("T")
+
+_CHUNK_QUESTIONS = 256  # among so many of one lane, rows of similar length are found
+_CHUNK_CHARACTERS = 1 << 20
+_LOOK_SECONDS = 5.0  # how often a caller makes sure that the thread still lives
+_END_SECONDS = 20.0
+_LONGEST_PAUSE_SECONDS = 60.0
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One answer to be scored: `prompt` is text, chat messages or None."""
+
+    prompt: Any
+    answer: str
+    score: Future[Score] = field(default_factory=Future)
+    alone: bool = False
+    """It was in a batch that hung or crashed, and is tried once more by itself: then the blame is its own."""
+
+    @property
+    def size(self) -> int:
+        return len(self.answer) + len(str(self.prompt))
+
+    def settle(self, score: Score) -> None:
+        """Enters its score, unless it was settled before: by the end of the call that asked."""
+        with suppress(InvalidStateError):
+            self.score.set_result(score)
+
+
+class ModelBatcher:
+    """Scores questions in one process, which starts with the first. Thread-safe.
+
+    A turn of a lane (`tandem.reward.scheduling.priority_queue`) is one forward: before each further one the process
+    asks whether to go on with its chunk, and gives up the rest of it if another lane is next. A forward that hangs or
+    crashes costs the process; the questions of that batch go one by one to the next, so that the culprit alone is
+    unscored.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], *, startup_seconds: float, timeout_seconds: float) -> None:
+        self.num_starts = 0
+        self._setup = dict(setup)
+        self._startup_seconds = startup_seconds
+        self._timeout_seconds = timeout_seconds
+        self._wake = threading.Condition()
+        self._queue: PriorityQueue[Question] = PriorityQueue()
+        self._starts: list[Future[str]] = []
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._process: LineProcess | None = None
+        self._failed_starts = 0
+        self._start_after = 0.0
+        self._last_failure = ""
+
+    @property
+    def pid(self) -> int:
+        """Of the process, 0 if there is none."""
+        process = self._process
+        return process.pid if process is not None else 0
+
+    def start(self) -> None:
+        """Loads the model now.
+
+        Raises:
+            ScorerError: it cannot be loaded.
+        """
+        wanted: Future[str] = Future()
+        self._hand_over([], [wanted])
+        if problem := self._await(wanted, CLOSING.detail):
+            raise ScorerError(problem)
+
+    def ask(self, questions: Sequence[Question], lane: Priority = "calls") -> list[Score]:
+        """One score a question, in order; blocks until all are known, or the caller's cutoff ends
+        (`tandem.reward.scheduling.cancellation`).
+        """
+        if not self._hand_over(questions, [], lane):
+            return [CLOSING] * len(questions)
+        with current().hooked(partial(_withdraw, questions)):
+            return [self._await(question.score, CLOSING) for question in questions]
+
+    def waiting(self, lane: Priority) -> int:
+        """How many questions of a lane are not with the process."""
+        return self._queue.waiting(lane)
+
+    def close(self) -> None:
+        """Ends the process; what is under way comes back unscored (`infrastructure`). May be called again."""
+        with self._wake:
+            self._closing = True
+            process, thread = self._process, self._thread
+            self._wake.notify_all()
+        if process is not None:
+            process.kill()
+        if thread is not None:
+            thread.join(_END_SECONDS)
+
+    def _hand_over(self, questions: Sequence[Question], starts: Sequence[Future[str]], lane: Priority = "ring") -> bool:
+        with self._wake:
+            if self._closing:
+                return False
+            for question in questions:
+                self._queue.add(lane, question)
+            self._starts.extend(starts)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="reward-model", daemon=True)
+                self._thread.start()
+            self._wake.notify_all()
+        return True
+
+    def _await(self, future: Future[T], otherwise: T) -> T:
+        """The result; `otherwise` if the lane ended without one."""
+        while True:
+            alive = self._thread is not None and self._thread.is_alive()
+            try:
+                return future.result(timeout=_LOOK_SECONDS if alive else 0.0)
+            except TimeoutError:
+                if not alive:
+                    return otherwise
+
+    def _serve(self) -> None:
+        """The lane's thread. The kernel ends the process with it."""
+        lane: Priority = "ring"
+        chunk: list[Question] = []
+        try:
+            while not self._closing:
+                with self._wake:
+                    if not (self._queue or self._starts or self._closing):
+                        self._wake.wait(_LOOK_SECONDS)
+                    starts, self._starts = self._starts, []
+                    lane, chunk = self._next_chunk()
+                if not starts and not chunk:
+                    continue
+                problem = self._ensure_process()
+                for wanted in starts:
+                    wanted.set_result(problem)
+                if problem:
+                    for question in chunk:
+                        question.settle(Unscored("infrastructure", problem))
+                else:
+                    self._converse(lane, chunk)
+        except BaseException as error:  # a bug: whoever waits raises it
+            with self._wake:
+                waiting = self._queue.clear()
+            for question in (*chunk, *waiting):
+                if not question.score.done():
+                    question.score.set_exception(error)
+            raise
+        finally:
+            if self._process is not None:
+                self._process.close()
+            with self._wake:
+                waiting = self._queue.clear()
+            _withdraw(waiting)
+
+    def _next_chunk(self) -> tuple[Priority, list[Question]]:
+        """Of the lane that is next as many as find similar ones among them; none if nobody waits. Called with
+        the lock.
+        """
+        self._forget_settled()
+        found = self._queue.next()
+        if found is None:
+            return "ring", []
+        lane, question = found
+        chunk = [question]
+        characters = question.size
+        while not question.alone and len(chunk) < _CHUNK_QUESTIONS and (head := self._head(lane)) is not None:
+            characters += head.size
+            if head.alone or characters > _CHUNK_CHARACTERS:
+                break
+            chunk.append(self._queue.next_of(lane))
+        return lane, chunk
+
+    def _goes_on(self, lane: Priority, rest: Iterable[Question]) -> bool:
+        """Whether the next forward is the lane's, and somebody wants the rest of its chunk."""
+        with self._wake:
+            self._forget_settled()
+            return not all(question.score.done() for question in rest) and self._queue.goes_on(lane)
+
+    def _head(self, lane: Priority) -> Question | None:
+        """The first of a lane that somebody wants; those before it are forgotten."""
+        while (head := self._queue.head(lane)) is not None and head.score.done():
+            self._queue.next_of(lane)
+        return head
+
+    def _forget_settled(self) -> None:
+        """The same in every lane: what nobody wants has no turn."""
+        for lane in PRIORITIES:
+            self._head(lane)
+
+    def _ensure_process(self) -> str:
+        """Starts the process if it is not there; returns why it cannot be had, "" if it can."""
+        if self._process is not None:
+            if self._process.alive:
+                return ""
+            self._process.close()
+            self._process = None
+        now = time.monotonic()
+        if now < self._start_after:
+            return f"{self._last_failure}; it is tried again in {self._start_after - now:.0f} s"
+        problem = self._start_process()
+        if problem:
+            self._failed_starts += 1
+            pause = min(2.0 ** (self._failed_starts - 1), _LONGEST_PAUSE_SECONDS)
+            self._start_after, self._last_failure = time.monotonic() + pause, problem
+        else:
+            self._failed_starts = 0
+        return problem
+
+    def _start_process(self) -> str:
+        name = f"reward model {self._setup['path']}"
+        try:
+            process = LineProcess("tandem.reward.workers.model_process", _ENVIRONMENT)
+        except OSError as error:
+            return f"{name}: no process: {error}"
+        self.num_starts += 1
+        with self._wake:
+            self._process = process
+            if self._closing:
+                return CLOSING.detail
+        process.say(self._setup)
+        try:
+            reply = next(process.hear(self._startup_seconds))
+        except HungError:
+            process.kill()
+            return f"{name} did not load within {self._startup_seconds:g} s"
+        except DiedError:
+            return f"{name}: its process {process.exit_reason()}"
+        if "error" in reply:
+            process.kill()
+            return f"{name}: {reply['error']}"
+        return ""
+
+    def _converse(self, lane: Priority, chunk: Sequence[Question]) -> None:
+        """Asks the process and enters what it answers. What gives way to another lane goes back to the head of its own;
+        if the process hangs or dies, so do the suspects, to be asked one by one.
+        """
+        assert self._process is not None, "it was just started"
+        pending = dict(enumerate(chunk))
+        suspects = list(pending)
+        gave_way = False
+        asked = [{"id": n, "prompt": one.prompt, "answer": one.answer} for n, one in pending.items()]
+        self._process.say({"questions": asked})
+        try:
+            while True:
+                for message in self._process.hear(self._timeout_seconds):
+                    if "done" in message:
+                        if gave_way:
+                            self._put_back(lane, pending.values())
+                        return
+                    if "next" in message:
+                        gave_way = not self._goes_on(lane, pending.values())
+                        self._process.say({"go_on": not gave_way})
+                    suspects = message.get("working", suspects)
+                    for number, value in message.get("scores", ()):
+                        pending.pop(number).settle(Scored(value))
+                    for number, reason, detail in message.get("refused", ()):
+                        pending.pop(number).settle(Unscored(reason, detail))
+        except HungError:
+            self._process.kill()
+            fault = Unscored("timeout", f"the reward model gave no answer within {self._timeout_seconds:g} s")
+        except DiedError:
+            fault = Unscored("crashed", f"the reward model's process {self._process.exit_reason()}")
+        self._sort_out(lane, pending, [number for number in suspects if number in pending], fault)
+
+    def _sort_out(self, lane: Priority, pending: dict[int, Question], suspects: Sequence[int], fault: Unscored) -> None:
+        with self._wake:
+            if self._closing:  # it was killed by `close`
+                _withdraw(pending.values())
+                return
+            if len(suspects) == 1:
+                pending.pop(suspects[0]).settle(fault)
+                suspects = []
+            for number in suspects or pending:
+                pending[number].alone = True
+        self._put_back(lane, pending.values())
+
+    def _put_back(self, lane: Priority, questions: Iterable[Question]) -> None:
+        """To the head of their lane, in their order."""
+        with self._wake:
+            for place, question in enumerate(questions):
+                self._queue.put_back(lane, question, place)
+
+
+def _withdraw(questions: Iterable[Question]) -> None:
+    """What has no score gets none."""
+    for question in questions:
+        question.settle(CLOSING)

@@ -1,0 +1,229 @@
+"""What a scoring process runs: it answers chunk after chunk, until the other end closes.
+
+A chunk names its scorer, so a worker is bound to none: it builds a judge once and keeps the last ones. Lines of JSON
+over a socket, never pickle. `tandem.reward.workers.launcher` forks it, so what the judges import is there already.
+
+User's code can read the socket, too. So a chunk is read to its last byte before it is answered at all: nothing of it is
+left there to take, and a worker from which something left running takes part of a chunk says nothing, and is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from types import FunctionType
+from typing import Any, BinaryIO, cast
+
+from tandem.protos.contracts import ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.contracts import AnyJudge, BatchJudge, Closable, Startable
+from tandem.reward.registry import BUILT_IN, make_judge, preload
+from tandem.reward.scorers.function import CoroutineJudge
+from tandem.reward.workers.answers import encode_score, line
+
+MAX_JUDGES = 32
+_REARM_SECONDS = (
+    0.25  # how stale the limit of processor time may be: setting it for every item would cost more than many judge
+)
+_OWN_SHARE = (
+    0.9  # of an item's time, after which coroutines are given up here, so that the pool need not end the process
+)
+_PAGE_BYTES = resource.getpagesize()
+_ROOM_WORDS = 70_000  # a little over 512 KiB, so the piece has 1 MiB, and the rest is room for thousands of calls
+
+
+class _RetireError(Exception):
+    """This process should not judge the chunk; a fresh one should."""
+
+
+class Worker:
+    """Serves one socket. Replies to a chunk: a line that says the judge is ready (or why not), then a line an item."""
+
+    def __init__(self, channel: socket.socket, limits: Mapping[str, Any]) -> None:
+        self._lines: BinaryIO = channel.makefile("rb")
+        self._channel = channel
+        self._pid = os.getpid()
+        self._token = b""
+        self._told = 0
+        self._seconds = float(limits["seconds"])
+        self._cpu_seconds = float(limits["cpu_seconds"])
+        self._memory_bytes = int(limits["memory_bytes"])
+        self._judges: OrderedDict[str, AnyJudge] = OrderedDict()
+        self._armed_at = -1.0
+        self._user_folder = ""
+        self._idle_bytes = 0
+        self._judged = 0
+
+    def serve(self) -> None:
+        """Until end of file, or until a fresh process should go on: this one is full, or an item took all the memory
+        there is.
+        """
+        os.register_at_fork(after_in_child=self._let_go)
+        while header := self._lines.readline():
+            chunk = json.loads(header)
+            self._token, self._told = chunk["token"].encode(), 0
+            try:
+                text = self._read(chunk["bytes"])
+                if len(text) < chunk["bytes"]:
+                    return
+                judge, lines = self._judge(chunk), BytesIO(text)
+                self._say({"ready": True, "batch": isinstance(judge, BatchJudge)})
+                if isinstance(judge, BatchJudge):
+                    self._judge_batch(judge, lines, chunk["items"])
+                else:
+                    self._judge_each(judge, lines)
+            except ScorerError as error:
+                self._say({"error": str(error)})
+            except _RetireError:
+                self._say({"retire": True})
+                return
+            except MemoryError:
+                self._judges.clear()
+                self._say({"memory": True})
+                return
+            # User's prints appear in the service's log as they happen, not when a buffer is full.
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    def _read(self, size: int) -> bytes:
+        """The items of a chunk; less only at end of file."""
+        try:
+            return self._lines.read(size)
+        except MemoryError:
+            if self._judged:
+                raise _RetireError from None  # what others left may be to blame
+            raise
+
+    def _judge_each(self, judge: Any, lines: BinaryIO) -> None:
+        judge_one = judge.judge
+        for text in lines:
+            self._arm()
+            item = _decoded(text)
+            score = judge_one(item) if isinstance(item, ScoreItem) else item
+            # One write an item: whatever happens to the next one, this answer is out of the process.
+            self._send(self._line(encode_score(score)))
+            self._judged += 1
+
+    def _judge_batch(self, judge: BatchJudge, lines: BinaryIO, number: int) -> None:
+        self._arm()
+        read = [_decoded(text) for text in lines]
+        items = [item for item in read if isinstance(item, ScoreItem)]
+        scores = judge.judge_batch(items) if items else []
+        assert len(scores) == len(items), f"a judge gave {len(scores)} results for {len(items)} items"
+        results = iter(scores)
+        answers = [encode_score(next(results) if isinstance(one, ScoreItem) else one) for one in read]
+        self._send(b"".join(map(self._line, answers)))
+        self._judged += number
+
+    def _judge(self, chunk: Mapping[str, Any]) -> AnyJudge:
+        if self._judged and self._data_bytes() > (self._idle_bytes + self._memory_bytes) // 2:
+            raise _RetireError  # something leaks: an item to come must not pay for those before it
+        key = f"{chunk['scorer']} {chunk['arguments']}"
+        judge = self._judges.get(key)
+        if judge is not None:
+            self._judges.move_to_end(key)
+            return judge
+        if chunk["scorer"] not in BUILT_IN:
+            self._enter_users_folder(chunk["scorer"])
+        preload(chunk["preload"])
+        try:
+            judge = make_judge(chunk["scorer"], json.loads(chunk["arguments"]))
+            if isinstance(judge, CoroutineJudge):
+                judge = replace(judge, seconds=_OWN_SHARE * self._seconds)
+            if isinstance(judge, Startable):
+                judge.start()
+        except MemoryError:
+            raise ScorerError("it does not load within reward.limits.memory_bytes") from None
+        self._judges[key] = judge
+        if len(self._judges) > MAX_JUDGES:
+            _, oldest = self._judges.popitem(last=False)
+            if isinstance(oldest, Closable):
+                oldest.close()
+        self._idle_bytes = self._data_bytes()
+        return judge
+
+    def _enter_users_folder(self, scorer: str) -> None:
+        """User's modules of two folders may have the same names, so a process imports from one folder only."""
+        place = scorer.rpartition(":")[0]
+        folder = str(Path(place).resolve().parent) if place.endswith(".py") else os.getcwd()
+        if self._user_folder not in ("", folder):
+            raise _RetireError
+        if not self._user_folder:
+            self._user_folder = folder
+            sys.path.insert(0, os.getcwd())  # only now: a user's file must not replace a module of ours or of a library
+
+    def _arm(self) -> None:
+        """Gives the item to come its processor time; past it the kernel ends the process with SIGXCPU."""
+        now = time.monotonic()
+        if now - self._armed_at < _REARM_SECONDS:
+            return
+        self._armed_at = now
+        used = time.process_time()
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        # Whole seconds, rounded up with one to spare: one thread that spins reaches an equal limit of wall time first.
+        wanted = int(used + self._cpu_seconds) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+    def _data_bytes(self) -> int:
+        """Private memory, as RLIMIT_DATA counts it."""
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[5]) * _PAGE_BYTES
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._send(self._line(json.dumps(message).encode()))
+
+    def _line(self, payload: bytes) -> bytes:
+        self._told += 1
+        return line(self._token, self._told, payload)
+
+    def _send(self, data: bytes) -> None:
+        self._stop_if_forked()
+        self._channel.sendall(data)
+
+    def _stop_if_forked(self) -> None:
+        """Where the user's code comes back: a child that it forked and let run on must not go on as a second worker."""
+        if os.getpid() != self._pid:
+            os._exit(1)
+
+    def _let_go(self) -> None:
+        """In a forked child: the line is the worker's alone. Once only, for the number may be another file's later."""
+        descriptor = self._channel.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _decoded(line: bytes) -> ScoreItem | Unscored:
+    try:
+        return ScoreItem._make(json.loads(line))
+    except RecursionError:
+        return Unscored("invalid_input", "ground_truth or extra_info is nested too deeply")
+
+
+def with_room(function: FunctionType) -> FunctionType:
+    """The function, with a frame so large that those of all it calls lie behind it in one piece of memory.
+
+    CPython 3.11 and 3.12 keep frames in pieces of 16 KiB, and take one from the kernel and give it back whenever calls
+    cross its end. A parser whose recursion sways about that depth does so hundreds of times an answer: a third of
+    math-verify's time.
+    """
+    code = function.__code__.replace(co_stacksize=_ROOM_WORDS)
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+_serve_with_room = with_room(cast(FunctionType, Worker.serve))
+
+
+def serve(descriptor: int, limits: Mapping[str, Any]) -> None:
+    """Runs the worker of an inherited socket until the other end closes."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    with socket.socket(fileno=descriptor) as channel:
+        _serve_with_room(Worker(channel, limits))

@@ -1,0 +1,1 @@
+"""Tandem: asynchronous reinforcement learning for language models."""

@@ -1,0 +1,83 @@
+"""Documents describe what is: every command they show exists, every file and key they name is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from tandem.services.cli import app
+from tandem.services.config import known_keys, load_recipe
+from tests.support.paths import ROOT
+
+DOCUMENTS = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/algorithms.md",
+        "docs/reward.md",
+        "docs/sandbox.md",
+    )
+]
+TEXT = {file: file.read_text() for file in DOCUMENTS}
+KEY = r"(?:run|model|data|rollout|reward|jobs|trainer|weights|sft)(?:\.[a-z_]+)+"
+
+
+def lines_of_code(text: str) -> list[str]:
+    return [
+        line.partition("#")[0].strip()
+        for block in re.findall(r"^```[a-z]*\n(.*?)^```", text, re.M | re.S)
+        for line in block.splitlines()
+    ]
+
+
+COMMANDS = sorted({line for text in TEXT.values() for line in lines_of_code(text) if line.startswith("tandem ")})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
+    words = command.split()[1:]
+    path = words[:2] if words[0] in ("data", "reward") else words[:1]
+    assert CliRunner().invoke(app, [*path, "--help"]).exit_code == 0
+    overrides = [word for word in words if re.match(r"[a-z]+(\.[a-z_]+)+=", word)]
+    recipes = [word for word in words if word.startswith("examples/recipes/")]
+    for recipe in recipes:
+        load_recipe(ROOT / recipe, overrides)
+    assert all(override.partition("=")[0] in known_keys() for override in overrides)
+    options = [word for word in words if word.startswith("--")]
+    assert all(option in CliRunner().invoke(app, [*path, "--help"]).output for option in options)
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(COMMANDS) >= 8
+    known = {"demo", "run", "serve", "sft", "eval", "replay", "status", "ledger", "doctor", "config", "data", "reward"}
+    assert known == set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_every_file_that_is_named_exists(file: Path) -> None:
+    named = re.findall(
+        r"`((?:protos|rollout|reward|trainer|services|tests|docs|examples|benchmarks|deploy)/[\w./-]*)`", TEXT[file]
+    )
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT[file]) if "://" not in link]
+    assert all((ROOT / name).exists() for name in named), [name for name in named if not (ROOT / name).exists()]
+    assert all((file.parent / link).exists() for link in links)
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_every_make_target_and_key_that_is_named_exists(file: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {
+        target
+        for line in [*lines_of_code(TEXT[file]), *re.findall(r"`([^`]+)`", TEXT[file])]
+        if line.startswith("make ")
+        for target in re.findall(r" ([a-z][a-z-]+)(?= |$)", line.partition("ARGS")[0])
+    }
+    assert named <= targets, named - targets
+    keys = set(re.findall(rf"`({KEY})(?: = [^`]*)?`", TEXT[file]))
+    assert keys <= set(known_keys()), keys - set(known_keys())

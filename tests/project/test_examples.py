@@ -1,0 +1,163 @@
+"""What stands in examples/: every recipe loads, and GSM8K's data path works on a stand-in for the file and the
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import gsm8k_components
+from examples.gsm8k_reward import compute_score
+from tandem.protos.contracts import Scored, ScoreItem
+from tandem.protos.types import SamplingParameters
+from tandem.reward.config import RewardConfig
+from tandem.reward.scoring import ScoringCore
+from tandem.services.config import load_recipe
+from tandem.services.data.dataset import load_prompts
+from tandem.services.data.tiny_model import build_tiny_model
+from tandem.trainer.estimators.options import estimator_models
+from tandem.trainer.policy_losses.options import loss_models
+from tests.support.paths import ROOT
+
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
+GSM8K_RECIPES = [file for file in RECIPES if file.stem != "arithmetic"]
+SECTIONS = ["run", "model", "data", "rollout", "reward", "trainer", "trainer.advantage", "trainer.loss"]
+MORE_SECTIONS = ["trainer.kl.reward", "trainer.kl.loss", "trainer.critic", "trainer.lora", "trainer.selection"]
+MORE_SECTIONS += ["trainer.selection.overlong_penalty"]
+
+
+def write_gsm8k(folder: Path) -> None:
+    """Six rows a split as GSM8K publishes them, one of them without an answer."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = [
+            {
+                "question": f"Ann has {n} pens and buys 1,000 more. How many?",
+                "answer": f"{n}+1000=<<{n}+1000={n + 1000}>>\n#### {n + 1000:,}",
+            }
+            for n in range(5)
+        ]
+        rows.append({"question": "What?", "answer": "nobody knows"})
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prepare(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "prepare_gsm8k.py"), str(source), str(output)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def head(file: Path) -> str:
+    """The comment a recipe begins with."""
+    return file.read_text().partition("\n\n")[0]
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_every_recipe_loads(file: Path) -> None:
+    assert load_recipe(file).run.total_batches > 0
+    assert all(line.startswith("#") for line in head(file).splitlines())
+    assert re.search(r"\barXiv:\d{4}\.\d{5}\b", head(file)), "a recipe names the paper it is from"
+
+
+@pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
+def test_the_gsm8k_recipes_are_laid_out_alike(file: Path) -> None:
+    recipe = load_recipe(file)
+    assert recipe.run.run_id == file.stem
+    assert head(file).count(f"tandem run examples/recipes/{file.name}") == 2
+    sections = re.findall(r"^\[(.+)\]$", file.read_text(), re.MULTILINE)
+    assert sections == [*SECTIONS, *(one for one in MORE_SECTIONS if one in sections), "weights"]
+    keys = tomllib.loads(file.read_text())["trainer"].keys()
+    assert {"learning_rate", "optimizer_steps_per_batch", "aggregation", "correction", "advantage", "loss"} <= keys
+    assert (ROOT / recipe.reward.scorer.partition(":")[0]).is_file()
+    assert recipe.rollout.max_groups_in_flight == recipe.run.groups_per_batch
+
+
+def test_every_algorithm_has_a_recipe() -> None:
+    trainers = [load_recipe(file).trainer for file in RECIPES]
+    assert {trainer.advantage.name for trainer in trainers} == set(estimator_models())
+    assert {trainer.loss.name for trainer in trainers} == set(loss_models())
+    assert any(trainer.lora is not None for trainer in trainers)
+    assert any(trainer.needs_critic for trainer in trainers)
+    assert any(trainer.kl.loss is not None for trainer in trainers)
+    assert any(trainer.kl.reward is not None for trainer in trainers)
+    assert any(trainer.selection.drop_zero_variance for trainer in trainers)
+
+
+def test_gsm8k_becomes_prompts_and_is_judged(tmp_path: Path) -> None:
+    write_gsm8k(tmp_path / "raw")
+    done = prepare(tmp_path / "raw", tmp_path / "data")
+    assert done.returncode == 0, done.stderr
+    assert "5 rows, 1 without an answer skipped" in done.stdout
+    recipe = load_recipe(ROOT / "examples/recipes/gsm8k.toml")
+    loaded = load_prompts(
+        tmp_path / "data" / "train.parquet",
+        model_path=str(build_tiny_model(tmp_path / "model")),
+        chat_template="",
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        num_samples=recipe.rollout.samples_per_prompt,
+        sampling=SamplingParameters(),
+    )
+    assert len(loaded.prompts) == 5 and not loaded.faults
+    assert [prompt.ground_truth for prompt in loaded.prompts] == ["1000", "1001", "1002", "1003", "1004"]
+    prompt = loaded.prompts[3]
+    items = [
+        ScoreItem(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
+        for text in ("so #### 1,003.", "#### 7", "1003")
+    ]
+    assert scores("gsm8k", items) == [Scored(1.0), Scored(0.0), Scored(0.0)]
+    assert scores("dapo", items) == [Scored(1.0), Scored(-1.0), Scored(-1.0)]
+    assert scores("gdpo", items) == [
+        Scored(1.0, {"right": 1.0, "format": 0.0}),
+        Scored(0.0, {"right": 0.0, "format": 1.0}),
+        Scored(0.0, {"right": 0.0, "format": 0.0}),
+    ]
+
+
+def scores(recipe: str, items: list[ScoreItem]) -> list[Any]:
+    """What the scorer of a recipe makes of these."""
+    reward = load_recipe(ROOT / f"examples/recipes/{recipe}.toml").reward
+    core = ScoringCore(RewardConfig(scorer=str(ROOT / reward.scorer), arguments=reward.arguments))
+    try:
+        return list(core.score(core.default, items, "calls"))
+    finally:
+        core.close()
+
+
+def test_a_folder_without_gsm8k_is_named(tmp_path: Path) -> None:
+    done = prepare(tmp_path, tmp_path / "out")
+    assert done.returncode == 2 and str(tmp_path) in done.stderr
+
+
+def test_the_gsm8k_rule_reads_the_last_answer_of_the_end() -> None:
+    assert compute_score("gsm8k", "#### 1\n#### -2", "-2") == 1.0
+    assert compute_score("gsm8k", "#### 5" + " " * 300, "5") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("solution", "right", "form"),
+    [
+        ("3 + 4 = 7\n#### 7", 1.0, 1.0),
+        ("#### 7\n", 1.0, 1.0),
+        ("it is #### 7", 1.0, 0.0),
+        ("#### 7 pens", 1.0, 0.0),
+        ("#### 8", 0.0, 1.0),
+        ("#### -1,000.5", 0.0, 1.0),
+        ("####", 0.0, 0.0),
+        ("#### .", 0.0, 0.0),
+        ("7", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        ("#### 7" + " " * 300, 0.0, 0.0),
+        (" " * 300 + "\n#### 7", 1.0, 1.0),
+    ],
+)
+def test_the_components_of_the_gsm8k_reward(solution: str, right: float, form: float) -> None:
+    found = gsm8k_components.compute_score("gsm8k", solution, "7")
+    assert found == {"score": right, "right": right, "format": form}
+    assert compute_score("gsm8k", solution, "7") == right

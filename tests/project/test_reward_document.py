@@ -1,0 +1,137 @@
+"""docs/reward.md shows what is: everything in it was done, every scorer, limit and error is in it, every example file
+works.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tandem.protos import reward_pb2
+from tandem.reward.config import RewardConfig
+from tandem.reward.rubric.catalogue import Catalogue
+from tandem.reward.rubric.rubric import Rubric
+from tandem.services.config import load_service_config
+from tandem.services.config.jobs import ServiceConfig
+from tests.support.reward_page import PAGE, ROOT, commands_of, followed, remote_scorers
+
+TEXT = PAGE.read_text(encoding="utf-8")
+RUBRICS = sorted((ROOT / "examples" / "rubrics").glob("*.toml"))
+CONFIG = ROOT / "examples" / "reward_service.toml"
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", TEXT, re.M | re.S)
+
+
+def commands() -> list[str]:
+    return [command for block in blocks("console") for command in commands_of(block)]
+
+
+@pytest.mark.timeout(300)
+def test_what_the_page_shows_is_what_happens() -> None:
+    """`python -m tests.support.reward_page` writes the page anew."""
+    assert followed().splitlines() == TEXT.splitlines()
+
+
+def test_every_call_is_shown_with_grpcurl() -> None:
+    shown = {
+        word.rpartition("/")[2]
+        for one in commands()
+        if one.startswith("grpcurl")
+        for word in shlex.split(one.partition("<<")[0])
+    }
+    service = reward_pb2.DESCRIPTOR.services_by_name["RewardService"]
+    assert set(service.methods_by_name) <= shown
+
+
+def test_every_command_is_shown() -> None:
+    shown = {tuple(one.split()[1:3]) for one in commands() if one.startswith("tandem")}
+    named = ("score", "submit", "jobs", "results", "cancel", "delete", "scorers", "serve")
+    assert {("reward", name) for name in named} == shown
+
+
+def test_clients_are_generated_from_protos_alone(tmp_path: Path) -> None:
+    (line,) = [line for line in TEXT.splitlines() if line.startswith("protoc ")]
+    words = [word for word in shlex.split(line) if not word.startswith(("--go", "protoc"))]
+    assert words == ["-I", ".", "protos/reward.proto"]
+    (tmp_path / "protos").mkdir()
+    (tmp_path / words[-1]).write_text((ROOT / words[-1]).read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", *words, "--descriptor_set_out=out"],
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and (tmp_path / "out").stat().st_size > 0
+
+
+def test_the_page_explains_every_key_of_a_rubric() -> None:
+    from tandem.reward.rubric.rubric import _ComponentTable, _File
+
+    table = TEXT.partition("| key | of | meaning |")[2].partition("\n\n")[0]
+    explained = {
+        name
+        for row in table.splitlines()
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    models = (_ComponentTable, _File)
+    assert explained == {info.alias or name for model in models for name, info in model.model_fields.items()}
+
+
+def test_every_reason_is_explained() -> None:
+    from typing import get_args
+
+    from tandem.protos.contracts import UnscoredReason
+
+    explained = re.findall(
+        r"^\| `(\w+)` \|", TEXT.partition("| reason of an item | when |")[2].partition("\n\n")[0], re.M
+    )
+    assert set(explained) == {*get_args(UnscoredReason), "cancelled"}
+
+
+def test_limits_are_explained() -> None:
+    assert "| ? |" not in TEXT
+
+
+def test_links_lead_to_headings() -> None:
+    headings = {re.sub(r"[^a-z -]", "", one.lower()).replace(" ", "-") for one in re.findall(r"^#+ (.*)$", TEXT, re.M)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
+
+
+def test_settings_shown_are_those_of_the_example() -> None:
+    shown = [block for block in blocks("toml") if "reward.scorers" in block]
+    assert shown and all(block in CONFIG.read_text() for block in shown)
+
+
+@pytest.mark.parametrize("file", RUBRICS, ids=lambda file: file.stem)
+def test_every_rubric_is_one_a_client_may_send(file: Path) -> None:
+    declared = load_service_config(CONFIG).reward if file.stem == "judged" else RewardConfig()
+    rubric = Rubric.parse(file.read_text(), allowed=Catalogue.of(declared).restricted())
+    assert rubric.components
+    head = file.read_text().partition("\n\n")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    assert re.search(rf"tandem reward (score|submit) answers\.\w+ --rubric examples/rubrics/{file.name}", head)
+
+
+def test_the_examples_configuration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_service_config(CONFIG)
+    assert isinstance(config, ServiceConfig) and set(config.reward.scorers) == {"gsm8k_rule", "helpfulness"}
+    named = [
+        config.reward.rubric,
+        *(one.scorer.partition(":")[0] for one in config.reward.scorers.values() if ":" in one.scorer),
+    ]
+    assert all((ROOT / name).is_file() for name in named)
+    used = {
+        table["scorer"] for table in tomllib.loads((ROOT / "examples/rubrics/judged.toml").read_text())["components"]
+    }
+    assert used == set(config.reward.scorers)
+    assert config.reward.scorers["helpfulness"].scorer in remote_scorers()

@@ -1,0 +1,107 @@
+"""The set-up: pins agree with ranges, wrong surroundings end in one clear line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support.paths import ROOT
+
+
+def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "deploy").mkdir(exist_ok=True)
+    for name in ("pyproject.toml", "constraints-cpu.txt", "deploy/setup.sh"):
+        shutil.copy(ROOT / name, folder / name)
+    return subprocess.run(
+        [folder / "deploy/setup.sh"],
+        env={**os.environ, "EXTRA": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_every_requirement_is_pinned_within_its_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(
+        line.lower().split("==") for line in (ROOT / "constraints-cpu.txt").read_text().splitlines() if "==" in line
+    )
+    extras = project["optional-dependencies"]
+    for text in [*project["dependencies"], *extras["cpu"], *extras["dev"]]:
+        requirement = Requirement(text)
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        pin = pins.get(name) or pins.get(name.replace("-", "_"))
+        assert pin, f"{name} is not in constraints-cpu.txt; run make lock"
+        assert requirement.specifier.contains(pin), f"{name}=={pin} is outside {requirement.specifier}; run make lock"
+
+
+def test_pins_hold_nothing_of_cuda() -> None:
+    assert not re.search(
+        r"(?im)^(nvidia|cuda|triton|torchvision|torchaudio|torchcodec)", (ROOT / "constraints-cpu.txt").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        ({"PYTHON": "/nowhere/python3"}, "found no Python 3.11 or 3.12 as /nowhere/python3"),
+        ({"EXTRA": "tpu"}, "EXTRA=tpu is unknown"),
+    ],
+)
+def test_a_wrong_setting_ends_in_one_line(tmp_path: Path, environment: dict[str, str], complaint: str) -> None:
+    done = run_setup(tmp_path, **environment)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_bubblewrap_is_unpacked_beside_the_interpreter_or_done_without(tmp_path: Path, fetched: bool) -> None:
+    """The script's own steps, with stand-ins for the commands that fetch and unpack a package."""
+    script = (ROOT / "deploy/setup.sh").read_text()
+    functions = script[script.index("unpack() {") : script.index('if [ "$EXTRA" = cpu ]; then\n    if ! has_libnuma')]
+    step = re.search(r'^if \[ -z "\$LOCK" \] && ! has_bubblewrap; then\n.*?^fi\n', script, re.DOTALL | re.MULTILINE)
+    assert step is not None
+    stand_ins = {
+        "apt-get": ': >"${@: -1}_1_all.deb"' if fetched else "exit 1",
+        "dpkg": f"mkdir -p unpacked/usr/bin; cp {tmp_path}/bwrap unpacked/usr/bin/bwrap",
+    }
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho bubblewrap 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    commands, venv = tmp_path / "commands", tmp_path / "venv"
+    for folder in (commands, venv / "bin"):
+        folder.mkdir(parents=True)
+    for name, text in stand_ins.items():
+        (commands / name).write_text(f"#!/bin/bash\n{text}\n")
+        (commands / name).chmod(0o755)
+    for name in ("bash", "sh", "mkdir", "cp", "rm", "chmod", "timeout"):
+        (commands / name).symlink_to(str(shutil.which(name)))
+    head = f'set -euo pipefail\nVENV={venv} LOG={tmp_path}/log LOCK=\nsay() {{ printf "setup: %s\\n" "$*"; }}\n'
+    done = subprocess.run(
+        ["bash", "-c", head + functions + step[0]],
+        env={"PATH": str(commands)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (line,) = done.stdout.splitlines()
+    assert ("unpacked into" if fetched else "could not be fetched") in line
+    assert (venv / "bin/bwrap").exists() == fetched and [one.name for one in venv.iterdir()] == ["bin"]
+
+
+def test_an_environment_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    done = run_setup(tmp_path)
+    assert done.returncode == 2
+    assert "was not made by deploy/setup.sh" in done.stderr
+    assert (tmp_path / ".venv/bin/python").exists()

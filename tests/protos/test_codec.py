@@ -1,0 +1,143 @@
+"""The Arrow codec: what goes in comes out, and a later schema is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos import codec
+from tandem.protos.errors import DataError, SchemaVersionError
+from tandem.protos.types import (
+    Prompt,
+    SamplingParameters,
+    ScoredTrajectory,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
+
+texts = st.text(max_size=12)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts, lambda v: st.lists(v, max_size=3), max_leaves=5
+)
+floats = st.floats(-1e6, 1e6)
+samplings = st.builds(
+    SamplingParameters,
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.1, 1),
+    top_k=st.integers(0, 50),
+    max_tokens=st.integers(1, 4096),
+    seed=st.none() | st.integers(0, 2**31),
+    stop=st.lists(texts, max_size=2).map(tuple),
+)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    num_tokens = draw(st.integers(0, 9))
+    spans = st.builds(VersionSpan, st.integers(0, 9), st.integers(0, 3), st.integers(0, 99))
+    return Segment(
+        ids=np.asarray(draw(st.lists(st.integers(0, 2**31 - 1), min_size=num_tokens, max_size=num_tokens)), np.int32),
+        behavior_logprobs=np.asarray(
+            draw(st.lists(st.floats(-50, 0, width=32), min_size=num_tokens, max_size=num_tokens)), np.float32
+        ),
+        loss_mask=np.asarray(draw(st.lists(st.integers(0, 1), min_size=num_tokens, max_size=num_tokens)), np.uint8),
+        spans=tuple(draw(st.lists(spans, max_size=3))),
+    )
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory | ScoredTrajectory:
+    parts = tuple(draw(st.lists(segments(), min_size=1, max_size=3)))
+    trajectory = Trajectory(
+        trajectory_id=draw(st.integers(0, 99)),
+        role=draw(st.sampled_from(["policy", "baseline"])),
+        segments=parts,
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        text=draw(texts),
+        sampling=draw(samplings),
+        earned_reward=draw(floats),
+        metadata=draw(st.dictionaries(texts, json_values, max_size=2)),
+        token_rewards=(
+            tuple(np.linspace(0, 1, len(s.ids), dtype=np.float32) for s in parts) if draw(st.booleans()) else None
+        ),
+    )
+    kind = draw(st.sampled_from(["plain", "scored", "unscored"]))
+    if kind == "plain":
+        return trajectory
+    if kind == "unscored":
+        return ScoredTrajectory(trajectory, None, unscored_reason="timeout", unscored_detail=draw(texts))
+    return ScoredTrajectory(trajectory, draw(floats), draw(st.dictionaries(texts, floats, max_size=2)))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> TrajectoryGroup:
+    prompt = Prompt(
+        epoch=draw(st.integers(0, 9)),
+        index=draw(st.integers(0, 2**40)),
+        token_ids=np.asarray(draw(st.lists(st.integers(0, 2**31 - 1), max_size=9)), np.int32),
+        num_samples=draw(st.integers(1, 64)),
+        sampling=draw(samplings),
+        data_source=draw(texts),
+        ground_truth=draw(json_values),
+        messages=tuple(draw(st.lists(st.fixed_dictionaries({"role": texts, "content": texts}), max_size=2))),
+        extra_info=draw(st.dictionaries(texts, json_values, max_size=2)),
+    )
+    return TrajectoryGroup(prompt, tuple(draw(st.lists(trajectories(), max_size=4))))
+
+
+def plain(value: object) -> object:
+    """Dataclasses and arrays as nested values with dtypes, so that `==` compares everything."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tolist())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (type(value).__name__, *(plain(getattr(value, field.name)) for field in dataclasses.fields(value)))
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    return value
+
+
+@given(groups())
+@settings(max_examples=150, deadline=None)
+def test_a_group_survives_the_round_trip(group: TrajectoryGroup) -> None:
+    assert plain(codec.decode_group(codec.encode_group(group))) == plain(group)
+
+
+@given(groups())
+@settings(max_examples=50, deadline=None)
+def test_headers_survive_the_round_trip(group: TrajectoryGroup) -> None:
+    headers = codec.group_headers(group)
+    assert codec.decode_headers(codec.encode_headers(headers)) == headers
+    assert len(headers) == sum(len(row.trajectory.segments) for row in group.scored_rows)
+
+
+def example_group() -> TrajectoryGroup:
+    return TrajectoryGroup(Prompt(0, 1, np.asarray([1, 2], np.int32), 2, SamplingParameters()))
+
+
+def test_a_future_schema_version_is_refused_with_both_versions_named() -> None:
+    batch = codec.group_to_batch(example_group())
+    metadata = {**batch.schema.metadata, b"tandem.schema_version": b"7"}
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema.with_metadata(metadata)) as writer:
+        writer.write_batch(batch.replace_schema_metadata(metadata))
+    with pytest.raises(SchemaVersionError, match=r"version 7.*up to 1"):
+        codec.decode_group(sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize("payload", [b"", b"nonsense", codec.encode_group(example_group())[:-40]])
+def test_bytes_that_are_no_group_are_a_data_error(payload: bytes) -> None:
+    with pytest.raises(DataError):
+        codec.decode_group(payload)
+
+
+def test_a_prompt_that_json_cannot_hold_names_its_row() -> None:
+    prompt = dataclasses.replace(example_group().prompt, ground_truth=b"bytes")
+    with pytest.raises(DataError, match="row 1"):
+        codec.encode_group(TrajectoryGroup(prompt))

@@ -1,0 +1,146 @@
+"""What a judge may ask for: requests at once, requests and tokens a minute, money."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.reward.endpoints import http_client
+from tandem.reward.scorers.judge import GenerativeJudge
+from tests.support.judge_calls import GOOD, ask, item, refused, user_text
+from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+# ---- limits ----
+
+
+def test_no_more_requests_at_once_than_allowed() -> None:
+    met = threading.Barrier(3, timeout=30.0)
+
+    def answer(asked: Asked) -> Answer:
+        met.wait()  # passes only when three are here
+        return GOOD
+
+    with MisbehavingServer(answer) as server:
+        with closing(GenerativeJudge(base_url=server.url, model="m", max_concurrent=3)) as judge:
+            assert judge.judge_batch([item(str(n)) for n in range(9)]) == [Scored(7.0)] * 9
+        assert server.most_at_once == 3
+
+
+def test_several_threads_share_one_judge() -> None:
+    def answer(asked: Asked) -> Answer:
+        return chat(json.dumps({"score": int(user_text(asked).partition("answer <")[2].partition(">")[0])}))
+
+    results: dict[int, list[Score]] = {}
+    with MisbehavingServer(answer) as server:
+        with closing(GenerativeJudge(base_url=server.url, model="m")) as judge:
+
+            def work(grade: int) -> None:
+                results[grade] = judge.judge_batch([item(f"answer <{grade}>")] * 5)
+
+            threads = [threading.Thread(target=work, args=(grade,)) for grade in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30.0)
+        assert len(server.asked) == 40
+    assert results == {grade: [Scored(float(grade))] * 5 for grade in range(8)}
+
+
+def test_requests_are_spread_over_the_minute() -> None:
+    began = time.monotonic()
+    scores, _ = ask(GOOD, [item("a")] * 4, requests_per_minute=300)
+    assert scores == [Scored(7.0)] * 4
+    assert time.monotonic() - began >= 0.6  # three pauses of 0.2 s: they cannot be shorter, however slow the machine
+
+
+def test_those_who_wait_for_the_rate_do_not_use_up_their_deadline() -> None:
+    """Eight requests at 120 a minute take 4 s. Were they all under way, those after the fourth would wait for more than
+    their 2 s.
+    """
+    scores, _ = ask(GOOD, [item("a")] * 8, requests_per_minute=120, deadline_seconds=2.0)
+    assert scores == [Scored(7.0)] * 8
+
+
+def test_tokens_count_as_they_were_used() -> None:
+    """Each may take some 1,300 of 3,000 tokens a minute and takes 15. Uncorrected, the second would have to wait for 26
+    s.
+    """
+    scores, _ = ask(GOOD, [item("a")] * 3, tokens_per_minute=3000, max_concurrent=1, deadline_seconds=20.0)
+    assert scores == [Scored(7.0)] * 3
+
+
+def test_a_question_above_the_rate_is_limited() -> None:
+    scores, asked = ask(GOOD, [item("x" * 9000), item("a")], tokens_per_minute=3000)
+    reason, detail = refused(scores[0])
+    assert reason == "limit" and "more than tokens_per_minute 3000" in detail
+    assert scores[1] == Scored(7.0) and len(asked) == 1
+
+
+def test_what_the_rate_leaves_no_time_for_is_a_timeout() -> None:
+    """The first attempt may have taken its tokens, and the window has no room for those of a second."""
+    options = {"tokens_per_minute": 1500, "timeout_seconds": 0.2, "deadline_seconds": 2.0}
+    scores, asked = ask(Answer(hangs=True), [item("a")], **options)
+    reason, detail = refused(scores[0])
+    assert reason == "timeout" and "room in the rate limit (attempt 2)" in detail and len(asked) == 1
+
+
+def test_a_turn_that_does_not_come_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "LONGEST_LINE_SECONDS", 0.1)
+    options = {"max_concurrent": 1, "max_attempts": 1, "timeout_seconds": 1.0}
+    scores, asked = ask(Answer(hangs=True), [item("a")] * 2, **options)
+    assert [refused(score)[0] for score in scores] == ["timeout", "infrastructure"] and len(asked) == 1
+    assert refused(scores[1])[1] == "it waited 0.1 s for a place at the judge"
+
+
+# ---- spending ----
+
+
+def test_spending_stops_below_the_cap() -> None:
+    answer = chat('{"score": 7}', prompt_tokens=100, completion_tokens=100)  # costs 0.0003
+    with MisbehavingServer(lambda asked: answer) as server:
+        judge = GenerativeJudge(
+            base_url=server.url, model="m", prompt_price=1.0, completion_price=2.0, max_spend=0.01, max_tokens=1000
+        )
+        with closing(judge):
+            scores = judge.judge_batch([item("a")] * 60)
+            spent = judge.figures()["judge_spent"]
+        num_asked = len(server.asked)
+    scored = [score for score in scores if isinstance(score, Scored)]
+    others = [score for score in scores if isinstance(score, Unscored)]
+    assert len(scored) == num_asked and spent == pytest.approx(0.0003 * num_asked) and spent <= 0.01
+    assert 20 <= num_asked < 34, "it goes on as long as the dearest answer would still fit"
+    assert others and {score.reason for score in others} == {"limit"} and "max_spend 0.01" in others[0].detail
+
+
+@pytest.mark.parametrize(
+    ("bad", "billed"),
+    [
+        (Answer(hangs=True), True),
+        (Answer({"choices": 1}), True),
+        (Answer(b"{", cut=True), True),
+        (Answer(status=500), False),
+    ],
+    ids=["hangs", "garbage", "cut", "500"],
+)
+def test_what_may_have_been_billed_counts_as_spent(bad: Answer, billed: bool) -> None:
+    with MisbehavingServer(lambda asked: bad) as server:
+        judge = GenerativeJudge(
+            base_url=server.url, model="m", completion_price=1000.0, max_spend=5.0, max_attempts=1, timeout_seconds=1.0
+        )
+        with closing(judge):
+            judge.judge_batch([item("a")])
+            figures = judge.figures()
+            assert figures["judge_requests"] == 1.0
+            assert figures["judge_spent"] == (pytest.approx(1.024) if billed else 0.0)

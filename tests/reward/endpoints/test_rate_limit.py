@@ -1,0 +1,327 @@
+"""The limiter and the spend meter against a clock of the test's: never more than allowed, and never stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.reward.endpoints.rate_limit import RateLimit, RateLimiter, Taken
+from tandem.reward.endpoints.spend import SpendMeter
+from tandem.reward.scheduling.priority_queue import Priority
+
+T = TypeVar("T")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that never waits: its clock jumps to the next timer. Waiting for nothing at all is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        look = self._selector.select  # type: ignore[attr-defined]
+
+        def select(timeout: float | None) -> Any:
+            assert timeout is not None, "everything waits and nothing will happen"
+            self.now += max(0.0, timeout)
+            return look(0)
+
+        self._selector.select = select  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self.now
+
+
+def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(work())
+    finally:
+        loop.close()
+
+
+def worst_window(taken: list[Taken], window_seconds: float) -> int:
+    """The most that was admitted in any half-open window (one that begins at an admission is the worst)."""
+    return max(
+        sum(one.amount for one in taken if first.at <= one.at and not first.at + window_seconds <= one.at)
+        for first in taken
+    )
+
+
+@given(
+    most=st.integers(1, 50),
+    window_seconds=st.sampled_from([0.1, 1.0, 7.3, 60.0]),
+    steps=st.lists(st.tuples(st.integers(1, 50), st.floats(0.0, 30.0), st.integers(0, 100)), max_size=60),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_window_holds_more_than_the_rate_and_all_are_admitted(
+    most: int, window_seconds: float, steps: list[tuple[int, float, int]]
+) -> None:
+    limit, now, taken = RateLimit(most, window_seconds), 0.0, []
+    for amount, idle, used_percent in steps:
+        now += idle
+        amount = min(amount, most)
+        asked_at = now
+        for tries in itertools.count():
+            delay = limit.delay(amount, now)
+            assert delay >= 0.0 and tries < 10, "the delay it names must suffice, up to rounding"
+            if delay == 0.0:
+                break
+            now += delay
+        assert now - asked_at <= window_seconds * (1 + 1e-9), "after a window, all of it is free"
+        taken.append(limit.take(amount, now))
+        limit.settle(taken[-1], amount * used_percent // 100)  # an estimate is not exceeded
+    if taken:
+        assert worst_window(taken, window_seconds) <= most
+
+
+@given(most=st.integers(1, 40), windows=st.integers(1, 4))
+def test_the_full_rate_can_be_kept_up(most: int, windows: int) -> None:
+    limit, now = RateLimit(most, 60.0), 0.0
+    for _ in range(most * windows):
+        while delay := limit.delay(1, now):
+            now += delay
+        limit.take(1, now)
+    assert now < 60.0 * windows
+
+
+def test_an_estimate_that_was_too_low_delays_those_who_follow() -> None:
+    limit = RateLimit(100, 60.0)
+    limit.settle(limit.take(10, 0.0), 90)
+    assert limit.delay(20, 0.0) == 60.0  # 90 + 20 do not fit into one window
+    assert limit.delay(5, 0.0) == pytest.approx(54.0)  # they would fit; the rate is 1 in 0.6 s
+    late = limit.take(1, 60.0)
+    limit.delay(1, 500.0)
+    limit.settle(late, 1000)  # its window has passed: nobody is delayed for it
+    assert limit.delay(100, 500.0) == 0.0
+
+
+def test_what_can_never_pass_is_refused() -> None:
+    with pytest.raises(ValueError, match="11 at once is more than 10 in 60 s"):
+        RateLimit(10).delay(11, 0.0)
+    for most, seconds in ((0, 60.0), (1, 0.0)):
+        with pytest.raises(ValueError):
+            RateLimit(most, seconds)
+
+
+@given(amounts=st.lists(st.integers(1, 10), min_size=1, max_size=40), most=st.integers(10, 30))
+@settings(deadline=None)
+def test_those_who_wait_are_admitted_in_the_order_they_came(amounts: list[int], most: int) -> None:
+    admitted: list[int] = []
+    taken: list[Taken] = []
+
+    async def work() -> None:
+        limiter = RateLimiter([RateLimit(most), RateLimit(len(amounts))])
+
+        async def one(number: int) -> None:
+            by_tokens, _ = await limiter.take([amounts[number], 1])
+            admitted.append(number)
+            taken.append(by_tokens)
+
+        await asyncio.gather(*(one(number) for number in range(len(amounts))))
+
+    run(work)
+    assert admitted == list(range(len(amounts)))
+    assert worst_window(taken, 60.0) <= most
+
+
+def test_room_that_comes_back_is_used_at_once() -> None:
+    async def work() -> float:
+        limiter, loop = RateLimiter([RateLimit(100)]), asyncio.get_running_loop()
+        first = await limiter.take([100])
+        began = loop.time()
+        second = asyncio.create_task(limiter.take([50]))
+        await asyncio.sleep(1.0)
+        limiter.settle(first, [10])
+        await second
+        return loop.time() - began
+
+    assert run(work) == pytest.approx(6.0)  # 10 units at 0.6 s each, not the 60 s of 100
+
+
+def test_the_ring_passes_jobs_that_came_before_and_they_get_their_share() -> None:
+    order: list[Priority] = []
+
+    async def work() -> None:
+        limiter = RateLimiter([RateLimit(60), RateLimit(1000)])
+
+        async def one(lane: Priority) -> None:
+            await limiter.take([1, 1], lane)
+            order.append(lane)
+
+        await limiter.take([60, 1])  # there is no room for a minute
+        jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
+        await asyncio.sleep(1.0)
+        assert (limiter.waiting("jobs"), limiter.waiting("ring")) == (6, 0)
+        await asyncio.gather(*jobs, *(asyncio.create_task(one("ring")) for _ in range(9)))
+
+    run(work)
+    assert "".join(lane[0] for lane in order) == "rrrjrrrjrrrjjjj"
+
+
+def test_further_attempts_go_before_first_ones_of_their_lane_in_their_order() -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        limiter = RateLimiter([RateLimit(60)])
+
+        async def one(name: str, lane: Priority, again: bool) -> None:
+            await limiter.take([1], lane, again=again)
+            order.append(name)
+
+        await limiter.take([60])
+        line: list[tuple[str, Priority, bool]] = [
+            ("job", "jobs", False),
+            ("job again", "jobs", True),
+            ("gone", "jobs", True),
+            ("job again, too", "jobs", True),
+            ("call", "calls", False),
+        ]
+        tasks = [asyncio.create_task(one(*who)) for who in line]
+        await asyncio.sleep(1.0)
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, one("late", "jobs", True), return_exceptions=True)
+
+    run(work)
+    assert order == ["call", "job again", "job again, too", "late", "job"]
+
+
+def test_an_attempt_that_was_let_through_is_before_nobody_any_more() -> None:
+    order: list[str] = []
+
+    async def work() -> None:
+        limiter = RateLimiter([RateLimit(60)])
+
+        async def one(name: str, again: bool) -> None:
+            await limiter.take([1], again=again)
+            order.append(name)
+
+        await limiter.take([60])
+        first = asyncio.create_task(one("again", True))
+        waiting = [asyncio.create_task(one(name, False)) for name in ("first", "second")]
+        await first
+        await asyncio.gather(one("again, later", True), *waiting)
+
+    run(work)
+    assert order == ["again", "again, later", "first", "second"]
+
+
+def test_one_who_is_cancelled_just_as_it_was_let_through_takes_nothing() -> None:
+    async def work() -> tuple[float, float]:
+        limiter, meter, loop = RateLimiter([RateLimit(60)]), SpendMeter(1.0), asyncio.get_running_loop()
+        first = await limiter.take([60])
+        assert await meter.reserve(0.9)
+        gone = [asyncio.create_task(limiter.take([50])), asyncio.create_task(meter.reserve(0.9))]
+        await asyncio.sleep(1.0)
+        limiter.settle(first, [0])  # lets the one through …
+        meter.charge(0.9, 0.0)  # … and the other …
+        for task in gone:
+            task.cancel()  # … which never hear of it
+        await asyncio.wait(gone)
+        began = loop.time()
+        await limiter.take([60])
+        return loop.time() - began, meter.reserved
+
+    assert run(work) == (pytest.approx(0.0), 0.0)
+
+
+def test_many_looks_leave_one_timer() -> None:
+    async def work() -> int:
+        limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
+        taken = await limiter.take([10])
+        waiting = asyncio.create_task(limiter.take([10]))
+        await asyncio.sleep(1.0)
+        for _ in range(50):
+            limiter.settle(taken, [10])
+        timers = [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+        await waiting
+        return len(timers)
+
+    assert run(work) == 1
+
+
+def test_one_who_gives_up_holds_nobody_up() -> None:
+    async def work() -> float:
+        limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
+        began = loop.time()
+        await limiter.take([5])
+        impatient = asyncio.create_task(limiter.take([10]))
+        patient = asyncio.create_task(limiter.take([1]))
+        await asyncio.sleep(1.0)
+        impatient.cancel()
+        await patient
+        return loop.time() - began
+
+    assert run(work) == pytest.approx(30.0)  # five units at 6 s each, not the 60 s of the one that left
+
+
+@given(
+    cap=st.floats(0.01, 5.0),
+    requests=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 3.0)), max_size=40),
+)
+@settings(max_examples=200, deadline=None)
+def test_never_more_is_spent_than_the_cap_and_everybody_is_answered(
+    cap: float, requests: list[tuple[float, float, float]]
+) -> None:
+    meter = SpendMeter(cap)
+    answers: list[bool] = []
+
+    async def one(highest: float, share: float, seconds: float) -> None:
+        granted = await meter.reserve(highest)
+        answers.append(granted)
+        if granted:
+            await asyncio.sleep(seconds)
+            meter.charge(highest, highest * share)
+        assert meter.spent <= cap + 1e-9
+
+    async def work() -> None:
+        await asyncio.gather(*(one(*request) for request in requests))
+
+    run(work)
+    assert len(answers) == len(requests) and meter.reserved == 0.0
+    if sum(highest for highest, _, _ in requests) < cap - 1e-6:
+        assert all(answers), "nothing is refused that fits"
+
+
+def test_a_request_waits_while_others_may_turn_out_cheaper() -> None:
+    async def work() -> Iterator[bool]:
+        meter = SpendMeter(1.0)
+        assert meter.offer(0.8) == "granted" and meter.offer(0.8) == "later" and meter.offer(1.1) == "never"
+        waiting = asyncio.create_task(meter.reserve(0.8))
+        await asyncio.sleep(1.0)
+        meter.charge(0.8, 0.1)
+        first = await waiting
+        meter.charge(0.8, 0.8)
+        return iter((first, await meter.reserve(0.2), await meter.reserve(0.05)))
+
+    assert list(run(work)) == [True, False, True]
+
+
+def test_the_last_money_is_the_rings() -> None:
+    async def work() -> list[bool]:
+        meter = SpendMeter(1.0)
+        assert meter.offer(0.9) == "granted"
+        job = asyncio.create_task(meter.reserve(0.6, "jobs"))
+        await asyncio.sleep(1.0)
+        ring = asyncio.create_task(meter.reserve(0.6, "ring"))
+        gone = asyncio.create_task(meter.reserve(0.6, "ring"))
+        await asyncio.sleep(1.0)
+        gone.cancel()
+        meter.charge(0.9, 0.1)
+        first = await ring
+        meter.charge(0.6, 0.6)
+        return [first, await job]
+
+    assert run(work) == [True, False]
+
+
+def test_without_a_cap_it_only_counts() -> None:
+    meter = SpendMeter(None)
+    assert [meter.offer(1e6) for _ in range(3)] == ["granted"] * 3
+    meter.charge(1e6, 7.5)
+    assert meter.spent == 7.5

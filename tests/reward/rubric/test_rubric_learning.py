@@ -1,0 +1,155 @@
+"""From a rubric to advantages: its components stay apart all the way to the estimator that compares them one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.contracts import ScoreItem
+from tandem.protos.errors import ConfigError, DataError
+from tandem.protos.types import TrajectoryGroup
+from tandem.reward.config import RewardConfig
+from tandem.reward.scoring import ScoringCore
+from tandem.services.reward.service import scored_row
+from tandem.services.run.preflight import check_reward
+from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch_layout import BatchLayout
+from tandem.trainer.batch_rewards import StartColumns, learning_targets, reward_components
+from tests.support.run_inputs import recipe_of, small_values
+from tests.support.training_groups import make_batch, make_group
+
+RUBRIC = """
+[[components]]
+name = "form"
+scorer = "regex"
+arguments = { pattern = "^#### ", compare = false }
+weight = 0.1
+[[components]]
+name = "right"
+scorer = "rubric"
+arguments = { name = "answers" }
+data_sources = ["numbers"]
+[[components]]
+name = "same"
+scorer = "exact"
+data_sources = ["words"]
+[[rubrics.answers.components]]
+scorer = "numeric"
+"""
+
+
+def score_group(core: ScoringCore, group: TrajectoryGroup, source: str, texts: list[str]) -> TrajectoryGroup:
+    """The group with these answers, judged, as the reward service stores it and the trainer reads it."""
+    items = [ScoreItem(source, text, "7") for text in texts]
+    scores = core.score(core.default, items, "ring")
+    rows = [scored_row(row.trajectory, score) for row, score in zip(group.scored_rows, scores, strict=True)]
+    return decode_group(encode_group(replace(group, rows=tuple(rows))))
+
+
+def advantages(groups: list[TrajectoryGroup], **options: Any) -> list[float]:
+    """One number a row: of its first token."""
+    batch, by_id = make_batch(groups)
+    layout = BatchLayout.of(batch, rank=0)
+    config = AlgorithmConfig(advantage={"name": "gdpo", "whiten": False, **options})  # type: ignore[arg-type]
+    targets = learning_targets(
+        layout,
+        batch.headers,
+        StartColumns(),
+        config,
+        components=reward_components(by_id),
+        reward_kl_coefficient=0.0,
+        max_response_tokens=12,
+        seed=0,
+    )
+    return [float(row[0]) for row in targets.advantages_N.split(layout.lengths_R.tolist())]
+
+
+def normalised(values: list[float]) -> np.ndarray:
+    array = np.array(values)
+    return (array - array.mean()) / (array.std(ddof=1) + 1e-6)
+
+
+@pytest.fixture
+def rubric_file(tmp_path: Path) -> Path:
+    file = tmp_path / "rubric.toml"
+    file.write_text(RUBRIC)
+    return file
+
+
+def test_the_components_of_a_rubric_reach_gdpo(rubric_file: Path) -> None:
+    core = ScoringCore(RewardConfig(rubric=str(rubric_file)))
+    try:
+        groups = [
+            score_group(core, make_group(0), "numbers", ["#### 7", "7", "#### 8", "8"]),
+            score_group(core, make_group(1), "words", ["#### 7", "7", "7", "x"]),
+        ]
+    finally:
+        core.close()
+    assert [row.reward for row in groups[0].scored_rows] == pytest.approx([1.1, 1.0, 0.1, 0.0])
+    assert dict(groups[0].scored_rows[0].breakdown) == {"form": 1.0, "right": 1.0, "right/numeric": 1.0}
+    assert dict(groups[1].scored_rows[1].breakdown) == {"form": 0.0, "same": 1.0}
+    first = normalised([1, 0, 1, 0]) + normalised(
+        [1, 1, 0, 0]
+    )  # `same` is for other data, `right/numeric` is part of `right`
+    second = normalised([1, 0, 0, 0]) + normalised([0, 1, 1, 0])
+    assert advantages(groups) == pytest.approx([*first, *second], abs=1e-6)
+    weighted = 0.5 * normalised([1, 0, 1, 0]) + 2.0 * normalised([1, 1, 0, 0])
+    assert advantages(groups, weights=(0.5, 2.0, 1.0))[:4] == pytest.approx(list(weighted), abs=1e-6)
+
+
+def test_a_gate_leaves_every_row_with_every_component(tmp_path: Path) -> None:
+    file = tmp_path / "rubric.toml"
+    file.write_text(RUBRIC.replace("weight = 0.1", "gate = true"))
+    core = ScoringCore(RewardConfig(rubric=str(file)))
+    try:
+        group = score_group(core, make_group(0), "numbers", ["#### 7", "7", "#### 8", "8"])
+    finally:
+        core.close()
+    assert [row.reward for row in group.scored_rows] == [2.0, 0.0, 1.0, 0.0]
+    wanted = normalised([1, 0, 1, 0]) + normalised([1, 0, 0, 0])
+    assert advantages([group]) == pytest.approx(list(wanted), abs=1e-6)
+
+
+def test_a_component_that_some_rows_of_a_group_lack_is_named() -> None:
+    group = make_group(0, rewards=[1.0, 0.0, 0.5, 0.5])
+    rows = tuple(
+        replace(row, breakdown={"a": 1.0} if number == 2 else {"a": 1.0, "b": 0.0, "b/part": 1.0})
+        for number, row in enumerate(group.scored_rows)
+    )
+    with pytest.raises(DataError, match="trajectory 2: its reward lacks the component b"):
+        advantages([replace(group, rows=rows)])
+
+
+@pytest.mark.parametrize(
+    ("change", "weights", "told"),
+    [
+        (("", ""), [], ""),
+        (("", ""), [1.0, 1.0], "has 2 entries for the 3 components"),
+        (
+            ("weight = 0.1", "weight = 0"),
+            [],
+            "component form has weight 0, and trainer.advantage gdpo would train on it",
+        ),
+        (("weight = 0.1", "weight = 0"), [0.0, 1.0, 1.0], ""),
+        (("weight = 0.1", "optional = true"), [], "component form is optional"),
+    ],
+)
+def test_a_rubric_that_gdpo_cannot_use_is_found_before_the_run(
+    rubric_file: Path, tmp_path: Path, change: tuple[str, str], weights: list[float], told: str
+) -> None:
+    rubric_file.write_text(RUBRIC.replace(*change) if change[0] else RUBRIC)
+    advantage = {"name": "gdpo", "weights": weights}
+    recipe = recipe_of(
+        small_values(tmp_path / "inputs"), reward={"rubric": str(rubric_file)}, trainer={"advantage": advantage}
+    )
+    if not told:
+        check_reward(recipe)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_reward(recipe)
+    assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,264 @@
+"""What a rubric's text may say, the one line for what it may not, and who may name which scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.errors import ScorerError
+from tandem.reward.config import DeclaredScorer, RewardConfig
+from tandem.reward.registry import BUILT_IN, ScorerSpec, make_spec
+from tandem.reward.rubric.catalogue import Catalogue
+from tandem.reward.rubric.rubric import MAX_DEPTH, MAX_SCORERS, MAX_TEXT_BYTES, Component, Rubric
+
+QUIET = settings(deadline=None)  # a busy machine is no fault
+EXACT = make_spec("exact", {})
+RECIPE = Catalogue()
+CLIENT = Catalogue(for_clients=True)
+
+# ---- reading ----
+
+FULL = """
+clip = [0.0, 1.5]
+[[components]]
+name = "format"
+scorer = "regex"
+arguments = { pattern = "<answer>", compare = false }
+gate = true
+pass_at = 0.5
+weight = 0.1
+[[components]]
+scorer = "numeric"
+data_sources = ["openai/gsm8k*"]
+from = [-1, 1.0]
+to = [0.0, 1.0]
+clip = [0.0, 1.0]
+[[components]]
+scorer = "rubric"
+arguments = { name = "answers" }
+optional = true
+[rubrics.answers]
+[[rubrics.answers.components]]
+scorer = "exact"
+"""
+
+
+def test_every_key_is_read() -> None:
+    rubric = Rubric.parse(FULL, allowed=CLIENT)
+    form, numeric, answers = rubric.components
+    assert rubric.clip == (0.0, 1.5)
+    assert (form.name, form.gate, form.pass_at, form.weight) == ("format", True, 0.5, 0.1)
+    assert isinstance(form.source, ScorerSpec) and form.source.isolation == "worker"
+    assert numeric == Component(
+        "numeric",
+        make_spec("numeric", {}),
+        data_sources=("openai/gsm8k*",),
+        scale=((-1.0, 1.0), (0.0, 1.0)),
+        clip=(0.0, 1.0),
+    )
+    assert answers == Component("answers", Rubric((Component("exact", EXACT),)), optional=True)
+    assert [spec.scorer for spec in rubric.specs()] == ["regex", "numeric", "exact"]
+    assert numeric.applies("openai/gsm8k/main") and not numeric.applies("math")
+
+
+def test_two_writings_of_the_same_arguments_are_one_scorer() -> None:
+    text = '[[components]]\nscorer="numeric"\narguments={%s}'
+    first, second = (
+        Rubric.parse(text % arguments, allowed=RECIPE)
+        for arguments in ('tolerance=1,marker="#"', 'marker="#",tolerance=1')
+    )
+    assert list(first.specs()) == list(second.specs())
+
+
+ONE = '[[components]]\nscorer = "exact"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "components is missing"),
+        ("components = []", "components: should be a list of at least one table"),
+        ("components = [1]", "components[0]: should be a table (got 1)"),
+        ("= 1", "the rubric is not valid TOML"),
+        (ONE + "wieght = 1", "unknown key components[0].wieght; did you mean weight?"),
+        (ONE + "zzz = 1", "unknown key components[0].zzz; there are name, scorer, arguments"),
+        ("clop = [0, 1]\n" + ONE, "unknown key clop; did you mean clip?"),
+        (ONE + "[rubrics.a]\ncomponent = []", "unknown key rubrics.a.component; did you mean components?"),
+        (ONE + "weight = 'x'", "components[0].weight: should be a number (got 'x')"),
+        (ONE + "weight = inf", "components[0].weight: should be a finite number"),
+        (ONE + "weight = true", "components[0].weight"),
+        (ONE + "gate = 1", "components[0].gate: should be a boolean (got 1)"),
+        (ONE + "clip = [1]", "components[0].clip: should be a list of two numbers (got [1])"),
+        (ONE + "clip = [2, 1]", "components[0].clip: the lower end comes first"),
+        ("clip = [2, 1]\n" + ONE, "clip: the lower end comes first"),
+        (ONE + "pass_at = 1.0", "components[0].pass_at: only a gate has one"),
+        (ONE + "gate = true\noptional = true", "components[0].optional: a gate cannot be left out"),
+        (ONE + "from = [0, 1]", "components[0].to is missing: from and to go together"),
+        (ONE + "to = [0, 1]", "components[0].from is missing"),
+        (ONE + "from = [1, 1]\nto = [0, 1]", "components[0].from: its ends must differ"),
+        (ONE + "name = 'a/b'", "components[0].name: 'a/b' cannot be a name in the breakdown"),
+        (ONE + "name = 'earned'", "components[0].name: 'earned' cannot"),
+        (ONE + ONE, "components[1].name: 'exact' is that of components[0] already"),
+        ("[[components]]\nweight = 1", "components[0].scorer is missing"),
+        ("[[components]]\nscorer = 'exat'", "components[0].scorer 'exat' is unknown; did you mean exact?"),
+        ("[[components]]\nscorer = 'mine'", "components[0].scorer 'mine' is unknown; There are "),
+        (ONE + "arguments = {ignore_cas = true}",
+         "components[0].arguments.ignore_cas: scorer exact has no such argument"),
+        (ONE + "arguments = {ignore_case = 1}",
+         "components[0].arguments.ignore_case: scorer exact needs true or false there, got 1"),
+        (ONE + "arguments = {ignore_case = 1979-05-27}", "components[0].arguments.ignore_case: Object of type date"),
+        ("[[components]]\nscorer = 'regex'", "components[0].arguments.pattern is missing: scorer regex needs it"),
+        ("[[components]]\nscorer = 'regex'\narguments = {pattern = '('}",
+         "components[0].arguments of scorer regex: pattern"),
+        ("[[components]]\nscorer = 'm.py:f'",
+         "components[0].scorer 'm.py:f': a rubric sent to a service names no import path"),
+        ("[[components]]\nscorer = 'rubric'", "components[0].arguments: scorer rubric takes name"),
+        ("[[components]]\nscorer = 'rubric'\narguments = {name = 'a'}",
+         "arguments.name: there is no rubric 'a'; there are none"),
+        (
+            "[[components]]\nscorer = 'rubric'\narguments = {name = 'answrs'}\n"
+            "[[rubrics.answers.components]]\nscorer = 'exact'",
+            "there is no rubric 'answrs'; did you mean answers?",
+        ),
+        ("a = " + "[" * 30_000, "the rubric is not valid TOML"),
+        ("x = '" + "y" * MAX_TEXT_BYTES + "'", f"at most {MAX_TEXT_BYTES} are read"),
+        ("components = {" + ".".join("a" * 3000) + " = 1}",
+         "components: should be a list (got a dict too deep to show)"),
+    ],
+)  # fmt: skip
+def test_what_a_rubric_may_not_say(text: str, told: str) -> None:
+    with pytest.raises(ScorerError) as caught:
+        Rubric.parse(text, allowed=CLIENT)
+    assert told in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@QUIET
+@given(st.data())
+def test_any_text_is_a_rubric_or_refused_in_one_line(st_data: Any) -> None:
+    text = FULL
+    for _ in range(st_data.draw(st.integers(1, 4))):
+        start = st_data.draw(st.integers(0, len(text)))
+        stop = st_data.draw(st.integers(start, min(len(text), start + 12)))
+        text = (
+            text[:start]
+            + st_data.draw(st.text(max_size=6) | st.sampled_from(["[[", "]]", "{", "=", '"']))
+            + text[stop:]
+        )
+    try:
+        Rubric.parse(text, allowed=CLIENT)
+    except ScorerError as error:
+        assert len(str(error).splitlines()) == 1 and len(str(error)) < 800
+
+
+def chain(names: Sequence[str]) -> str:
+    """Each names the next."""
+    text = f"[[components]]\nscorer = 'rubric'\narguments = {{ name = '{names[0]}' }}\n"
+    for name, following in pairwise(names):
+        text += f"[[rubrics.{name}.components]]\nscorer = 'rubric'\narguments = {{ name = '{following}' }}\n"
+    return text
+
+
+@pytest.mark.parametrize(
+    ("names", "around"), [(["a", "a"], "a → a"), (["a", "b", "a"], "a → b → a"), (["x", "a", "b", "a"], "a → b → a")]
+)
+def test_circles_are_refused_with_their_path(names: list[str], around: str) -> None:
+    with pytest.raises(
+        ScorerError, match=f"rubrics.{names[-2]}.components.0..arguments.name: rubrics go in a circle: {around}$"
+    ):
+        Rubric.parse(chain(names), allowed=CLIENT)
+
+
+def test_depth_and_number_are_bounded() -> None:
+    last = "[[rubrics.{}.components]]\nscorer = 'exact'\n"
+    names = [f"r{n}" for n in range(MAX_DEPTH)]
+    assert list(Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT).specs()) == [EXACT]
+    names = [f"r{n}" for n in range(500)]
+    with pytest.raises(ScorerError, match=f"go no deeper than {MAX_DEPTH}"):
+        Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT)
+    doubling = "[[components]]\nscorer = 'rubric'\narguments = {name = 'r0'}\n"
+    for n in range(12):
+        for name in ("left", "right"):
+            doubling += (
+                f"[[rubrics.r{n}.components]]\nname = '{name}'\nscorer = 'rubric'\narguments = {{name = 'r{n + 1}'}}\n"
+            )
+    with pytest.raises(ScorerError, match=f"more than {MAX_SCORERS} scorers for one item"):
+        Rubric.parse(doubling + last.format("r12"), allowed=CLIENT)
+
+
+# ---- who may name what ----
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A stand-in for a scorer that is far away."""
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[str] = "remote"
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A stand-in for a scorer with a parameter that is the recipe's to set."""
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[str] = "worker"
+    RECIPE_ONLY: ClassVar[frozenset[str]] = frozenset({"unguarded"})
+    unguarded: bool = False
+    tests: int = 1
+
+
+def test_declared_scorers_are_names_for_recipes_and_clients() -> None:
+    config = RewardConfig(
+        scorers={
+            "mine": DeclaredScorer(scorer="my.py:f", arguments={"scale": 2}),
+            "strict": DeclaredScorer(scorer="exact", arguments={"ignore_case": False}),
+        }
+    )
+    catalogue = Catalogue.of(config)
+    for allowed in (catalogue, catalogue.restricted()):
+        rubric = Rubric.parse("[[components]]\nscorer = 'mine'\n[[components]]\nscorer = 'strict'", allowed=allowed)
+        assert [component.name for component in rubric.components] == ["mine", "strict"]
+        assert [spec.scorer for spec in rubric.specs()] == ["my.py:f", "exact"]
+        with pytest.raises(ScorerError, match="scorer mine is declared with its arguments and takes no others"):
+            Rubric.parse("[[components]]\nscorer = 'mine'\narguments = {scale = 3}", allowed=allowed)
+        with pytest.raises(ScorerError, match="'mne' is unknown; did you mean mine"):
+            Rubric.parse("[[components]]\nscorer = 'mne'", allowed=allowed)
+    assert next(Rubric.parse("[[components]]\nscorer = 'my.py:f'", allowed=catalogue).specs()).isolation == "worker"
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "told"),
+    [
+        ("exact", "exact", "reward.scorers.exact: the name is taken"),
+        ("rubric", "exact", "reward.scorers.rubric: the name is taken"),
+        ("a b", "exact", "should be up to 64 letters"),
+        ("mine", "exat", "reward.scorers.mine.scorer 'exat' is unknown; did you mean exact?"),
+    ],
+)
+def test_what_cannot_be_declared(name: str, scorer: str, told: str) -> None:
+    with pytest.raises(ScorerError) as caught:
+        Catalogue.of(RewardConfig(scorers={name: DeclaredScorer(scorer=scorer)}))
+    assert told in str(caught.value)
+
+
+def test_clients_name_no_remote_scorer_and_waive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILT_IN, "far", Remote)
+    monkeypatch.setitem(BUILT_IN, "guarded", Guarded)
+    for scorer, arguments, told in [
+        ("far", {}, "scorer far: it names a folder or an address"),
+        ("guarded", {"unguarded": True}, "arguments.unguarded: a client cannot set it"),
+    ]:
+        RECIPE.spec(scorer, arguments, "here")
+        with pytest.raises(ScorerError) as caught:
+            CLIENT.spec(scorer, arguments, "here")
+        assert told in str(caught.value) and "reward.scorers" in str(caught.value)
+    CLIENT.spec("guarded", {"tests": 2}, "here")
+    with pytest.raises(ScorerError, match="did you mean guarded"):
+        CLIENT.spec("gaurded", {}, "here")

@@ -1,0 +1,266 @@
+"""The sandbox as the scorer uses it: what programs find inside, what is told of them, and the pool that keeps sandboxes
+ready.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tandem.reward.sandbox import pool as pool_module
+from tandem.reward.sandbox.isolation import open_sandboxes
+from tandem.reward.sandbox.launcher import ZygoteLauncher
+from tandem.reward.sandbox.limits import Limits, Outcome
+from tandem.reward.sandbox.pool import SandboxPool
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
+from tests.support.processes import wait_until_gone
+from tests.support.sandbox_runs import zygote_of
+
+LIMITS = Limits(cpu_seconds=10.0, wall_seconds=60.0)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SandboxPool]:
+    """With the best isolation there is here; without any the same must hold, but for the attacks."""
+    made = open_sandboxes(allow_unsandboxed=True)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sandbox(pool: SandboxPool) -> Iterator[Sandbox]:
+    taken = pool.take()
+    yield taken
+    taken.close()
+
+
+def run(sandbox: Sandbox, program: str, stdin: str = "", limits: Limits = LIMITS, prelude: str = "") -> Outcome:
+    return sandbox.run("script", [prelude, program], limits, stdin.encode())
+
+
+def said(outcome: Outcome) -> str:
+    assert outcome.failure == "", outcome
+    return outcome.stdout.decode()
+
+
+# ---- what a program finds ----
+
+
+def test_input_output_and_errors(sandbox: Sandbox) -> None:
+    outcome = run(
+        sandbox,
+        "import sys\nfor line in sys.stdin: print(line.upper(), end='')\nprint('oh', file=sys.stderr)",
+        "a\nß é\n",
+    )
+    assert said(outcome) == "A\nSS É\n" and outcome.stderr == b"oh\n"
+    assert 0.0 < outcome.cpu_seconds <= outcome.wall_seconds + 0.1 and outcome.memory_bytes > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("program", "stdin", "printed"),
+    [
+        ("print(input(), input())", "1\n2", "1 2\n"),
+        ("print(open(0).read())", "x", "x\n"),
+        ("import os; print(os.read(0, 10))", "x", "b'x'\n"),
+        ("import sys; print(sys.stdin.buffer.read())", "a", "b'a'\n"),
+        ("if __name__ == '__main__': print(__file__, __import__('sys').argv)", "", "answer.py ['answer.py']\n"),
+        ("import sys\nprint(1)\nsys.exit()\nprint(2)", "", "1\n"),
+        ("print(1)\nexit()", "", "1\n"),
+        ("from __future__ import annotations\nprint(1)", "", "1\n"),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\nprint(A(1))", "", "A(x=1)\n"),
+        ("import atexit\natexit.register(print, 'bye')", "", "bye\n"),
+        ("import threading\nthreading.Thread(target=lambda: print('thread')).start()", "", "thread\n"),
+        ("import sys, threading\nthreading.stack_size(64 << 20)\nthreading.Thread(target=print).start()", "", "\n"),
+        ("def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))", "", "20000\n"),
+        ("print(len(str(10 ** 20_000)))", "", "20001\n"),
+        ("import asyncio\nasync def f(): print('async')\nasyncio.run(f())", "", "async\n"),
+        ("open('note', 'w').write('x'); print(open('/tmp/note').read())", "", "x\n"),
+        ("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'x'))", "", "1\n"),
+        ("import unittest, decimal, sqlite3, zoneinfo, multiprocessing.pool; print(1)", "", "1\n"),
+        ("import os; os.write(1, bytes([255, 0, 10]))", "", None),
+    ],
+)
+def test_a_program_finds_an_ordinary_python(sandbox: Sandbox, program: str, stdin: str, printed: str | None) -> None:
+    outcome = run(sandbox, program, stdin)
+    assert outcome.failure == "", outcome
+    assert outcome.stdout == (b"\xff\0\n" if printed is None else printed.encode())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nprint('a')\nsys.stdout.close()",
+        "import sys\nprint('a')\nsys.stdout = None",
+        "import sys\nprint('a')\ndel sys.stdout",
+        "out = open(1, 'w')\nprint('a')\nout.write('b')",
+        "import os, sys\nsys.stdout.write('a')\nwrite = os.fdopen(1, 'wb').write\nwrite(b'b')",
+        "import io, sys\nsys.stdout = io.StringIO()\nprint('a')\nsys.__stdout__.write('b')",
+        "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('a')",
+        "out = open(1, 'w')\nout.write('a')\nexit()",
+        "out = open(1, 'w')\nout.write('a')\n1 / 0",
+        "import io\nclass Odd(io.IOBase):\n    def flush(self): raise ValueError\nodd = Odd()\nprint('a')",
+        "class Odd:\n    @property\n    def __class__(self): raise ValueError\nodd = Odd()\nprint('a')",
+        "import os\nopen(1, 'w').write('a')\nos._exit(0)",
+    ],
+)
+def test_a_program_ends_as_in_an_ordinary_python(sandbox: Sandbox, program: str) -> None:
+    """What was written counts, whoever was to flush it."""
+    outcome = run(sandbox, program)
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=60, check=False)
+    assert (outcome.exit_code, outcome.stdout) == (done.returncode, done.stdout)
+
+
+def test_the_prelude_comes_first_and_keeps_the_programs_line_numbers(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "print(ceil(1.5))\n1 / 0", prelude="from math import *\n\n")
+    assert outcome.stdout == b"2\n" and b'"answer.py", line 2' in outcome.stderr
+
+
+def test_large_input(sandbox: Sandbox) -> None:
+    text = "x" * 3_000_000
+    assert said(run(sandbox, "print(len(input()))", text)) == "3000000\n"
+
+
+# ---- what is told of it ----
+
+
+@pytest.mark.parametrize(
+    ("program", "failure", "code"),
+    [
+        ("1 / 0", "error", 1),
+        ("print('unfinished", "error", 1),
+        ("a\0b", "error", 1),
+        ("import sys; sys.exit(3)", "error", 3),
+        ("import sys; sys.exit('no')", "error", 1),
+        ("import os; os._exit(4)", "error", 4),
+        ("import os; os._exit(0)", "", 0),
+        ("import os; os.abort()", "error", -signal.SIGABRT),
+        ("import ctypes; ctypes.string_at(0)", "error", -signal.SIGSEGV),
+        ("(" * 100_000, "error", None),
+        ("x = [0] * 10 ** 10", "memory", 1),
+        ("raise KeyboardInterrupt", "error", 1),
+        ("import threading\nthreading.Thread(target=lambda: 1 / 0).start()", "", 0),
+    ],
+)
+def test_how_a_program_ended(sandbox: Sandbox, program: str, failure: str, code: int | None) -> None:
+    outcome = run(sandbox, program)
+    assert outcome.failure == failure, outcome
+    assert code is None or outcome.exit_code == code
+
+
+def test_processor_time_counts_and_waiting_does_not(sandbox: Sandbox) -> None:
+    """What a busy machine does to a program is not its fault: its own time is limited, and waiting apart."""
+    limits = Limits(cpu_seconds=0.3, wall_seconds=60.0)
+    assert said(run(sandbox, "import time\ntime.sleep(1)\nprint(1)", limits=limits)) == "1\n"
+    outcome = run(sandbox, "while True: pass", limits=limits)
+    assert outcome.stopped == "time" and 0.2 < outcome.cpu_seconds < 2.0
+
+
+def test_the_end_of_what_is_said_on_the_standard_error_is_kept(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, "import sys\nfor n in range(10_000): print(n, file=sys.stderr)")
+    assert outcome.stderr.endswith(b"9999\n") and len(outcome.stderr) <= 4096
+
+
+def test_a_run_can_be_stopped(sandbox: Sandbox) -> None:
+    sandbox.start("script", ["", "print(1, flush=True)\nwhile True: pass"], LIMITS)
+    time.sleep(0.3)
+    sandbox.stop()
+    outcome = sandbox.outcome()
+    assert outcome.stopped == "asked" and outcome.failure == "" and outcome.stdout == b"1\n"
+    sandbox.stop()  # too late, and no harm
+    assert said(run(sandbox, "print(2)")) == "2\n"
+
+
+def test_a_working_folder_that_is_not_empty_is_told(sandbox: Sandbox) -> None:
+    run(sandbox, "import os\nopen('x', 'w').close()\nos.remove('x')")
+    assert sandbox.clean
+    run(sandbox, "open('x', 'w').close()")
+    assert not sandbox.clean
+
+
+def test_a_folder_made_unreadable_is_told(sandbox: Sandbox) -> None:
+    assert run(sandbox, "import os\nos.mkdir('a')\nos.chmod('a', 0)\nos.chmod('.', 0)").failure == ""
+    assert not sandbox.clean
+
+
+def test_limits_that_cannot_be_set_are_no_answers_fault(sandbox: Sandbox) -> None:
+    with pytest.raises(SandboxError, match="did not begin"):
+        run(sandbox, "print(1)", limits=Limits(file_bytes="much"))  # type: ignore[arg-type]
+
+
+# ---- the pool ----
+
+
+def test_no_sandbox_is_given_twice_and_spares_are_ready(pool: SandboxPool) -> None:
+    first, second = pool.take(), pool.take()
+    try:
+        run(first, "open('mine', 'w').close()")
+        assert said(run(second, "import os; print(os.listdir('.'))")) == "[]\n"
+    finally:
+        first.close()
+        second.close()
+    assert len(pool._spare) == 2
+
+
+@pytest.fixture
+def own_pool() -> Iterator[SandboxPool]:
+    made = open_sandboxes(allow_unsandboxed=True)
+    yield made
+    made.close()
+
+
+def test_a_pool_outlives_what_makes_its_sandboxes(own_pool: SandboxPool) -> None:
+    launcher = own_pool._launcher
+    if not isinstance(launcher, ZygoteLauncher):
+        pytest.skip("elsewhere every sandbox has a process of its own")
+    own_pool.take().close()
+    zygote = zygote_of(launcher)
+    zygote.kill()
+    wait_until_gone(zygote.pid)
+    deadline = time.monotonic() + 30.0
+    taken = own_pool.take()
+    while taken.fileno() >= 0 and time.monotonic() < deadline:
+        try:
+            assert said(run(taken, "print(1)")) == "1\n"
+            break
+        except SandboxError:  # it was alive a moment longer than its maker
+            taken.close()
+            taken = own_pool.take()
+    taken.close()
+    assert own_pool._launcher is not launcher
+
+
+def test_a_stopped_maker_of_sandboxes_is_replaced(own_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = own_pool._launcher
+    if not isinstance(launcher, ZygoteLauncher):
+        pytest.skip("elsewhere every sandbox has a process of its own")
+    monkeypatch.setattr(pool_module, "START_SECONDS", 1.0)
+    own_pool.take().close()
+    zygote = zygote_of(launcher)
+    zygote.suspend()
+    for _ in range(4):  # the first ones were ready before
+        taken = own_pool.take()
+        assert said(run(taken, "print(1)")) == "1\n"
+        taken.close()
+    assert own_pool._launcher is not launcher
+    wait_until_gone(zygote.pid)
+
+
+def test_a_closed_pool_gives_nothing_and_leaves_nothing() -> None:
+    before = {one.pid for one in psutil.Process().children(recursive=True)}
+    made = open_sandboxes(allow_unsandboxed=True)
+    taken = made.take()
+    family = [one.pid for one in psutil.Process().children(recursive=True) if one.pid not in before]
+    taken.close()
+    for _ in range(2):
+        made.close()
+    with pytest.raises(SandboxError, match="closed"):
+        made.take()
+    assert family
+    for pid in family:
+        wait_until_gone(pid)

@@ -1,0 +1,243 @@
+"""Untrusted programs that attack the machine, the service, one another: each works without a sandbox (where that is
+harmless to show), and none does within, neither behind namespaces alone nor with the filter of system calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.reward.sandbox.limits import Limits
+from tandem.reward.sandbox.sandbox import Sandbox
+from tests.support.paths import ROOT
+from tests.support.sandbox_runs import DAEMON, LIMITS, MANY, Launcher, Run, alive, inside_of, outside, said, settles
+
+pytest_plugins = ("tests.support.sandbox_attackers",)
+
+
+# ---- other processes ----
+
+
+def test_signals_to_others(sandbox: Sandbox, run: Run, victim: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    program = f"""
+import os, signal
+for process in (1, {os.getpid()}, {victim.pid}, os.getppid(), -{os.getpgid(0)}):
+    for number in range(1, 65):
+        try:
+            os.kill(process, number)
+        except OSError as error:
+            pass
+print("alive")
+"""
+    assert said(run(program)) == "alive"
+    assert victim.poll() is None and alive(sandbox)
+    outside(f"import os; os.kill({victim.pid}, 9)", tmp_path)
+    assert victim.wait(timeout=30) == -signal.SIGKILL
+
+
+def test_killing_everything_there_is(sandbox: Sandbox, run: Run) -> None:
+    assert run("import os\nos.kill(-1, 9)\nprint('alive')").exit_code in (0, 1, -signal.SIGKILL)
+    assert alive(sandbox)
+
+
+def test_stopping_oneself_is_a_hang(sandbox: Sandbox, run: Run) -> None:
+    outcome = run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", Limits(cpu_seconds=5.0, wall_seconds=0.5))
+    assert outcome.failure == "time" and alive(sandbox)
+
+
+PTRACE = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+PTRACE_ATTACH, PTRACE_DETACH = 16, 17
+target = {target}
+print(libc.ptrace(PTRACE_ATTACH, target, 0, 0))
+buffer = ctypes.create_string_buffer(8)
+class Part(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+mine, theirs = Part(ctypes.addressof(buffer), 8), Part({address}, 8)
+print(libc.process_vm_readv(target, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0))
+"""
+
+
+def test_looking_into_the_process_that_keeps_the_sandbox(
+    sandbox: Sandbox, run: Run, victim: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    ours = ctypes.create_string_buffer(b"12345678")
+    shown = outside(PTRACE.format(target=victim.pid, address=ctypes.addressof(ours)), tmp_path).split()
+    assert shown[0] == "0", "it can attach to another process of the same user"
+    assert said(run(PTRACE.format(target=1, address=ctypes.addressof(ours)))).split() == ["-1", "-1"]
+    assert alive(sandbox)
+
+
+WITHIN_REACH = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def is_open(descriptor):
+    try:
+        return os.fstat(descriptor) is not None
+    except OSError:
+        return False
+print([descriptor for descriptor in range(1024) if is_open(descriptor)])
+buffer = ctypes.create_string_buffer(8)
+class Part(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+mine, theirs = Part(ctypes.addressof(buffer), 8), Part({address}, 8)
+for process in (*range(1, 3000), {judge}, os.getppid()):
+    if process != os.getpid() and libc.process_vm_readv(process, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0) > 0:
+        print("reads", process)
+"""
+
+
+def test_nothing_of_the_process_that_judges_is_within_reach(run: Run) -> None:
+    """Neither a descriptor of it nor its memory, in which stand what is wanted and the token of its answers."""
+    ours = ctypes.create_string_buffer(b"12345678")
+    program = WITHIN_REACH.format(address=ctypes.addressof(ours), judge=os.getpid())
+    assert said(run(program)).splitlines() == ["[0, 1, 2]"]
+
+
+def test_lowering_the_limits_of_the_process_that_keeps_the_sandbox(sandbox: Sandbox, filtered: bool, run: Run) -> None:
+    if not filtered:
+        pytest.skip("one user's processes may set one another's limits: the filter of system calls is what refuses it")
+    program = "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))"
+    assert b"PermissionError" in run(program).stderr and alive(sandbox)
+
+
+def test_a_daemon_does_not_survive_its_run(
+    launcher: Launcher, sandbox: Sandbox, run: Run, filtered: bool, tmp_path: Path
+) -> None:
+    outside(DAEMON.format(folder=str(tmp_path)), tmp_path)
+    beat = tmp_path / "beat"
+    settles(lambda: beat.exists() and beat.read_text() != "", "the daemon does not beat even outside")
+    daemon = int(beat.read_text())
+    assert psutil.pid_exists(daemon), "outside a sandbox it lives on"
+    os.kill(daemon, signal.SIGKILL)
+
+    before = inside_of(launcher, sandbox)
+    outcome = run(DAEMON.format(folder="/tmp"), MANY)
+    assert outcome.exit_code == 0 and not outcome.stdout and not sandbox.clean, "it did start and beat"
+    settles(lambda: inside_of(launcher, sandbox) <= before, "a daemon survived its run")
+    if filtered:  # with one process allowed, it does not even start
+        assert said(run(DAEMON.format(folder="/tmp"))) == "PermissionError"
+
+
+WRITING = """
+import os
+for path in {paths}:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        print("opened", path)
+    except OSError as error:
+        print(type(error).__name__)
+paths = ("/", "/usr/lib", "/etc", "/dev", "/dev/shm", os.path.dirname(os.__file__))
+print([path for path in paths if os.access(path, os.W_OK)])
+open("/dev/null", "w").write("x")
+"""
+
+
+def test_writing_outside_the_working_folder(run: Run, tmp_path: Path) -> None:
+    """Nothing is written even where a sandbox leaks: files are opened, folders asked."""
+    (tmp_path / "x").touch()
+    (tmp_path / "x").chmod(0o666)
+    tmp_path.chmod(0o777)
+    program = WRITING.format(paths=[str(tmp_path / "x"), os.__file__, "/etc/ld.so.cache"])
+    lines = said(run(program)).splitlines()
+    assert set(lines[:-1]) <= {"FileNotFoundError", "PermissionError", "OSError"} and lines[-1] == "[]"
+    assert "opened" in outside(program, tmp_path)
+
+
+# ---- one another ----
+
+
+def test_sandboxes_see_nothing_of_one_another(open_one: Callable[[], Sandbox]) -> None:
+    """Two at the same time: files, processes, sockets without a file, segments of shared memory."""
+    abstract = f"\0tandem-between-{os.getpid()}"
+    first, second = open_one(), open_one()
+    host = f"""
+import ctypes, os, socket, time
+open("mine", "w").write("x")
+libc = ctypes.CDLL(None)
+libc.shmget(4711, 4096, 0o1666)
+try:
+    server = socket.socket(socket.AF_UNIX); server.bind({abstract!r}); server.listen()
+except OSError:
+    pass
+os.write(1, b"listening")
+time.sleep(600)
+"""
+    guest = f"""
+import ctypes, os, socket
+print(os.listdir("."), ctypes.CDLL(None).shmget(4711, 4096, 0o666))
+try:
+    socket.socket(socket.AF_UNIX).connect({abstract!r})
+    print("connected")
+except OSError as error:
+    print(type(error).__name__)
+for process in range(2, 200):
+    try:
+        os.kill(process, 0)
+        if process != os.getpid(): print("sees", process)
+    except OSError:
+        pass
+"""
+    first.start("script", ["", host], Limits(cpu_seconds=10.0, wall_seconds=60.0))
+    time.sleep(0.5)
+    lines = said(second.run("script", ["", guest], LIMITS)).splitlines()
+    assert lines[0] == "[] -1" and lines[1] in ("ConnectionRefusedError", "PermissionError") and lines[2:] == []
+    first.stop()
+    outcome = first.outcome()
+    assert outcome.stopped == "asked" and outcome.stdout == b"listening"
+
+
+def test_runs_of_one_sandbox_share_no_memory(run: Run) -> None:
+    said(run("import math, builtins, sys\nmath.pi = 3\nbuiltins.print = None\nsys.modules['json'] = None"))
+    assert said(run("import math, json\nprint(math.pi > 3.1, json.dumps(1))")) == "True 1"
+
+
+# ---- the end of the service ----
+
+SERVICE = """
+import sys
+sys.path.insert(0, {root!r})
+from {module} import {kind}
+from tandem.reward.sandbox.layout import layout_for
+from tandem.reward.sandbox.limits import Limits
+made = {kind}(layout_for(), 1 << 20)
+sandbox = made.open(seccomp=False)
+sandbox.await_ready(60.0)
+sandbox.start("script", ["", {program!r}], Limits(cpu_seconds=600.0, wall_seconds=600.0, processes=8))
+print("started", flush=True)
+sandbox.outcome()
+"""
+
+
+def test_everything_ends_with_a_service_that_is_killed(launcher: Launcher) -> None:
+    program = (
+        "import os, signal, time\nos.fork()\nos.fork()\nos.setsid() if os.getpid() "
+        "!= 2 else None\nwhile True: time.sleep(1)"
+    )
+    kind = type(launcher)
+    code = SERVICE.format(root=str(ROOT), module=kind.__module__, kind=kind.__name__, program=program)
+    service = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert service.stdout is not None and service.stdout.readline() == b"started\n"
+        settles(lambda: len(psutil.Process(service.pid).children(recursive=True)) >= 5, "its programs do not start")
+        family = psutil.Process(service.pid).children(recursive=True)
+    finally:
+        service.kill()
+        service.wait(timeout=30)
+        if service.stdout is not None:
+            service.stdout.close()
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    settles(
+        lambda: not [one for one in family if one.is_running() and one.status() not in ended], "some of it survived"
+    )

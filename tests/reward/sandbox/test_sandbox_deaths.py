@@ -1,0 +1,244 @@
+"""Sandboxes that die or stop in the middle of a run: the test is run again in a fresh one, and no answer pays
+for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.sandbox import pool as pool_module
+from tandem.reward.sandbox import sandbox as sandbox_module
+from tandem.reward.sandbox import trial as code_trial
+from tandem.reward.sandbox.inside import seccomp as filter_program
+from tandem.reward.sandbox.isolation import find_isolation, open_sandboxes
+from tandem.reward.sandbox.launcher import ZygoteLauncher
+from tandem.reward.sandbox.limits import Limits
+from tandem.reward.sandbox.pool import SandboxPool
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxDiedError
+from tandem.reward.scorers.code import CodeTests
+from tandem.reward.workers.processes import memory_kills
+from tests.support.processes import wait_until_gone
+from tests.support.sandbox_runs import zygote_of
+
+pytestmark = pytest.mark.skipif(
+    find_isolation().name == "none", reason=f"no isolation here: {'; '.join(find_isolation().faults)}"
+)
+
+PAUSE = "time.sleep(30)"
+PRINTS = f"import time\n{PAUSE}\nprint(2 * int(input()))"
+ADDS = f"import time\ndef add(a, b):\n    {PAUSE}\n    return a + b"
+SHAPES: dict[str, tuple[str, Any]] = {
+    "script": (PRINTS, {"inputs": ["1"], "outputs": ["2"]}),
+    "call": (ADDS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
+    "statement": (ADDS, ["assert add(1, 2) == 3"]),
+}
+CHAIN = ("zygote", "keeper", "guest", "program")
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxPool]:
+    made = open_sandboxes()
+    if not isinstance(made._launcher, ZygoteLauncher):
+        made.close()
+        pytest.skip(f"another family of processes: {find_isolation()}")
+    monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: made)
+    yield made
+    made.close()
+
+
+def running(pool: SandboxPool) -> list[dict[str, int]]:
+    """The processes by name of every sandbox in which a program runs, the oldest program first."""
+    assert isinstance(pool._launcher, ZygoteLauncher)
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        zygote = zygote_of(pool._launcher)
+        for keeper in zygote.children():
+            for guest in keeper.children():
+                for program in guest.children()[:1]:
+                    pids = (zygote.pid, keeper.pid, guest.pid, program.pid)
+                    found.append((program.create_time(), program.pid, dict(zip(CHAIN, pids, strict=True))))
+    return [chain for _, _, chain in sorted(found, key=lambda one: one[:2])]
+
+
+@dataclass
+class Killer:
+    """Kills the victim of one of the sandboxes in which programs run, in so many runs; in those that follow no program
+    pauses long.
+    """
+
+    pool: SandboxPool
+    victim: str
+    times: int
+    which: int = 0
+    """0: the answer's sandbox; -1: the last one that was started, for statements the test's."""
+    after_seconds: float = 0.05
+    pause: str = "pass"
+    how: signal.Signals = signal.SIGKILL
+    killed: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, *, programs: int = 1) -> None:
+        start = Sandbox.start
+        begun = 0
+
+        def started(
+            sandbox: Sandbox, kind: Any, texts: Sequence[str], limits: Limits, stdin: bytes = b"", line: Any = None
+        ) -> None:
+            nonlocal begun
+            doomed = self.killed < self.times
+            said = texts if doomed else [text.replace(PAUSE, self.pause) for text in texts]
+            start(sandbox, kind, said, limits, stdin, line)
+            begun += 1
+            if doomed and begun % programs == 0:
+                self._kill(programs)
+
+        monkeypatch.setattr(Sandbox, "start", started)
+
+    def _kill(self, programs: int) -> None:
+        deadline = time.monotonic() + 10.0
+        while len(chains := running(self.pool)) != programs or not all(has_begun(chain["program"]) for chain in chains):
+            assert time.monotonic() < deadline, "no program runs"
+            time.sleep(0.01)
+        time.sleep(self.after_seconds)
+        os.kill(chains[self.which][self.victim], self.how)
+        self.killed += 1
+
+
+def has_begun(program: int) -> bool:
+    """The last thing before it does is the filter of system calls."""
+    return not filter_program.available() or "Seccomp:\t2" in Path(f"/proc/{program}/status").read_text()
+
+
+def judged(shape: str) -> Score:
+    code, ground_truth = SHAPES[shape]
+    return CodeTests(extract="whole").judge(ScoreItem("", code, ground_truth))
+
+
+CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # of a statement's two sandboxes, each
+
+
+@pytest.mark.parametrize("victim", CHAIN)
+@pytest.mark.parametrize(("shape", "which"), CASES)
+def test_a_right_answer_whose_sandbox_is_killed_is_right(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
+) -> None:
+    killer = Killer(pool, victim, 1, which)
+    killer.install(monkeypatch, programs=2 if shape == "statement" else 1)
+    score = judged(shape)
+    assert killer.killed == 1
+    assert isinstance(score, Scored) and score.value == 1.0, score
+
+
+@pytest.mark.parametrize("victim", CHAIN[:-1])
+@pytest.mark.parametrize(("shape", "which"), CASES)
+def test_killed_again_it_is_infrastructure(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
+) -> None:
+    killer = Killer(pool, victim, 2, which)
+    killer.install(monkeypatch, programs=2 if shape == "statement" else 1)
+    score = judged(shape)
+    assert killer.killed == 2
+    assert isinstance(score, Unscored) and score.reason == "infrastructure", score
+    assert "twice" in score.detail
+
+
+@pytest.mark.parametrize("tests", [{"inputs": ["1"] * 3, "outputs": ["2"] * 3}, ["assert add(1, 2) == 3"]])
+def test_a_program_that_kills_itself_fails_all_the_same(pool: SandboxPool, tests: Any) -> None:
+    program = "import os\nos.kill(os.getpid(), 9)"
+    score = CodeTests(extract="whole", partial=True).judge(ScoreItem("", program, tests))
+    assert isinstance(score, Scored) and score.value == 0.0
+    assert score.breakdown["memory"] == score.breakdown["total"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_program_that_the_kernel_kills_for_want_of_memory_twice_is_infrastructure(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """What the kernel counts stands for what it does: here it kills something whenever it is asked, or does not say."""
+    kills = itertools.count()
+    monkeypatch.setattr(code_trial, "memory_kills", lambda: next(kills) if known else None)
+    score = CodeTests(extract="whole").judge(ScoreItem("", "import os\nos.kill(os.getpid(), 9)", SHAPES["script"][1]))
+    if known:
+        assert isinstance(score, Unscored) and score.reason == "infrastructure" and "twice" in score.detail, score
+    else:
+        assert isinstance(score, Scored) and score.breakdown["memory"] == 1.0, score
+
+
+def test_the_kernel_says_how_many_it_killed_for_want_of_memory() -> None:
+    kills = memory_kills()
+    assert kills is None or 0 <= kills <= (memory_kills() or 0)
+
+
+@pytest.mark.parametrize("victim", ["keeper", "guest"])
+def test_what_is_stopped_costs_no_answer_its_score(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    monkeypatch.setattr(sandbox_module, "GRACE_SECONDS", 0.5)
+    killer = Killer(pool, victim, 1, how=signal.SIGSTOP)
+    killer.install(monkeypatch)
+    code, tests = SHAPES["script"]
+    score = CodeTests(extract="whole", seconds_per_test=0.2).judge(ScoreItem("", code.replace("30", "0.3"), tests))
+    if victim == "keeper":  # it only waits for the end
+        assert isinstance(score, Scored) and score.value == 1.0, score
+    else:
+        assert isinstance(score, Unscored) and score.reason == "infrastructure", score
+
+
+def test_the_wait_for_a_sandbox_is_not_the_answers(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes sandboxes is stopped: that is noticed after a time in which this answer's would be over."""
+    assert isinstance(pool._launcher, ZygoteLauncher)
+    monkeypatch.setattr(pool_module, "START_SECONDS", 1.5)
+    pool.take().close()
+    stopped = zygote_of(pool._launcher)
+    stopped.suspend()
+    while pool._spare:
+        pool._spare.popleft().close()
+    scorer = CodeTests(extract="whole", seconds_per_test=1.0, seconds_per_answer=1.0)
+    score = scorer.judge(ScoreItem("", "print(2 * int(input()))", {"inputs": ["1", "2"], "outputs": ["2", "4"]}))
+    assert isinstance(score, Scored) and score.value == 1.0, score
+    wait_until_gone(stopped.pid)
+
+
+def test_the_time_of_the_run_that_was_lost_is_not_the_answers(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, tests = SHAPES["script"]
+    scorer = CodeTests(extract="whole", seconds_per_test=2.0, seconds_per_answer=2.0)
+    Killer(pool, "guest", 1, after_seconds=1.5, pause="time.sleep(0.8)").install(monkeypatch)
+    score = scorer.judge(ScoreItem("", code, tests))
+    assert isinstance(score, Scored) and score.value == 1.0, score
+
+
+def test_a_dead_sandbox_has_no_outcome_and_takes_no_program(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = pool.take()
+    Killer(pool, "guest", 1).install(monkeypatch)
+    with pytest.raises(SandboxDiedError, match="in the middle of a run"):
+        sandbox.run("script", ["", "while True: pass"], Limits())
+    assert not sandbox.clean
+    with pytest.raises(SandboxDiedError, match="took no program"):
+        sandbox.start("script", ["", "print(1)"], Limits())
+    sandbox.close()
+
+
+def test_where_memory_runs_out_programs_go_before_what_runs_them(pool: SandboxPool) -> None:
+    own = Path("/proc/self/oom_score_adj").read_text()
+    sandbox = pool.take()
+    sandbox.start("script", ["", "import time\ntime.sleep(30)"], Limits())
+    deadline = time.monotonic() + 10.0
+    while not (chains := running(pool)) or not has_begun(chains[0]["program"]):
+        assert time.monotonic() < deadline, "no program runs"
+        time.sleep(0.01)
+    found = {name: Path(f"/proc/{pid}/oom_score_adj").read_text() for name, pid in chains[0].items()}
+    sandbox.close()
+    assert found == {"zygote": own, "keeper": own, "guest": own, "program": "1000\n"}

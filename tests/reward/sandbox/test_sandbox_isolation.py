@@ -1,0 +1,231 @@
+"""Which isolation is in force, how it is found, what is said of it, and which files it shows."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.protos.errors import ScorerError
+from tandem.reward.sandbox import isolation
+from tandem.reward.sandbox.bubblewrap import (
+    BubblewrapEachLauncher,
+    BubblewrapLauncher,
+    bubblewrap_arguments,
+    find_bubblewrap,
+)
+from tandem.reward.sandbox.isolation import Isolation, find_isolation, open_sandboxes
+from tandem.reward.sandbox.launcher import BareLauncher
+from tandem.reward.sandbox.layout import PACKAGES_FOLDER, layout_for
+from tandem.reward.sandbox.limits import Limits
+from tandem.reward.sandbox.sandbox import SandboxError
+from tandem.services.commands import doctor
+from tests.support.paths import ROOT
+
+REPORT = """
+import sys
+sys.path.insert(0, {root!r})
+from tandem.protos.errors import ScorerError
+from tandem.reward.sandbox.isolation import find_isolation, open_sandboxes
+from tandem.reward.sandbox.limits import Limits
+print(find_isolation().name)
+try:
+    open_sandboxes().close()
+    print("opened")
+except ScorerError as error:
+    print("refused:", error)
+pool = open_sandboxes(allow_unsandboxed=True)
+sandbox = pool.take()
+print(sandbox.run("script", ["", {program!r}], Limits()).stdout.decode().strip())
+sandbox.close()
+pool.close()
+"""
+
+
+WRITABLE = """
+import os
+folder = os.path.dirname(os.__file__)
+paths = ("/", "/usr/lib", "/dev", folder, os.__file__)
+print(os.getpid(), os.getuid(), [path for path in paths if os.access(path, os.W_OK)])
+"""
+
+
+def reported(program: str, *prefix: str) -> list[str]:
+    """What a process says that finds its isolation behind the prefix, a command that takes something away first."""
+    if shutil.which(prefix[0]) is None:
+        pytest.skip(f"there is no {prefix[0]} here")
+    command = [*prefix, sys.executable, "-c", REPORT.format(root=str(ROOT), program=program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    if "unshare failed" in done.stderr:
+        pytest.skip(f"no user namespaces here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_ordinary_user_has_the_same_isolation() -> None:
+    """A user namespace in which the service is user 1000 and no other user exists."""
+    name, opened, writable = reported(WRITABLE, "unshare", "--user", "--map-user=1000", "--map-group=1000")
+    assert name in ("namespaces", "bubblewrap") and opened == "opened"
+    assert writable == "2 65534 []", "the files of the service's own user, too, are read-only"
+
+
+def test_without_user_namespaces_it_refuses_unless_told_otherwise() -> None:
+    """A user namespace in which no further ones may be made, as in a container that forbids them."""
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
+    name, refused, process = reported(
+        "import os; print(os.getpid())", "unshare", "--user", "--map-root-user", "sh", "-c", script, "sh"
+    )
+    assert name == "none" and int(process) > 2
+    assert refused.startswith("refused: this machine has no isolation") and "allow_unsandboxed" in refused
+    assert "unshare: No space left on device" in refused, "it says what was tried"
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_found", None)
+
+
+@pytest.mark.usefixtures("unknown")
+def test_isolation_that_does_not_hold_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pretended(BareLauncher):
+        name = "namespaces"
+
+    monkeypatch.setattr(isolation, "_KINDS", (Pretended,))
+    found = find_isolation()
+    assert found.name == "none"
+    (fault,) = found.faults
+    for broken in ("tcp", "read_files", "other processes"):
+        assert broken in fault
+    with pytest.raises(ScorerError, match="does not hold"):
+        open_sandboxes()
+    with pytest.raises(ScorerError, match="does not hold"):
+        open_sandboxes()  # the answer is kept, and so is its reason
+
+
+@pytest.mark.usefixtures("unknown")
+def test_the_best_that_works_is_taken_and_it_is_said_why_no_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tuple(isolation._KINDS)
+    assert before[-1] is BubblewrapEachLauncher, "a Python for every sandbox is the last resort"
+
+    class Refused(BubblewrapLauncher):
+        def __init__(self, *_: object) -> None:
+            raise SandboxError("it gets no namespaces")
+
+    monkeypatch.setattr(isolation, "_KINDS", (Refused, Refused, *before))
+    found = find_isolation()
+    if found.name == "none":
+        pytest.skip(f"no isolation here: {'; '.join(found.faults)}")
+    assert found.faults[0] == "bubblewrap: it gets no namespaces" and found.faults.count(found.faults[0]) == 1
+    open_sandboxes().close()
+    assert find_isolation() is found
+
+
+@pytest.mark.usefixtures("unknown")
+@pytest.mark.parametrize("allowed", [False, True])
+def test_isolation_that_does_not_start_once_is_not_done_without(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    class Failing(BubblewrapLauncher):
+        def __init__(self, *_: object) -> None:
+            raise SandboxError("no memory for it now")
+
+    monkeypatch.setattr(isolation, "_found", (Isolation("bubblewrap", True), Failing))
+    with pytest.raises(ScorerError, match="of this machine does not start: bubblewrap: no memory for it now"):
+        open_sandboxes(allow_unsandboxed=allowed)
+    assert find_isolation().name == "bubblewrap", "it may start the next time"
+
+
+@pytest.mark.usefixtures("unknown")
+def test_no_filter_is_told_and_runs_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_filters", lambda launcher: False)
+    made = open_sandboxes(allow_unsandboxed=True)
+    try:
+        assert not made.seccomp and not find_isolation().seccomp
+        taken = made.take()
+        assert taken.run("script", ["", "import socket; socket.socket(); print(1)"], Limits()).stdout == b"1\n"
+        taken.close()
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "told"),
+    [
+        (Isolation("bubblewrap", True, place="/opt/bin/bwrap"), "ok", "bubblewrap (/opt/bin/bwrap), with seccomp"),
+        (
+            Isolation("namespaces", False, ("bubblewrap: there is no bwrap on PATH",)),
+            "note",
+            "namespaces, without seccomp",
+        ),
+        (
+            Isolation("none", True, ("namespaces: unshare: Operation not permitted",)),
+            "note",
+            "unshare: Operation not permitted",
+        ),
+    ],
+)
+def test_doctor_says_which(monkeypatch: pytest.MonkeyPatch, found: Isolation, verdict: str, told: str) -> None:
+    monkeypatch.setattr(isolation, "find_isolation", lambda: found)
+    finding = doctor.check_sandbox()
+    assert finding.verdict == verdict and told in finding.detail
+    assert bool(finding.remedy) == (found.name == "none")
+
+
+# ---- the root of a sandbox ----
+
+
+def test_packages_are_shown_by_name_alone() -> None:
+    layout = layout_for(("numpy",))
+    shown = [target for _, target in layout.binds if target.startswith(PACKAGES_FOLDER)]
+    assert f"{PACKAGES_FOLDER}/numpy" in shown and layout.path[-1] == PACKAGES_FOLDER
+    assert not any(target.endswith("site-packages") for _, target in layout.binds)
+    assert any(hidden.endswith("site-packages") for hidden in layout.hidden)
+    with pytest.raises(ScorerError, match="no_such_package is not installed"):
+        layout_for(("no_such_package",))
+    with pytest.raises(ScorerError, match="is not installed"):
+        layout_for(("../reward",))
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_bubblewrap_is_told_all_of_it(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    layout = layout_for()
+    arguments = bubblewrap_arguments(layout)
+    assert {"--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--as-pid-1"} <= set(arguments)
+    assert ("--unshare-user" in arguments) == (user != 0), "root has entered one before, in which nobody is known"
+    assert not {"--bind", "--proc", "--share-net", "--new-session"} & set(arguments)
+    pairs = list(itertools.pairwise(arguments))
+    assert ("--remount-ro", "/") in pairs and ("--dir", "/tmp") in pairs
+    alone = list(itertools.pairwise(bubblewrap_arguments(layout, 1 << 20)))
+    assert ("--tmpfs", "/tmp") in alone and ("--size", str(1 << 20)) in alone and ("--dir", "/tmp") not in alone
+
+
+def test_bubblewrap_is_found_on_path_or_beside_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    places = [tmp_path / name / "bin" for name in ("system", "environment")]
+    monkeypatch.setattr(sys, "prefix", str(places[1].parent))
+    monkeypatch.setenv("PATH", str(places[0]))
+    with pytest.raises(SandboxError, match=r"there is no bwrap on PATH or in .*environment/bin"):
+        find_bubblewrap()
+    for place in reversed(places):
+        place.mkdir(parents=True)
+        (place / "bwrap").write_text("#!/bin/sh\necho 'bwrap: not on this machine' >&2\nexit 1\n")
+        (place / "bwrap").chmod(stat.S_IRWXU)
+        assert find_bubblewrap() == str(place / "bwrap")
+    with pytest.raises(SandboxError, match=r"not on this machine|No space left|not permitted"):
+        BubblewrapLauncher(layout_for(), 1 << 20)
+
+
+def test_what_runs_inside_needs_python_alone() -> None:
+    """It is sent into sandboxes as text, and a zygote must load nothing that a program could find in its memory."""
+    code = (
+        "import sys; before = set(sys.modules); import tandem.reward.sandbox.inside.zygote\n"
+        "print(*{name.partition('.')[0] for name in sys.modules} - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert set(done.stdout.split()) <= {*sys.stdlib_module_names, "reward"}

@@ -1,0 +1,137 @@
+"""The filter of system calls: its instructions as the kernel would run them, and what the kernel then refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import struct
+
+import pytest
+
+from tandem.reward.sandbox import isolation
+from tandem.reward.sandbox.inside import seccomp
+from tests.support.paths import ROOT
+from tests.support.sandbox_runs import LIMITS, Launcher, alive
+
+pytest_plugins = ("tests.support.sandbox_attackers",)
+
+
+# ---- as the kernel would run it ----
+
+
+def verdict(program: bytes, architecture: int, number: int, argument: int = 0) -> int:
+    """Interprets the instructions that the filter is made of."""
+    instructions = [struct.unpack_from("=HBBI", program, place) for place in range(0, len(program), 8)]
+    data = struct.pack("=IIQQ", number, architecture, 0, argument)
+    place, value = 0, 0
+    while True:
+        code, jump_true, jump_false, operand = instructions[place]
+        place += 1
+        match code:
+            case 0x20:
+                (value,) = struct.unpack_from("=I", data, operand)
+            case 0x15 | 0x25 | 0x45:
+                true = {0x15: value == operand, 0x25: value > operand, 0x45: bool(value & operand)}[code]
+                place += jump_true if true else jump_false
+            case 0x06:
+                return operand
+            case _:
+                raise AssertionError(f"instruction {code:#x}")
+
+
+ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+MINE = 4242
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("processes", [False, True])
+def test_the_filter_on_every_architecture(machine: str, processes: bool) -> None:
+    architecture, column = MACHINES[machine]
+    rules = b"".join(struct.pack("=HBBI", *one) for one in seccomp._rules(machine, processes))
+    rules = rules.replace(struct.pack("=I", seccomp._ITSELF), struct.pack("=I", MINE))
+
+    def of(pair: tuple[int, int], argument: int = 0) -> int:
+        return verdict(rules, architecture, pair[column], argument)
+
+    for name in seccomp.REFUSED:
+        number = seccomp._REFUSED[name][column]
+        assert number is None or verdict(rules, architecture, number, 7) == REFUSE, name
+    read, write, openat, mmap, futex, exit_group = (0, 63), (1, 64), (257, 56), (9, 222), (202, 98), (231, 94)
+    assert {of(pair) for pair in (read, write, openat, mmap, futex, exit_group)} == {ALLOW}
+    socketpair, prlimit, clone, clone3, kill, tgkill = (
+        (53, 199),
+        (302, 261),
+        (56, 220),
+        (435, 435),
+        (62, 129),
+        (234, 131),
+    )
+    assert of(socketpair, 1) == ALLOW and of(socketpair, 2) == of(socketpair, 40) == REFUSE
+    assert of(prlimit, 0) == ALLOW and of(prlimit, 1) == REFUSE
+    thread, fork, new_user = 0x003D0F00, 0x01200011, 0x10000000
+    assert of(clone, thread) == ALLOW and of(clone, thread | new_user) == REFUSE
+    assert of(clone, fork) == (ALLOW if processes else REFUSE) and of(clone, fork | new_user) == REFUSE
+    assert of(clone3) == UNKNOWN and verdict(rules, architecture, 9999) == UNKNOWN
+    assert of(kill, MINE) == of(kill, 0) == of(tgkill, MINE) == ALLOW
+    assert {of(kill, 1), of(kill, 0xFFFFFFFF), of(tgkill, 1)} == {ALLOW if processes else REFUSE}
+    assert verdict(rules, 0x40000003, 20) == KILL, "a call of another word size"
+    if machine == "x86_64":
+        assert verdict(rules, architecture, 0x40000000) == UNKNOWN
+        assert verdict(rules, architecture, 57) == verdict(rules, architecture, 58) == (ALLOW if processes else REFUSE)
+
+
+def test_the_document_names_what_is_refused_and_nothing_else() -> None:
+    text = (ROOT / "docs" / "sandbox.md").read_text().partition("## Refused system calls")[2]
+    named = set(re.findall(r"`(\w+)`", text.partition("`clone3`")[0]))
+    with_conditions = {"socketpair", "prlimit64", "kill", "tgkill", "tkill", "fork", "vfork", "clone"}
+    assert named == {*seccomp.REFUSED, *with_conditions}
+    assert {"socket", "ptrace", "execve", "unshare", "mount", "memfd_create", "bpf"} <= set(seccomp.REFUSED)
+
+
+# ---- as the kernel runs it ----
+
+
+def test_every_refused_call_is_refused(launcher: Launcher) -> None:
+    if not seccomp.available():
+        pytest.skip("no filter of system calls for this machine")
+    column = seccomp._ARCHITECTURES[os.uname().machine][1]
+    numbers = {name: seccomp._REFUSED[name][column] for name in seccomp.REFUSED}
+    program = f"""
+import ctypes, json
+libc = ctypes.CDLL(None, use_errno=True)
+found = {{}}
+for name, number in { ({name: number for name, number in numbers.items() if number is not None})!r}.items():
+    ctypes.set_errno(0)
+    found[name] = [libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0), ctypes.get_errno()]
+for name, number in {{"a call of x32": 0x40000027, "a call of the future": 9999, "clone3": 435}}.items():
+    found[name] = [libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0), ctypes.get_errno()]
+print(json.dumps(found))
+"""
+    found = isolation._said(launcher, program, seccomp=True)
+    results = json.loads(found)
+    unknown = {name: results.pop(name) for name in ("a call of x32", "a call of the future", "clone3")}
+    assert {name: result for name, result in results.items() if result != [-1, 1]} == {}
+    assert set(map(tuple, unknown.values())) == {(-1, 38)}
+    assert len(results) >= 75
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls of another word size, as an instruction of x86")
+def test_calls_of_another_word_size_end_the_program(launcher: Launcher) -> None:
+    program = """
+import ctypes, mmap
+code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code.write(bytes.fromhex("b814000000cd80c3"))  # getpid by int 0x80
+address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())
+"""
+    sandbox = launcher.open(seccomp=True)
+    try:
+        sandbox.await_ready(60.0)
+        outcome = sandbox.run("script", ["", program], LIMITS)
+        assert outcome.exit_code == -signal.SIGSYS and not outcome.stdout
+        assert alive(sandbox)
+    finally:
+        sandbox.close()

@@ -1,0 +1,400 @@
+"""Whoever waits for something scarce: the ring first, a share for those below it; nothing scarce is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.reward.config import RewardConfig
+from tandem.reward.registry import BUILT_IN
+from tandem.reward.scheduling import interpreter_scheduler as turns
+from tandem.reward.scheduling.admission_queue import AdmissionQueue, PrioritySemaphore
+from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
+from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
+from tandem.reward.scoring import ScoringCore
+from tests.reward.endpoints.test_rate_limit import run
+from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.001)
+
+
+# ---- the rule ----
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(PRIORITIES), st.none()), max_size=200))
+def test_who_is_said_to_be_next_is_next(steps: list[Priority | None]) -> None:
+    """Some come and, for None, one goes; a lane that goes on has as many turns as one that comes again."""
+    lanes: PriorityQueue[int] = PriorityQueue()
+    for number, lane in enumerate(steps):
+        if lane is not None:
+            lanes.add(lane, number)
+            continue
+        seen = lanes.peek()
+        assert seen == lanes.peek() == lanes.next()
+        if seen is None:
+            continue
+        goes_on = lanes.goes_on(seen[0])
+        assert goes_on or (found := lanes.peek()) is None or found[0] != seen[0], "it is another lane's turn"
+
+
+@given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 100))
+def test_one_that_goes_on_has_the_turns_of_one_that_comes_again(busy: set[Priority], number: int) -> None:
+    again: PriorityQueue[Priority] = PriorityQueue()
+    on: PriorityQueue[Priority] = PriorityQueue()
+    for lane in busy:
+        again.add(lane, lane)
+        on.add(lane, lane)
+    first, working, served = again.next(), on.next(), []
+    for _ in range(number):
+        assert first is not None and working is not None
+        again.add(*first)
+        first = again.next()
+        if not on.goes_on(working[0]):
+            on.put_back(*working)
+            working = on.next()
+        served.append((first, working))
+    assert all(one == other for one, other in served)
+
+
+# ---- on an event loop ----
+
+
+def test_places_go_to_the_ring_first_and_jobs_get_their_share() -> None:
+    order: list[Priority] = []
+
+    async def work() -> None:
+        places = PrioritySemaphore(2)
+
+        async def one(lane: Priority) -> None:
+            await places.enter(lane)
+            order.append(lane)
+            places.leave()
+
+        for _ in range(2):
+            await places.enter("jobs")
+        jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
+        await asyncio.sleep(1.0)
+        ring = [asyncio.create_task(one("ring")) for _ in range(9)]
+        await asyncio.sleep(1.0)
+        assert not order and [places.waiting(lane) for lane in PRIORITIES] == [9, 0, 6]
+        places.leave()
+        await asyncio.gather(*jobs, *ring)
+
+    run(work)
+    assert "".join(lane[0] for lane in order) == "rrrjrrrjrrrjjjj"
+
+
+def test_a_place_is_lost_by_no_end() -> None:
+    """Those who wait are cancelled, by time-outs too, and one is cancelled just as it was let through."""
+
+    async def work() -> list[int]:
+        places = PrioritySemaphore(1)
+
+        async def hold() -> None:
+            await places.enter("calls")
+            try:
+                await asyncio.sleep(3600.0)
+            finally:
+                places.leave()
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await places.enter("calls")
+                await places.enter("calls")
+        tasks = [asyncio.create_task(hold()) for _ in range(5)]
+        await asyncio.sleep(1.0)
+        places.leave()  # lets the first of them through …
+        tasks[0].cancel()  # … which never hears of it
+        tasks[3].cancel()
+        left = []
+        for task in (tasks[1], tasks[2], tasks[4]):
+            await asyncio.sleep(1.0)
+            left.append(places.waiting("calls"))
+            task.cancel()
+        await asyncio.sleep(1.0)
+        async with asyncio.timeout(1.0):
+            await places.enter("jobs")
+        return left
+
+    assert run(work) == [2, 1, 0]
+
+
+def test_one_that_needs_much_is_not_passed_for_ever() -> None:
+    """It waits for three units, of which one comes back a second; those behind it need one each."""
+    order: list[str] = []
+
+    async def work() -> None:
+        gate, free = AdmissionQueue(), 0
+
+        async def one(name: str, lane: Priority, need: int) -> None:
+            def take() -> float:
+                nonlocal free
+                if free < need:
+                    return float("inf")
+                free -= need
+                return 0.0
+
+            await gate.enter(lane, take, lambda: None)
+            order.append(name)
+
+        tasks = [asyncio.create_task(one("much", "jobs", 3))]
+        tasks += [asyncio.create_task(one("ring", "ring", 1)) for _ in range(6)]
+        tasks += [asyncio.create_task(one("little", "jobs", 1))]
+        for _ in range(10):
+            await asyncio.sleep(1.0)
+            free += 1
+            gate.look()
+        await asyncio.gather(*tasks)
+
+    run(work)
+    assert order == [*["ring"] * 3, "much", *["ring"] * 3, "little"]
+
+
+# ---- at the interpreter ----
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 30.0)
+
+
+@contextmanager
+def threads(*work: Callable[[], object]) -> Iterator[None]:
+    """Each piece of work in a thread of its own, ended with the block."""
+    running = [threading.Thread(target=one, daemon=True) for one in work]
+    for thread in running:
+        thread.start()
+    yield
+    for thread in running:
+        thread.join(30.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("short_turns")
+def test_one_thread_scores_at_a_time_and_the_rings_goes_first() -> None:
+    taken, order, go_on = InterpreterScheduler(), list[Priority](), threading.Event()
+
+    def one(lane: Priority) -> Priority:
+        order.append(lane)
+        assert go_on.wait(30.0)
+        return lane
+
+    with threads(lambda: taken.each("jobs", one, ["jobs"] * 10)):
+        eventually(lambda: order == ["jobs"])
+        with threads(lambda: taken.each("calls", one, ["calls"]), lambda: taken.each("ring", one, ["ring"] * 6)):
+            eventually(lambda: [taken.waiting(lane) for lane in PRIORITIES] == [1, 1, 0])
+            go_on.set()
+    assert "".join(lane[0] for lane in order) == "jrrrcrrr" + "j" * 9
+    assert taken.each("calls", one, ["calls"]) == ["calls"] and not any(map(taken.waiting, PRIORITIES))
+
+
+@pytest.mark.usefixtures("short_turns")
+def test_those_in_a_lane_take_turns_at_the_interpreter() -> None:
+    taken, order, go_on = InterpreterScheduler(), list[str](), threading.Event()
+
+    def one(name: str) -> bool:
+        order.append(name)
+        return go_on.wait(30.0)
+
+    with threads(lambda: taken.each("calls", one, "aaaa")):
+        eventually(lambda: order == ["a"])
+        with threads(lambda: taken.each("calls", one, "bb")):
+            eventually(lambda: taken.waiting("calls") == 1)
+            go_on.set()
+    assert "".join(order) == "ababaa"
+
+
+def test_whoever_has_waited_for_long_goes_on_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.01)
+    taken, begun, go_on, more = InterpreterScheduler(), threading.Event(), threading.Event(), list[int]()
+
+    def long_one(number: int) -> bool:
+        begun.set()
+        return go_on.wait(30.0)
+
+    with threads(lambda: taken.each("jobs", long_one, [1])):
+        assert begun.wait(30.0)
+        assert taken.each("ring", abs, [-1, -2]) == [1, 2] and not taken.waiting("ring")
+        monkeypatch.setattr(turns, "PATIENCE_SECONDS", 30.0)
+        with threads(lambda: more.extend(taken.each("ring", abs, [-3]))):
+            eventually(lambda: taken.waiting("ring") == 1)  # the turn is still the other's
+            go_on.set()
+    assert more == [3]
+
+
+def test_a_turn_that_comes_at_the_last_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert super().wait(30.0)
+            return False  # its time was over, and then the turn came
+
+    monkeypatch.setattr(turns, "threading", SimpleNamespace(Lock=threading.Lock, Event=Late))
+    taken, begun, go_on = InterpreterScheduler(), threading.Event(), threading.Event()
+
+    def long_one(number: int) -> bool:
+        begun.set()
+        return go_on.wait(30.0)
+
+    with threads(lambda: taken.each("jobs", long_one, [1])):
+        assert begun.wait(30.0)
+        with threads(lambda: taken.each("ring", abs, [-1])):
+            eventually(lambda: taken.waiting("ring") == 1)
+            go_on.set()
+    assert not taken._taken
+
+
+def test_a_bug_in_a_scorer_gives_the_turn_back() -> None:
+    taken = InterpreterScheduler()
+    with pytest.raises(ZeroDivisionError):
+        taken.each("ring", lambda one: one / 0, [1])
+    assert not taken._taken  # else the next would wait for it, and go on beside
+    assert taken.each("jobs", abs, []) == [] and taken.each("jobs", abs, [1]) == [1]
+
+
+@pytest.mark.usefixtures("short_turns")
+@pytest.mark.parametrize("alone", [True, False])
+def test_scorers_of_this_process_are_asked_in_turns(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, go_on = list[str](), threading.Event()
+    exact = BUILT_IN["exact"].judge
+
+    def judge(self: Any, item: ScoreItem) -> Score:
+        order.append(item.solution)
+        assert item.solution == "c" or go_on.wait(30.0)
+        return exact(self, item)
+
+    monkeypatch.setattr(BUILT_IN["exact"], "judge", judge)
+    results: dict[str, list[Score]] = {}
+    with closing(ScoringCore(RewardConfig())) as core:
+        rubric = core.default if alone else core.compile("[[components]]\nscorer = 'exact'\n")
+
+        def score(lane: Priority, number: int) -> None:
+            results[lane] = core.score(rubric, [ScoreItem("", lane[0], "r")] * number, lane)
+
+        with threads(lambda: score("jobs", 6)):
+            eventually(lambda: order == ["j"])
+            with threads(lambda: score("ring", 4)):
+                eventually(lambda: core._turns.waiting("ring") == 1)
+                assert len(core.score(rubric, [ScoreItem("", "c", "r")], "calls", at_once=True)) == 1
+                go_on.set()
+    assert "".join(order) == "jcrrrjr" + "j" * 4
+    assert [one.value for one in results["ring"] if isinstance(one, Scored)] == [1.0] * 4
+    assert [one.value for one in results["jobs"] if isinstance(one, Scored)] == [0.0] * 6
+
+
+# ---- at judges, through the core ----
+
+
+def by_remote(url: str) -> dict[str, Any]:
+    return {"scorer": "remote", "arguments": {"url": url, "max_concurrent": 1}}
+
+
+def by_judge(url: str) -> dict[str, Any]:
+    arguments = {"base_url": url, "model": "m", "template": "{answer}", "max_concurrent": 1}
+    return {"scorer": "judge", "arguments": arguments}
+
+
+def by_rank(url: str) -> dict[str, Any]:
+    return {"scorer": "group_rank", "arguments": by_remote(url)}
+
+
+@pytest.mark.parametrize(
+    ("declared", "waiting"),
+    [(by_remote, "remote_waiting"), (by_judge, "judge_waiting"), (by_rank, "remote_waiting")],
+    ids=["remote", "judge", "rank"],
+)
+def test_the_ring_passes_a_job_at_a_judge_and_the_job_goes_on(
+    declared: Callable[[str], dict[str, Any]], waiting: str
+) -> None:
+    """One request at a time: a job's six items came first, the ring's nine come while the first of them is judged."""
+    order, go_on = list[str](), threading.Event()
+
+    def answer(asked: Asked) -> Answer:
+        name = asked.body["items"][0]["solution"] if "items" in asked.body else asked.body["messages"][0]["content"]
+        order.append(name[0])
+        assert go_on.wait(30.0)
+        number = float(name[1:])
+        return (
+            Answer({"results": [{"score": number}]}) if "items" in asked.body else chat(json.dumps({"score": number}))
+        )
+
+    results: dict[Priority, list[Score]] = {}
+    with MisbehavingServer(answer) as server:
+        config = RewardConfig.model_validate({"scorers": {"far": declared(server.url)}})
+        with closing(ScoringCore(config)) as core:
+            rubric = core.compile("[[components]]\nscorer = 'far'\n")
+
+            def score(lane: Priority, number: int) -> None:
+                items = [ScoreItem("", f"{lane[0]}{n}", None, {"prompt": "?"}, group=lane) for n in range(number)]
+                results[lane] = core.score(rubric, items, lane)
+
+            with threads(lambda: score("jobs", 6)):
+                eventually(lambda: order == ["j"] and core.figures()[f"{waiting}_jobs:far"] == 5.0)
+                with threads(lambda: score("ring", 9)):
+                    eventually(lambda: core.figures()[f"{waiting}_ring:far"] == 9.0)
+                    go_on.set()
+    assert "".join(order) == "j" + "rrrj" * 3 + "jj"
+    for lane, number in (("ring", 9), ("jobs", 6)):
+        values = [one.value for one in results[lane] if isinstance(one, Scored)]  # type: ignore[index]
+        assert values == [n / (number - 1) if declared is by_rank else n for n in range(number)]
+
+
+# ---- figures ----
+
+
+def test_figures_tell_judges_apart(tmp_path: Path) -> None:
+    file = tmp_path / "rubric.toml"
+    file.write_text(
+        """
+        [[components]]
+        name = "style"
+        scorer = "remote"
+        arguments = { url = "http://127.0.0.1:1/style" }
+        [[components]]
+        scorer = "near"
+        [[components]]
+        name = "inner"
+        scorer = "rubric"
+        arguments = { name = "more" }
+        [[components]]
+        name = "facts"
+        scorer = "remote"
+        arguments = { url = "http://127.0.0.1:1/facts" }
+        [[rubrics.more.components]]
+        name = "style"
+        scorer = "remote"
+        arguments = { url = "http://127.0.0.1:1/more" }
+        """
+    )
+    near = {"scorer": "remote", "arguments": {"url": "http://127.0.0.1:1/near"}}
+    other = {"scorer": "remote", "arguments": {"url": "http://127.0.0.1:1/other"}}
+    config = RewardConfig.model_validate({"rubric": str(file), "scorers": {"near": near, "facts": other}})
+    with closing(ScoringCore(config)) as core:
+        asked = {name for name in core.figures() if name.startswith("remote_requests")}
+    names = {"style", "near", "inner/style", "facts", "facts-2"}
+    assert asked == {f"remote_requests:{name}" for name in names}
+    with closing(ScoringCore(RewardConfig.model_validate(near))) as core:
+        assert core.figures()["remote_requests:remote"] == 0.0

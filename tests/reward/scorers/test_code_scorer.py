@@ -1,0 +1,317 @@
+"""The code scorer: where the program is, the shapes of tests, credit, and who is to blame."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.sandbox import trial as code_trial
+from tandem.reward.sandbox.sandbox import SandboxError
+from tandem.reward.scorers.code import CodeTests
+from tests.support.code_answers import ADD, DOUBLE, DOUBLE_TESTS, counted, isolated, judge, value
+
+UNITTEST = """
+import unittest
+class Cases(unittest.TestCase):
+    def test_one(self):
+        self.assertEqual(add(1, 2), 3)
+"""
+
+# ---- shapes of tests ----
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("code", "ground_truth"),
+    [
+        (DOUBLE, DOUBLE_TESTS),
+        (DOUBLE, json.dumps(DOUBLE_TESTS)),
+        ("print(input() + input())", {"inputs": [["a", "b"]], "outputs": [["ab"]]}),
+        (DOUBLE, [{"input": "4\n", "output": "8\n", "testtype": "stdin"}, {"input": "1", "output": "2"}]),
+        (ADD, {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]", '"a"\n"b"'], "outputs": ["3", "[1, 2]", '"ab"']}),
+        (ADD, {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [[3], [[1, 2]]]}),
+        (
+            "class Solution:\n    def add(self, a: List[int], b):\n        return (*a, *b)",
+            {"fn_name": "add", "inputs": ["[1]\n[2]"], "outputs": ["[1, 2]"]},
+        ),
+        (
+            "class Solution:\n    def add(self, a, b): return a + b",
+            {"fn_name": "Solution().add", "inputs": ["1\n2"], "outputs": ["3"]},
+        ),
+        (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert set(add([1], [1])) == {1}"]),
+        (ADD, json.dumps(["assert add(1, 2) == 3"])),
+        (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4"),
+        (
+            ADD,
+            {
+                "test_list": ["assert isclose(add(a, 2), 3)"],
+                "test_setup_code": "a = 1",
+                "test_imports": ["from math import isclose"],
+            },
+        ),
+        (ADD, {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n", "entry_point": "add"}),
+        (
+            ADD,
+            "from solution import add\n\ndef test_add():\n    assert add(1, 2) == "
+            "3\n\ndef test_more():\n    assert add(0, 2) == 2",
+        ),
+        (ADD, {"test": UNITTEST}),
+        (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]),
+        (ADD, {"test": "assert candidate(1, 2) == add(2, 1) == 3", "entry_point": "add"}),
+    ],
+)
+def test_right_answers_to_tests_of_every_shape(code: str, ground_truth: Any) -> None:
+    assert value(code, ground_truth) == 1.0
+    broken = code.replace("+", "-").replace("2 *", "3 *").replace("*b)", "*b, 0)")
+    assert value(broken, ground_truth) == 0.0
+
+
+@isolated
+def test_the_functions_name_may_come_from_the_item() -> None:
+    tests = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
+    score = judge(ADD, tests, {"fn_name": "add"})
+    assert isinstance(score, Scored) and score.value == 1.0
+    nameless = judge(ADD, tests)
+    assert isinstance(nameless, Unscored) and "extra_info has no fn_name" in nameless.detail
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "named"),
+    [
+        (None, "None holds no tests"),
+        ("42", "'42' holds no tests"),
+        (7, "7 holds no tests"),
+        ([], "[] holds no tests"),
+        ({}, "{} holds no tests"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "0 tests"),
+        ({"inputs": [1], "outputs": ["1"]}, "inputs[0] is neither text nor a list of lines"),
+        ({"inputs": ["1", "2"], "outputs": ["1", None]}, "outputs[1] is neither"),
+        ({"inputs": ["1"], "outputs": ["1"], "fn_name": "no name"}, "'no name' is no function's name"),
+        ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "inputs[0] or outputs[0] is not JSON"),
+        ({"inputs": [3], "outputs": ["1"], "fn_name": "f"}, "inputs[0] is neither a list of arguments"),
+        ({"inputs": ["[" * 100_000], "outputs": ["1"], "fn_name": "f"}, "is not JSON"),
+        (["assert f()", 3], "is not a list of statements"),
+        ({"test_list": "assert f()"}, "holds no tests"),
+        ([{"input": "1", "output": "2"}, {"input": "1"}], "has no input or no output"),
+        ({"test": "x", "entry_point": 3}, "3 is no function's name"),
+        ("{" * 100_000, "holds no tests"),
+        ({"inputs": ["1"] * 10_001, "outputs": ["1"] * 10_001}, "10001 tests"),
+    ],
+)
+def test_tests_that_cannot_be_used_are_invalid_input(ground_truth: Any, named: str) -> None:
+    score = judge(DOUBLE, ground_truth)
+    assert isinstance(score, Unscored) and score.reason == "invalid_input"
+    assert named in score.detail and score.detail.startswith("ground truth: ") and "\n" not in score.detail
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("test", "named"),
+    [
+        ("assert f(1) ===", "does not compile"),
+        ("def check(candidate):\n  assert 1\n assert 2", "does not compile"),
+        ("a\0", "does not compile"),
+        ("def check(candidate):\n    assert candidate(1) == 1", "no entry_point"),
+        ("def test_f(capsys):\n    assert f(1) == 1", "test_f takes arguments"),
+    ],
+)
+def test_a_test_that_nobody_could_pass_is_invalid_input(test: str, named: str) -> None:
+    score = judge("def f(x): return x", {"test": test})
+    assert isinstance(score, Unscored) and score.reason == "invalid_input" and named in score.detail
+
+
+# ---- where the program is ----
+
+
+@isolated
+def test_the_last_closed_block_counts() -> None:
+    right, wrong = f"```python\n{DOUBLE}\n```\n", "```\nprint(0)\n```\n"
+    scorer = CodeTests()
+
+    def of(solution: str) -> float:
+        score = scorer.judge(ScoreItem("", solution, DOUBLE_TESTS))
+        assert isinstance(score, Scored)
+        return score.value
+
+    assert of(wrong + right) == 1.0 and of(right + wrong) == 0.0
+    assert of(f"<think>\n{wrong}</think>\n{right}") == 1.0
+    assert of(right + "```python\nprint(0)") == 1.0, "a block that was never closed is none"
+
+
+@pytest.mark.parametrize("solution", ["", "I do not know.", DOUBLE, "```python\nprint(1)", "```python\n\n```"])
+def test_an_answer_without_a_program_is_wrong(solution: str) -> None:
+    score = CodeTests().judge(ScoreItem("", solution, DOUBLE_TESTS))
+    assert isinstance(score, Scored) and score.value == 0.0
+    assert counted(score) == {"no_code": 1.0, "total": 3.0, "not_run": 3.0}
+
+
+@isolated
+def test_the_whole_answer_as_program() -> None:
+    score = CodeTests(extract="whole").judge(ScoreItem("", DOUBLE, DOUBLE_TESTS))
+    assert isinstance(score, Scored) and score.value == 1.0
+
+
+# ---- credit ----
+
+SOMETIMES = "n = int(input())\nprint(2 * n if n > 0 else 0)"
+
+
+@isolated
+def test_all_or_nothing_stops_at_the_first_failure_and_partial_credit_does_not() -> None:
+    tests = {"inputs": ["1", "-1", "2", "-2"], "outputs": ["2", "-2", "4", "-4"]}
+    score = judge(SOMETIMES, tests)
+    assert isinstance(score, Scored) and score.value == 0.0
+    assert counted(score) == {"passed": 1.0, "wrong": 1.0, "not_run": 2.0, "total": 4.0}
+    score = judge(SOMETIMES, tests, partial=True)
+    assert isinstance(score, Scored) and score.value == 0.5
+    assert counted(score) == {"passed": 2.0, "wrong": 2.0, "total": 4.0}
+    score = judge(SOMETIMES, tests, partial=True, max_tests=2)
+    assert counted(score) == {"passed": 2.0, "total": 2.0}, "the first and the third"
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("program", "counter"),
+    [
+        ("print(0)", "wrong"),
+        ("1 / 0", "error"),
+        ("print(2 * int(input()))\n1 / 0", "error"),
+        ("print(2 * int(input()))\nimport sys\nsys.exit(1)", "error"),
+        ("syntax error", "error"),
+        ("import os\nos.kill(os.getpid(), 11)", "error"),
+        ("while True: pass", "time"),
+        ("import time\ntime.sleep(60)", "time"),
+        ("x = bytearray(1 << 30)", "memory"),
+        ("while True: print('x' * 10000)", "output"),
+        ("import numpy", "error"),
+    ],
+)
+def test_a_program_that_fails_is_a_wrong_answer(program: str, counter: str) -> None:
+    score = judge(program, DOUBLE_TESTS, seconds_per_test=0.5, memory_bytes=256 << 20)
+    assert isinstance(score, Scored) and score.value == 0.0
+    assert counted(score) == {counter: 1.0, "not_run": 2.0, "total": 3.0}
+
+
+@isolated
+@pytest.mark.parametrize(
+    ("program", "counter"),
+    [
+        ("def f(x): return 0", "wrong"),
+        ("def f(x): return 1 / 0", "error"),
+        ("def g(x): return 1", "error"),
+        ("def f(): return 1", "error"),
+        ("f = 1", "error"),
+        ("1 / 0", "error"),
+        ("def f(x):\n    while True: pass", "time"),
+        ("while True: pass", "time"),
+        ("def f(x): return bytearray(1 << 30)", "memory"),
+        ("def f(x):\n    while True: print('x' * 10000)", "output"),
+        ("import os\ndef f(x): os._exit(0)", "error"),
+        ("def f(x):\n    x = []\n    x.append(x)\n    return x", "error"),
+        ("def f(x): return 'x' * 20_000_000", "error"),
+    ],
+)
+@pytest.mark.parametrize("shape", ["call", "statement"])
+def test_a_function_that_fails_is_a_wrong_answer(program: str, counter: str, shape: str) -> None:
+    tests = {"fn_name": "f", "inputs": ["1"], "outputs": ["1"]} if shape == "call" else ["assert f(1) == 1"]
+    score = judge(program, tests, seconds_per_test=0.5, memory_bytes=256 << 20)
+    assert isinstance(score, Scored) and score.value == 0.0
+    expected = {"wrong", "error", "memory"} if "20_000_000" in program else {counter}
+    assert set(counted(score)) - {"total"} <= expected
+
+
+@isolated
+def test_the_time_of_an_answer_bounds_all_its_tests() -> None:
+    tests = {"inputs": [""] * 100, "outputs": ["1"] * 100}
+    score = judge(
+        "import time\ntime.sleep(1)\nprint(1)", tests, partial=True, seconds_per_test=1.0, seconds_per_answer=3.0
+    )
+    found = counted(score)
+    assert found["passed"] <= 3 and found["time"] == 100 - found["passed"]
+
+
+@isolated
+def test_the_prelude_and_without_it() -> None:
+    program = (
+        "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        "
+        "return gcd(*x) + len(Counter(x)) + math.floor(1.5)"
+    )
+    tests = {"fn_name": "f", "inputs": ["[4, 6]"], "outputs": ["5"]}
+    assert value(program, tests) == 1.0
+    assert value(program, tests, prelude="") == 0.0
+    assert (
+        value(
+            program,
+            tests,
+            prelude="import math\nfrom math import gcd\nfrom typing import *\nfrom collections import Counter",
+        )
+        == 1.0
+    )
+
+
+@isolated
+def test_packages_that_are_named_can_be_imported() -> None:
+    program = "import numpy as np\nprint(np.arange(int(input())).sum())"
+    tests = {"inputs": ["4"], "outputs": ["6"]}
+    assert value(program, tests, packages=("numpy",)) == 1.0
+    assert (
+        value(
+            "import numpy as np\ndef f(n): return np.arange(n)",
+            {"fn_name": "f", "inputs": ["2"], "outputs": ["[0, 1]"]},
+            packages=("numpy",),
+        )
+        == 1.0
+    )
+    with pytest.raises(ScorerError, match="no_such_package"):
+        CodeTests(packages=("no_such_package",)).start()
+
+
+@isolated
+def test_nothing_passes_from_one_test_of_an_answer_to_the_next() -> None:
+    program = "import os\nprint(len(os.listdir('.')))\nopen(f'note{os.getpid()}', 'w').write('x')"
+    assert value(program, {"inputs": [""] * 3, "outputs": ["0"] * 3}) == 1.0
+
+
+# ---- whose fault ----
+
+
+def test_a_sandbox_that_does_not_start_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def take(self) -> None:
+            raise SandboxError("a sandbox did not start: no memory")
+
+    monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: Broken())
+    assert judge(DOUBLE, DOUBLE_TESTS) == Unscored("infrastructure", "a sandbox did not start: no memory")
+
+
+def test_no_isolation_is_refused_at_the_start_and_infrastructure_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(packages: tuple[str, ...], allow: bool) -> None:
+        raise ScorerError("this machine has no isolation for untrusted code")
+
+    monkeypatch.setattr(code_trial, "sandboxes", none)
+    with pytest.raises(ScorerError, match="no isolation"):
+        CodeTests().start()
+    assert judge(DOUBLE, DOUBLE_TESTS) == Unscored("infrastructure", "this machine has no isolation for untrusted code")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"tolerance": -1.0},
+        {"tolerance": math.inf},
+        {"max_tests": -1},
+        {"seconds_per_test": 0.0},
+        {"seconds_per_test": 61.0},
+        {"seconds_per_answer": math.inf},
+        {"memory_bytes": 1 << 20},
+    ],
+)
+def test_impossible_parameters(parameters: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(parameters))):
+        CodeTests(**parameters)

@@ -1,0 +1,323 @@
+"""Reward models: a real tiny classifier, in its process and without one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.contracts import Score, Scored, ScoreItem
+from tandem.protos.errors import ScorerError
+from tandem.reward.registry import make_spec
+from tandem.reward.scorers.reward_model import RewardModel
+from tandem.reward.workers.model_process import Classifier, SetupError, batches
+from tests.support.judge_calls import refused
+from tests.support.tiny_model import VOCABULARY, build_tiny_model, character_tokenizer
+
+pytestmark = pytest.mark.timeout(600)  # torch starts in seconds, on a machine with other things to do in minutes
+
+LABELS = 3
+LONGEST = 200
+
+
+def values(scores: list[Score]) -> list[float]:
+    assert all(isinstance(score, Scored) for score in scores), scores
+    return [score.value for score in scores if isinstance(score, Scored)]
+
+
+def test_batches_keep_the_budget() -> None:
+    rows = [(n, {"input_ids": [0] * length}) for n, length in enumerate([5, 90, 5, 40, 6, 4, 300, 1])]
+    cut = list(batches(rows, 100))
+    assert sorted(n for batch in cut for n, _ in batch) == list(range(8))
+    sizes = [[len(encoded["input_ids"]) for _, encoded in batch] for batch in cut]
+    assert sizes == [[300], [90], [40, 6], [5, 5, 4, 1]]
+    assert list(batches([], 100)) == []
+
+
+POISON = "☠"
+"""A token of the tokenizer that the model has no embedding for: the forward raises, and the process ends."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 classifier of three labels with a character tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    place = tmp_path_factory.mktemp("classifier")
+    config = Qwen2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=LONGEST,
+        initializer_range=0.5,
+        num_labels=LABELS,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    Qwen2ForSequenceClassification(config).save_pretrained(place)
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens([POISON])
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def logits(folder: Path, text: str) -> list[float]:
+    """Of one row without padding, tokenised by hand."""
+    import torch
+    from transformers import Qwen2ForSequenceClassification
+
+    ids: list[int] = []
+    while text:
+        token = next(token for token in VOCABULARY if text.startswith(token))
+        ids.append(VOCABULARY.index(token))
+        text = text[len(token) :]
+    model = Qwen2ForSequenceClassification.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        row: list[float] = model(torch.tensor([ids])).logits[0].tolist()
+    return row
+
+
+def turns(*texts: tuple[str, str]) -> str:
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in texts)
+
+
+def item(answer: str, prompt: Any = "2+2?") -> ScoreItem:
+    return ScoreItem("test", answer, None, {} if prompt is None else {"prompt": prompt})
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[RewardModel]:
+    with closing(RewardModel(path=str(folder), label=1, max_batch_tokens=256)) as one:
+        one.start()
+        yield one
+
+
+def test_the_score_is_the_models_logit(model: RewardModel, folder: Path) -> None:
+    messages = [{"role": "system", "content": "Be good."}, {"role": "user", "content": "Hi"}]
+    items = [item("4"), item("four, I think"), item("Hello!", messages), item("")]
+    texts = [
+        turns(("user", "2+2?"), ("assistant", "4")),
+        turns(("user", "2+2?"), ("assistant", "four, I think")),
+        turns(("system", "Be good."), ("user", "Hi"), ("assistant", "Hello!")),
+        turns(("user", "2+2?"), ("assistant", "")),
+    ]
+    expected = [logits(folder, text)[1] for text in texts]
+    assert len({round(value, 3) for value in expected}) == 4, "the model tells them apart"
+    assert values(model.judge_batch(items)) == pytest.approx(expected, abs=1e-5)
+    alone = [model.judge_batch([one])[0] for one in items]
+    assert values(alone) == pytest.approx(expected, abs=1e-5), "whoever else is in the batch"
+
+
+def test_order_is_kept_over_many_batches(model: RewardModel) -> None:
+    items = [item("x" * (n * 37 % 97)) for n in range(60)]
+    singly = values(model.judge_batch(items[:10]))
+    assert values(model.judge_batch(items))[:10] == pytest.approx(singly, abs=1e-5)
+    assert values(model.judge_batch(items[::-1]))[::-1][:10] == pytest.approx(singly, abs=1e-5)
+
+
+def test_items_that_cannot_be_put_to_the_model(model: RewardModel) -> None:
+    items = [item("4", None), item("4", 7), item("4"), item("\ud800"), item("x" * LONGEST), item("4")]
+    scores = model.judge_batch(items)
+    assert refused(scores[0]) == ("invalid_input", "extra_info.prompt is missing: it should hold the prompt")
+    assert refused(scores[1])[0] == "invalid_input"
+    assert refused(scores[3])[0] == "invalid_input" and "tokenizer refuses it" in refused(scores[3])[1]
+    assert refused(scores[4])[0] == "limit" and f"more than the {LONGEST} that the model takes" in refused(scores[4])[1]
+    assert values([scores[2]]) == values([scores[5]]) == values(model.judge_batch([item("4")]))
+
+
+def test_an_answer_that_kills_the_process_touches_no_other(model: RewardModel) -> None:
+    before = model.judge_batch([item(str(n)) for n in range(6)])
+    answers = [str(n) for n in range(6)]
+    answers.insert(
+        3, POISON + "x" * 140
+    )  # so long that it is alone in its batch, which costs one process instead of two
+    scores = model.judge_batch([item(answer) for answer in answers])
+    reason, detail = refused(scores.pop(3))
+    assert reason == "crashed" and "exited with code 1; it last wrote: IndexError" in detail
+    assert values(scores) == pytest.approx(values(before), abs=1e-5)
+    assert model.figures()["reward_model_starts"] == 2.0
+
+
+# ---- the same without a process of its own: each costs the start of torch ----
+
+
+def classifier(place: Path, **options: Any) -> Classifier:
+    setup = {"path": str(place), "device": "cpu", "dtype": "auto", "label": 0, "activation": "none"}
+    limits = {"max_batch_tokens": 1000, "max_length": 0, "truncate": False, "num_threads": torch_threads()}
+    return Classifier({**setup, **limits, **options})
+
+
+def torch_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()  # what it is for the tests around
+
+
+def answers_of(one: Classifier, *questions: tuple[Any, str]) -> list[Any]:
+    """What the process would say of each question: its score, or (reason, detail)."""
+    found: dict[int, Any] = {}
+    asked = [{"id": n, "prompt": prompt, "answer": answer} for n, (prompt, answer) in enumerate(questions)]
+    for message in one.answer(asked):
+        found |= dict(message.get("scores", ()))
+        found |= {number: tuple(rest) for number, *rest in message.get("refused", ())}
+    return [found[number] for number in range(len(questions))]
+
+
+def test_without_a_chat_template_it_is_a_pair(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    plain = classifier(tmp_path / "plain", max_length=30)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    short, long, fits, spoken = answers_of(plain, ("2+2?", "4"), ("2+2?", "x" * 40), ("2+2?", "x" * 26), (talk, "c"))
+    assert short == pytest.approx(logits(folder, "2+2?4")[0], abs=1e-5)
+    assert spoken == pytest.approx(logits(folder, "user: a\n\nassistant: bc")[0], abs=1e-5)
+    assert long == ("limit", "44 tokens are more than the 30 that the model takes") and isinstance(fits, float)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_the_answer_alone_truncated_and_squashed(folder: Path, activation: str) -> None:
+    import torch
+
+    text = "a" * 50 + "bcdefghij"
+    row = torch.tensor(logits(folder, text[-20:]))
+    expected = (row.sigmoid() if activation == "sigmoid" else row.softmax(-1))[2].item()
+    one = classifier(folder, label=2, truncate=True, max_length=20, activation=activation)
+    scored, empty = answers_of(one, (None, text), (None, ""))
+    assert scored == pytest.approx(expected, abs=1e-5)
+    assert empty == ("invalid_input", "prompt and answer have no tokens in the model's vocabulary")
+
+
+def test_a_template_that_refuses_a_conversation(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "strict")
+    template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}{{ messages[0].content }}"
+    )
+    (tmp_path / "strict" / "chat_template.jinja").write_text(template)
+    first, second = answers_of(
+        classifier(tmp_path / "strict"), ([{"role": "system", "content": "s"}], "x"), ("hi", "x")
+    )
+    assert first[0] == "invalid_input" and "users first" in first[1] and isinstance(second, float)
+
+
+def test_segments_of_a_pair_reach_an_encoder(tmp_path: Path) -> None:
+    """BERT tells prompt and answer apart by token types."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "three"]
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        initializer_range=1.0,
+        num_labels=1,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    encoder = BertForSequenceClassification(config).eval()
+    encoder.save_pretrained(tmp_path)
+    BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(tmp_path)
+    with torch.inference_mode():
+        ids, types = torch.tensor([[2, 5, 6, 3, 7, 3]]), torch.tensor([[0, 0, 0, 0, 1, 1]])
+        right = encoder(input_ids=ids, token_type_ids=types).logits.item()
+        wrong = encoder(input_ids=ids).logits.item()
+    assert abs(right - wrong) > 1e-3
+    scored, *_ = answers_of(classifier(tmp_path), ("one two", "three"), ("two", "one two one two one"))
+    assert scored == pytest.approx(right, abs=1e-5)
+
+
+def test_a_score_that_is_no_number_is_no_score(folder: Path) -> None:
+    import torch
+
+    one = classifier(folder)
+    with torch.no_grad():
+        one._model.score.weight.fill_(float("nan"))
+    assert answers_of(one, ("2+2?", "4")) == [("crashed", "the model's score is nan")]
+
+
+def test_a_batch_that_needs_too_much_memory_is_halved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    one, expected = classifier(folder), answers_of(classifier(folder), *[("2+2?", "x" * n) for n in range(8)])
+    real, sizes = one._forward, []
+
+    def forward(rows: Any) -> list[float]:
+        sizes.append(len(rows))
+        if len(rows) > 2 or max(len(row["input_ids"]) for row in rows) > 150:
+            raise torch.OutOfMemoryError
+        return real(rows)
+
+    monkeypatch.setattr(one, "_forward", forward)
+    *scored, huge = answers_of(one, *[("2+2?", "x" * n) for n in range(8)], ("2+2?", "x" * 130))
+    assert scored == pytest.approx(expected, abs=1e-5) and max(sizes) > 2
+    assert huge[0] == "limit" and "the device lacks the memory for" in huge[1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        ("causal", "has no weights for score.weight; it holds no sequence classifier"),
+        ("weights", "SafetensorError"),
+        ("tokenizer", "Error: "),
+        ("label", "label 3 is not there: the model has 3 labels"),
+        ("device", "Error: "),
+        ("code", "contains custom code"),
+    ],
+)
+def test_models_that_cannot_be_used(folder: Path, tmp_path: Path, spoil: str, told: str) -> None:
+    place = tmp_path / "model"
+    options: dict[str, Any] = {}
+    if spoil == "causal":
+        build_tiny_model(place)
+    else:
+        shutil.copytree(folder, place)
+    if spoil == "weights":
+        (place / "model.safetensors").write_bytes(b"no tensors")
+    elif spoil == "tokenizer":
+        (place / "tokenizer.json").write_text("{}")
+    elif spoil == "label":
+        options = {"label": LABELS}
+    elif spoil == "device":
+        options = {"device": "cuda:99"}
+    elif spoil == "code":
+        config = json.loads((place / "config.json").read_text())
+        config |= {
+            "model_type": "own",
+            "auto_map": {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.M"},
+        }
+        (place / "config.json").write_text(json.dumps(config))
+        (place / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\nclass M: pass\n")
+    with pytest.raises(SetupError) as caught:
+        classifier(place, **options)
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists(), "no code of the folder is run"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"path": "/nowhere"}, "path /nowhere is no folder with a config.json"),
+        ({"path": "org/model"}, "path org/model is no folder"),
+        ({"label": -1}, "label and max_length must be at least 0"),
+        ({"max_batch_tokens": 0}, "must be at least 1"),
+        ({"timeout_seconds": 0}, "above 0"),
+        ({"dtype": "int8"}, "arguments.dtype"),
+    ],
+)
+def test_arguments_that_cannot_be_used(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ScorerError) as caught:
+        make_spec("reward_model", {"path": str(tmp_path), **wrong})
+    assert told in str(caught.value) and "\n" not in str(caught.value)

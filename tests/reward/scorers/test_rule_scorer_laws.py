@@ -1,0 +1,316 @@
+"""Laws of the scorers that run in the service's own thread: they raise for no text, and take linear time on
+every text.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.contracts import Judge
+from tandem.reward.registry import BUILT_IN, make_judge
+from tandem.reward.scorers.gsm8k import Gsm8k
+from tandem.reward.scorers.json_schema import JsonSchema
+from tandem.reward.scorers.language import LanguageConsistency
+from tandem.reward.scorers.math_boxed import MathBoxed
+from tandem.reward.scorers.math_dapo import MathDapo
+from tandem.reward.scorers.multiple_choice import MultipleChoice
+from tandem.reward.scorers.numeric import NumericEquality, numbers_in
+from tandem.reward.scorers.overlong import Overlong
+from tandem.reward.scorers.repetition import Repetition
+from tandem.reward.scorers.short_answer import ShortAnswer
+from tandem.reward.scorers.tags import MAX_NAMES, Tags
+from tandem.reward.text.ground_truth import MAX_ACCEPTED
+
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("exact", {"ignore_case": True, "last_line": True}),
+    ("gsm8k", {"last_characters": 0}),
+    ("gsm8k", {"last_characters": 0, "method": "flexible"}),
+    ("language", {"language": "en"}),
+    ("language", {"language": "zh", "unit": "letters", "ignore_formulas": False}),
+    ("math_boxed", {}),
+    ("math_dapo", {}),
+    ("math_dapo", {"strict_box": True}),
+    ("multiple_choice", {}),
+    ("numeric", {}),
+    ("numeric", {"marker": "####"}),
+    ("overlong", {"max_length": 100, "buffer": 20, "unit": "characters"}),
+    ("repetition", {}),
+    ("repetition", {"n": 12, "unit": "characters"}),
+    ("short_answer", {"metric": "f1"}),
+    ("short_answer", {"metric": "contained", "tag": ""}),
+    ("tags", {"only": True, "counts": {"search": [0, 3]}}),
+    ("target_length", {"target": 100, "unit": "characters"}),
+]
+NEEDS_NO_TRUTH = {"language", "overlong", "repetition", "tags", "target_length"}
+
+PIECES = [
+    *(
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "</think>",
+        "<search>",
+        "\\boxed{",
+        "\\boxed ",
+        "\\fbox{",
+        "{",
+        "}",
+        "$",
+        "$$",
+        "\\(",
+    ),
+    *(
+        "\\)",
+        "\\[",
+        "`",
+        "```",
+        "```\n",
+        "\n",
+        " ",
+        "#### ",
+        "Answer:",
+        "answer is (",
+        "The answer is ",
+        "option ",
+        "(B)",
+        "**A",
+    ),
+    *(
+        "\\text{",
+        "\\text{ ",
+        "\\textbf{",
+        "\\overline{",
+        "\\sqrt",
+        "\\frac",
+        "\\left",
+        "=",
+        "/",
+        "0.5",
+        "1,234",
+        "-",
+        ".",
+        ",",
+    ),
+    *(
+        "A ",
+        "I am",
+        "a ",
+        "the ",
+        "b",
+        "'",
+        "_",
+        "é",
+        "漢",
+        "か",
+        "ف",
+        "\u0301",
+        "\u200d",
+        "\u2212",
+        "\x00",
+        "\ud800",
+        "𝑥",
+        "7",
+    ),
+]
+texts = st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=60).map("".join))
+truths = st.one_of(
+    texts,
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | texts,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=5,
+    ),
+    texts.map(lambda text: {"target": text}),
+)
+
+
+def in_process(name: str, arguments: dict[str, Any]) -> Judge:
+    judge = make_judge(name, arguments)
+    assert isinstance(judge, Judge)
+    return judge
+
+
+def way_name(way: object) -> str | None:
+    return way if isinstance(way, str) else "-".join(map(str, way.values())) if isinstance(way, dict) else None
+
+
+def test_every_rule_scorer_in_process_is_held_to_these_laws() -> None:
+    names = {name for name, kind in BUILT_IN.items() if kind.ISOLATION == "in_process"}
+    assert names <= {name for name, _ in WAYS}, "a new scorer in process belongs into WAYS"
+
+
+@pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
+@settings(max_examples=120, deadline=None)
+@given(solution=texts, truth=truths)
+def test_no_text_and_no_ground_truth_makes_a_scorer_raise(
+    name: str, arguments: dict[str, Any], solution: str, truth: Any
+) -> None:
+    asked = ScoreItem("test", solution, truth)
+    judge = in_process(name, arguments)
+    score = judge.judge(asked)
+    if isinstance(score, Scored):
+        assert math.isfinite(score.value) and all(math.isfinite(part) for part in score.breakdown.values())
+        assert judge.judge(asked) == score
+    else:
+        assert score.reason == "invalid_input" and score.detail and "\n" not in score.detail
+
+
+@pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
+def test_without_a_ground_truth_it_is_unscored_where_one_is_needed(name: str, arguments: dict[str, Any]) -> None:
+    score = in_process(name, arguments).judge(ScoreItem("test", "Answer: 1", None))
+    if name in NEEDS_NO_TRUTH:
+        assert isinstance(score, Scored)
+    else:
+        assert isinstance(score, Unscored) and score.reason == "invalid_input"
+        assert score.detail.startswith("ground truth None is n")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
+def test_a_megabyte_that_is_made_to_hurt_ends(name: str, arguments: dict[str, Any]) -> None:
+    """Anything above linear would need hours: a million characters squared."""
+    judge = in_process(name, arguments)
+    for piece in [
+        "<answer>",
+        "\\boxed{",
+        "\\text{",
+        "$a\n$",
+        "\\(",
+        "`",
+        "#### 1,",
+        "Answer: (",
+        "漢",
+        "a ",
+        "the ",
+        "(B",
+        "1",
+    ]:
+        judge.judge(ScoreItem("test", piece * (1_000_000 // len(piece)), "B"))
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("piece", ["\\text{", "\\boxed{", "$", "=", "\\sqrt", "\\frac", "a ", "{"])
+def test_a_megabyte_of_ground_truth_ends(piece: str) -> None:
+    truth = piece * (1_000_000 // len(piece))
+    for judge in (MathBoxed(), MathDapo(), ShortAnswer(), Gsm8k(), MultipleChoice()):
+        judge.judge(ScoreItem("test", "<answer>\\boxed{1}</answer> Answer: 1 #### 1", truth))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
+@pytest.mark.parametrize("piece", ["a ", "\\frac", "É", "1,2 "])
+def test_many_truths_read_a_long_answer_once(name: str, arguments: dict[str, Any], piece: str) -> None:
+    """As many as there may be, and a megabyte: reading it anew for each would take minutes."""
+    text = piece * (1_000_000 // len(piece))
+    solution = f"<answer>{text}</answer> \\boxed{{{text}}}"
+    truth = [f"truth {number}" for number in range(MAX_ACCEPTED)]
+    in_process(name, arguments).judge(ScoreItem("test", solution, truth))
+
+
+@pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
+def test_more_truths_than_are_compared_are_refused(name: str, arguments: dict[str, Any]) -> None:
+    score = in_process(name, arguments).judge(ScoreItem("test", "<answer>A</answer>", ["A"] * (MAX_ACCEPTED + 1)))
+    if name in NEEDS_NO_TRUTH:
+        assert isinstance(score, Scored)
+    elif name == "multiple_choice":
+        assert score == Scored(1.0, {"answered": 1.0}), "they are letters: there are never many"
+    elif name != "numeric":
+        assert isinstance(score, Unscored) and score.detail.endswith("is a list of 1,001, at most 1,000 are compared")
+
+
+def test_no_answer_is_looked_through_for_more_than_a_few_tags() -> None:
+    names = [f"t{number}" for number in range(100_000)]
+    Tags(order=tuple(names[:MAX_NAMES]))
+    for too_many in ({"order": names}, {"counts": {name: [0, 1] for name in names}}):
+        with pytest.raises(ScorerError, match=r"100,00[02] tags are named, at most 64"):
+            in_process("tags", too_many)
+    with pytest.raises(ScorerError, match="100,000 tags are named, at most 64"):
+        make_judge("format", {"order": names})
+
+
+@settings(max_examples=200, deadline=None)
+@given(solution=texts, truth=truths)
+def test_no_text_and_no_schema_makes_the_json_scorer_raise(solution: str, truth: Any) -> None:
+    assert isinstance(JsonSchema().judge(ScoreItem("test", solution, truth)), Scored | Unscored)
+
+
+@given(st.integers(min_value=-(10**12), max_value=10**12), texts)
+def test_a_number_behind_the_marker_is_found_whatever_stands_before(number: int, before: str) -> None:
+    solution = f"{before}\n#### {number:,}"
+    assert Gsm8k().judge(ScoreItem("", solution, str(number))) == Scored(1.0, {"answered": 1.0})
+
+
+@given(st.text(alphabet="abcxyz0123456789+-", min_size=1, max_size=20), texts)
+def test_a_box_at_the_end_is_found_whatever_stands_before(content: str, before: str) -> None:
+    solution = f"{before.replace('boxed', '')} \\boxed{{{content}}}"
+    assert MathBoxed().judge(ScoreItem("", solution, content)) == Scored(1.0, {"answered": 1.0})
+    assert MathDapo(strict_box=True).judge(ScoreItem("", solution, content)) == Scored(1.0, {"answered": 1.0})
+
+
+@given(st.lists(st.sampled_from(["1", "-2.5", "1e999", "7/0", "-1e-400", "x"]), max_size=60).map(" ".join))
+def test_the_last_number_is_the_last_of_all_numbers(text: str) -> None:
+    numbers = numbers_in(text)
+    for wanted, value in ((numbers[-1], 1.0), (numbers[-1] + 1.0, 0.0)) if numbers else ((1.0, 0.0),):
+        assert NumericEquality().judge(ScoreItem("", text, wanted)) == Scored(value)
+
+
+words = st.lists(st.sampled_from(["paris", "rome", "the", "a", "lake", "of", "new", "1969"]), max_size=6).map(" ".join)
+
+
+@given(words, words)
+def test_the_measures_of_short_answers_agree(answer: str, truth: str) -> None:
+    def scored(metric: str, one: str, other: str) -> float:
+        score = in_process("short_answer", {"metric": metric, "tag": ""}).judge(ScoreItem("", one, other))
+        assert isinstance(score, Scored)
+        return score.value
+
+    f1 = scored("f1", answer, truth)
+    assert 0.0 <= f1 <= 1.0 and f1 == pytest.approx(scored("f1", truth, answer))
+    assert scored("exact", answer, truth) <= scored("contained", answer, truth)
+    assert scored("exact", answer, truth) <= f1
+
+
+@given(st.lists(st.sampled_from(["think", "plan", "answer"]), unique=True, min_size=1), st.data())
+def test_an_answer_of_its_parts_is_right_until_a_tag_is_lost(order: list[str], data: st.DataObject) -> None:
+    pieces = [piece for name in order for piece in (f"<{name}>", "content", f"</{name}>")]
+    judge = Tags(order=tuple(order), only=True)
+    assert judge.judge(ScoreItem("", "\n".join(pieces), None)) == Scored(
+        1.0, {**dict.fromkeys(order, 1.0), "only": 1.0}
+    )
+    lost = data.draw(st.sampled_from([place for place, piece in enumerate(pieces) if piece != "content"]))
+    score = judge.judge(ScoreItem("", "\n".join(pieces[:lost] + pieces[lost + 1 :]), None))
+    assert isinstance(score, Scored) and score.value == 0.0
+
+
+@given(texts, st.integers(1, 12), st.floats(0.0, 10.0))
+def test_repetition_stays_within_its_penalty_and_a_loop_comes_near_it(text: str, n: int, penalty: float) -> None:
+    score = Repetition(n=n, penalty=penalty).judge(ScoreItem("", text, None))
+    assert isinstance(score, Scored) and -penalty <= score.value <= 0.0
+    loop = Repetition(n=n, penalty=penalty).judge(ScoreItem("", "again " * 1000, None))
+    assert isinstance(loop, Scored) and loop.value == pytest.approx(-penalty, rel=0.01)
+
+
+@given(texts)
+def test_language_is_a_share_and_scripts_add_up(text: str) -> None:
+    def share(*scripts: str) -> float:
+        judge = LanguageConsistency(scripts=scripts, unit="letters", ignore_formulas=False)
+        score = judge.judge(ScoreItem("", text.replace("a\u0301", ""), None))
+        assert isinstance(score, Scored) and 0.0 <= score.value <= 1.0
+        return score.value
+
+    assert share("Han") + share("Hiragana") == pytest.approx(share("Han", "Hiragana"))
+
+
+@given(st.integers(1, 50), st.integers(0, 50), st.lists(st.integers(0, 200), min_size=2))
+def test_a_longer_answer_is_never_better(buffer: int, before: int, lengths: list[int]) -> None:
+    judge = Overlong(max_length=before + buffer, buffer=buffer)
+    scores = [judge.judge(ScoreItem("", "", None, {"num_tokens": length})) for length in sorted(lengths)]
+    values = [score.value for score in scores if isinstance(score, Scored)]
+    assert values == sorted(values, reverse=True) and -1.0 <= values[-1] and values[0] <= 0.0

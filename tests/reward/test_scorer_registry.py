@@ -1,0 +1,186 @@
+"""What every built-in scorer says of itself, its examples, and the one line for arguments that do not fit."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.contracts import BatchJudge, Closable, Isolation, Judge
+from tandem.reward.registry import BUILT_IN, Parameter, check_arguments, describe, make_judge, make_spec
+from tests.support.paths import ROOT
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_scorer_keeps_the_contract(name: str) -> None:
+    kind = BUILT_IN[name]
+    assert is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert kind.VERSION and kind.ISOLATION in get_args(Isolation)
+    assert issubclass(kind, Judge) != issubclass(kind, BatchJudge) or name == "code"
+    if kind.ISOLATION == "remote":
+        assert issubclass(kind, BatchJudge) and issubclass(kind, Closable)
+        assert inspect.signature(kind.judge_batch).parameters["lane"].kind is inspect.Parameter.KEYWORD_ONLY
+    names = {field.name for field in fields(kind) if field.init}
+    assert set(getattr(kind, "RECIPE_ONLY", ())) <= names
+
+
+def test_names_are_in_order() -> None:
+    assert list(BUILT_IN) == sorted(BUILT_IN)
+
+
+def test_every_scorer_has_a_file_of_its_own() -> None:
+    assert len({kind.__module__ for kind in BUILT_IN.values()}) == len(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_examples_of_a_scorer_are_true(name: str) -> None:
+    kind = BUILT_IN[name]
+    known = {**vars(inspect.getmodule(kind)), "ScoreItem": ScoreItem, "Scored": Scored, "Unscored": Unscored}
+    found = doctest.DocTestFinder(recurse=False).find(kind, name, globs=known)
+    assert sum(len(test.examples) for test in found) > 0, "it has no example"
+    said: list[str] = []
+    runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in found:
+        runner.run(test, out=said.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+def test_every_scorer_and_parameter_is_described() -> None:
+    infos = describe()
+    assert [info.name for info in infos] == sorted(BUILT_IN)
+    for info in infos:
+        assert info.summary and "\n" not in info.summary
+        for parameter in info.parameters:
+            assert parameter.type and parameter.description, f"{info.name}.{parameter.name}"
+            if parameter.default:
+                json.loads(parameter.default)
+    numeric = next(info for info in infos if info.name == "numeric")
+    assert numeric.isolation == "in_process" and numeric.version
+    assert numeric.parameters[0] == Parameter(
+        "tolerance",
+        "a number",
+        "1e-6",
+        "Largest accepted difference, relative to the ground truth where that is above 1.",
+    )
+    assert [p.default for info in infos if info.name == "regex" for p in info.parameters if p.name == "pattern"] == [""]
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """A scorer with a parameter of every kind."""
+
+    VERSION: ClassVar[str] = "1"
+    ISOLATION: ClassVar[Isolation] = "in_process"
+    number: float
+    count: int = 1
+    text: str = ""
+    flag: bool = False
+    mode: Literal["strict", "loose"] = "strict"
+    words: list[str] | None = None
+    pair: tuple[float, float] = (0.0, 1.0)
+    many: tuple[int, ...] = ()
+    table: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError("count must be at least 1")
+
+    def judge(self, item: ScoreItem) -> Scored:
+        return Scored(self.number)
+
+
+@pytest.fixture(autouse=True)
+def with_everything(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "everything" in request.node.name:
+        monkeypatch.setitem(BUILT_IN, "everything", Everything)
+
+
+def test_everything_that_fits() -> None:
+    given_values = {
+        "number": 1,
+        "count": 2,
+        "text": "x",
+        "flag": True,
+        "mode": "loose",
+        "words": ["a"],
+        "pair": [1, 2.5],
+        "many": [1, 2, 3],
+        "table": {"a": 1},
+    }
+    judge = make_judge("everything", given_values)
+    assert judge == Everything(1.0, 2, "x", True, "loose", ["a"], (1.0, 2.5), (1, 2, 3), {"a": 1.0})
+    assert isinstance(judge, Everything) and type(judge.number) is float
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, "here.arguments.number is missing: scorer everything needs it"),
+        ({"number": "1"}, "here.arguments.number: scorer everything needs a number there, got '1'"),
+        ({"number": True}, "here.arguments.number: scorer everything needs a number there, got True"),
+        ({"number": 1, "count": 1.0}, "here.arguments.count: scorer everything needs an integer there, got 1.0"),
+        ({"number": 1, "count": True}, "needs an integer there, got True"),
+        ({"number": 1, "count": 0}, "here.arguments of scorer everything: count must be at least 1"),
+        ({"number": 1, "text": 1}, "needs text there, got 1"),
+        ({"number": 1, "flag": "yes"}, "needs true or false there, got 'yes'"),
+        ({"number": 1, "flag": 1}, "needs true or false there, got 1"),
+        ({"number": 1, "mode": "strct"}, "needs \"strict\" or \"loose\" there, got 'strct'; did you mean strict?"),
+        ({"number": 1, "words": "a"}, "needs a list (text) or nothing there, got 'a'"),
+        ({"number": 1, "words": [1]}, "needs a list (text) or nothing there, got [1]"),
+        ({"number": 1, "pair": [1]}, "needs a list of 2 (a number, a number) there, got [1]"),
+        ({"number": 1, "pair": [1, 2, 3]}, "a list of 2 (a number, a number) there"),
+        ({"number": 1, "many": ["1"]}, "needs a list (an integer) there"),
+        ({"number": 1, "table": {"a": "b"}}, "needs a table (a number) or nothing there"),
+        ({"number": 1, "numbr": 1}, "numbr: scorer everything has no such argument; did you mean number?"),
+        ({"number": 1, "text": b"x"}, "here.arguments.text: Object of type bytes is not JSON serializable"),
+    ],
+)  # fmt: skip
+def test_everything_that_does_not_fit(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ScorerError) as caught:
+        make_judge("everything", arguments, "here")
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(BUILT_IN)),
+    st.dictionaries(
+        st.text(max_size=8) | st.sampled_from(["tolerance", "pattern", "choices", "n"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), st.lists, max_leaves=4
+        ),
+        max_size=3,
+    ),
+)
+def test_any_arguments_fit_or_are_refused_in_one_line(name: str, arguments: dict[str, Any]) -> None:
+    try:
+        check_arguments(name, arguments, "reward")
+    except ScorerError as error:
+        assert str(error).startswith("reward.arguments") and len(str(error).splitlines()) == 1
+
+
+def test_an_import_path_is_not_imported_here(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("raise RuntimeError\n")
+    spec = make_spec(f"{tmp_path}/loud.py:f", {"a": 1})
+    assert (spec.isolation, spec.arguments) == ("worker", '{"a": 1}')
+
+
+def test_the_registry_loads_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "sympy", "math_verify", "numpy", "httpx", "aiohttp", "jsonschema", "openai"]
+    code = f"import sys, tandem.reward.registry\nprint(*(set({heavy!r}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == ""

@@ -1,0 +1,208 @@
+"""The one worker core: every kind of scorer by one rubric, what runs where, and what a failure costs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.reward.config import RewardConfig
+from tandem.reward.scorers.exact import ExactMatch
+from tandem.reward.scoring import ScoringCore
+from tests.support.scoring_stand_ins import Make, item, score
+
+pytest_plugins = ("tests.support.scoring_cores",)
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
+
+# ---- a scorer alone ----
+
+
+def test_a_cheap_scorer_alone_starts_nothing_and_is_asked_directly(make_core: Make) -> None:
+    before = psutil.Process().children()
+    core = make_core(scorer="numeric", arguments={"tolerance": 0.2})
+    assert core.default.in_process and core.default.sole is not None and core.default.num_callers == 1
+    assert score(core, core.default, item("5", "6"), item("4", "6")) == [Scored(1.0), Scored(0.0)]
+    assert psutil.Process().children() == before and core.replaced_workers == 0
+    assert score(core, core.default) == []
+
+
+def test_a_function_alone_keeps_its_own_breakdown(make_core: Make, functions: Path) -> None:
+    core = make_core(scorer=f"{functions}:compute_score", num_workers=2, timeout_seconds=1.0)
+    assert not core.default.in_process and core.default.num_callers == 2
+    scores = score(core, core.default, item("1"), item("hang"), item("die"), item("2"))
+    assert [scores[0], scores[3]] == [Scored(1.0, {"acc": 1.0}), Scored(0.0, {"acc": 0.0})]
+    assert [one.reason for one in scores[1:3] if isinstance(one, Unscored)] == ["timeout", "crashed"]
+    assert core.replaced_workers == core.figures()["workers_replaced"] == 2
+
+
+def test_a_pattern_that_never_ends_is_a_timeout(make_core: Make) -> None:
+    core = make_core(scorer="regex", arguments={"pattern": "(a+)+$"}, timeout_seconds=0.5)
+    scores = score(core, core.default, item("a" * 60 + "b", "a"), item("baa", "aa"))
+    assert scores == [Unscored("timeout", "no answer within 0.5 s"), Scored(1.0)]
+
+
+# ---- rubrics ----
+
+
+def test_one_rubric_with_every_kind(make_core: Make, mixed: Path) -> None:
+    core = make_core(rubric=str(mixed), num_workers=2, timeout_seconds=1.0)
+    items = [
+        item("1", "1", "numbers/a"),
+        item("1", "1", "words"),
+        item("not so", "1", "words"),
+        item("die", "1", "words"),
+        item("3", "1", "others"),
+    ]
+    scores = score(core, core.default, *items)
+    assert scores[0] == Scored(1.5, {"format": 1.0, "numeric": 1.0, "same": 1.0})
+    assert scores[1] == Scored(2.5, {"format": 1.0, "compute_score": 1.0, "compute_score/acc": 1.0, "same": 1.0})
+    assert scores[2] == Scored(0.0, {"format": 0.0, "compute_score": 0.0, "same": 0.0})
+    assert scores[3] == Unscored("crashed", "compute_score: the scoring process exited with code 9")
+    assert scores[4] == Scored(0.5, {"format": 1.0, "same": 0.0})
+    judged = (mixed.parent / "judged").read_text().split("\n")
+    assert sorted(filter(None, judged)) == ["1", "die"], "what did not pass the gate was not run"
+
+
+def test_the_order_of_many_items(make_core: Make, mixed: Path) -> None:
+    core = make_core(rubric=str(mixed), num_workers=2)
+    items = [item(str(n), str(n + n % 3), ("words", "numbers", "x")[n % 3]) for n in range(600)]
+    for n, one in enumerate(score(core, core.default, *items)):
+        weight = {0: 2.0, 1: 0.0, 2: 0.0}[n % 3]  # words are right where n % 3 is 0, the others are never
+        assert isinstance(one, Scored) and one.value == 0.5 + weight, n
+
+
+def test_optional_components_are_left_out(make_core: Make) -> None:
+    core = make_core(scorers={"costly": {"scorer": "far", "arguments": {"value": 0.25}}})
+    text = "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'costly'\n"
+    needed, optional = core.compile(text), core.compile(text + "optional = true")
+    items = item("1"), item("costly")
+    assert score(core, needed, *items) == [
+        Scored(1.25, {"exact": 1.0, "costly": 0.25}),
+        Unscored("limit", "costly: spent"),
+    ]
+    assert score(core, optional, *items)[1] == Scored(0.0, {"exact": 0.0})
+
+
+def test_rubrics_within_rubrics(make_core: Make, mixed: Path) -> None:
+    core = make_core()
+    rubric = core.compile(
+        """
+[[components]]
+scorer = "rubric"
+arguments = { name = "inner" }
+weight = 0.5
+[[components]]
+name = "twice"
+scorer = "rubric"
+arguments = { name = "inner" }
+from = [0, 2]
+to = [0, 1]
+[rubrics.inner]
+[[rubrics.inner.components]]
+scorer = "exact"
+gate = true
+[[rubrics.inner.components]]
+scorer = "regex"
+arguments = { pattern = "1", compare = false }
+"""
+    )
+    right, wrong = score(core, rubric, item("1"), item("2"))
+    assert right == Scored(
+        2.0,
+        {
+            "inner": 2.0,
+            "inner/exact": 1.0,
+            "inner/regex": 1.0,
+            "twice": 1.0,
+            "twice/exact": 1.0,
+            "twice/regex": 1.0,
+        },
+    )
+    assert isinstance(wrong, Scored) and wrong.value == 0.0
+
+
+def test_what_compares_groups_gets_them_whole(make_core: Make) -> None:
+    core = make_core()
+    rubric = core.compile("[[components]]\nscorer = 'rank'\n")
+    assert rubric.grouped and rubric.in_process and not core.default.grouped
+    items = [item("a" * n, group=group) for n, group in [(1, "x"), (3, "y"), (2, "x"), (1, "y"), (3, "x")]]
+    assert [one.value for one in score(core, rubric, *items) if isinstance(one, Scored)] == [0, 1, 1, 0, 2]
+
+
+texts = st.text(alphabet="01ab .", max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(texts, texts, st.sampled_from(["m", "n", ""])), max_size=6),
+    st.booleans(),
+    st.sampled_from([None, ["m"], ["n", "m*"]]),
+)
+def test_the_core_does_what_the_rubric_says(
+    rows: list[tuple[str, str, str]], gate: bool, only: list[str] | None
+) -> None:
+    text = "[[components]]\nname = 'a'\nscorer = 'exact'\nweight = 0.5\n" + ("gate = true\n" if gate else "")
+    text += "[[components]]\nname = 'b'\nscorer = 'exact'\narguments = {ignore_case = true}\n"
+    text += f"data_sources = {only}\n" if only else ""
+    core = ScoringCore(RewardConfig())
+    rubric = core.compile(text)
+    items = [item(solution, truth, source) for solution, truth, source in rows]
+    judges = ExactMatch(), ExactMatch(ignore_case=True)
+    expected = [rubric.rubric.combine([judge.judge(one) for judge in judges], one.data_source) for one in items]
+    assert score(core, rubric, *items) == expected
+    core.close()
+
+
+# ---- the end ----
+
+
+def test_closing_ends_calls_under_way(make_core: Make, functions: Path) -> None:
+    core = make_core(scorer=f"{functions}:compute_score", timeout_seconds=600.0)
+    found: list[Score] = []
+    caller = threading.Thread(target=lambda: found.extend(score(core, core.default, item("hang"))))
+    caller.start()
+    while core.figures()["calls_waiting_calls"] or not psutil.Process().children(recursive=True):
+        pass
+    assert not core.closing
+    core.close()
+    caller.join(timeout=30.0)
+    assert core.closing and found == [pool_closing()]
+    assert score(core, core.default, item("1")) == [pool_closing()]
+    core.close()  # once more does no harm
+
+
+def pool_closing() -> Unscored:
+    return Unscored("infrastructure", "the scorer is closing")
+
+
+def test_many_threads_and_rubrics_at_once(make_core: Make, mixed: Path) -> None:
+    core = make_core(rubric=str(mixed), num_workers=2)
+    other = core.compile(
+        "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'regex'\narguments = {pattern='(.)'}\n"
+    )
+    failures: list[BaseException] = []
+
+    def call(number: int) -> None:
+        try:
+            for n in range(10):
+                text = str((n + number) % 2)
+                right = float(text == "1")
+                assert score(core, other, item(text)) == [Scored(2 * right, {"exact": right, "regex": right})]
+                assert score(core, core.default, item(text, "1", "numbers")) == [
+                    Scored(0.5 + right, {"format": 1.0, "numeric": right, "same": right})
+                ]
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60.0)
+    assert not failures and not any(thread.is_alive() for thread in threads)

@@ -1,0 +1,179 @@
+"""What forks the worker processes, when it dies, stops or does not get on: it is replaced, and no item is scored 0 or
+blamed for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.reward.config import RewardConfig
+from tandem.reward.registry import ScorerSpec, make_spec
+from tandem.reward.workers import launcher_process, worker_process
+from tandem.reward.workers.launcher_process import Launchers
+from tandem.reward.workers.pool import ScorerPool
+from tandem.reward.workers.processes import is_stopped
+from tandem.reward.workers.worker_process import Limits
+from tests.support.processes import wait_until_gone
+
+FUNCTION = """
+import os, pathlib, signal, subprocess, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    what, _, place = solution_str.partition(": ")
+    match what:
+        case "pid":
+            return os.getpid()
+        case "wait":
+            pathlib.Path(place).touch()
+            time.sleep(600)
+        case "child":
+            return subprocess.Popen(["sleep", "600"]).pid
+        case "crash":
+            os._exit(4)
+        case "hang":
+            time.sleep(600)
+        case "stop the launcher":
+            os.kill(os.getppid(), signal.SIGSTOP)
+        case "kill the launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
+    return 7.0
+"""
+SEVEN = Scored(7.0)
+Make = Callable[..., ScorerPool]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ScorerSpec:
+    (tmp_path / "function.py").write_text(FUNCTION)
+    return make_spec(f"{tmp_path}/function.py:compute_score", {})
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Make]:
+    pools: list[ScorerPool] = []
+
+    def make(num_workers: int = 1, timeout_seconds: float = 60.0) -> ScorerPool:
+        pools.append(ScorerPool(RewardConfig(num_workers=num_workers, timeout_seconds=timeout_seconds)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def items(*solutions: str) -> list[ScoreItem]:
+    return [ScoreItem("test", solution, None) for solution in solutions]
+
+
+def process_id(pool: ScorerPool, spec: ScorerSpec, what: str = "pid") -> int:
+    (score,) = pool.score(spec, items(what))
+    assert isinstance(score, Scored), score
+    return int(score.value)
+
+
+def test_a_stopped_process_is_told_from_one_that_waits() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            assert not is_stopped(process.pid)
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert is_stopped(process.pid)
+        finally:
+            process.kill()
+    assert not is_stopped(process.pid)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("crash", "crashed"), ("hang", "timeout")])
+def test_a_stopped_launcher_is_replaced(make_pool: Make, spec: ScorerSpec, text: str, reason: str) -> None:
+    pool = make_pool(timeout_seconds=0.5)
+    launcher = psutil.Process(process_id(pool, spec)).ppid()
+    os.kill(launcher, signal.SIGSTOP)
+    first, failed, last = pool.score(spec, items("a", text, "b"))
+    assert first == last == SEVEN
+    assert isinstance(failed, Unscored) and failed.reason == reason
+    assert psutil.Process(process_id(pool, spec)).ppid() != launcher
+    wait_until_gone(launcher)
+
+
+def test_a_stopped_launcher_gives_way_to_another_at_the_first_request() -> None:
+    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    try:
+        first = launchers.spawn(())
+        stopped = psutil.Process(first.pid).ppid()
+        os.kill(stopped, signal.SIGSTOP)
+        second = launchers.spawn(())
+        assert psutil.Process(second.pid).ppid() != stopped
+        for worker in (first, second):
+            worker.close()
+    finally:
+        launchers.close()
+
+
+def test_an_item_that_stops_its_launcher_costs_no_other_item_its_score(make_pool: Make, spec: ScorerSpec) -> None:
+    pool = make_pool()
+    assert pool.score(spec, items("a", "stop the launcher", "b")) == [SEVEN] * 3
+    scores = pool.score(spec, items("crash", "a", "b"))
+    assert scores[1:] == [SEVEN, SEVEN]
+
+
+def test_what_a_stopped_launchers_workers_left_running_ends_with_it(make_pool: Make, spec: ScorerSpec) -> None:
+    pool = make_pool()
+    child = process_id(pool, spec, "child")
+    pool.score(spec, items("stop the launcher", "crash", "a"))
+    wait_until_gone(child)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_item_under_way_elsewhere_is_unscored_for_infrastructure(
+    make_pool: Make, spec: ScorerSpec, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Its worker ends with the launcher that forked it, through no fault of the item."""
+    pool = make_pool(num_workers=2)
+    launcher = psutil.Process(process_id(pool, spec)).ppid()
+    under_way = pool.submit(spec, items(f"wait: {tmp_path / 'begun'}"), "calls")
+    deadline = time.monotonic() + 30.0
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(launcher, how)
+    assert pool.score(spec, items("crash", "a"))[1] == SEVEN
+    (score,) = under_way.wait()
+    assert isinstance(score, Unscored) and score.reason == "infrastructure" and "launcher" in score.detail, score
+
+
+def test_an_item_that_kills_its_launcher_is_unscored_and_the_next_are_not(make_pool: Make, spec: ScorerSpec) -> None:
+    first, killer, last = make_pool().score(spec, items("a", "kill the launcher", "b"))
+    assert first == last == SEVEN
+    assert isinstance(killer, Unscored) and killer.reason == "infrastructure", killer
+
+
+def test_a_launcher_that_is_silent_twice_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, it may only be slow: what it has imported until then would be lost."""
+    (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(worker_process, "LAUNCH_SECONDS", 0.2)
+    ended: list[int] = []
+    end = launcher_process._Launcher._end
+    monkeypatch.setattr(launcher_process, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(launcher_process._Launcher, "_end", lambda self: (ended.append(self._parent.pid), end(self))[1])
+    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    try:
+        with pytest.raises(OSError, match="gave no process"):
+            launchers.spawn(("never_imported",))
+        assert ended == [0], "what there was before the first"
+        with pytest.raises(OSError, match="gave no process"):
+            launchers.spawn(("never_imported",))
+        first = ended[1]
+        wait_until_gone(first)
+    finally:
+        launchers.close()

@@ -1,0 +1,243 @@
+"""The line to a reward model's process, with a stand-in for the model that hangs, dies and babbles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.scheduling.cancellation import CancellationToken
+from tandem.reward.scheduling.priority_queue import Priority
+from tandem.reward.workers import model_batcher as model_lane
+from tandem.reward.workers.line_process import LineProcess
+from tandem.reward.workers.model_batcher import ModelBatcher, Question
+from tests.support.judge_calls import refused
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(module: str, environment: Any) -> LineProcess:
+        assert module == "tandem.reward.workers.model_process" and environment["HF_HUB_OFFLINE"] == "1"
+        return LineProcess("tests.support.stand_in_model", environment)
+
+    monkeypatch.setattr(model_lane, "LineProcess", start)
+
+
+def lane(path: str = "fine", batch: int = 4, timeout_seconds: float = 2.0) -> ModelBatcher:
+    return ModelBatcher({"path": path, "batch": batch}, startup_seconds=60.0, timeout_seconds=timeout_seconds)
+
+
+def ask(one: ModelBatcher, answers: list[str]) -> list[Score]:
+    return one.ask([Question(None, answer) for answer in answers])
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(("bad", "reason"), [("hang", "timeout"), ("die", "crashed")])
+def test_a_culprit_is_unscored_alone(bad: str, reason: str) -> None:
+    answers = ["x" * n if n not in (2, 9) else bad for n in range(12)]
+    with closing(lane()) as one:
+        scores = ask(one, answers)
+        assert one.num_starts == 5, "each of the two kills its batch's process, and its own"
+    assert {n for n, score in enumerate(scores) if isinstance(score, Unscored)} == {2, 9}
+    assert {refused(scores[n])[0] for n in (2, 9)} == {reason}
+    assert [score for n, score in enumerate(scores) if n not in (2, 9)] == [
+        Scored(n) for n in range(12) if n not in (2, 9)
+    ]
+    if bad == "die":
+        assert refused(scores[2])[1] == "the reward model's process was killed by SIGKILL; it last wrote: out of luck"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_one_that_is_alone_in_its_batch_is_not_tried_again() -> None:
+    with closing(lane(batch=1)) as one:
+        assert [type(score) for score in ask(one, ["a", "die", "b"])] == [Scored, Unscored, Scored]
+        assert one.num_starts == 2
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_process_that_dies_between_two_calls_is_replaced() -> None:
+    with closing(lane()) as one:
+        assert ask(one, ["a"]) == [Scored(1)]
+        first = one.pid
+        os.kill(first, signal.SIGKILL)
+        assert ask(one, ["ab", "abc"]) == [Scored(2), Scored(3)]
+        assert one.pid != first and one.num_starts == 2
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_one_that_prints_much_is_heard() -> None:
+    with closing(lane(timeout_seconds=60.0)) as one:
+        assert ask(one, ["babble", "a"]) == [Scored(6), Scored(1)]
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_many_callers_share_one_process() -> None:
+    results: dict[int, list[Score]] = {}
+    with closing(lane(timeout_seconds=60.0)) as one:
+
+        def work(size: int) -> None:
+            results[size] = ask(one, ["x" * size] * 20)
+
+        threads = [threading.Thread(target=work, args=(size,)) for size in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        assert one.num_starts == 1
+    assert results == {size: [Scored(size)] * 20 for size in range(16)}
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(("path", "told"), [("unloadable", "it is broken"), ("dies", "its process exited with code 3")])
+def test_a_model_that_does_not_load_is_infrastructure(path: str, told: str) -> None:
+    with closing(lane(path)) as one:
+        with pytest.raises(ScorerError, match=told):
+            one.start()
+        reason, detail = refused(ask(one, ["a"])[0])
+        assert reason == "infrastructure" and told in detail
+        for _ in range(20):
+            ask(one, ["a"])
+        assert one.num_starts <= 3, "it is not started again for every call"
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_close_ends_what_is_under_way() -> None:
+    one = lane(timeout_seconds=600.0, batch=1)
+    assert ask(one, ["a"]) == [Scored(1)]
+    pid = one.pid
+    results: list[Score] = []
+    caller = threading.Thread(target=lambda: results.extend(ask(one, ["ab", "hang", "abc"])))
+    caller.start()
+    caller.join(0.5)
+    one.close()
+    caller.join(30.0)
+    end = Unscored("infrastructure", "the scorer is closing")
+    assert results[1:] == [end, end] and results[0] in (Scored(2), end)
+    assert ask(one, ["a"]) == [end]
+    with pytest.raises(ScorerError, match="is closing"):
+        one.start()
+    one.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not [thread for thread in threading.enumerate() if thread.name == "reward-model"]
+
+
+def test_a_lane_that_was_never_asked_holds_nothing() -> None:
+    before = threading.active_count()
+    one = lane()
+    assert one.pid == 0 and threading.active_count() == before
+    one.close()
+
+
+# ---- lanes ----
+
+
+class Model:
+    """Speaks as the process does, two answers a forward, without being one. The first forward waits for the test."""
+
+    pid, alive = 1, True
+
+    def __init__(self) -> None:
+        self.forwards: list[list[str]] = []
+        self.let_go = threading.Event()
+        self._said: list[Any] = []
+        self._lines = self._talk()
+
+    def say(self, message: Any) -> None:
+        self._said.append(message)
+
+    def hear(self, seconds: float) -> Iterator[Any]:
+        yield next(self._lines)
+
+    def kill(self) -> None:
+        self.let_go.set()
+
+    def close(self) -> None:
+        pass
+
+    def _talk(self) -> Iterator[Any]:
+        assert self._said.pop()["path"] == "fine"
+        yield {"ready": True}
+        while True:
+            questions = self._said.pop()["questions"]
+            yield {"working": [question["id"] for question in questions]}
+            for start in range(0, len(questions), 2):
+                if start:
+                    yield {"next": True}
+                    if not self._said.pop()["go_on"]:
+                        break
+                batch = questions[start : start + 2]
+                self.forwards.append([question["answer"] for question in batch])
+                assert self.let_go.wait(30.0)
+                yield {"scores": [[question["id"], float(question["answer"][1:])] for question in batch]}
+            yield {"done": True}
+
+
+class Asking(threading.Thread):
+    """Asks in a thread of its own; its answers are worth 0, 1, 2, …"""
+
+    def __init__(self, one: ModelBatcher, lane: Priority, number: int) -> None:
+        super().__init__(daemon=True)
+        self._one, self._lane = one, lane
+        self._questions = [Question(None, f"{lane[0]}{n}") for n in range(number)]
+        self.cutoff = CancellationToken()
+        self.scores: list[Score] = []
+        self.start()
+
+    def run(self) -> None:
+        with self.cutoff.in_force():
+            self.scores = self._one.ask(self._questions, self._lane)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    made = Model()
+    monkeypatch.setattr(model_lane, "LineProcess", lambda module, environment: made)
+    return made
+
+
+def until_waiting(one: ModelBatcher, lane: Priority, number: int) -> None:
+    while one.waiting(lane) != number:
+        time.sleep(0.001)
+
+
+def test_the_ring_takes_the_next_forward_and_a_job_gets_its_share(model: Model) -> None:
+    with closing(lane()) as one:
+        job = Asking(one, "jobs", 20)
+        while not model.forwards:
+            time.sleep(0.001)
+        ring = Asking(one, "ring", 12)
+        until_waiting(one, "ring", 12)
+        model.let_go.set()
+        ring.join(30.0)
+        job.join(30.0)
+    assert "".join(forward[0][0] for forward in model.forwards) == "jrrrjrrr" + "j" * 8
+    assert all(len(forward) == 2 and forward[0][0] == forward[1][0] for forward in model.forwards)
+    assert job.scores == [Scored(n) for n in range(20)] and ring.scores == [Scored(n) for n in range(12)]
+
+
+def test_what_nobody_wants_any_more_leaves_the_line(model: Model) -> None:
+    with closing(lane()) as one:
+        gone = Asking(one, "calls", 4)
+        while not model.forwards:
+            time.sleep(0.001)
+        waiting = Asking(one, "calls", 5)
+        until_waiting(one, "calls", 5)
+        stays = Asking(one, "calls", 2)
+        until_waiting(one, "calls", 7)
+        for asking in (gone, waiting):
+            asking.cutoff.end()
+            asking.join(30.0)
+        end = Unscored("infrastructure", "the scorer is closing")
+        assert gone.scores == [end] * 4 and waiting.scores == [end] * 5
+        model.let_go.set()
+        stays.join(30.0)
+    assert stays.scores == [Scored(0), Scored(1)] and model.forwards == [["c0", "c1"], ["c0", "c1"]]

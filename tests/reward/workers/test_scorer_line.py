@@ -1,0 +1,279 @@
+"""User's code shares its process with the line that answers come by: whatever it does to it costs its own item and no
+other.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
+from tandem.reward.config import RewardConfig
+from tandem.reward.registry import make_spec
+from tandem.reward.workers import worker_process
+from tandem.reward.workers.answers import STRAY, decode_scores, encode_score, line, payloads
+from tandem.reward.workers.launcher_process import Launchers
+from tandem.reward.workers.pool import ScorerPool
+from tandem.reward.workers.requests import encode
+from tandem.reward.workers.worker_process import Limits
+
+MISCHIEF = r"""
+import ctypes, gc, os, signal, socket, sys, threading, time
+
+def worker():
+    return next(one for one in gc.get_objects() if type(one).__name__ == "Worker")
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    what, _, text = solution_str.partition(" ")
+    match what:
+        case "pid":
+            return os.getpid()
+        case "write":
+            os.write(3, text.encode().decode("unicode_escape").encode())
+        case "forge":  # what only one that looks into the worker could write
+            os.write(3, worker()._line(text.encode()))
+        case "exit":
+            if os.fork() == 0:
+                sys.exit(0)
+        case "raise":
+            if os.fork() == 0:
+                raise KeyError("child")
+        case "return":
+            if os.fork() == 0:
+                return 9.0
+        case "unseen":  # by Python, that is
+            if ctypes.CDLL(None).fork() == 0:
+                return 9.0
+        case "child":
+            if os.fork() == 0:
+                try:
+                    os.write(3, b"x\n")
+                finally:
+                    os._exit(0)
+            os.wait()
+        case "close":
+            os.closerange(3, 100)
+        case "deaf":
+            os.closerange(3, 100)
+            time.sleep(600)
+        case "hang":
+            time.sleep(600)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "crash":
+            os._exit(4)
+        case "peek":  # at the items to come
+            with socket.socket(fileno=os.dup(3)) as line:
+                try:
+                    return len(line.recv(1 << 20, socket.MSG_DONTWAIT))
+                except BlockingIOError:
+                    return 7.0
+        case "thieves":  # for as long as the worker lives
+            for _ in range(16):
+                threading.Thread(target=lambda: [os.read(3, 100) for _ in range(1000)], daemon=True).start()
+    return 7.0
+
+def together(data_sources, solution_strs, ground_truths, extra_infos):
+    return [compute_score("", text, None, None) for text in solution_strs]
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    file = tmp_path / "mischief.py"
+    file.write_text(MISCHIEF)
+    return str(file)
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., ScorerPool]]:
+    pools: list[ScorerPool] = []
+
+    def make(timeout_seconds: float = 60.0) -> ScorerPool:
+        pools.append(ScorerPool(RewardConfig(num_workers=1, timeout_seconds=timeout_seconds)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def items(*solutions: str) -> list[ScoreItem]:
+    return [ScoreItem("test", solution, None) for solution in solutions]
+
+
+SEVEN = Scored(7.0)
+WRITES = [r"write x\n", r"write []\n", r"write 7\n", r"write [1.0]\n", r"write [1.0]\n[1.0]\n[1.0]\n[1.0]\n[1.0]\n"]
+WRITES += ["write x", r"write \n", "write [[[[", r"write {\"memory\": true}\n"]
+WRITES += [f"forge {text}" for text in ("[NaN]", "[1e999]", "7", "[]", '["why", ""]', "1],[2", '[1.0, {"a": NaN}]')]
+
+
+@pytest.mark.parametrize("function", ["compute_score", "together"])
+def test_what_is_written_to_the_line_costs_its_item_alone(
+    make_pool: Callable[..., ScorerPool], place: str, function: str
+) -> None:
+    pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
+    for text in WRITES if function == "compute_score" else WRITES[:4]:
+        assert pool.score(spec, items("a", "b", text, "c", "d")) == [SEVEN, SEVEN, STRAY, SEVEN, SEVEN], text
+    assert pool.score(spec, items(*"abcdefgh")) == [SEVEN] * 8
+
+
+@pytest.mark.parametrize("text", ["exit", "raise", "return", "unseen", "child"])
+@pytest.mark.parametrize("function", ["compute_score", "together"])
+def test_a_forked_child_is_no_second_worker(
+    make_pool: Callable[..., ScorerPool], place: str, text: str, function: str
+) -> None:
+    pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
+    assert pool.score(spec, items("a", text, "b", text, "c")) == [SEVEN] * 5
+    assert pool.score(spec, items("a")) == [SEVEN] and pool.replaced_workers == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("os.write(3, b'x\\n')", STRAY.detail),
+        ("if os.fork() == 0: sys.exit(0)", ""),
+        ("if os.fork() == 0: raise KeyError", ""),
+    ],
+)
+def test_a_module_that_does_so_as_it_is_imported(
+    make_pool: Callable[..., ScorerPool], tmp_path: Path, source: str, told: str
+) -> None:
+    (tmp_path / "bad.py").write_text(f"import os, sys\n{source}\ndef f(**item):\n    return 7.0\n")
+    pool, spec = make_pool(), make_spec(f"{tmp_path}/bad.py:f", {})
+    if told:
+        with pytest.raises(ScorerError, match=told):
+            pool.load(spec)
+    else:
+        pool.load(spec)
+        assert pool.score(spec, items(*"abc")) == [SEVEN] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "expected"),
+    [
+        ("hang", 1.0, Unscored("timeout", "no answer within 1 s")),
+        ("stop", 1.0, Unscored("timeout", "no answer within 1 s")),
+        ("crash", 600.0, Unscored("crashed", "the scoring process exited with code 4")),
+        ("deaf", 600.0, Unscored("crashed", "the scoring process closed its line")),
+    ],
+)
+def test_a_process_in_trouble_is_gone_and_replaced_at_once(
+    make_pool: Callable[..., ScorerPool],
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    seconds: float,
+    expected: Unscored,
+) -> None:
+    """Nobody waits for the end of what will not end: that patience is an hour here."""
+    monkeypatch.setattr(worker_process, "_EPITAPH_SECONDS", 3600.0)
+    pool, spec = make_pool(seconds), make_spec(f"{place}:compute_score", {})
+    (before,) = pool.score(spec, items("pid"))
+    assert isinstance(before, Scored)
+    request = pool.submit(spec, items("a", text, "b"), "calls")
+    deadline = time.monotonic() + 120.0
+    while request.missing and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert request.scores == [SEVEN, expected, SEVEN]
+    assert not psutil.pid_exists(int(before.value)) and pool.replaced_workers == 1
+
+
+def test_a_line_that_was_closed_before_the_answer(make_pool: Callable[..., ScorerPool], place: str) -> None:
+    pool, spec = make_pool(), make_spec(f"{place}:compute_score", {})
+    first, closed, last = pool.score(spec, items("a", "close", "b"))
+    assert first == last == SEVEN and isinstance(closed, Unscored) and closed.reason == "crashed"
+
+
+@pytest.mark.parametrize("function", ["compute_score", "together"])
+def test_what_reads_the_line_finds_no_other_item_there(
+    make_pool: Callable[..., ScorerPool], place: str, function: str
+) -> None:
+    pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
+    long = "b " + "x" * 20_000  # more than the worker would have read ahead
+    assert pool.score(spec, items("a", "peek", *[long] * 20)) == [SEVEN] * 22
+    assert pool.replaced_workers == 0
+
+
+def test_what_goes_on_reading_the_line_costs_a_worker_and_no_item(place: str) -> None:
+    pool = ScorerPool(RewardConfig(num_workers=1, timeout_seconds=0.5), startup_seconds=2.0)
+    spec, another = make_spec(f"{place}:compute_score", {}), make_spec("regex", {"pattern": "(.)"})
+    try:
+        for judged, expected in [(spec, SEVEN), (another, Scored(1.0))]:
+            assert pool.score(spec, items("a", "thieves", "b")) == [SEVEN] * 3
+            assert pool.score(judged, [ScoreItem("test", "c", "c")] * 5) == [expected] * 5
+    finally:
+        pool.close()
+
+
+def test_a_worker_says_nothing_of_a_chunk_that_it_has_not_whole(place: str) -> None:
+    """Else something that took a part of it would cost an item its time."""
+    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    try:
+        worker = launchers.spawn(())
+        lines = b"".join(line for item in items("a", "b") if isinstance(line := encode(item), bytes))
+        header = {"scorer": f"{place}:compute_score", "arguments": "{}", "preload": [], "items": 2, "bytes": len(lines)}
+        worker._channel.sendall(json.dumps({**header, "token": "t"}).encode() + b"\n" + lines[:-5])
+        told = select.poll()
+        told.register(worker._channel, select.POLLIN)
+        assert not told.poll(300)
+        worker._channel.sendall(lines[-5:])
+        assert told.poll(30_000) and worker._channel.recv(100).startswith(b't 1 {"ready": true')
+        worker.close()
+    finally:
+        launchers.close()
+
+
+def test_a_launcher_that_imports_holds_no_other_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "import pathlib, time\nhere = pathlib.Path(__file__).parent\n(here / 'begun').touch()\n"
+        "while not (here / 'go').exists():\n    time.sleep(0.01)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    spawned: list[Any] = []
+    first = launchers.spawn(())
+    importing = threading.Thread(target=lambda: spawned.append(launchers.spawn(("slow_to_import",))))
+    try:
+        importing.start()
+        deadline = time.monotonic() + 25.0
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.kill()
+        second = launchers.spawn(())
+        assert not psutil.pid_exists(first.pid) and second.alive and not spawned, "the other one still imports"
+        second.close()
+    finally:
+        (tmp_path / "go").touch()
+        importing.join(timeout=30.0)
+        for worker in [first, *spawned]:
+            worker.close()
+        launchers.close()
+    assert len(spawned) == 1
+
+
+def test_lines_have_their_token_and_number() -> None:
+    scores: list[Score] = [Scored(1.0), Scored(0.5, {"a": 1.0}), Unscored("limit", "\ud800")]
+    lines = [line(b"t", number, encode_score(score))[:-1] for number, score in enumerate(scores, start=2)]
+    assert decode_scores(payloads(lines, b"t", 2)) == (scores, "")
+    for token, number in [(b"t", 1), (b"u", 2)]:
+        assert payloads(lines, token, number) == []
+    assert len(payloads([lines[0], lines[2]], b"t", 2)) == 1
+    assert decode_scores([b"[1.0]", b'{"memory": true}']) == ([Scored(1.0)], "memory")
+    assert decode_scores([b"[1.0]", b'{"ready": true}']) == ([Scored(1.0)], "stray")
+    assert decode_scores([b"[1.0]", b"[" * 100_000]) == ([Scored(1.0)], "stray")
+    for bad in (b"[true, 1, 2]", b"[1.0, []]", b'["limit"]', b'["limit", 3]', b"[" + b"9" * 400 + b"]", b"null", b""):
+        assert decode_scores([bad]) == ([], "stray"), bad
+    assert decode_scores([encode_score(Scored(float("nan")))]) == (
+        [Unscored("infrastructure", "the scorer answered nan, not a finite number")],
+        "",
+    )

@@ -1,0 +1,287 @@
+"""The pool of worker processes: a hang, a crash or a broken limit costs one item, and lanes take turns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.registry import ScorerSpec, make_spec
+from tandem.reward.scheduling.priority_queue import PRIORITIES, SHARE, Priority, PriorityQueue
+from tandem.reward.workers import requests
+from tests.support.paths import ROOT
+from tests.support.pool_trouble import Make, items, reason, value
+from tests.support.processes import wait_until_gone
+
+pytest_plugins = ("tests.support.scorer_pools",)
+
+# ---- trouble ----
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_trouble_costs_exactly_its_item(make_pool: Make, spec: ScorerSpec, num_workers: int) -> None:
+    pool = make_pool(num_workers, timeout_seconds=1.0)
+    scores = pool.score(spec, items("1", "hang", "0", "exit", "segv", "1", "spin", "1"))
+    assert scores[0] == scores[5] == scores[7] == Scored(1.0) and scores[2] == Scored(0.0)
+    assert scores[1] == scores[6] == Unscored("timeout", "no answer within 1 s")
+    assert scores[3] == Unscored("crashed", "the scoring process exited with code 3; it last wrote: no way on")
+    assert scores[4] == Unscored("crashed", "the scoring process was killed by SIGSEGV")
+
+
+def test_of_ten_hanging_and_ten_crashing_in_a_hundred_the_others_get_their_scores(
+    make_pool: Make, spec: ScorerSpec
+) -> None:
+    texts = [{3: "hang", 7: "exit"}.get(n % 10, str(n % 2)) for n in range(100)]
+    pool = make_pool(2, timeout_seconds=1.0)
+    scores = pool.score(spec, items(*texts))
+    for text, score in zip(texts, scores, strict=True):
+        expected = {"hang": "timeout", "exit": "crashed"}.get(text)
+        assert (reason(score) == expected) if expected else (score == Scored(float(text == "1"))), (text, score)
+
+
+def test_a_hang_in_one_caller_does_not_hold_another(make_pool: Make, spec: ScorerSpec) -> None:
+    pool = make_pool(2, timeout_seconds=60.0)
+    hanging = pool.submit(spec, items("hang"), "calls")
+    assert pool.score(spec, items("1", "0", "1")) == [Scored(1.0), Scored(0.0), Scored(1.0)]
+    assert hanging.missing == 1
+    pool.close()
+    assert [reason(score) for score in hanging.wait()] == ["infrastructure"]
+
+
+def test_many_items_in_order(make_pool: Make, spec: ScorerSpec) -> None:
+    pool = make_pool(2)
+    expected = [n % 3 == 0 for n in range(3000)]
+    scores = pool.score(spec, items(*("1" if right else "0" for right in expected)))
+    assert scores == [Scored(float(right)) for right in expected]
+    assert pool.score(spec, []) == []
+    assert pool.figures()["worker_items_calls"] == 3000
+
+
+def test_large_items_and_much_output_do_not_jam(
+    make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = make_pool()
+    large = "x" * 3_000_000
+    assert pool.score(spec, items(large, "chat", "print", large, "1"))[-1] == Scored(1.0)
+    pool.score(spec, items("1"))
+    assert "spoken by the scorer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "told"),
+    [
+        ("memory", {}, "more than 4294967296 bytes of memory"),
+        ("babble", {"output_bytes": 1 << 16}, "it printed more than 65536 bytes"),
+        ("children", {"processes": 10}, "more than 10 processes at a time"),
+        ("bomb", {"processes": 10}, "more than 10 processes at a time"),
+        ("files", {"open_files": 64}, "Too many open files"),
+        ("burn", {"cpu_seconds": 0.2}, "more than 0.2 s of processor time"),
+        ("large", {}, "an answer of more than 1048576 bytes"),
+    ],
+)
+def test_past_a_limit(
+    make_pool: Make, spec: ScorerSpec, text: str, limits: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = make_pool(timeout_seconds=60.0, **limits)
+    before, broken, after = pool.score(spec, items("1", text, "0"))
+    assert (before, after) == (Scored(1.0), Scored(0.0))
+    assert isinstance(broken, Unscored) and broken.reason == "limit" and told in broken.detail
+    capsys.readouterr()
+
+
+def test_output_counts_by_the_item(make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]) -> None:
+    """`chat` prints about 570 kB: two of them are above the limit together, and each is below it."""
+    pool = make_pool(output_bytes=800_000)
+    assert pool.score(spec, items(*["chat"] * 4)) == [Scored(0.0)] * 4
+    capsys.readouterr()
+
+
+def test_an_item_does_not_pay_for_the_memory_of_others(make_pool: Make, spec: ScorerSpec) -> None:
+    """Each leaks 16 MB of 256: the process gives way to another in time, or the one it strikes is judged again in a
+    fresh one.
+    """
+    pool = make_pool(memory_bytes=256 << 20)
+    assert pool.score(spec, items(*["leak"] * 60)) == [Scored(0.0)] * 60
+    assert pool.replaced_workers >= 2
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        (ScoreItem("test", "1", "1", {"bytes": b"x"}), "not JSON"),
+        (ScoreItem("test", "1", {1: {2, 3}}), "not JSON"),
+        (ScoreItem("test", "1", "x" * 3000), "takes 30"),
+    ],
+)
+def test_an_item_that_cannot_be_sent_is_unscored(
+    make_pool: Make, spec: ScorerSpec, monkeypatch: pytest.MonkeyPatch, item: ScoreItem, told: str
+) -> None:
+    monkeypatch.setattr(requests, "MAX_ITEM_BYTES", 2000)
+    scores = make_pool().score(spec, [*items("1"), item, *items("0")])
+    assert [scores[0], scores[2]] == [Scored(1.0), Scored(0.0)]
+    assert reason(scores[1]) == "invalid_input" and told in scores[1].detail  # type: ignore[union-attr]
+
+
+def test_deep_and_odd_items_come_to_no_harm(make_pool: Make, spec: ScorerSpec) -> None:
+    deep: list[Any] = []
+    for _ in range(2000):
+        deep = [deep]
+    less_deep: list[Any] = []
+    for _ in range(900):
+        less_deep = [less_deep]
+    odd = [
+        ScoreItem("test", "1", deep),
+        ScoreItem("test", "1", less_deep),
+        ScoreItem("test", "\ud800\0", "1"),
+        *items("1"),
+    ]
+    scores = make_pool().score(spec, odd)
+    assert reason(scores[0]) == "invalid_input" and scores[3] == Scored(1.0)
+    assert scores[1] == Scored(0.0) or reason(scores[1]) == "invalid_input"
+
+
+def test_a_process_that_died_idle_blames_no_item(make_pool: Make, spec: ScorerSpec) -> None:
+    pool = make_pool()
+    pid = value(pool.score(spec, items("pid"))[0])
+    os.kill(pid, signal.SIGKILL)
+    wait_until_gone(pid)
+    assert pool.score(spec, items("1")) == [Scored(1.0)] and pool.replaced_workers == 1
+
+
+def test_a_launcher_that_died_is_started_anew(make_pool: Make, spec: ScorerSpec) -> None:
+    pool = make_pool()
+    pid = value(pool.score(spec, items("pid"))[0])
+    launcher = psutil.Process(pid).ppid()
+    os.kill(launcher, signal.SIGKILL)
+    wait_until_gone(pid)
+    again = value(pool.score(spec, items("pid"))[0])
+    assert psutil.Process(again).ppid() != launcher
+
+
+# ---- lanes ----
+
+
+class Slot:
+    """Somebody who always has more."""
+
+    def __init__(self, lane: Priority) -> None:
+        self.lane = lane
+
+
+@settings(deadline=None)
+@given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 400))
+def test_lanes_go_by_priority_and_none_starves(busy: set[Priority], turns: int) -> None:
+    lanes: PriorityQueue[Slot] = PriorityQueue()
+    for lane in busy:
+        lanes.add(lane, Slot(lane))
+    served: list[Priority] = []
+    for _ in range(turns):
+        found = lanes.next()
+        assert found is not None
+        lane, slot = found
+        served.append(lane)
+        lanes.add(lane, slot)
+    counts, order = Counter(served), [lane for lane in PRIORITIES if lane in busy]
+    left = turns
+    for lane in order[:-1]:  # of every SHARE turns a lane has with others below it, one is theirs
+        assert counts[lane] == left - left // SHARE
+        left //= SHARE
+    assert counts[order[-1]] == left
+    waits = SHARE ** (len(order) - 1)
+    assert all(set(served[start : start + waits]) == busy for start in range(0, turns - waits + 1, waits))
+
+
+def test_those_in_one_lane_take_turns() -> None:
+    lanes: PriorityQueue[str] = PriorityQueue()
+    for name in ("a", "b", "c"):
+        lanes.add("calls", name)
+    served = []
+    for _ in range(6):
+        found = lanes.next()
+        assert found is not None
+        served.append(found[1])
+        lanes.add(*found)
+    assert served == ["a", "b", "c", "a", "b", "c"]
+    lanes.put_back("calls", "now")
+    assert lanes.next() == ("calls", "now")
+
+
+def test_the_ring_passes_a_job_and_the_job_goes_on(make_pool: Make, tmp_path: Path) -> None:
+    """One worker, scorers that write down who is judged: groups overtake a job that came first, and do not stop it."""
+    (tmp_path / "note.py").write_text(
+        "import time\n\ndef f(solution_str, extra_info, **item):\n"
+        f"    open({str(tmp_path / 'order')!r}, 'a').write(solution_str)\n    time.sleep(0.02)\n    return 1.0\n"
+    )
+    pool, spec = make_pool(), make_spec(f"{tmp_path}/note.py:f", {})
+    pool.load(spec)
+    job = pool.submit(spec, items(*["j"] * 200), "jobs")
+    while not (tmp_path / "order").exists():
+        time.sleep(0.005)
+    ring = pool.submit(spec, items(*["r"] * 40), "ring")
+    ring.wait()
+    order = (tmp_path / "order").read_text()
+    assert job.missing > 100, "the ring did not wait for the job"
+    during = order[order.index("r") : order.rindex("r")]
+    assert 0 < during.count("j") <= during.count("r"), "the job was not starved meanwhile, nor did it get most"
+    pool.close()
+
+
+# ---- all together ----
+
+
+def test_callers_in_many_threads(make_pool: Make, spec: ScorerSpec) -> None:
+    pool = make_pool(2)
+    found: dict[int, list[Score]] = {}
+
+    def call(number: int) -> None:
+        found[number] = pool.score(
+            spec, items(*["1" if n % number else "0" for n in range(50)]), PRIORITIES[number % 3]
+        )
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60.0)
+    assert found == {k: [Scored(float(bool(n % k))) for n in range(50)] for k in range(1, 9)}
+
+
+def test_a_worker_imports_no_grpc_redis_numpy_or_torch() -> None:
+    code = (
+        "import sys, tandem.reward.workers.launcher\n"
+        "heavy = {'grpc', 'redis', 'torch', 'numpy', 'pyarrow', 'sympy', 'transformers', 'httpx', 'jsonschema'}\n"
+        "print(*(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout.strip() == ""
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.text(max_size=20), max_size=5), st.recursive(st.none() | st.floats() | st.text(), st.lists))
+def test_items_arrive_as_they_were_sent(texts: list[str], truth: Any) -> None:
+    from tandem.reward.workers.worker import _decoded
+
+    for text in texts:
+        item = ScoreItem(text, text[::-1], truth, {text: truth}, text)
+        line = requests.encode(item)
+        assert isinstance(line, bytes)
+        assert repr(_decoded(line)) == repr(item)

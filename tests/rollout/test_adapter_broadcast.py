@@ -1,0 +1,285 @@
+"""Adapters that travel alone, without an engine: what the receiver makes of them, where it has the base from, and what
+goes wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.protos.errors import DataError
+from tandem.protos.manifest import decode_manifest, encode_manifest, weights_digest, with_base
+from tandem.protos.types import WeightManifest
+from tandem.protos.weight_group import empty_bucket, fill_bucket
+from tandem.rollout.vllm.weight_receiver import StagedReceiver, checkpoint_shapes
+from tandem.services.trainer.publisher import Publisher
+from tandem.trainer.weight_sender import WeightSender
+from tests.protos.test_weight_group import connected, wait
+from tests.services.trainer.test_publisher import FakeSampler, Ring
+from tests.support.adapter_policy import ALPHA, RANK, AdapterPolicy
+from tests.support.tiny_model import build_tiny_model
+from tests.support.trainer_ring import make_recipe, make_run
+from tests.support.waiting import eventually
+
+CPU = torch.device("cpu")
+TIMEOUT = 10.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"), hidden=64)
+
+
+def make_sender(policy: AdapterPolicy, bucket_bytes: int = 16 << 10) -> WeightSender:
+    return WeightSender(policy, bucket_bytes=bucket_bytes, adapters=policy.adapters)
+
+
+def make_receiver(folder: Path | None, expected: Path | None = None) -> StagedReceiver:
+    shapes = checkpoint_shapes(expected or folder) if expected or folder else None  # type: ignore[arg-type]
+    return StagedReceiver(CPU, 0, shapes, frozenset({"lm_head.weight"}), folder)
+
+
+def send(sender: WeightSender, receiver: StagedReceiver, version: int, group: str) -> WeightManifest:
+    manifest = sender.manifest(1, version, "gloo")
+    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
+    return sender.broadcast(manifest, TIMEOUT)
+
+
+def catch_up(sender: WeightSender, receiver: StagedReceiver, *, brings_base: bool) -> tuple[WeightManifest, str]:
+    """Serves the receiver from the copy; the manifest, and what went wrong."""
+    offer = sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
+    receiver.start_join(asdict(offer.meeting), 1, TIMEOUT)
+    assert wait(receiver)["error"] is None
+    receiver.start_receive(encode_manifest(offer.manifest), offer.meeting.group_name, TIMEOUT)
+    return offer.manifest, str((wait(receiver)["error"] or ("", ""))[0])
+
+
+def carries(receiver: StagedReceiver, expected: dict[str, torch.Tensor]) -> bool:
+    """Whether it has staged exactly these bits."""
+    staged = dict(receiver.take())
+    return staged.keys() == expected.keys() and all(staged[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")], ids=["all", "some"])
+def test_every_version_is_bit_for_bit_what_the_trainer_merges(
+    model: Path, dtype: str, targets: str | tuple[str, ...]
+) -> None:
+    policy = AdapterPolicy(model, dtype, target_modules=targets)
+    sender, receiver = make_sender(policy), make_receiver(model)
+    group = connected(sender, [receiver])
+    digests = set()
+    for version in range(6):
+        sent = send(sender, receiver, version, group)
+        progress = wait(receiver)
+        assert progress["error"] is None and tuple(progress["digests"]) == tuple(b.digest for b in sent.buckets)
+        assert carries(receiver, policy.merged())
+        digests.add(weights_digest(sent))
+        policy.step()
+    assert len(digests) == 6
+    with torch.no_grad():
+        for matrix in policy.matrices:
+            matrix.zero_()
+    send(sender, receiver, 6, group)
+    assert wait(receiver)["error"] is None and carries(receiver, policy.base()), "six versions left no trace"
+    sender.close()
+
+
+def test_only_two_factors_of_each_adapted_matrix_travel(model: Path) -> None:
+    policy = AdapterPolicy(model)
+    sender = make_sender(policy)
+    manifest = sender.manifest(1, 0, "gloo")
+    adapted = {n: t for n, t in policy.base().items() if "_proj.weight" in n}
+    sent = {tensor.name: tensor for bucket in manifest.buckets for tensor in bucket.tensors}
+    assert sent.keys() == {name + end for name in adapted for end in (".lora_A", ".lora_B")}
+    assert sum(tensor.num_bytes for tensor in sent.values()) == sum(4 * RANK * sum(t.shape) for t in adapted.values())
+    assert manifest.adapters is not None
+    assert (manifest.adapters.rank, manifest.adapters.scaling) == (RANK, ALPHA / RANK)
+    assert all(bucket.digest for bucket in manifest.adapters.base)
+    assert {tensor.name for bucket in manifest.adapters.base for tensor in bucket.tensors} == policy.base().keys()
+    merged = WeightSender(policy, bucket_bytes=16 << 10).manifest(1, 0, "gloo")
+    assert 7 * sum(b.num_bytes for b in manifest.buckets) < sum(b.num_bytes for b in merged.buckets)
+    for each in (manifest, with_base(manifest)):
+        assert decode_manifest(encode_manifest(each)) == each
+    broken = encode_manifest(manifest).replace(b'"scaling"', b'"factor"')
+    with pytest.raises(DataError):
+        decode_manifest(broken)
+
+
+def test_layers_that_keep_their_weights_transposed_are_merged_alike(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    policy = AdapterPolicy(tmp_path)
+    policy.step()
+    sender, receiver = make_sender(policy), make_receiver(tmp_path)
+    group = connected(sender, [receiver])
+    send(sender, receiver, 0, group)
+    assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
+    merged = {name: tensor for name, tensor in policy.model.named_parameters()}
+    for name, tensor in policy.merged().items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=0)
+    sender.close()
+
+
+@pytest.fixture
+def other(model: Path, tmp_path: Path) -> Path:
+    """A model of the same shapes with other weights."""
+    return build_tiny_model(tmp_path / "other", hidden=64, seed=9)
+
+
+@pytest.mark.parametrize("has", ["no folder", "another model", "a damaged file"])
+def test_a_sampler_without_the_base_gets_it_once(model: Path, other: Path, tmp_path: Path, has: str) -> None:
+    folder = None if has == "no folder" else other
+    if has == "a damaged file":
+        (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-9])
+    policy = AdapterPolicy(model)
+    policy.step()
+    sender, receiver = make_sender(policy), make_receiver(folder, model)
+    group = connected(sender, [receiver])
+    send(sender, receiver, 0, group)
+    progress = wait(receiver)
+    assert progress["error"][0] == "BaseLackError" and "must be sent" in progress["error"][1]
+    assert receiver.take() == []
+    manifest, error = catch_up(sender, receiver, brings_base=True)
+    assert not error and len(manifest.buckets) > len(sender.manifest(1, 0, "gloo").buckets)
+    assert carries(receiver, policy.merged())
+    group = connected(sender, [receiver])
+    for version in (1, 2):
+        policy.step()
+        send(sender, receiver, version, group)
+        assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
+    # A trainer that starts anew knows the same base by the same digests.
+    again = make_sender(policy)
+    again.broadcast(again.manifest(2, 3, "gloo"), TIMEOUT)
+    assert catch_up(again, receiver, brings_base=False)[1] == "" and carries(receiver, policy.merged())
+
+
+def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path / "same", hidden=64)
+    policy = AdapterPolicy(model)
+    sender, receiver = make_sender(policy), make_receiver(folder)
+    group = connected(sender, [receiver])
+    send(sender, receiver, 0, group)
+    assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
+    file = folder / "model.safetensors"
+    os.utime(file)
+    policy.step()
+    send(sender, receiver, 1, group)
+    assert wait(receiver)["error"] is None and carries(receiver, policy.merged()), "touched, but the same"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 1
+    data = (tmp_path / "changed", save_file(tensors, tmp_path / "changed"))[0].read_bytes()
+    with open(file, "r+b") as opened:  # in place, under the mapping
+        opened.write(data)
+    send(sender, receiver, 2, group)
+    assert wait(receiver)["error"][0] == "BaseLackError" and receiver.take() == []
+    assert catch_up(sender, receiver, brings_base=True)[1] == "" and carries(receiver, policy.merged())
+    sender.close()
+
+
+@pytest.mark.parametrize("brings_base", [False, True])
+def test_a_sender_that_dies_half_way_leaves_the_base_as_it_was(model: Path, brings_base: bool) -> None:
+    policy = AdapterPolicy(model)
+    sender, receiver = make_sender(policy, 4 << 10), make_receiver(None if brings_base else model)
+    sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
+    assert catch_up(sender, receiver, brings_base=brings_base)[1] == "" and carries(receiver, policy.merged())
+    policy.step()
+    group = connected(sender, [receiver])
+    manifest = sender.manifest(1, 1, "gloo")
+    manifest = with_base(manifest) if brings_base else manifest
+    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
+    assert sender._group is not None and len(manifest.buckets) > 2
+    gather = policy.adapters.gather_base if brings_base else policy.adapters.gather_factors
+    for spec in manifest.buckets[:2]:
+        buffer = empty_bucket(spec, CPU)
+        with gather([tensor.name for tensor in spec.tensors]) as tensors:
+            fill_bucket(spec, {name: tensor + 1 for name, tensor in tensors.items()}, buffer)
+        sender._group.broadcast(buffer, TIMEOUT)
+    sender.close()
+    assert wait(receiver, 2.0)["error"][0] == "WeightTransferError" and receiver.take() == []
+    group = connected(sender, [receiver])
+    send(sender, receiver, 1, group)
+    assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
+    sender.close()
+
+
+def test_factors_that_fit_no_matrix_are_refused_before_they_travel(model: Path) -> None:
+    policy = AdapterPolicy(model)
+    manifest, receiver = make_sender(policy, 1 << 20).manifest(1, 0, "gloo"), make_receiver(model)
+    (bucket,) = manifest.buckets
+    assert manifest.adapters is not None
+
+    def refused(changed: WeightManifest) -> bool:
+        receiver.start_receive(encode_manifest(changed), "any", TIMEOUT)
+        return "fits no matrix" in str(wait(receiver)["error"])
+
+    first = bucket.tensors[0]
+    assert refused(replace(manifest, buckets=(replace(bucket, tensors=bucket.tensors[1:]),)))
+    for wrong in (replace(first, name="model.norm.weight.lora_A"), replace(first, shape=(first.shape[1], RANK))):
+        assert refused(replace(manifest, buckets=(replace(bucket, tensors=(wrong, *bucket.tensors[1:])),)))
+    assert refused(replace(manifest, adapters=replace(manifest.adapters, rank=RANK + 1)))
+    assert refused(replace(manifest, adapters=replace(manifest.adapters, base=manifest.adapters.base[1:])))
+    assert not refused(manifest)
+
+
+class Samplers(Ring):
+    """tests/services/trainer/test_publisher.py's ring, whose trainer broadcasts adapters."""
+
+    def __init__(self, folder: Path, url: str, policy: AdapterPolicy, backend: str) -> None:
+        recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": 5.0})
+        self.buffer = make_run(url, recipe)
+        self.policy = policy
+        self.sender = make_sender(policy)
+        self.incarnation = self.buffer.begin_incarnation()
+        self.publisher = Publisher(self.buffer, self.sender, recipe, self.incarnation)
+        self.samplers: list[FakeSampler] = []
+
+    def based_sampler(self, sampler_id: str, folder: Path | None) -> FakeSampler:
+        sampler = FakeSampler(self.buffer, sampler_id, make_receiver(folder))
+        self.samplers.append(sampler)
+        return sampler
+
+    def carries(self, sampler: FakeSampler) -> bool:
+        expected = self.policy.merged()
+        return sampler.applied.keys() == expected.keys() and all(
+            sampler.applied[name].equal(tensor) for name, tensor in expected.items()
+        )
+
+
+@pytest.mark.parametrize("backend", ["gloo", "disk"])
+def test_samplers_with_and_without_the_base_come_early_late_and_again(
+    model: Path, tmp_path: Path, redis_url: str, backend: str
+) -> None:
+    ring = Samplers(tmp_path, redis_url, AdapterPolicy(model), backend)
+    try:
+        with_it, without = ring.based_sampler("rollout-0", model), ring.based_sampler("rollout-1", None)
+        first = ring.publisher.publish(0, changed=True)
+        assert first.acknowledged == 1 and ring.carries(with_it)
+        assert first.num_bytes == sum(bucket.num_bytes for bucket in ring.sender.manifest(1, 0, "gloo").buckets)
+        eventually(lambda: ring.registered("rollout-1").state == "LIVE")
+        assert ring.carries(without), "it got the base beside the training"
+        for version in (1, 2):
+            ring.policy.step()
+            assert ring.publisher.publish(version, changed=True).acknowledged == 2
+            assert ring.carries(with_it) and ring.carries(without)
+        assert ring.publisher.publish(3, changed=False).num_bytes == 0
+
+        late = ring.based_sampler("rollout-2", model)
+        eventually(lambda: ring.registered("rollout-2").state == "LIVE")
+        assert ring.carries(late) and late.version == 3
+        without.restart(make_receiver(None))
+        assert ring.registered("rollout-1").state == "JOINING"
+        eventually(lambda: ring.registered("rollout-1").state == "LIVE")
+        assert ring.carries(without) and without.version == 3
+        ring.policy.step()
+        assert ring.publisher.publish(4, changed=True).acknowledged == 3
+        assert all(ring.carries(sampler) for sampler in ring.samplers)
+        assert not (tmp_path / "run" / "weights" / "with-base").exists()
+    finally:
+        ring.close()

@@ -1,0 +1,187 @@
+"""Adapters that travel alone into a running engine: parity with transformers and with merged weights, stamps, joiners,
+failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tandem.protos.errors import BaseLackError, WeightTransferError
+from tandem.protos.types import SamplingParameters
+from tandem.protos.weight_group import empty_bucket, fill_bucket
+from tandem.rollout.config import RolloutConfig
+from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.trainer.weight_sender import WeightSender
+from tests.rollout.test_weight_updates import TIMEOUT, Ring
+from tests.support.adapter_policy import AdapterPolicy
+from tests.support.engine_process import EngineProcess, without_end
+from tests.support.tiny_model import build_tiny_model
+
+SHORT = SamplingParameters(max_tokens=60)
+
+
+class AdapterRing(Ring):
+    """tests/rollout/test_weight_updates.py's ring; every version's model is what PEFT merges."""
+
+    policy: Any
+
+    def __init__(self, engine: EngineProcess, policy: AdapterPolicy) -> None:
+        self.engine = engine
+        self.policy = policy
+        self.sender = WeightSender(policy, bucket_bytes=4 << 10, adapters=policy.adapters)
+        self.models = {}
+        self.version = -1
+        self.group_name = ""
+
+    def catch_up(self, *, brings_base: bool) -> Any:
+        """Serves the engine from the copy, as a late joiner."""
+        offer = self.sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
+        self.engine.submit("join_weight_group", offer.meeting, 1, TIMEOUT).result(TIMEOUT)
+        report = self.engine.submit("update_weights", offer.manifest, offer.meeting.group_name, TIMEOUT).result(TIMEOUT)
+        assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
+        return report
+
+    def agrees(self, prompt: range = range(5, 25)) -> bool:
+        """Whether answers begun now have the log-probs of transformers with the same adapters merged."""
+        rows = self.sample(prompt, 4, SHORT).result(60)
+        assert all([s.policy_version for s in row.segments[0].spans] == [self.version] for row in rows)
+        return all(self.errors(row).mean() <= 1e-5 for row in rows)
+
+
+@pytest.fixture(scope="module", params=["found", "sent"])
+def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterRing]:
+    """An engine that finds the base in its model folder, and one whose folder holds other weights; the output head tied
+    or not.
+    """
+    torch.set_num_threads(1)
+    found = request.param == "found"
+    folder = tmp_path_factory.mktemp("model")
+    base = without_end(build_tiny_model(folder / "base", tied=found, hidden=64))
+    loaded = base if found else without_end(build_tiny_model(folder / "other", tied=False, hidden=64, seed=9))
+    config = RolloutConfig(kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
+    arguments = {"model_path": str(loaded), "dtype": "float32", "max_model_tokens": 512, "seed": 3}
+    with EngineProcess(config=config, **arguments) as engine:
+        ring = AdapterRing(engine, AdapterPolicy(base))
+        ring.join()
+        if found:
+            ring.update()
+        else:
+            with pytest.raises(BaseLackError, match="must be sent"):
+                ring.update()
+            assert ring.engine.call("policy_version") == -1
+            ring.catch_up(brings_base=True)
+            ring.join()
+        yield ring
+
+
+def test_versions_agree_with_transformers_and_with_merged_weights(ring: AdapterRing) -> None:
+    assert ring.agrees()
+    for _ in range(5):
+        ring.update()
+        assert ring.agrees()
+    alone = ring.sample(range(5, 25), 4, SHORT, key="same").result(60)
+    whole = WeightSender(ring.policy, bucket_bytes=64 << 10)
+    whole.broadcast(whole.manifest(1, ring.version, "gloo"), TIMEOUT)
+    offer = whole.offer_copy("127.0.0.1", 1, TIMEOUT)
+    ring.engine.submit("join_weight_group", offer.meeting, 1, TIMEOUT).result(TIMEOUT)
+    ring.engine.submit("update_weights", offer.manifest, offer.meeting.group_name, TIMEOUT).result(TIMEOUT)
+    merged = ring.sample(range(5, 25), 4, SHORT, key="same").result(60)
+    for one, other in zip(alone, merged, strict=True):
+        assert np.array_equal(one.segments[0].ids, other.segments[0].ids)
+        assert np.array_equal(one.segments[0].behavior_logprobs, other.segments[0].behavior_logprobs), "bit for bit"
+    ring.join()
+    ring.update()
+    assert ring.agrees(), "merged versions in between do no harm"
+
+
+def test_adapters_back_at_nothing_give_the_base_back(ring: AdapterRing) -> None:
+    ring.update()
+    for matrix in ring.policy.matrices:
+        matrix.data.zero_()
+    ring.policy.step = lambda: None
+    try:
+        ring.update()
+        assert ring.agrees()
+    finally:
+        del ring.policy.step
+    base = ring.policy.base()
+    assert all(tensor.equal(base[name]) for name, tensor in ring.models[ring.version].named_parameters())
+
+
+def test_long_answers_carry_the_versions_that_sampled_them(ring: AdapterRing) -> None:
+    running = [ring.sample(range(5, 15 + number), 2, key=f"0-{number}") for number in range(3)]
+    reports = []
+    while not all(future.done() for future in running):
+        reports.append(ring.update())
+    for row in (row for future in running for row in future.result(60)):
+        assert len(row.segments[0].spans) >= 2
+        assert ring.errors(row).max() <= 1e-3 and ring.errors(row).mean() <= 1e-5
+
+
+def test_a_failed_update_harms_nothing_and_a_joiner_is_caught_up(ring: AdapterRing, tmp_path: Path) -> None:
+    ring.update()
+    manifest = ring.sender.manifest(1, ring.version + 1, "gloo")
+    assert len(manifest.buckets) > 2
+    for damaged in (False, True):  # the sender dies half way; every bucket comes, but one is not what was sent
+        answer = ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT)
+        assert ring.sender._group is not None
+        for number, spec in enumerate(manifest.buckets if damaged else manifest.buckets[:2]):
+            buffer = empty_bucket(spec, torch.device("cpu"))
+            with ring.policy.adapters.gather_factors([tensor.name for tensor in spec.tensors]) as tensors:
+                fill_bucket(spec, {name: tensor + 1 for name, tensor in tensors.items()}, buffer)
+            buffer[0] ^= number == 1
+            ring.sender._group.broadcast(buffer, TIMEOUT)
+        if not damaged:
+            ring.sender.close()
+        with pytest.raises(WeightTransferError):
+            answer.result(TIMEOUT)
+        assert ring.engine.call("policy_version") == ring.version and ring.agrees()
+        ring.join()
+    ring.update("disk", str(tmp_path / "000001"))
+    assert ring.agrees()
+    for brings_base in (True, False):
+        ring.catch_up(brings_base=brings_base)
+        assert ring.agrees()
+    ring.join()
+    ring.update()
+    assert ring.agrees()
+
+
+@pytest.mark.slow
+def test_every_tensor_parallel_worker_merges_and_keeps_its_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, they leave no shared memory behind either."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would want a NUMA node for each worker
+    folder = without_end(build_tiny_model(tmp_path / "model", hidden=64))
+    config = RolloutConfig(kv_cache_bytes=64 << 20, samples_per_prompt=4, tensor_parallel_size=2)
+    arguments = {"model_path": str(folder), "dtype": "float32", "max_model_tokens": 512, "seed": 3}
+    engine = EngineProcess(config=config, **arguments)
+    try:
+        ring = AdapterRing(engine, AdapterPolicy(folder))
+        ring.join(tensor_parallel_size=2)
+        for _ in range(3):
+            ring.update()
+            assert ring.agrees()
+        family = psutil.Process(engine.process.pid).children(recursive=True)
+        segments = {segment for process in family for segment in shared_memory(process)}
+        assert segments, "the workers exchange tensors there"
+    finally:
+        engine.kill()
+    _, alive = psutil.wait_procs(family, timeout=10.0)
+    assert not alive
+    sweep_engine_folders()
+    assert [segment for segment in segments if segment.exists()] == []
+
+
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """The named segments that a process has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {Path(name) for line in lines for name in line.split()[5:6] if name.startswith("/dev/shm/")}

@@ -1,0 +1,252 @@
+"""What the sampler records of an answer, against transformers; seeds, ends, and prompts that cannot be sampled."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from tandem.protos.errors import DataError, EnvironmentLackError, ModelError, UnavailableError
+from tandem.protos.types import SamplingParameters, Trajectory
+from tandem.rollout.config import RolloutConfig
+from tests.support import engine_process
+from tests.support.engine_process import EngineProcess
+from tests.support.tiny_model import EOS_ID, VOCABULARY, build_tiny_model
+
+PROMPT = list(range(10, 22))
+MAX_TOKENS = 256
+CONFIG = RolloutConfig(
+    kv_cache_bytes=4 << 20, max_groups_in_flight=8, samples_per_prompt=4
+)  # cache for 10 of 32 sequences
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"), hidden=64, layers=3)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[EngineProcess]:
+    arguments: dict[str, Any] = {"dtype": "float32", "max_model_tokens": MAX_TOKENS, "seed": 3}
+    with EngineProcess(config=CONFIG, model_path=str(folder), **arguments) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits(model: Qwen2ForCausalLM, row: Trajectory) -> torch.Tensor:
+    """(T − 1, V): what every token but the first was chosen from."""
+    with torch.inference_mode():
+        return model(torch.tensor(row.segments[0].ids, dtype=torch.long)[None]).logits[0, :-1]
+
+
+def sampled(row: Trajectory) -> list[int]:
+    (segment,) = row.segments
+    return [int(token) for token, mask in zip(segment.ids, segment.loss_mask, strict=True) if mask]
+
+
+def sample(
+    engine: EngineProcess, n: int, prompt: Sequence[int] = PROMPT, key: str = "", **sampling: Any
+) -> list[Trajectory]:
+    parameters = SamplingParameters(**{"max_tokens": 100, **sampling})
+    return list(engine.call("sample", list(prompt), n, parameters, key=key))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_are_those_of_the_distribution_sampled_from(
+    engine: EngineProcess, model: Qwen2ForCausalLM, temperature: float
+) -> None:
+    for row in sample(engine, 4, temperature=temperature):
+        (segment,) = row.segments
+        assert (segment.ids.dtype, segment.behavior_logprobs.dtype, segment.loss_mask.dtype) == (
+            np.int32,
+            np.float32,
+            np.uint8,
+        )
+        assert segment.ids[: len(PROMPT)].tolist() == PROMPT
+        assert not segment.loss_mask[: len(PROMPT)].any() and segment.loss_mask[len(PROMPT) :].all()
+        assert not segment.behavior_logprobs[: len(PROMPT)].any()
+        expected = (logits(model, row) / temperature).log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(segment.ids[1:], dtype=torch.long)[:, None])[len(PROMPT) - 1 :, 0]
+        assert np.abs(chosen.numpy() - segment.behavior_logprobs[len(PROMPT) :]).mean() <= 1e-5
+        assert [(s.first_token, s.incarnation, s.policy_version) for s in segment.spans] == [(len(PROMPT), 0, -1)]
+
+
+def test_greedy_takes_the_most_likely_token(engine: EngineProcess, model: Qwen2ForCausalLM) -> None:
+    first, second = sample(engine, 2, temperature=0.0)
+    assert sampled(first) == sampled(second) == logits(model, first).argmax(-1)[len(PROMPT) - 1 :].tolist()
+
+
+def test_the_end_token_is_part_of_the_answer_but_not_of_the_text(engine: EngineProcess, folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = [row for number in range(4) for row in sample(engine, 16, max_tokens=200, key=f"end-{number}")]
+    assert {row.finish_reason for row in rows} == {"stop", "length"}
+    assert sorted(row.trajectory_id for row in rows[:16]) == list(range(16)) and rows[0].role == "policy"
+    for row in rows:
+        ids = sampled(row)
+        assert (ids[-1] == EOS_ID) == (row.finish_reason == "stop") and EOS_ID not in ids[:-1]
+        assert len(ids) == 200 or row.finish_reason == "stop"
+        assert row.text == tokenizer.decode(ids, skip_special_tokens=True) and "<|im_end|>" not in row.text
+
+
+def test_a_stop_string_ends_an_answer(engine: EngineProcess) -> None:
+    rows = sample(engine, 8, stop=("e", "4"), max_tokens=200, key="stop")
+    for row in rows:
+        if row.finish_reason == "stop" and sampled(row)[-1] != EOS_ID:
+            assert VOCABULARY[sampled(row)[-1]] in ("e", "4") and not {"e", "4"} & set(row.text[:-1])
+    assert any(row.text[-1:] in ("e", "4") for row in rows)
+
+
+def test_random_numbers_depend_on_seed_group_and_trajectory_alone(engine: EngineProcess) -> None:
+    alone = sample(engine, 3, key="0-7")
+    crowd = [
+        engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=230), key=f"1-{number}") for number in range(8)
+    ]  # more than the cache holds: some are preempted and read again
+    among_others = sample(engine, 3, key="0-7")
+    for future in crowd:
+        future.result(60)
+    assert [sampled(row) for row in alone] == [sampled(row) for row in among_others]
+    assert (
+        len(
+            {
+                tuple(sampled(row))
+                for row in [*alone, *sample(engine, 3, key="0-8"), *sample(engine, 3, key="0-7", seed=9)]
+            }
+        )
+        == 9
+    )
+    unseeded = [tuple(sampled(row)) for _ in range(2) for row in sample(engine, 2)]
+    assert len(set(unseeded)) == 4
+    single = engine.call("sample_one", PROMPT, SamplingParameters(max_tokens=100), trajectory_id=2, key="0-7")
+    assert sampled(single) == sampled(alone[2]), "a row sampled again alone, as after a lost lease, is the same"
+
+
+def test_more_prompts_than_one_step_reads_and_the_cache_holds(engine: EngineProcess) -> None:
+    prompts = [[10 + (number + place) % 80 for place in range(240)] for number in range(30)]
+    short = SamplingParameters(max_tokens=12)
+    crowd = [engine.submit("sample", prompt, 1, short, key=str(number)) for number, prompt in enumerate(prompts)]
+    together = [sampled(future.result(60)[0]) for future in crowd]
+    alone = [
+        sampled(engine.call("sample", prompt, 1, short, key=str(number))[0]) for number, prompt in enumerate(prompts)
+    ]
+    assert together == alone
+
+
+def test_an_answer_ends_where_the_model_ends(engine: EngineProcess) -> None:
+    long_prompt = [10 + number % 80 for number in range(MAX_TOKENS - 5)]
+    for row in sample(engine, 4, long_prompt, max_tokens=100):
+        assert len(sampled(row)) <= 5 and (len(sampled(row)) == 5 or row.finish_reason == "stop")
+
+
+@pytest.mark.parametrize("prompt", [[], list(range(10, 90)) * 4, [10, 10_000]], ids=["empty", "long", "unknown-token"])
+def test_a_prompt_that_cannot_be_sampled_is_a_data_error(engine: EngineProcess, prompt: list[int]) -> None:
+    with pytest.raises(DataError):
+        sample(engine, 2, prompt)
+    with pytest.raises(DataError, match="temperature"):
+        sample(engine, 1, temperature=-1.0)
+    assert len(sample(engine, 1)) == 1
+
+
+def test_figures_are_sums(engine: EngineProcess) -> None:
+    before = engine.call("figures")
+    rows = sample(engine, 4)
+    after = engine.call("figures")
+    assert after.sampled_tokens - before.sampled_tokens == sum(len(sampled(row)) for row in rows)
+    assert after.prompt_tokens - before.prompt_tokens == 4 * len(PROMPT)
+    assert 0.0 < after.busy_seconds - before.busy_seconds < 30.0
+
+
+def test_an_engine_that_dies_is_noticed(engine: EngineProcess) -> None:
+    running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
+    os.kill(engine.engine_pid, signal.SIGKILL)
+    with pytest.raises(UnavailableError):
+        running.result(30)
+    deadline = time.monotonic() + 10.0
+    while not engine.call("is_dead"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for method in ("check", "sample"):
+        with pytest.raises(UnavailableError):
+            engine.call(method, *((PROMPT, 1, SamplingParameters()) if method == "sample" else ()))
+
+
+def test_an_engine_that_is_late_is_not_left_running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "START_SECONDS", 0.0)
+    before = set(multiprocessing.active_children())
+    arguments: dict[str, Any] = {"dtype": "float32", "max_model_tokens": MAX_TOKENS, "seed": 3}
+    with pytest.raises(TimeoutError):
+        EngineProcess(config=CONFIG, model_path=str(folder), **arguments)
+    assert set(multiprocessing.active_children()) == before
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def cut_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"cut")
+
+
+def too_long(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(
+        text.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 64')
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "config", "error", "told"),
+    [
+        (shutil.rmtree, CONFIG, ModelError, "does not exist"),
+        (broken_config, CONFIG, ModelError, "not a valid JSON"),
+        (too_long, CONFIG, ModelError, "max_model_len"),
+        (cut_weights, CONFIG, ModelError, "cannot be sampled"),
+        (None, RolloutConfig(kv_cache_bytes=1 << 20), EnvironmentLackError, "rollout.kv_cache_bytes"),
+        (None, RolloutConfig(kv_cache_bytes=1 << 44), EnvironmentLackError, "GB are free"),
+    ],
+    ids=["missing", "config", "length", "weights", "cache", "memory"],
+)
+def test_what_is_wrong_is_said_in_one_line_before_an_engine_starts(
+    folder: Path,
+    tmp_path: Path,
+    spoil: Any,
+    config: RolloutConfig,
+    error: type[Exception],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import asyncio
+
+    from tandem.rollout.vllm.engine import SamplerEngine
+
+    for name in (
+        "TORCHDYNAMO_DISABLE",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "OMP_NUM_THREADS",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+    ):
+        monkeypatch.setenv(
+            name, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}.get(name, "1")
+        )  # set here, so restored after
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    broken = tmp_path / "model"
+    shutil.copytree(folder, broken)
+    if spoil is not None:
+        spoil(broken)
+    start = SamplerEngine.start(config, model_path=str(broken), dtype="float32", max_model_tokens=1024, seed=0)
+    with pytest.raises(error, match=told) as caught:
+        asyncio.run(start)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600

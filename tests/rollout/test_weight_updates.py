@@ -1,0 +1,249 @@
+"""Weights change under a running engine: stamps, parity with transformers, failures, and how long the engine stands
+still.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache, Qwen2ForCausalLM
+
+from tandem.protos.errors import WeightTransferError
+from tandem.protos.types import SamplingParameters, Trajectory
+from tandem.protos.weight_group import empty_bucket, fill_bucket
+from tandem.rollout.config import RolloutConfig
+from tandem.trainer.weight_sender import WeightSender
+from tests.support.engine_process import EngineProcess, without_end
+from tests.support.tiny_model import build_tiny_model
+
+TIMEOUT = 20.0
+LONG = SamplingParameters(max_tokens=320)
+
+
+class Policy:
+    """A transformers model as a source of weights; `step` changes it as a training step would, only more."""
+
+    rank = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._generator = torch.Generator().manual_seed(1)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.03 * torch.randn(parameter.shape, generator=self._generator)
+
+    def parameter_specs(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        return [(name, tensor.dtype, tensor.shape) for name, tensor in self.model.named_parameters()]
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        parameters = dict(self.model.named_parameters())
+        yield {name: parameters[name] for name in names}
+
+
+class Ring:
+    """An engine, a policy, and the sender between them. `models` holds what every version was."""
+
+    def __init__(self, engine: EngineProcess, policy: Policy, bucket_bytes: int) -> None:
+        self.engine = engine
+        self.policy = policy
+        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes)
+        self.models: dict[int, Qwen2ForCausalLM] = {}
+        self.version = -1
+        self.group_name = ""
+
+    def join(self, tensor_parallel_size: int = 1) -> None:
+        meeting = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo", TIMEOUT)
+        joined = self.engine.submit("join_weight_group", meeting, 1, TIMEOUT)
+        self.sender.connect(TIMEOUT)
+        joined.result(TIMEOUT)
+        self.group_name = meeting.group_name
+
+    def update(self, backend: str = "gloo", location: str = "") -> Any:
+        """Trains one step, sends the version, and checks the digests the engine reports."""
+        self.policy.step()
+        self.version += 1
+        self.models[self.version] = copy.deepcopy(self.policy.model)
+        manifest = self.sender.manifest(1, self.version, backend, location=location)
+        if self.sender.fetched_by_samplers(backend):
+            sent = self.sender.broadcast(manifest, TIMEOUT)
+            report = self.engine.submit("update_weights", sent, "", TIMEOUT).result(TIMEOUT)
+        else:
+            answer = self.engine.submit("update_weights", manifest, self.group_name, TIMEOUT)
+            sent = self.sender.broadcast(manifest, TIMEOUT)
+            report = answer.result(TIMEOUT)
+        assert report.digests == tuple(bucket.digest for bucket in sent.buckets)
+        assert self.engine.call("policy_version") == self.version
+        return report
+
+    def sample(self, prompt: Sequence[int], n: int, sampling: SamplingParameters = LONG, key: str = "") -> Future[Any]:
+        return self.engine.submit("sample", list(prompt), n, sampling, key=key)
+
+    def errors(self, row: Trajectory) -> np.ndarray[Any, Any]:
+        """|recorded − recomputed| log-prob a sampled token, recomputed as its spans say: each version reads the tokens
+        since the boundary on top of the KV that the versions before it left.
+        """
+        return spanned_errors(
+            self.models, row, [(span.first_token, span.policy_version) for span in row.segments[0].spans]
+        )
+
+
+def spanned_errors(
+    models: Mapping[int, Qwen2ForCausalLM], row: Trajectory, spans: Sequence[tuple[int, int]]
+) -> np.ndarray[Any, Any]:
+    (segment,) = row.segments
+    ids = torch.tensor(segment.ids, dtype=torch.long)[None]
+    num_prompt = len(segment.ids) - segment.num_loss_tokens
+    # A token is sampled from what the one before it, as input, gave: version k reads inputs from one before its first
+    # token.
+    starts = [0] + [first - 1 for first, _ in spans[1:]] + [len(segment.ids) - 1]
+    cache = DynamicCache()
+    logits = []
+    with torch.inference_mode():
+        for (_, version), first, end in zip(spans, starts[:-1], starts[1:], strict=True):
+            output = models[version](ids[:, first:end], past_key_values=cache, use_cache=True)
+            logits.append(output.logits[0])
+    logprobs = (torch.cat(logits) / row.sampling.temperature).log_softmax(-1)
+    chosen = logprobs.gather(1, ids[0, 1:, None])[num_prompt - 1 :, 0].numpy()
+    return np.abs(chosen - segment.behavior_logprobs[num_prompt:])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+    torch.set_num_threads(1)
+    folder = without_end(build_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param, hidden=64, layers=2))
+    config = RolloutConfig(kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
+    arguments = {"model_path": str(folder), "dtype": "float32", "max_model_tokens": 512, "seed": 3}
+    with EngineProcess(config=config, **arguments) as engine:
+        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
+        ring.join()
+        ring.update()
+        yield ring
+
+
+def test_requests_begun_after_an_update_agree_with_transformers(ring: Ring) -> None:
+    for temperature in (1.0, 0.7):
+        ring.update()
+        rows = ring.sample(range(5, 25), 4, SamplingParameters(temperature=temperature, max_tokens=120)).result(60)
+        for row in rows:
+            assert [s.policy_version for s in row.segments[0].spans] == [ring.version]
+            assert row.segments[0].spans[0].first_token == 20 and row.segments[0].spans[0].incarnation == 1
+            assert ring.errors(row).mean() <= 1e-5
+
+
+def test_every_token_of_long_answers_carries_the_version_that_sampled_it(ring: Ring) -> None:
+    running = [ring.sample(range(5, 15 + number), 4, key=f"0-{number}") for number in range(4)]
+    reports = []
+    while not all(future.done() for future in running):
+        reports.append(ring.update())
+        time.sleep(0.1)
+    rows = [row for future in running for row in future.result(60)]
+    assert len(reports) >= 3 and all(len(row.segments[0].spans) >= 2 for row in rows)
+    assert all(report.stall_seconds > 0 for report in reports)  # how long: benchmarks/startup.py
+    for row in rows:
+        assert row.segments[0].num_loss_tokens == LONG.max_tokens
+        assert ring.errors(row).max() <= 1e-3 and ring.errors(row).mean() <= 1e-5
+    # The check has teeth: a boundary moved by one token either way shows at that token.
+    for row in rows[:4]:
+        spans = [(span.first_token, span.policy_version) for span in row.segments[0].spans]
+        for number in range(1, len(spans)):
+            for move in (-1, 1):
+                moved = [(first + move * (n == number), version) for n, (first, version) in enumerate(spans)]
+                assert spanned_errors(ring.models, row, moved).max() > 1e-3
+
+
+def test_greedy_answers_change_version_without_a_seam(ring: Ring) -> None:
+    running = ring.sample(range(30, 40), 2, SamplingParameters(temperature=0.0, max_tokens=300))
+    while not running.done():
+        ring.update()
+        time.sleep(0.15)
+    first, second = running.result(60)
+    assert len(first.segments[0].spans) >= 2
+    for row in (first, second):
+        scaled = Trajectory(0, "policy", row.segments, "length", "", SamplingParameters(temperature=1.0))
+        assert ring.errors(scaled).mean() <= 1e-5
+
+
+def test_the_prefix_cache_is_not_shared_across_versions(ring: Ring) -> None:
+    prompt = [5 + number % 90 for number in range(300)]  # more than two blocks of the cache
+    short = SamplingParameters(max_tokens=8)
+    for _ in range(2):
+        for _ in range(2):  # the second time the version's own blocks are there
+            for row in ring.sample(prompt, 2, short).result(60):
+                assert ring.errors(row).mean() <= 1e-5
+        ring.update()
+    waiting = ring.sample(prompt, 4, short)  # may be under way in either version: whichever it is, its stamp must fit
+    ring.update()
+    for row in waiting.result(60):
+        if len(row.segments[0].spans) == 1:
+            assert ring.errors(row).mean() <= 1e-5
+
+
+def test_a_sender_that_dies_half_way_harms_nothing(ring: Ring) -> None:
+    running = ring.sample(range(5, 15), 4)
+    manifest = ring.sender.manifest(1, ring.version + 1, "gloo")
+    answer = ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT)
+    group = ring.sender._group
+    assert group is not None and len(manifest.buckets) > 3
+    for spec in manifest.buckets[:2]:
+        buffer = empty_bucket(spec, torch.device("cpu"))
+        with ring.policy.gather([tensor.name for tensor in spec.tensors]) as tensors:
+            fill_bucket(spec, tensors, buffer)
+        group.broadcast(buffer, TIMEOUT)
+    started = time.monotonic()
+    ring.sender.close()
+    with pytest.raises(WeightTransferError):
+        answer.result(TIMEOUT)
+    assert time.monotonic() - started < TIMEOUT / 2
+    ring.join()
+    for row in running.result(60):
+        assert [span.policy_version for span in row.segments[0].spans] == [ring.version]
+        assert ring.errors(row).mean() <= 1e-5
+    ring.update()
+
+
+def test_a_damaged_bucket_is_refused_and_the_next_update_works(ring: Ring) -> None:
+    manifest = ring.sender.manifest(1, ring.version + 1, "gloo")
+    answer = ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT)
+    assert ring.sender._group is not None
+    for spec in manifest.buckets:
+        buffer = empty_bucket(spec, torch.device("cpu"))
+        with ring.policy.gather([tensor.name for tensor in spec.tensors]) as tensors:
+            fill_bucket(spec, tensors, buffer)
+        buffer[0] ^= 1
+        ring.sender._group.broadcast(buffer, TIMEOUT)
+    with pytest.raises(WeightTransferError, match="nothing was applied"):
+        answer.result(TIMEOUT)
+    assert ring.engine.call("policy_version") == ring.version
+    ring.update()
+    assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
+
+
+def test_disk_and_a_private_copy_and_an_unchanged_version_end_with_the_same_weights(ring: Ring, tmp_path: Path) -> None:
+    ring.update("disk", str(tmp_path / "weights"))
+    assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
+
+    offer = ring.sender.offer_copy("127.0.0.1", 1, TIMEOUT)
+    ring.engine.submit("join_weight_group", offer.meeting, 1, TIMEOUT).result(TIMEOUT)
+    report = ring.engine.submit("update_weights", offer.manifest, offer.meeting.group_name, TIMEOUT).result(TIMEOUT)
+    offer.finished.result(TIMEOUT)
+    assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
+
+    unchanged = ring.sender.manifest(1, ring.version + 1, "gloo", changed=False)
+    ring.engine.submit("update_weights", unchanged, "", TIMEOUT).result(TIMEOUT)
+    ring.version += 1
+    ring.models[ring.version] = ring.models[ring.version - 1]
+    assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
+    ring.join()
+    ring.update()

@@ -1,0 +1,347 @@
+"""The buffer's verbs one by one: admission, leases and fencing, the trainer's claims, doorbells."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tandem.protos.errors import (
+    DataError,
+    FencedError,
+    LedgerError,
+    NotAdmittedError,
+    RunExistsError,
+    UnavailableError,
+)
+from tandem.services.buffer import connection
+from tandem.services.buffer.buffer import Admission, Buffer
+from tests.support import redis_ring as ring
+
+
+@pytest.fixture()
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    run = ring.new_run(redis_url)
+    yield run
+    assert run.verify() == []
+    run.close()
+
+
+# ---- creating and admitting ----
+
+
+def test_an_existing_run_is_refused_without_resume(buffer: Buffer, redis_url: str) -> None:
+    ring.offer(buffer, 2)
+    again = Buffer(redis_url, buffer.run_id)
+    limits = {"groups_per_batch": 2, "staleness_budget": 1, "failure_budget": {"infrastructure": 1, "data": 0}}
+    with pytest.raises(RunExistsError, match="--resume"):
+        again.create(**limits, target_groups=100, resume=False)  # type: ignore[arg-type]
+    again.create(**limits, target_groups=3, resume=True)  # type: ignore[arg-type]
+    assert again.admission() == Admission(free=2, wanted=1, cursor=2)
+
+
+def test_a_run_that_was_never_created_says_so(redis_url: str) -> None:
+    with pytest.raises(UnavailableError, match="never created"):
+        Buffer(redis_url, "nobody").admit([("0-0", b"")], 1)
+
+
+def test_admission_takes_the_prefix_that_credits_allow_and_moves_the_cursor(buffer: Buffer) -> None:
+    assert buffer.admission() == Admission(free=4, wanted=100, cursor=0)
+    assert ring.offer(buffer, 3) == ["0-0", "0-1", "0-2"]
+    assert ring.offer(buffer, 5) == ["0-3"]
+    assert buffer.admission() == Admission(free=0, wanted=96, cursor=4)
+    assert ring.offer(buffer, 5) == []
+
+
+def test_an_instance_enters_once(buffer: Buffer) -> None:
+    ring.offer(buffer, 2)
+    with pytest.raises(DataError, match="0-1 was admitted before"):
+        buffer.admit([("0-5", b""), ("0-1", b"")], 9)
+    with pytest.raises(DataError, match="admitted before"):
+        buffer.admit([("1-0", b""), ("1-0", b"")], 9)
+    assert buffer.counts()["admitted"] == 2 and buffer.admission().cursor == 2
+    assert buffer.admit([("1-0", b""), ("1-1", b"")], 4) == 2
+
+
+@pytest.mark.parametrize("group_id", ["7", "0-", "a-1", "0-1 ", "0-4294967296", "-1-2"])
+def test_an_id_that_is_no_instance_is_refused(buffer: Buffer, group_id: str) -> None:
+    with pytest.raises(DataError, match="is not <epoch>-<index>"):
+        buffer.admit([(group_id, b"")], 1)
+
+
+def test_exhaustion_is_undone_by_a_drop_and_waits_for_the_stages(redis_url: str) -> None:
+    buffer = ring.new_run(redis_url, target_groups=2)
+    assert not buffer.mark_exhausted("target")
+    group_ids = ring.offer(buffer, 2)
+    assert buffer.mark_exhausted("target") and not buffer.exhausted()
+    ring.move(buffer, "prompts", 2)
+    assert not buffer.exhausted()
+    ring.move(buffer, "generated", 2)
+    assert buffer.exhausted()
+    buffer.claim_scored(1, 2, 0)
+    buffer.drop_claimed(1, group_ids[:1], "zero_variance")
+    assert not buffer.exhausted() and buffer.admission().wanted == 1
+    assert buffer.mark_exhausted("dataset") and buffer.exhausted()
+    buffer.drop_claimed(1, group_ids[1:], "zero_variance")
+    assert buffer.exhausted(), "an empty dataset stays empty"
+    assert buffer.counts()["dropped:zero_variance"] == 2
+
+
+# ---- claims, leases, fencing ----
+
+
+def test_a_group_travels_with_its_payload(buffer: Buffer) -> None:
+    ring.offer(buffer, 2)
+    first, second = ring.claim(buffer, "prompts", 5)
+    assert (first.group_id, first.payload, first.partial) == ("0-0", b"prompt 0-0", None)
+    assert second.token > first.token
+    # Completed in another order than admitted: consumed in order of completion.
+    assert ring.finish(buffer, second) and ring.finish(buffer, first)
+    generated = ring.claim(buffer, "generated", 5)
+    assert [(claim.group_id, claim.payload) for claim in generated] == [
+        ("0-1", b"prompts 0-1"),
+        ("0-0", b"prompts 0-0"),
+    ]
+    assert all(ring.finish(buffer, claim) for claim in reversed(generated))
+    scored = buffer.claim_scored(1, 5, 0)
+    assert [claim.group_id for claim in scored] == ["0-0", "0-1"]
+    assert buffer.read(["0-1", "0-0"]) == [b"generated 0-1", b"generated 0-0"]
+    with pytest.raises(LedgerError, match="no payload of group 9-9"):
+        buffer.read(["0-0", "9-9"])
+
+
+def test_payloads_are_binary(buffer: Buffer) -> None:
+    payload = bytes(range(256)) * 40
+    buffer.admit([("0-0", payload)], 1)
+    [claim] = ring.claim(buffer, "prompts")
+    buffer.renew([claim], 30, {"0-0": payload})
+    assert claim.payload == payload
+    buffer.release(claim, "drained", "voluntary")
+    [again] = ring.claim(buffer, "prompts")
+    assert again.partial == payload and ring.finish(buffer, again)
+    assert ring.claim(buffer, "generated")[0].partial is None, "what one stage saved is not for the next"
+
+
+def test_completing_twice_is_true_and_changes_nothing(buffer: Buffer) -> None:
+    ring.offer(buffer, 1)
+    [claim] = ring.claim(buffer, "prompts")
+    assert buffer.complete(claim, b"first") and buffer.complete(claim, b"second")
+    [generated] = ring.claim(buffer, "generated")
+    assert generated.payload == b"first"
+    assert ring.finish(buffer, generated) and buffer.complete(claim, b"third")
+    assert buffer.counts()["stale_results_refused"] == 0
+
+
+def test_an_expired_lease_goes_to_the_front_and_its_late_result_is_refused(buffer: Buffer) -> None:
+    ring.offer(buffer, 3)
+    late = ring.claim(buffer, "prompts", 2, lease_seconds=0.3)
+    assert buffer.renew(late, 0.3, {late[0].group_id: b"half"}) == []
+    time.sleep(0.35)
+    assert buffer.renew(late, 30) == ["0-0", "0-1"]
+    assert not ring.finish(buffer, late[0]), "refused even before the next holder has come"
+    again = ring.claim(buffer, "prompts", 3)
+    assert [claim.group_id for claim in again] == ["0-0", "0-1", "0-2"], "to the front, in their order"
+    assert [claim.partial for claim in again] == [b"half", None, None]
+    assert not ring.finish(buffer, late[0]) and ring.finish(buffer, again[0])
+    assert buffer.release(late[1], "crashed", "infrastructure") == "refused"
+    counts = buffer.counts()
+    assert (counts["leases_expired"], counts["stale_results_refused"]) == (2, 2)
+
+
+def test_leases_that_keep_expiring_spend_the_budget(buffer: Buffer) -> None:
+    ring.offer(buffer, 1)
+    for _ in range(2):  # a budget of 1: the second failure is one too many
+        assert ring.claim(buffer, "prompts", lease_seconds=0.01)
+        time.sleep(0.02)
+    counts = buffer.counts()
+    assert (counts["dropped:lease_expired"], counts["leases_expired"], counts["outstanding"]) == (1, 2, 0)
+
+
+def test_renewing_keeps_a_lease(buffer: Buffer) -> None:
+    ring.offer(buffer, 1)
+    [claim] = ring.claim(buffer, "prompts", lease_seconds=0.6)
+    for _ in range(4):
+        time.sleep(0.2)
+        assert buffer.renew([claim], 0.6) == []
+    assert ring.finish(buffer, claim) and buffer.counts()["leases_expired"] == 0
+    assert buffer.renew([claim], 0.6) == ["0-0"], "a completed claim is ours no longer"
+
+
+def test_failures_have_separate_budgets_and_do_not_hold_up_the_others(redis_url: str) -> None:
+    buffer = ring.new_run(redis_url, infrastructure=2, data=1)
+    ring.offer(buffer, 2)
+    ring.move(buffer, "prompts", 2)
+
+    def fail(kind: str) -> str:
+        [claim] = [claim for claim in ring.claim(buffer, "generated", 2) if claim.group_id == "0-0"]
+        outcome = buffer.release(claim, f"{kind}_failure", kind)  # type: ignore[arg-type]
+        buffer.register_service(ring.SCORER, "127.0.0.1:2")  # gives the other group back
+        return outcome
+
+    [first, second] = ring.claim(buffer, "generated", 2)
+    assert buffer.release(first, "drained", "voluntary") == "requeued"
+    assert buffer.release(second, "timeout", "infrastructure") == "requeued"
+    assert [claim.group_id for claim in ring.claim(buffer, "generated", 1)] == ["0-0"], "given back: to the front"
+    buffer.register_service(ring.SCORER, "127.0.0.1:2")
+    outcomes = [fail(kind) for kind in ["infrastructure", "data", "infrastructure", "voluntary", "data"]]
+    assert outcomes == ["requeued", "requeued", "requeued", "requeued", "dropped"]
+    counts = buffer.counts()
+    assert counts["dropped:data_failure"] == counts["dropped"] == 1
+    assert buffer.verify() == []
+
+
+def test_a_release_is_refused_once_it_is_no_longer_ours(buffer: Buffer) -> None:
+    ring.offer(buffer, 1)
+    [claim] = ring.claim(buffer, "prompts")
+    assert ring.finish(buffer, claim)
+    assert buffer.release(claim, "late", "infrastructure") == "refused"
+
+
+# ---- the trainer's claims ----
+
+
+def test_scored_claims_belong_to_the_incarnation(buffer: Buffer) -> None:
+    group_ids = ring.score(buffer, 3)
+    assert [claim.group_id for claim in buffer.claim_scored(1, 2, 0)] == group_ids[:2]
+    assert buffer.begin_incarnation() == 2
+    with pytest.raises(FencedError, match="incarnation 1 is not the current one"):
+        buffer.claim_scored(1, 2, 0)
+    assert [claim.group_id for claim in buffer.claim_scored(2, 9, 0)] == group_ids[2:], (
+        "only rollback takes claims back"
+    )
+    buffer.rollback(2, 0, {})
+    assert [claim.group_id for claim in buffer.claim_scored(2, 9, 0)] == group_ids, "in their order of completion"
+
+
+_FENCED: dict[str, Callable[[Buffer], object]] = {
+    "check_incarnation": lambda b: b.check_incarnation(1),
+    "record": lambda b: b.record(1, 1, []),
+    "publish": lambda b: b.publish(1, 1, []),
+    "commit": lambda b: b.commit(1, 0),
+    "rollback": lambda b: b.rollback(1, 0, {}),
+    "drop_claimed": lambda b: b.drop_claimed(1, [], "x"),
+    "drop_outstanding": lambda b: b.drop_outstanding(1, "x"),
+    "admit_sampler": lambda b: b.admit_sampler(1, ring.SAMPLER, 0),
+}
+
+
+@pytest.mark.parametrize("verb", _FENCED)
+def test_a_replaced_trainer_is_refused_everywhere(buffer: Buffer, verb: str) -> None:
+    _FENCED[verb](buffer)
+    buffer.begin_incarnation()
+    with pytest.raises(FencedError):
+        _FENCED[verb](buffer)
+
+
+def test_a_claim_whose_answer_was_lost_is_not_lost(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    group_ids = ring.offer(buffer, 2)
+    ring.lose_every_answer(monkeypatch)
+    claims = ring.claim(buffer, "prompts", 1)
+    assert [claim.group_id for claim in claims] == group_ids[:1] and ring.finish(buffer, claims[0])
+    assert buffer.release(ring.claim(buffer, "generated")[0], "broken", "data") == "dropped"
+    assert buffer.drop_outstanding(1, "run_finished") == 1
+
+
+def test_a_scored_claim_whose_answer_was_lost_is_handed_out_again(
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scored claims do not expire: what an outage swallowed would be lost to this incarnation for good."""
+    group_ids = ring.score(buffer, 2)
+    ring.lose_every_answer(monkeypatch)
+    monkeypatch.setattr("tandem.services.buffer.connection.OUTAGE_SECONDS", -1.0)
+    with pytest.raises(UnavailableError):
+        buffer.claim_scored(1, 2, 0)
+    monkeypatch.undo()
+    assert buffer.counts()["scored_claimed"] == 2
+    assert [claim.group_id for claim in buffer.claim_scored(1, 2, 0)] == group_ids
+
+
+# ---- doorbells ----
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def test_timeouts_are_honoured(buffer: Buffer) -> None:
+    assert buffer.claim("generated", ring.SCORER, 1, 30, 0) == []
+    assert 0.25 <= _timed(lambda: buffer.claim("generated", ring.SCORER, 1, 30, 0.3)) < 10
+    assert 1.2 <= _timed(lambda: buffer.claim_scored(1, 1, 1.25)) < 10
+
+
+def test_blocked_claimers_wake_at_once_and_none_is_forgotten(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight claimers sleep; eight groups come, some in one go: all are claimed long before anybody looks unasked."""
+    monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
+    buffer = ring.new_run(redis_url, groups_per_batch=8)
+    claimed: list[tuple[str, float]] = []
+
+    def work() -> None:
+        for claim in buffer.claim("prompts", ring.SAMPLER, 1, 30, 30):
+            claimed.append((claim.group_id, time.monotonic()))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    for count in (1, 5, 2):
+        ring.offer(buffer, count)
+    offered = time.monotonic()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert sorted(group_id for group_id, _ in claimed) == [f"0-{index}" for index in range(8)]
+    assert max(moment for _, moment in claimed) - offered < 10
+    buffer.close()
+
+
+def test_a_taken_ring_is_passed_on_when_its_taker_is_refused(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rollout-1 is woken but no longer LIVE; rollout-0, asleep, must not wait until it would look unasked."""
+    monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
+    buffer.register_sampler("rollout-1", "127.0.0.1:9", 1)
+    assert buffer.admit_sampler(1, "rollout-1", 0)
+    refused: list[Exception] = []
+    woken: list[float] = []
+
+    def becomes_stale() -> None:
+        try:
+            buffer.claim("prompts", "rollout-1", 1, 30, 30)
+        except NotAdmittedError as error:
+            refused.append(error)
+
+    def stays_live() -> None:
+        if buffer.claim("prompts", ring.SAMPLER, 1, 30, 30):
+            woken.append(time.monotonic())
+
+    threads = [threading.Thread(target=becomes_stale)]
+    threads[0].start()
+    time.sleep(0.1)  # first in line at the bell
+    threads.append(threading.Thread(target=stays_live))
+    threads[1].start()
+    time.sleep(0.1)
+    pipeline = buffer._redis.pipeline()
+    pipeline.hset(buffer._key("sampler:rollout-1"), "state", "STALE")
+    pipeline.execute()
+    start = time.monotonic()
+    ring.offer(buffer, 1)
+    for thread in threads:
+        thread.join(timeout=10)
+    assert refused and woken[0] - start < 10
+
+
+def test_a_blocked_claimer_finds_a_lease_that_ran_out(buffer: Buffer) -> None:
+    ring.offer(buffer, 1)
+    ring.claim(buffer, "prompts", lease_seconds=0.2)
+    found: list[str] = []
+    seconds = _timed(lambda: found.extend(c.group_id for c in buffer.claim("prompts", ring.SAMPLER, 1, 30, 30)))
+    assert found == ["0-0"] and seconds < 20
+
+
+def test_a_lease_that_somebody_finds_expired_wakes_a_claimer(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
+    ring.offer(buffer, 1)
+    ring.claim(buffer, "prompts", lease_seconds=0.2)
+    threading.Timer(0.3, buffer.counts).start()
+    assert _timed(lambda: buffer.claim("prompts", ring.SAMPLER, 1, 30, 30)) < 20

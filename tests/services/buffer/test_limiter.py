@@ -1,0 +1,223 @@
+"""The limiter: Lua and Python agree at every step, the budget holds, and nothing ever gets stuck."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.ledger import STATES
+from tandem.services.buffer.limiter import Limiter
+from tests.support import redis_ring as ring
+
+_QUICK = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+class RingMachine(RuleBasedStateMachine):
+    """Turns a ring in Redis and its twin side by side, with drops at every stage, crashes and rollbacks."""
+
+    url: str
+
+    @initialize(
+        groups_per_batch=st.integers(1, 4), staleness_budget=st.integers(0, 3), target_groups=st.integers(1, 40)
+    )
+    def start(self, groups_per_batch: int, staleness_budget: int, target_groups: int) -> None:
+        self.twin = Limiter(groups_per_batch, staleness_budget, target_groups)
+        self.buffer = ring.new_run(
+            self.url, groups_per_batch=groups_per_batch, staleness_budget=staleness_budget, target_groups=target_groups
+        )
+        self.incarnation = self.buffer.counts()["incarnation"]
+        self.batches: dict[int, list[str]] = {}
+        self.committed = self.published = self.recorded = 0
+        self.ceiling = self.twin.budget
+
+    @rule(count=st.integers(1, 12))
+    def offer(self, count: int) -> None:
+        cursor = self.buffer.admission().cursor
+        offered = [f"0-{index}" for index in range(cursor, cursor + count)]
+        assert ring.offer(self.buffer, count) == self.twin.admit(offered)
+
+    @rule(n=st.integers(1, 6))
+    def sample(self, n: int) -> None:
+        if self.buffer.samplers()[0].state != "LIVE":
+            assert self.buffer.admit_sampler(self.incarnation, ring.SAMPLER, self.published)
+        ring.move(self.buffer, "prompts", n)
+
+    @rule(n=st.integers(1, 6))
+    def score(self, n: int) -> None:
+        ring.move(self.buffer, "generated", n)
+
+    @rule(n=st.integers(1, 3), kind=st.sampled_from(["infrastructure", "data", "voluntary"]))
+    def fail_to_score(self, n: int, kind: str) -> None:
+        for claim in ring.claim(self.buffer, "generated", n):
+            if self.buffer.release(claim, "unscored", kind) == "dropped":  # type: ignore[arg-type]
+                self.twin.drop([claim.group_id])
+
+    @rule(n=st.integers(1, 6), drop_percent=st.integers(0, 99), seed=st.integers(0, 1000))
+    def train(self, n: int, drop_percent: int, seed: int) -> None:
+        chance = random.Random(seed)
+        claimed = [claim.group_id for claim in self.buffer.claim_scored(self.incarnation, n, 0)]
+        rejected = [group_id for group_id in claimed if chance.random() * 100 < drop_percent]
+        survivors = [group_id for group_id in claimed if group_id not in rejected]
+        self.buffer.drop_claimed(self.incarnation, rejected, "rejected")
+        self.twin.drop(rejected)
+        if survivors:
+            self.recorded += 1
+            self.buffer.record(self.incarnation, self.recorded, survivors)
+            self.batches[self.recorded] = survivors
+
+    @rule(count=st.integers(1, 12), n=st.integers(1, 6), drop_percent=st.integers(0, 50), seed=st.integers(0, 1000))
+    def turn(self, count: int, n: int, drop_percent: int, seed: int) -> None:
+        """All stages one after the other: single rules alone rarely meet in an order that trains anything."""
+        self.offer(count)
+        self.sample(count)
+        self.score(count)
+        self.train(n, drop_percent, seed)
+
+    @rule()
+    def publish(self) -> None:
+        self.buffer.publish(self.incarnation, self.recorded, [ring.SAMPLER])
+        self.published = self.recorded
+        for group_ids in self.batches.values():
+            self.twin.retire(group_ids)
+
+    @rule()
+    def commit(self) -> None:
+        self.buffer.commit(self.incarnation, self.published)
+        self.committed = self.published
+
+    @precondition(lambda self: self.recorded > self.committed)
+    @rule(ahead=st.integers(0, 2))
+    def crash(self, ahead: int) -> None:
+        """The trainer dies; the disk holds a checkpoint that is at least the last one committed."""
+        checkpoint = min(self.committed + ahead, self.recorded)
+        later = {version: group_ids for version, group_ids in self.batches.items() if version > checkpoint}
+        self.incarnation = self.buffer.begin_incarnation()
+        self.buffer.rollback(self.incarnation, checkpoint, later)
+        for version, group_ids in self.batches.items():
+            if version > checkpoint:
+                self.twin.restore(group_ids)
+            else:
+                self.twin.retire(group_ids)
+        self.committed = self.published = checkpoint
+        self.ceiling = max(self.twin.budget, len(self.twin.outstanding))
+
+    @invariant()
+    def twins_agree(self) -> None:
+        counts, admission = self.buffer.counts(), self.buffer.admission()
+        twin = self.twin
+        assert (counts["admitted"], counts["retired"], counts["restored"]) == (
+            twin.admitted,
+            twin.retired,
+            twin.restored,
+        )
+        assert counts["outstanding"] == len(twin.outstanding) == twin.admitted - twin.retired + twin.restored
+        assert counts["dropped"] == twin.dropped
+        assert (admission.free, admission.wanted) == (twin.free, twin.wanted)
+        assert counts["admitted"] == sum(counts[state] for state in STATES)
+        assert self.buffer.verify() == []
+
+    @invariant()
+    def budget_holds(self) -> None:
+        """Only a rollback lifts outstanding above (S + 1)·P, and then it only falls until it is below again."""
+        assert len(self.twin.outstanding) <= self.ceiling
+        self.ceiling = max(self.twin.budget, len(self.twin.outstanding))
+
+    def teardown(self) -> None:
+        if hasattr(self, "buffer"):
+            self.buffer.close()
+
+
+def test_lua_and_python_agree_at_every_step(redis_url: str) -> None:
+    RingMachine.url = redis_url
+    run_state_machine_as_test(RingMachine, settings=_QUICK)
+
+
+def test_they_agree_when_every_answer_is_lost_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every verb is run twice by Redis: the first answer never arrives."""
+    RingMachine.url = redis_url
+    ring.lose_every_answer(monkeypatch)
+    run_state_machine_as_test(RingMachine, settings=settings(_QUICK, max_examples=20))
+
+
+def _train_to_the_target(buffer: Buffer | None, twin: Limiter, drop_percent: int, chance: random.Random) -> None:
+    """A whole run; a turn that neither admits nor trains is a deadlock. Without a buffer, the twin alone."""
+    incarnation, version, index = 1, 0, 0
+    survivors: list[str] = []
+    while version * twin.groups_per_batch < twin.target_groups:
+        offered = [f"0-{i}" for i in range(index, index + 7)]
+        admitted = twin.admit(offered)
+        index += len(admitted)
+        if buffer:
+            assert ring.offer(buffer, 7) == admitted
+            ring.move(buffer, "prompts", 100)
+            ring.move(buffer, "generated", 100)
+            assert [claim.group_id for claim in buffer.claim_scored(incarnation, 100, 0)] == admitted
+        rejected = [group_id for group_id in admitted if chance.random() * 100 < drop_percent]
+        twin.drop(rejected)
+        survivors += [group_id for group_id in admitted if group_id not in rejected]
+        batch = survivors[: twin.groups_per_batch] if len(survivors) >= twin.groups_per_batch else []
+        assert admitted or batch, "deadlock: nothing was admitted and nothing can be trained"
+        if buffer:
+            buffer.drop_claimed(incarnation, rejected, "rejected")
+        if batch:
+            del survivors[: len(batch)]
+            version += 1
+            twin.retire(batch)
+            if buffer:
+                buffer.record(incarnation, version, batch)
+                buffer.publish(incarnation, version, [ring.SAMPLER])
+        assert len(twin.outstanding) <= twin.budget
+    assert twin.wanted == 0 and not twin.outstanding
+
+
+_RUNS = {
+    "drop_percent": st.integers(0, 99),
+    "staleness_budget": st.integers(0, 4),
+    "groups_per_batch": st.integers(1, 5),
+    "seed": st.integers(0, 2**16),
+}
+
+
+@given(**_RUNS)
+@settings(max_examples=200, deadline=None)
+def test_a_run_never_gets_stuck(drop_percent: int, staleness_budget: int, groups_per_batch: int, seed: int) -> None:
+    twin = Limiter(groups_per_batch, staleness_budget, target_groups=4 * groups_per_batch)
+    _train_to_the_target(None, twin, drop_percent, random.Random(seed))
+
+
+@given(**_RUNS)
+@settings(max_examples=15, deadline=None)
+def test_a_run_in_redis_never_gets_stuck(
+    redis_url: str, drop_percent: int, staleness_budget: int, groups_per_batch: int, seed: int
+) -> None:
+    _run_in_redis(redis_url, drop_percent, staleness_budget, groups_per_batch, seed)
+
+
+@pytest.mark.parametrize(("drop_percent", "staleness_budget"), [(0, 0), (99, 0), (99, 4)])
+def test_the_corners_never_get_stuck(redis_url: str, drop_percent: int, staleness_budget: int) -> None:
+    _run_in_redis(redis_url, drop_percent, staleness_budget, groups_per_batch=2, seed=7)
+
+
+def _run_in_redis(url: str, drop_percent: int, staleness_budget: int, groups_per_batch: int, seed: int) -> None:
+    twin = Limiter(groups_per_batch, staleness_budget, target_groups=2 * groups_per_batch)
+    buffer = ring.new_run(
+        url, groups_per_batch=groups_per_batch, staleness_budget=staleness_budget, target_groups=twin.target_groups
+    )
+    _train_to_the_target(buffer, twin, drop_percent, random.Random(seed))
+    assert buffer.mark_exhausted("target") and buffer.exhausted()
+    counts = buffer.counts()
+    assert (counts["admitted"], counts["dropped"], counts["outstanding"]) == (twin.admitted, twin.dropped, 0)
+    assert buffer.verify() == []
+    buffer.close()

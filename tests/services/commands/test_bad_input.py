@@ -1,0 +1,243 @@
+"""Bad input given to the real command: exit code 2, one line with the thing, the place and the remedy, and nothing left
+running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tandem.services.config import dump_recipe
+from tests.support.paths import ROOT
+from tests.support.processes import MARK, carriers
+from tests.support.run_inputs import recipe_of, small_values
+
+DEADLINE_SECONDS = 60.0
+SLOW = pytest.mark.slow
+"""A second each: of what `tests/services/run/test_preflight.py` has as well, `make test` sees one of a kind go through
+the command.
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe that would run; its run folder is `run` beside it."""
+    file = tmp_path / "recipe.json"
+    file.write_text(dump_recipe(recipe_of(small_values(tmp_path))))
+    return file
+
+
+def started(*command: str, cwd: Path, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """A command to its end; fails if a process is left that it started."""
+    mark = uuid.uuid4().hex
+    plain = {"TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **plain, "PYTHONPATH": str(ROOT), MARK: mark},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert list(carriers(mark)) == []
+    return done
+
+
+def tandem(*arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "tandem.services.cli", *arguments)
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tandem: ") and not done.stdout
+    return line.removeprefix("tandem: ")
+
+
+def write(text: str, *names: str) -> Callable[[Path], object]:
+    """Writes the text to the file of that name below the folder."""
+
+    def damage(folder: Path) -> None:
+        file = folder.joinpath(*names)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+
+    return damage
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if "__pycache__" not in file.parts)
+
+
+def nothing(folder: Path) -> None:
+    """The override alone is bad."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "override", "says"),
+    [
+        pytest.param(lambda f: (f / "recipe.json").unlink(), "", ["recipe.json", "no such file"], id="no recipe"),
+        pytest.param(
+            write("{", "recipe.json"), "", ["recipe.json", "not valid JSON"], id="malformed recipe", marks=SLOW
+        ),
+        pytest.param(nothing, "trainer.learningrate=1", ["did you mean trainer.learning_rate?"], id="unknown key"),
+        pytest.param(write("{}", "run", "config.json"), "", ["/run holds a run", "--resume"], id="run folder exists"),
+        pytest.param(nothing, "data.train_file=gone.parquet", ["gone.parquet", "no such file"], id="no dataset"),
+        pytest.param(
+            write("a\n", "train.jsonl"), "", ["train.jsonl", "neither Parquet nor"], id="malformed dataset", marks=SLOW
+        ),
+        pytest.param(
+            nothing, "model.chat_template=gone.jinja", ["gone.jinja", "cannot be read"], id="no template", marks=SLOW
+        ),
+        pytest.param(
+            write("a\n{% for m in %}", "chat.jinja"),
+            "model.chat_template=chat.jinja",
+            ["chat.jinja, line 2", "mend"],
+            id="malformed template",
+        ),
+        pytest.param(nothing, "model.path=models/gone", ["model.path models/gone", "no such folder"], id="no model"),
+        pytest.param(
+            cut_weights, "", ["model.safetensors", "cut short", "copy or save"], id="malformed model", marks=SLOW
+        ),
+        pytest.param(nothing, f"rollout.kv_cache_bytes={1 << 50}", ["memory", "lower rollout.kv"], id="little memory"),
+        pytest.param(
+            nothing, "reward.scorer=gone.py:score", ["reward.", "gone.py is no file"], id="no function", marks=SLOW
+        ),
+        pytest.param(
+            write("raise RuntimeError('not today')", "mine.py"),
+            "reward.scorer=mine.py:score",
+            ["mine.py", "not today"],
+            id="malformed function",
+        ),
+        pytest.param(
+            nothing, "run.redis_url=unix:///nowhere/redis.sock", ["/nowhere/redis.sock", "start it"], id="no Redis"
+        ),
+    ],
+)
+def test_a_run_that_cannot_be(recipe: Path, damage: Callable[[Path], object], override: str, says: list[str]) -> None:
+    damage(recipe.parent)
+    before = files_below(recipe.parent)
+    line = complaint(started(*tandem("run", "recipe.json", *filter(None, [override])), cwd=recipe.parent))
+    assert all(words in line for words in says), line
+    assert files_below(recipe.parent) == before, "it wrote something"
+
+
+@contextmanager
+def web_server() -> Iterator[int]:
+    """The port of something that is no Redis, and says so as a web server does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    client, _ = listener.accept()
+                except OSError:  # the end of the test
+                    return
+                with client:
+                    client.recv(4096)
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(timeout=10.0)
+
+
+def test_a_port_that_another_program_has(recipe: Path) -> None:
+    with web_server() as port:
+        line = complaint(started(*tandem("run", "recipe.json", f"reward.port={port}"), cwd=recipe.parent))
+        assert f"reward.port: cannot listen on 127.0.0.1:{port}" in line and "choose another reward.port" in line
+        url = f"redis://127.0.0.1:{port}"
+        line = complaint(started(*tandem("run", "recipe.json", f"run.redis_url={url}"), cwd=recipe.parent))
+        assert line.startswith(f"what answers at {url} is no Redis") and "name another one" in line
+
+
+def test_a_full_disk(recipe: Path) -> None:
+    disk = recipe.parent / "disk"
+    disk.mkdir()
+    mount = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
+    alone = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(disk)]
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare (util-linux) to mount a small disk")
+    tried = subprocess.run([*alone, "true"], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    if tried.returncode:
+        pytest.skip(f"no small disk can be mounted here: {tried.stderr.strip()}")
+    command = tandem("run", "recipe.json", f"run.folder={disk}/run")
+    line = complaint(started(*alone, *command, cwd=recipe.parent))
+    assert line.startswith(f"{disk}: the disk is full") and "free space there" in line
+
+
+# --- what cannot be known before -------------------------------------------------------------------------------------
+
+FILLS = """
+import sys
+from pathlib import Path
+from tandem.services.command_line import end_with, full_disk_named
+
+def writes():
+    with full_disk_named(Path("runs/mine")), open("/dev/full", "w") as file:
+        file.write("a line")
+
+def says():
+    print("a line", flush=True)
+
+def opens():
+    raise OSError(122, "Disk quota exceeded", "some/file")
+
+def breaks():
+    raise OSError(5, "Input/output error")
+
+end_with({"writes": writes, "says": says, "opens": opens, "breaks": breaks}[sys.argv[1]])
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
+@pytest.mark.parametrize(
+    ("does", "names"),
+    [("writes", "runs/mine"), ("says", "/dev/stdout"), ("opens", "some/file")],
+)
+def test_a_service_whose_disk_fills_ends_with_one_line(does: str, names: str, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = started(sys.executable, "-c", FILLS, does, cwd=tmp_path, stdout=full.fileno())
+    assert complaint(done) == f"{names}: the disk is full; free space there and try again"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
+def test_a_command_whose_output_does_not_fit_ends_with_one_line(recipe: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = started(*tandem("config", "recipe.json"), cwd=recipe.parent, stdout=full.fileno())
+    assert complaint(done).startswith("/dev/stdout: the disk is full")
+
+
+def test_another_fault_of_a_disk_keeps_its_traceback(tmp_path: Path) -> None:
+    done = started(sys.executable, "-c", FILLS, "breaks", cwd=tmp_path)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "Input/output error" in done.stderr
+
+
+def test_a_redis_that_is_gone_is_no_violated_ledger(recipe: Path) -> None:
+    values = json.loads(recipe.read_text())
+    values["run"]["redis_url"] = "unix:///nowhere/redis.sock"
+    write(json.dumps(values), "run", "config.json")(recipe.parent)
+    line = complaint(started(*tandem("ledger", "run"), cwd=recipe.parent))
+    assert "Redis at unix:///nowhere/redis.sock cannot be reached" in line and "start it" in line

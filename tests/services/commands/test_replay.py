@@ -1,0 +1,158 @@
+"""A replay gives the weights of the run bit for bit, and says where it does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.protos.errors import DataError, ModelError
+from tandem.services.commands import replay
+from tandem.services.config import Recipe, known_keys
+from tandem.services.run.folder import CONFIG_FILE
+from tandem.services.run.resume import FREE, forbidden_changes
+from tandem.trainer.batch_record import read_record, record_folder
+from tests.support.redis_ring import running_redis
+from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, same_environment, train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipe]:
+    """A finished run of three batches, each of two optimizer steps."""
+    folder = tmp_path_factory.mktemp("replay")
+    with running_redis(folder) as url:
+        recipe = make_recipe(folder, run={"total_batches": 3}, trainer={"optimizer_steps_per_batch": 2})
+        put_scored(make_run(url, recipe), different_rewards(3 * P))
+        assert train(recipe, url)
+    yield recipe
+
+
+@pytest.fixture
+def copied(trained: Recipe, tmp_path: Path) -> Path:
+    """Its run folder, to be spoilt."""
+    return Path(shutil.copytree(trained.folder, tmp_path / "run"))
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    with same_environment():
+        yield
+
+
+def test_a_replay_ends_with_the_same_weights(trained: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    assert replay.main(trained.folder) == 0
+    assert "3 versions compared: equal bit for bit" in capsys.readouterr().out
+
+
+def test_rows_end_to_end_are_planned_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with running_redis(tmp_path) as url:
+        recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer={"packing": "flat"})
+        put_scored(make_run(url, recipe), different_rewards(2 * P))
+        assert train(recipe, url)
+    assert read_record(recipe.folder, 2)[0].packing == "flat"
+    assert replay.main(recipe.folder) == 0
+    assert "2 versions compared: equal bit for bit" in capsys.readouterr().out
+
+
+def test_another_batch_gives_other_weights_at_its_version(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = record_folder(copied, 2) / "plan.json"
+    values = json.loads(plan.read_text())
+    header = next(row for row in values["headers"] if row[6] == 1.0)
+    header[6] = 0.5
+    plan.write_text(json.dumps(values))
+    assert replay.main(copied) == 1
+    assert "version 2 differs" in capsys.readouterr().out
+
+
+def test_an_export_that_is_not_the_last_version_is_found_out(
+    copied: Path, trained: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(Path(trained.model.path) / "model.safetensors", copied / "hf" / "model.safetensors")
+    assert replay.main(copied) == 1
+    assert "the final weights differ" in capsys.readouterr().out
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def test_weights_that_are_cut_short_are_named(copied: Path, trained: Recipe, tmp_path: Path) -> None:
+    export = copied / "hf" / "model.safetensors"
+    whole = export.read_bytes()
+    cut(export)
+    with pytest.raises(ModelError, match=f"the run's export {export} cannot be read"):
+        replay.main(copied)
+    export.write_bytes(whole)
+
+    model = Path(shutil.copytree(trained.model.path, tmp_path / "model"))
+    cut(model / "model.safetensors")
+    config = copied / "config.json"
+    config.write_text(config.read_text().replace(trained.model.path, str(model)))
+    with pytest.raises(
+        ModelError, match=rf"model.path {model}: model.safetensors .*cut short.*; copy or save it again"
+    ):
+        replay.main(copied)
+
+
+def test_a_run_with_a_hole_is_refused(copied: Path) -> None:
+    shutil.rmtree(record_folder(copied, 1))
+    with pytest.raises(DataError, match="every batch from 1 on"):
+        replay.main(copied)
+
+
+RESUMED_WITH = {
+    "run.folder": "elsewhere",
+    "run.total_batches": 7,
+    "run.staleness_budget": 0,
+    "run.hard_staleness_cap": 3,
+    "run.redis_url": "redis://elsewhere",
+    "run.host": "::1",
+    "run.metrics_to_tensorboard": False,
+    "data.eval_file": "eval.parquet",
+    "data.max_epochs": 2,
+    "rollout.num_replicas": 3,
+    "rollout.samples_per_prompt": 6,
+    "rollout.temperature": 0.5,
+    "rollout.stop": ["."],
+    "rollout.tensor_parallel_size": 2,
+    "rollout.max_groups_in_flight": 5,
+    "rollout.kv_cache_bytes": 1 << 21,
+    "rollout.gpu_memory_fraction": 0.5,
+    "rollout.lease_seconds": 7.0,
+    "rollout.port": 7001,
+    "trainer.rendezvous": "host:7002",
+    "trainer.tokens_per_micro_batch": 64,
+    "trainer.max_consecutive_rejections": 11,
+    "trainer.max_skipped_batches": 12,
+    "trainer.checkpoint_every": 1,
+    "trainer.keep_checkpoints": 1,
+    "trainer.export_every": 1,
+    "trainer.evaluate_every": 1,
+    "trainer.collective_timeout_seconds": 77.0,
+    "trainer.port": 7003,
+    "weights.backend": "disk",
+    "weights.deadline_seconds": 7.0,
+}
+"""A value for every free key that is not the one the run was trained with. What is free as a whole section, no trainer
+reads.
+"""
+
+
+def test_whatever_a_run_was_resumed_with_its_replay_gives_the_same_weights(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {key for key in FREE if "." not in key}
+    assert set(RESUMED_WITH) == FREE - sections and sections < set(known_keys())
+    before = json.loads((copied / CONFIG_FILE).read_text())
+    now = json.loads((copied / CONFIG_FILE).read_text())
+    for key, value in RESUMED_WITH.items():
+        section, _, name = key.partition(".")
+        assert now[section][name] != value
+        now[section][name] = value
+    assert not list(forbidden_changes(before, now))
+    (copied / CONFIG_FILE).write_text(json.dumps(now))
+    assert replay.main(copied) == 0
+    assert "3 versions compared: equal bit for bit" in capsys.readouterr().out

@@ -1,0 +1,274 @@
+"""Odd files and names at the command line: what cannot be read costs its row, what cannot be used is one line, nothing
+is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.errors import DataError, JobError, JobExistsError, JobLimitError
+from tandem.services.cli import app
+from tandem.services.clients import RewardClient
+from tandem.services.commands.reward_display import plain, score_line
+from tandem.services.data.completions import CompletionFile, Fields
+from tandem.services.data.dataset import Dataset, RowFault
+from tests.support.dataset_files import verl_row, write_lines
+from tests.support.scripted_reward import ScriptedReward, serving
+
+
+@pytest.fixture(scope="module")
+def service() -> ScriptedReward:
+    return ScriptedReward()
+
+
+@pytest.fixture(scope="module")
+def address(service: ScriptedReward) -> Iterator[str]:
+    with serving(service) as bound:
+        yield bound
+
+
+@pytest.fixture(autouse=True)
+def at_home(service: ScriptedReward, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_REWARD_ADDRESS", address)
+    service.jobs.clear()
+    service.requests.clear()
+
+
+def reward(*arguments: object, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, ["reward", *map(str, arguments)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == code, done.output
+    return done
+
+
+def complaint(done: Result) -> str:
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tandem: ")
+    return line.removeprefix("tandem: ")
+
+
+def written(file: Path, **columns: Any) -> Path:
+    pq.write_table(pa.table(columns), file)
+    return file
+
+
+def texts(*values: bytes) -> pa.Array:
+    """A column that says it is text, of bytes that need not be, as other programs write it."""
+    ends, data = [0], b"".join(values)
+    for value in values:
+        ends.append(ends[-1] + len(value))
+    return pa.Array.from_buffers(
+        pa.string(), len(values), [None, pa.array(ends, pa.int32()).buffers()[1], pa.py_buffer(data)]
+    )
+
+
+def times(kind: str, *values: int) -> pa.Array:
+    return pa.StructArray.from_arrays([pa.array(values, pa.int64()).view(pa.timestamp(kind))], ["at"])
+
+
+# ---- what Python cannot hold ----
+
+UNREADABLE = [
+    ("solution", {"solution": texts(b"1", b"\xff", b"2")}, "'utf-8' codec can't decode byte 0xff"),
+    ("data_source", {"data_source": texts(b"d", b"\xc3(", b"d")}, "'utf-8' codec can't decode byte 0xc3"),
+    ("extra_info", {"extra_info": times("ms", 0, 1 << 55, 0)}, "date value out of range"),
+    (
+        "extra_info",
+        {"extra_info": pa.array([[], [("a", 1), ("a", 2)], []], pa.map_(pa.string(), pa.int64()))},
+        "'a'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "columns", "reason"), UNREADABLE, ids=["text", "source", "time", "map"])
+def test_a_value_of_parquet_that_cannot_be_read_costs_its_row_alone(
+    service: ScriptedReward, tmp_path: Path, name: str, columns: dict[str, Any], reason: str
+) -> None:
+    file = written(tmp_path / "f.parquet", **{"solution": ["1", "3", "2"], **columns})
+    first, bad, last = CompletionFile(file)
+    assert isinstance(first, ScoreItem) and isinstance(last, ScoreItem) and last.solution == "2"
+    assert isinstance(bad, Unscored) and bad.detail.startswith(f"row 1: {name} cannot be read: ")
+    assert reason in bad.detail and "\n" not in bad.detail
+
+
+def test_one_bad_text_of_parquet_is_named_and_the_rest_is_scored(tmp_path: Path) -> None:
+    file = written(tmp_path / "f.parquet", solution=texts(b"1", b"\xff", b"2"))
+    done = reward("score", file)
+    assert done.stderr.splitlines()[0].startswith(f"tandem: {file} row 1: solution cannot be read: ")
+    assert [line.split("  ")[1] for line in done.stdout.splitlines()[:3]] == ["1", "–", "2"]
+    job = reward("submit", file, "--watch")
+    assert "2 scored (mean 1.5), 1 not scored (invalid_input 1)" in job.stdout
+
+
+def test_a_training_set_loses_that_row_alone_too(tmp_path: Path) -> None:
+    rows = pa.Table.from_pylist([verl_row("?", "1"), verl_row("?", "2")])
+    pq.write_table(rows.set_column(0, "data_source", texts(b"\xff", b"d")), tmp_path / "f.parquet")
+    first, second = Dataset(tmp_path / "f.parquet")
+    assert isinstance(first, RowFault) and first.detail.startswith("data_source cannot be read: ")
+    assert not isinstance(second, RowFault) and second.ground_truth == "2"
+
+
+def test_a_map_is_an_object(tmp_path: Path) -> None:
+    """As Spark and Java write them."""
+    kind = pa.map_(pa.string(), pa.string())
+    truths = pa.array([[("style", "rule"), ("ground_truth", "7")]], kind)
+    file = written(
+        tmp_path / "f.parquet", solution=["1"], reward_model=truths, extra_info=pa.array([[("a", "b")]], kind)
+    )
+    assert list(CompletionFile(file)) == [ScoreItem("", "1", "7", {"a": "b"})]
+
+
+def test_a_data_source_that_is_no_text_is_no_text(tmp_path: Path) -> None:
+    rows = [{"solution": "1", "data_source": source} for source in (["d"], 7, None)]
+    first, second, third = CompletionFile(write_lines(tmp_path / "f.jsonl", rows))
+    assert isinstance(first, Unscored) and first.detail == "row 0: data_source is of type list, not text"
+    assert [one.data_source for one in (second, third) if isinstance(one, ScoreItem)] == ["7", ""]
+
+
+# ---- columns ----
+
+
+def test_a_column_that_was_asked_for_is_there_or_missed(tmp_path: Path) -> None:
+    rows = [{"solution": "1", "question": "q1"}]
+    for file in (
+        write_lines(tmp_path / "f.jsonl", rows),
+        written(tmp_path / "f.parquet", solution=["1"], question=["q1"]),
+    ):
+        said = complaint(reward("score", file, "--group-column", "qestion", code=2))
+        assert said == f"dataset {file} has no column 'qestion'; did you mean question?"
+        said = complaint(reward("submit", file, "--with-prompt", code=2))
+        assert said.startswith(f"dataset {file} has no column 'prompt'; it has ")
+        (item,) = CompletionFile(file, Fields(group="question"))
+        assert isinstance(item, ScoreItem) and item.group == "q1"
+        (item,) = CompletionFile(file)
+        assert isinstance(item, ScoreItem) and item.group == "", "a file need not have groups"
+
+
+def test_of_two_columns_of_a_name_none_is_taken(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], ["solution", "solution"])
+    pq.write_table(table, tmp_path / "f.parquet")
+    with pytest.raises(DataError, match="several columns 'solution'; write it with one"):
+        CompletionFile(tmp_path / "f.parquet")
+
+
+# ---- where scores go ----
+
+
+@pytest.mark.parametrize("command", ["score", "submit", "results"])
+def test_a_file_of_scores_that_cannot_be_written_is_one_line_before_anything_is_asked(
+    service: ScriptedReward, tmp_path: Path, command: str
+) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}])
+    reward("submit", file, "--key", "before")
+    (tmp_path / "folder.jsonl").mkdir()
+    what = file if command != "results" else next(iter(service.jobs.values())).job_id
+    cases = [(tmp_path / "folder.jsonl", "that is a folder"), (tmp_path / f"{'x' * 240}.jsonl", "File name too long")]
+    for out, reason in cases:
+        said = complaint(reward(command, what, "--out", out, code=2))
+        assert said.startswith(f"--out {out}: ") and reason in said
+    assert not service.requests and len(service.jobs) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.jsonl", "folder.jsonl"]
+
+
+@pytest.mark.parametrize("command", ["score", "submit"])
+def test_the_completions_are_not_written_over(service: ScriptedReward, tmp_path: Path, command: str) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}])
+    before = file.read_text()
+    (tmp_path / "link.jsonl").symlink_to(file)
+    for out in (file, tmp_path / "link.jsonl"):
+        said = complaint(reward(command, file, "--out", out, code=2))
+        assert said == f"--out {out}: that is the file of completions itself; name another"
+    assert file.read_text() == before and not service.requests and not service.jobs
+
+
+# ---- names ----
+
+
+def test_what_is_no_text_is_said_by_name(tmp_path: Path) -> None:
+    """As Python makes it of arguments and file names that are not UTF-8."""
+    file, bad = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}]), "k\udcff"
+    for option in ("key", "name"):
+        said = complaint(reward("submit", file, f"--{option}", bad, code=2))
+        assert said == f"{option} 'k\\udcff' is no text: it holds what UTF-8 cannot"
+    for command in ("results", "cancel", "delete"):
+        assert complaint(reward(command, bad, code=2)).startswith("job_id 'k\\udcff' is no text")
+    item = ScoreItem("", "1", None)
+    with RewardClient() as client:
+        calls = [
+            lambda: client.score([item], bad),
+            lambda: list(client.score_stream([item], bad)),
+            lambda: client.submit([item], bad),
+        ]
+        for call in calls:
+            with pytest.raises(DataError, match=r"the rubric 'k\\udcff' is no text"):
+                call()
+        with pytest.raises(DataError, match="job_id"):
+            client.get(bad)
+        assert client.score([item]) == [Scored(1.0, {"group": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [(b"\xff.jsonl", "?.jsonl"), (b"\xc3\xa9" * 120, "é" * 100)], ids=["no text", "long"]
+)
+def test_a_job_is_named_after_its_file_whatever_that_is_called(
+    service: ScriptedReward, tmp_path: Path, name: bytes, shown: str
+) -> None:
+    file = tmp_path / os.fsdecode(name)
+    file.write_text('{"solution": "1"}\n')
+    reward("submit", file)
+    (job,) = service.jobs.values()
+    assert job.header.name == shown and len(shown.encode()) <= 200
+
+
+def test_what_others_wrote_commands_no_terminal(service: ScriptedReward, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"solution": "1"}])
+    reward("submit", file, "--name", "two\nlines \x1b[31mred")
+    _, line = reward("jobs").stdout.splitlines()
+    assert line.endswith("two lines \ufffd[31mred")
+    assert plain("ü 分 😀") == "ü 分 😀"
+    assert score_line(0, Scored(1.0, {"a\x1b[2J": 1.0})) == "0  1  a\ufffd[2J=1"
+    assert score_line(0, Unscored("crashed", "a\r\n\x07b")) == "0  –  crashed: a \ufffdb"
+
+
+# ---- jobs that were cancelled ----
+
+
+@pytest.mark.parametrize(("error", "code"), [(JobError, 1), (JobLimitError, 2), (JobExistsError, 2)])
+def test_a_job_that_is_cancelled_while_it_is_submitted_is_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[JobError], code: int
+) -> None:
+    def refused(*_arguments: object, **_more: object) -> None:
+        raise error("job 0 is CANCELLED with 3 chunks and takes no more")
+
+    monkeypatch.setattr(RewardClient, "submit", refused)
+    file = write_lines(tmp_path / "f.jsonl", [{"solution": "1"}])
+    assert complaint(reward("submit", file, code=code)) == "job 0 is CANCELLED with 3 chunks and takes no more"
+
+
+def test_a_cancelled_job_that_is_submitted_again_says_so(service: ScriptedReward, tmp_path: Path) -> None:
+    rows = [{"solution": str(number), "ground_truth": "1"} for number in range(600)]
+    file = write_lines(tmp_path / "f.jsonl", rows)
+    reward("submit", file)
+    reward("cancel", "job-0")
+    told = (
+        "job job-0 was cancelled; to score the file, `tandem reward delete "
+        "job-0` and submit it again, or give another --key"
+    )
+    assert complaint(reward("submit", file, code=1)) == told
+    assert complaint(reward("submit", file, "--watch", code=1)) == told
+    out = tmp_path / "s.jsonl"
+    assert complaint(reward("submit", file, "--out", out, code=1)) == told
+    assert sum(json.loads(line)["reason"] == "cancelled" for line in out.read_text().splitlines()) == 88
+    reward("delete", "job-0")
+    reward("submit", file, "--watch")

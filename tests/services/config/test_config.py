@@ -1,0 +1,295 @@
+"""Recipes: defaults, overrides, unknown keys, faults in one line, and what the generated documents say of them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.errors import ConfigError
+from tandem.services.config import (
+    Recipe,
+    apply_overrides,
+    dump_recipe,
+    known_keys,
+    load_recipe,
+    load_resolved,
+    parse_recipe,
+)
+from tandem.services.config.docs import PAGE, as_toml, keys, page
+from tandem.services.config.tree import default_of, shape_of, tables
+
+QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault
+MINIMAL = '[run]\nrun_id = "mine"\n[model]\npath = "models/tiny"\n[data]\ntrain_file = "train.parquet"\n'
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.toml"
+    file.write_text(MINIMAL)
+    return file
+
+
+def minimal(**sections: dict[str, Any]) -> dict[str, Any]:
+    values = tomllib.loads(MINIMAL)
+    for section, given_values in sections.items():
+        values[section] = {**values.get(section, {}), **given_values}
+    return values
+
+
+def complaint(values: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_recipe(values, source="recipe.toml")
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_a_minimal_recipe_has_every_default(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    assert recipe.run.folder == "runs/mine"
+    assert recipe.credits == (recipe.run.staleness_budget + 1) * recipe.run.groups_per_batch
+    assert recipe.max_model_tokens == recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+
+
+def test_overrides_win_and_are_typed_as_toml(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        [
+            "trainer.learning_rate=2e-6",
+            "run.staleness_budget=0",
+            "data.shuffle=false",
+            'rollout.stop=["</s>"]',
+            "run.run_id=bare-words_are.text",
+            "reward.arguments.pattern=a=b",
+        ],
+    )
+    assert recipe.trainer.learning_rate == 2e-6
+    assert recipe.run.staleness_budget == 0
+    assert recipe.data.shuffle is False
+    assert recipe.rollout.stop == ("</s>",)
+    assert recipe.run.run_id == "bare-words_are.text"
+    assert recipe.reward.arguments == {"pattern": "a=b"}
+
+
+@pytest.mark.parametrize("override", ["learning_rate=1", "trainer.learning_rate", "trainer.=1", ".x=1", "=1", ""])
+def test_a_malformed_override_says_how_to_write_one(recipe_file: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"write section\.key=value"):
+        load_recipe(recipe_file, [override])
+
+
+def test_an_override_below_a_value_is_refused(recipe_file: Path) -> None:
+    with pytest.raises(ConfigError, match="run_id is a value, not a section"):
+        load_recipe(recipe_file, ["run.run_id.x=1"])
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "nearest"),
+    [
+        ("trainer", "learningrate", "trainer.learning_rate"),
+        ("trainer", "lr_rate", "trainer.learning_rate"),
+        ("trainer", "lr", "trainer.learning_rate"),
+        ("run", "staleness", "run.staleness_budget"),
+        ("rollout", "max_response_token", "rollout.max_response_tokens"),
+        ("data", "train_files", "data.train_file"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(section: str, key: str, nearest: str) -> None:
+    line = complaint(minimal(**{section: {key: 1}}))
+    assert line.startswith(f"recipe.toml: unknown key {section}.{key}")
+    assert f"did you mean {nearest}?" in line
+
+
+def test_an_unknown_section_names_the_nearest_known_one() -> None:
+    assert "did you mean trainer?" in complaint(minimal(trainr={"learning_rate": 1}))
+
+
+def test_a_key_like_no_other_gets_the_list() -> None:
+    assert "there are run, model, data" in complaint(minimal(zzzzzzzz={"qqqq": 1}))
+    line = complaint(minimal(trainer={"qq": 1}))
+    assert "unknown key trainer.qq; there are " in line and "num_ranks, num_nodes" in line
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({"run": {"total_batches": 0}}, "run.total_batches"),
+        ({"run": {"run_id": "a b"}}, "run.run_id"),
+        ({"trainer": {"learning_rate": "fast"}}, "trainer.learning_rate"),
+        ({"trainer": {"zero_stage": 4}}, "trainer.zero_stage"),
+        ({"weights": {"backend": "pigeon"}}, "weights.backend"),
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
+        ({"reward": {"min_scored_samples": 99}}, "reward.min_scored_samples"),
+        ({"trainer": {"tokens_per_micro_batch": 8}}, "trainer.tokens_per_micro_batch"),
+        ({"trainer": {"num_nodes": 2}}, "trainer.rendezvous"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named_with_its_place(values: dict[str, dict[str, Any]], place: str) -> None:
+    assert place in complaint(minimal(**values))
+
+
+def test_a_missing_key_is_named() -> None:
+    values = minimal()
+    del values["model"]
+    assert complaint(values) == "recipe.toml: model is missing"
+    assert complaint(minimal() | {"model": {}}) == "recipe.toml: model.path is missing"
+    assert complaint(minimal() | {"model": {"pat": "x"}}).endswith("unknown key model.pat; did you mean model.path?")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("missing.toml", None, "no such file"),
+        ("broken.toml", b"[run\n", "is not valid TOML"),
+        ("twice.toml", b"a = 1\na = 2\n", "is not valid TOML"),
+        ("picture.toml", b"\xff\xfe\x00", "is not text"),
+        ("broken.json", b"{", "is not valid JSON"),
+        ("list.json", b"[]", "is not a JSON object"),
+        ("empty.toml", b"", "run is missing"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_one_clear_line(
+    tmp_path: Path, name: str, content: bytes | None, says: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_recipe(file)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_cannot_be_reached_is_named(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
+    for file in (recipe_file / "more.toml", tmp_path / "loop.toml", tmp_path / f"{300 * 'x'}.toml"):
+        for load in (load_recipe, load_resolved):
+            with pytest.raises(ConfigError, match=r"cannot be read \(\w.*\); mend that") as caught:
+                load(file)
+            assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_recipe(tmp_path)
+
+
+def test_what_a_run_saves_is_the_same_recipe_and_takes_overrides(tmp_path: Path, recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["trainer.learning_rate=3e-5", 'rollout.stop=["x"]'])
+    saved = tmp_path / "config.json"
+    saved.write_text(dump_recipe(recipe))
+    assert load_resolved(saved) == recipe
+    assert load_recipe(saved) == recipe
+    assert load_recipe(saved, ["run.seed=7"]).run.seed == 7
+
+
+def test_a_saved_recipe_that_is_missing_or_broken_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a run folder"):
+        load_resolved(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load_resolved(tmp_path / "config.json")
+
+
+def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.run.seed = 1  # type: ignore[misc]
+
+
+def test_known_keys_are_the_keys_of_the_models() -> None:
+    headed = {f"{key.section}.{key.name}" for key in keys()} | {table.path for table in tables(Recipe)}
+    assert headed | set(Recipe.model_fields) == set(known_keys())
+    assert all(table.path.removesuffix("[]") in known_keys() for table in tables(Recipe))
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+json_values = st.recursive(
+    st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    values = {
+        "run": {
+            "run_id": draw(st.from_regex(r"\A[A-Za-z0-9._-]{1,64}\Z")),
+            "folder": draw(texts),
+            "seed": draw(st.integers(-(2**40), 2**40)),
+            "staleness_budget": draw(st.integers(0, 9)),
+            "redis_url": draw(texts),
+        },
+        "model": {"path": draw(texts)},
+        "data": {"train_file": draw(texts), "shuffle": draw(st.booleans())},
+        "rollout": {"stop": draw(st.lists(texts, max_size=3)), "temperature": draw(st.floats(1e-6, 10.0))},
+        "reward": {"arguments": draw(st.dictionaries(texts, json_values, max_size=3))},
+        "trainer": {
+            "learning_rate": draw(st.floats(0.0, 1.0)),
+            "adam_betas": [draw(st.floats(0.0, 1.0, exclude_max=True)), 0.99],
+        },
+    }
+    return parse_recipe(values)
+
+
+@QUIET
+@given(recipes())
+def test_json_and_toml_of_a_recipe_read_back_as_the_recipe(recipe: Recipe) -> None:
+    assert parse_recipe(json.loads(dump_recipe(recipe))) == recipe
+    assert parse_recipe(tomllib.loads(as_toml(recipe))) == recipe
+
+
+@QUIET
+@given(st.sampled_from(known_keys()).filter(lambda key: "." in key and "[]" not in key), st.data())
+def test_a_key_with_one_letter_lost_is_always_recognised(key: str, data: st.DataObject) -> None:
+    above, _, name = key.rpartition(".")
+    place = data.draw(st.integers(0, len(name) - 1))
+    slip = name[:place] + name[place + 1 :]
+    if f"{above}.{slip}" in known_keys() or not slip:
+        return
+    values = minimal()
+    apply_overrides(values, [f"{above}.{slip}=1"])
+    for table in tables(Recipe):  # the slip is in the keys of the table that has the key
+        if table.choice and table.path == above and name in table.model.model_fields:
+            apply_overrides(values, [f"{above}.{table.shape.chooser}={table.choice}", f"{above}.{slip}=1"])
+    assert "did you mean " in complaint(values)
+
+
+@QUIET
+@given(
+    st.dictionaries(texts, json_values, max_size=4)
+    | st.dictionaries(texts, st.dictionaries(texts, json_values, max_size=3), max_size=3)
+)
+def test_whatever_stands_in_a_recipe_it_is_read_or_refused_in_one_line(values: dict[str, Any]) -> None:
+    try:
+        parse_recipe({**minimal(), **values})
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+def test_resolved_toml_marks_what_differs_from_the_default(recipe_file: Path) -> None:
+    lines = as_toml(load_recipe(recipe_file, ["run.staleness_budget=5"])).splitlines()
+    (changed,) = [line for line in lines if line.startswith("staleness_budget")]
+    (unchanged,) = [line for line in lines if line.startswith("groups_per_batch")]
+    assert changed == "staleness_budget = 5  # default: 2"
+    assert "#" not in unchanged
+
+
+def test_what_need_not_be_there_is_not_there_by_default() -> None:
+    """TOML has no word for nothing: a key that may be absent must be so by default, or `tandem config` could not write
+    it.
+    """
+    for table in tables(Recipe):
+        for name, info in table.fields():
+            assert not shape_of(info).optional or default_of(info) is None, table.key(name)
+
+
+def test_every_key_is_documented_and_the_page_is_fresh() -> None:
+    for key in keys():
+        assert len(key.doc) > 10, f"{key.section}.{key.name} is not explained"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tandem.services.config.docs"

@@ -1,0 +1,244 @@
+"""Dataset files: verl's own load as they are; whatever cannot be used is named, counted, never silently gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.errors import DataError, ModelError
+from tandem.protos.types import SamplingParameters, TrajectoryGroup
+from tandem.services.data.chat import ChatEncoder
+from tandem.services.data.dataset import (
+    Dataset,
+    LoadedPrompts,
+    Row,
+    RowFault,
+    check_file,
+    load_prompts,
+    parse_row,
+    read_rows,
+)
+from tests.support.dataset_files import BAD_ROWS, chat_folder, verl_row, write_lines, write_parquet
+from tests.support.paths import ROOT
+from tests.support.tiny_model import CHAT_TEMPLATE, VOCABULARY
+
+SAMPLING = SamplingParameters(max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("model"))
+
+
+def load(file: Path, model: Path, **options: Any) -> LoadedPrompts:
+    settings = {"chat_template": "", "max_prompt_tokens": 200, "num_samples": 4, "sampling": SAMPLING, **options}
+    return load_prompts(file, model_path=str(model), **settings)
+
+
+def decoded(ids: Any) -> str:
+    return "".join(VOCABULARY[token] for token in ids)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_verls_files_load_as_they_are(tmp_path: Path, model: Path, suffix: str) -> None:
+    rows = [
+        verl_row("1+1=?", "2"),
+        verl_row("2+2=?", "4", prompt=[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2=?"}]),
+    ]
+    file = tmp_path / f"train.{suffix}"
+    write_parquet(file, rows) if suffix == "parquet" else write_lines(file, rows)
+    loaded = load(file, model)
+    assert not loaded.faults and [prompt.group_id for prompt in loaded.prompts] == ["0-0", "0-1"]
+    first, second = loaded.prompts
+    assert decoded(first.token_ids) == "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
+    assert first.token_ids.dtype == np.int32
+    assert (first.data_source, first.ability, first.ground_truth, first.num_samples) == ("arithmetic", "math", "2", 4)
+    assert first.extra_info == {"split": "train", "index": 0} and first.sampling == SAMPLING
+    assert [message["role"] for message in second.messages] == ["system", "user"]
+    assert decode_group(encode_group(TrajectoryGroup(second))).prompt.messages == second.messages
+
+
+def test_parquet_as_verl_writes_it(tmp_path: Path, model: Path) -> None:
+    """Structs hold the union of all fields; the absent ones are None there and absent in the messages."""
+    rows = [
+        verl_row("a", {"target": ["x"]}, prompt=[{"role": "user", "content": "a"}]),
+        verl_row("b", {"target": ["y", "z"]}, prompt=[{"role": "user", "content": "b", "name": "me"}]),
+    ]
+    loaded = load(write_parquet(tmp_path / "f.parquet", rows), model)
+    assert loaded.prompts[0].messages == ({"role": "user", "content": "a"},)
+    assert loaded.prompts[1].messages == ({"role": "user", "content": "b", "name": "me"},)
+    assert loaded.prompts[1].ground_truth == {"target": ["y", "z"]}
+
+
+def test_random_and_ordered_reading_agree(tmp_path: Path) -> None:
+    rows = [verl_row(f"q{n}", str(n)) for n in range(3000)]
+    dataset = Dataset(write_parquet(tmp_path / "f.parquet", rows))
+    in_order = [row.ground_truth for row in dataset if isinstance(row, Row)]
+    assert in_order == [str(n) for n in range(3000)]
+    order = np.random.default_rng(0).permutation(3000)
+    assert [dataset.row(int(n)).ground_truth for n in order[:500]] == [str(n) for n in order[:500]]  # type: ignore[union-attr]
+
+
+def test_every_bad_row_is_counted_by_reason(tmp_path: Path, model: Path) -> None:
+    file = write_lines(
+        tmp_path / "f.jsonl", [verl_row("1+1=?", 2), *(row for _, row in BAD_ROWS), verl_row("1+2=?", 0)]
+    )
+    loaded = load(file, model)
+    assert [prompt.index for prompt in loaded.prompts] == [0, len(BAD_ROWS) + 1]
+    assert [prompt.ground_truth for prompt in loaded.prompts] == [2, 0]
+    assert loaded.faults == Counter(reason for reason, _ in BAD_ROWS)
+    for place, (reason, _) in enumerate(BAD_ROWS, 1):
+        fault = list(read_rows(file))[place]
+        if reason != "too_long":
+            assert isinstance(fault, RowFault) and fault.reason == reason and fault.index == place and fault.detail
+
+
+def test_a_row_may_limit_its_own_answers(tmp_path: Path, model: Path) -> None:
+    rows = [verl_row("a", "1"), *(verl_row("a", "1", extra_info={"max_response_tokens": limit}) for limit in (3, 99))]
+    sampling = SamplingParameters(max_tokens=8)
+    loaded = load_prompts(
+        write_lines(tmp_path / "rows.jsonl", rows),
+        model_path=str(model),
+        chat_template="",
+        max_prompt_tokens=64,
+        num_samples=1,
+        sampling=sampling,
+    )
+    assert [prompt.sampling.max_tokens for prompt in loaded.prompts] == [8, 3, 8]
+
+
+def test_limit(tmp_path: Path, model: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", ["broken", *(verl_row(f"{n}", "1") for n in range(5)), "broken"])
+    loaded = load(file, model, limit=2)
+    assert [prompt.index for prompt in loaded.prompts] == [1, 2] and loaded.faults.total() == 1
+
+
+def test_values_that_json_cannot_hold() -> None:
+    fault = parse_row(3, verl_row("a", b"bytes"))
+    assert isinstance(fault, RowFault) and fault.reason == "malformed" and "JSON" in fault.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("absent.parquet", None, "no such file"),
+        ("text.parquet", b"hello", "is not a Parquet file"),
+        ("cut.parquet", b"PAR1 and then nothing", "cannot be read"),
+        ("empty.jsonl", b"", "holds no rows"),
+        ("empty.parquet", b"", "is not a Parquet file"),
+        ("text.jsonl", b"hello\nworld\n", "neither Parquet nor JSON lines (line 1 is not JSON"),
+        ("binary.jsonl", bytes(range(256)), "neither Parquet nor JSON lines"),
+        ("array.json", b'[{"prompt": []}]', "is one JSON array; write one object a line"),
+        ("folder", "folder", "cannot be read (Is a directory)"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | str | None, told: str) -> None:
+    file = tmp_path / name
+    if content == "folder":
+        file.mkdir()
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        check_file(file)
+    assert told in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_columns_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "f.parquet"
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), file)
+    with pytest.raises(
+        DataError, match=r"has no column prompt \(it has question, answer\); write it in verl's columns"
+    ):
+        check_file(file)
+    write_parquet(file, [verl_row(f"q{n}" * 50, "1") for n in range(2000)])
+    content = bytearray(file.read_bytes())
+    content[10:2000] = b"\xff" * 1990
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="damaged"):
+        check_file(file)
+    pq.write_table(pa.Table.from_pylist([verl_row("a", "1")]).slice(0, 0), file)
+    with pytest.raises(DataError, match="holds no rows"):
+        check_file(file)
+
+
+def test_no_usable_row_is_an_error(tmp_path: Path, model: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [verl_row("a" * 300, "1"), verl_row("b" * 300, "1"), verl_row("c", None)])
+    with pytest.raises(DataError, match=r"no usable row \(2 too_long, 1 no_ground_truth; row 0: 319 tokens"):
+        load(file, model)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("line one\n{% for m in messages %}{{ m.content }", ", line 2: unexpected '}'"),
+        ("{% if %}", "line 1"),
+        ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
+        ("{{ absent.field }}", "refuses every row"),
+        ("{{ raise_exception('not for us') }}", "refuses every row of"),
+    ],
+)
+def test_broken_chat_templates(tmp_path: Path, model: Path, template: str, told: str) -> None:
+    (tmp_path / "chat.jinja").write_text(template)
+    file = write_lines(tmp_path / "f.jsonl", [verl_row("a", "1")])
+    with pytest.raises(ModelError) as caught:
+        load(file, model, chat_template=str(tmp_path / "chat.jinja"))
+    assert told in str(caught.value) and "chat.jinja" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_template_may_refuse_single_rows(tmp_path: Path, model: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT_TEMPLATE
+    )
+    rows = [
+        verl_row("a", "1"),
+        verl_row("b", "1", prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]),
+    ]
+    loaded = load(write_lines(tmp_path / "f.jsonl", rows), model, chat_template=str(template))
+    assert len(loaded.prompts) == 1 and loaded.faults == {"refused_by_template": 1}
+
+
+def test_models_without_what_a_chat_needs(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        ChatEncoder(str(tmp_path / "absent"))
+    with pytest.raises(ModelError, match="cannot be read"):
+        ChatEncoder(str(model), str(tmp_path / "absent.jinja"))
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ModelError, match="its tokenizer cannot be loaded"):
+        ChatEncoder(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"has no chat template; set model\.chat_template"):
+        ChatEncoder(str(tmp_path))
+
+
+def test_the_tokenizer_is_autotokenizers_and_needs_no_torch(model: Path) -> None:
+    code = (
+        "import sys, tandem.services.feed_service\n"
+        "from tandem.services.data.chat import ChatEncoder\n"
+        f"encoder = ChatEncoder({str(model)!r})\n"
+        "ids = encoder.encode([{'role': 'user', 'content': '12 + 3'}])\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "from transformers import AutoTokenizer\n"
+        f"other = AutoTokenizer.from_pretrained({str(model)!r})\n"
+        "assert type(other) is type(encoder._tokenizer), type(other)\n"
+        "text = other.apply_chat_template([{'role': 'user', 'content': '12 + 3'}], "
+        "add_generation_prompt=True, tokenize=False)\n"
+        "assert other.encode(text, add_special_tokens=False) == ids.tolist()\n"
+    )
+    root = ROOT
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=root, check=False
+    )
+    assert done.returncode == 0, done.stderr

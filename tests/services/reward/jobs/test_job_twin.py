@@ -1,0 +1,338 @@
+"""The store of reward jobs against a twin in Python: both do the same and look the same, whatever comes in whatever
+order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tandem.protos.errors import DataError, JobError, JobExistsError, JobLimitError, UnknownJobError
+from tandem.services.reward.jobs.store import CANCELLED, ChunkClaim
+from tests.support.job_calls import LEASE_SECONDS, expire, new_store
+
+LIMIT = 8000
+OVERHEAD = 1024
+RESULT_LIMIT = 40_000
+RESULT_OVERHEAD = 256
+RECORD = 4096
+WORKERS = ("one", "two")
+
+
+@dataclass
+class TwinChunk:
+    num_items: int
+    num_bytes: int
+    first_item: int
+    place: int
+    state: str = "waiting"
+    worker: str = ""
+    token: int = 0
+    attempts: int = 0
+    losses: int = 0
+    lost: set[int] = field(default_factory=set)
+    under_way: int = 0
+    partial: bytes = b""
+
+
+@dataclass
+class TwinJob:
+    job_id: str
+    priority: int
+    state: str = "OPEN"
+    rank: int = 0
+    chunks: list[TwinChunk] = field(default_factory=list)
+    results: list[bytes] = field(default_factory=list)
+    num_scored: int = 0
+    unscored: dict[str, int] = field(default_factory=dict)
+    kept: int = RECORD
+
+    @property
+    def goes_on(self) -> bool:
+        return self.state in ("OPEN", "RUNNING")
+
+    @property
+    def open_chunks(self) -> list[TwinChunk]:
+        return [one for one in self.chunks if one.state != "ended"] if self.goes_on else []
+
+
+class Jobs(RuleBasedStateMachine):
+    """The store and its twin do the same and look the same, whatever comes in whatever order."""
+
+    url = ""
+    keys = Bundle("keys")
+    claims = Bundle("claims")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = new_store(self.url)
+        self.store._run("configure", 10**9, LIMIT, RESULT_LIMIT)
+        self.jobs: dict[str, TwinJob] = {}
+        self.deleted: list[TwinJob] = []
+        self.ended: list[TwinJob] = []
+        """Those that can give up results, the first to end first."""
+        self.num_expired = 0
+        self.served: dict[int, int] = {}
+        self.numbers = itertools.count()
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    @initialize(target=keys)
+    def begin(self) -> Any:
+        return self.submit_job(0)
+
+    @rule(target=keys, priority=st.sampled_from([0, 0, 5, -5]))
+    def submit_job(self, priority: int) -> Any:
+        key = f"key-{next(self.numbers)}"
+        self._give_up()
+        if self.kept > RESULT_LIMIT:
+            with pytest.raises(JobLimitError, match="max_result_bytes"):
+                self.store.submit(key, rubric="", priority=priority)
+            return multiple()
+        self.jobs[key] = TwinJob(self.store.submit(key, rubric="", priority=priority).job_id, priority)
+        return key
+
+    @rule(key=keys)
+    def submit_again(self, key: str) -> None:
+        job = self.jobs[key]
+        assert self.store.submit(key, rubric="", priority=job.priority).job_id == job.job_id
+        with pytest.raises(JobExistsError):
+            self.store.submit(key, rubric="", priority=job.priority + 1)
+
+    @rule(key=keys, offset=st.sampled_from([0, 0, 0, 0, -1, 1]), items=st.integers(1, 5), size=st.integers(0, 3000))
+    def add_chunk(self, key: str, offset: int, items: int, size: int) -> None:
+        job = self.jobs[key]
+        index = len(job.chunks) + offset
+        if index < 0:
+            return
+        if offset >= 0 and (job.state != "OPEN" or offset == 1):
+            with pytest.raises(JobError if job.state != "OPEN" else DataError):
+                self.store.add_chunk(job.job_id, index, items, b"x" * size)
+            return
+        room = self._has_room(job, size + OVERHEAD)
+        if offset == 0 and room and self._is_beyond_results(job):
+            with pytest.raises(JobLimitError, match="max_result_bytes"):
+                self.store.add_chunk(job.job_id, index, items, b"x" * size)
+            return
+        stored, _ = self.store.add_chunk(job.job_id, index, items, b"x" * size)
+        assert stored == (offset < 0 or room)
+        if offset == 0 and stored:
+            size += OVERHEAD
+            start = max(self.served.get(job.priority, 0), job.rank)
+            first = sum(chunk.num_items for chunk in job.chunks)
+            job.chunks.append(TwinChunk(items, size, first, start))
+            job.rank = start + items
+
+    def _has_room(self, job: TwinJob, size: int) -> bool:
+        total = sum(chunk.num_bytes for one in self.jobs.values() for chunk in one.open_chunks)
+        own = sum(chunk.num_bytes for chunk in job.open_chunks)
+        return (total == 0 or total + size <= LIMIT) and (own == 0 or own + size <= LIMIT / 2)
+
+    @property
+    def kept(self) -> int:
+        return sum(job.kept for job in self.jobs.values())
+
+    def _is_beyond_results(self, job: TwinJob) -> bool:
+        if job.kept > RESULT_LIMIT / 2:
+            return True
+        self._give_up()
+        return self.kept > RESULT_LIMIT
+
+    def _give_up(self, spared: TwinJob | None = None) -> None:
+        for job in list(self.ended):
+            if job is not spared and self.kept > RESULT_LIMIT:
+                job.state, job.kept = "EXPIRED", RECORD
+                self.ended.remove(job)
+                self.num_expired += 1
+
+    @rule(key=keys, offset=st.sampled_from([0, 0, 1]))
+    def seal(self, key: str, offset: int) -> None:
+        job = self.jobs[key]
+        if offset or job.state == "CANCELLED":
+            with pytest.raises(JobError if job.state == "CANCELLED" else DataError):
+                self.store.seal(job.job_id, len(job.chunks) + offset)
+            return
+        self.store.seal(job.job_id, len(job.chunks))
+        if job.state == "OPEN":
+            job.state = "RUNNING"
+            self._end(job)
+
+    def _end(self, job: TwinJob) -> None:
+        if job.state == "RUNNING" and not job.open_chunks:
+            job.state = "DONE"
+            self.ended += [job] if job.results else []
+
+    @rule(target=claims, worker=st.sampled_from(WORKERS))
+    def claim(self, worker: str) -> Any:
+        waiting = [
+            (-job.priority, chunk.place, f"{job.job_id}:{index}", job, chunk)
+            for job in self.jobs.values()
+            for index, chunk in enumerate(job.chunks)
+            if job.goes_on and chunk.state == "waiting"
+        ]
+        claimed = self.store.claim(worker, LEASE_SECONDS, 0)
+        if not waiting:
+            assert claimed is None
+            return multiple()
+        _, place, name, job, chunk = min(waiting, key=lambda one: one[:3])
+        assert claimed is not None and f"{claimed.job_id}:{claimed.index}" == name
+        found = (claimed.first_item, claimed.attempts, claimed.losses, claimed.under_way, claimed.partial)
+        assert found == (chunk.first_item, chunk.attempts, chunk.losses, chunk.under_way, chunk.partial)
+        assert len(claimed.items) == chunk.num_bytes - OVERHEAD
+        chunk.state, chunk.worker, chunk.token = "leased", worker, claimed.token
+        self.served[job.priority] = max(place, self.served.get(job.priority, 0))
+        return claimed
+
+    def _current(self, claimed: ChunkClaim, *, alive: bool = True) -> tuple[TwinJob, TwinChunk, bool]:
+        [job] = [one for one in (*self.jobs.values(), *self.deleted) if one.job_id == claimed.job_id]
+        chunk = job.chunks[claimed.index]
+        current = job.goes_on and chunk.state == "leased" and chunk.token == claimed.token
+        if alive and claimed.token in chunk.lost:  # whoever asks did not die
+            chunk.lost.discard(claimed.token)
+            chunk.losses -= 1
+        return job, chunk, current
+
+    @rule(claimed=claims, failed=st.integers(0, 5), size=st.sampled_from([1, 100, 9000]))
+    def complete(self, claimed: ChunkClaim, failed: int, size: int) -> None:
+        job, chunk, current = self._current(claimed)
+        failed = min(failed, chunk.num_items)
+        result = f"{claimed.index:0{size}}".encode()
+        reasons = {"timeout": failed} if failed else {}
+        scored = chunk.num_items - failed
+        accepted = self.store.complete(
+            claimed, result, num_scored=scored, sum_values=0.5 * scored, num_unscored=reasons
+        )
+        assert accepted == current
+        if current:
+            chunk.state = "ended"
+            job.results.append(result)
+            job.kept += len(result) + RESULT_OVERHEAD
+            job.num_scored += scored
+            if failed:
+                job.unscored["timeout"] = job.unscored.get("timeout", 0) + failed
+            self._end(job)
+            self._give_up(spared=job)
+
+    @rule(claimed=claims, partial=st.sampled_from([b"", b"some"]))
+    def give_back(self, claimed: ChunkClaim, partial: bytes) -> None:
+        _, chunk, current = self._current(claimed)
+        attempts = claimed.attempts + 1
+        assert current == self.store.give_back(claimed, attempts=attempts, partial=partial, pause_seconds=0.0)
+        if current:
+            chunk.state, chunk.attempts, chunk.partial, chunk.under_way = (
+                "waiting",
+                attempts,
+                partial or chunk.partial,
+                0,
+            )
+
+    @rule(claimed=claims, under_way=st.integers(0, 3), cleared=st.booleans())
+    def save(self, claimed: ChunkClaim, under_way: int, cleared: bool) -> None:
+        _, chunk, current = self._current(claimed)
+        assert current == self.store.save(claimed, partial=b"saved", under_way=under_way, cleared=cleared)
+        if current:
+            chunk.partial, chunk.under_way = b"saved", under_way
+            if cleared:
+                chunk.losses, chunk.lost = 0, set()
+
+    @rule(claimed=claims)
+    def renew(self, claimed: ChunkClaim) -> None:
+        lost = [] if self._current(claimed)[2] else [claimed.token]
+        assert self.store.renew([claimed], LEASE_SECONDS) == lost
+
+    @rule(claimed=claims)
+    def lease_runs_out(self, claimed: ChunkClaim) -> None:
+        _, chunk, current = self._current(claimed, alive=False)
+        if current:
+            expire(self.store, claimed)
+            self.store.renew([], LEASE_SECONDS)  # somebody looks
+            self._lose(chunk)
+
+    def _lose(self, chunk: TwinChunk) -> None:
+        chunk.lost.add(chunk.token)
+        chunk.state, chunk.losses = "waiting", chunk.losses + 1
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def worker_starts_anew(self, worker: str) -> None:
+        held = [c for job in self.jobs.values() for c in job.open_chunks if c.state == "leased" and c.worker == worker]
+        assert self.store.register(worker) == len(held)
+        for chunk in held:
+            self._lose(chunk)
+
+    @rule(key=keys)
+    def cancel(self, key: str) -> None:
+        job = self.jobs[key]
+        self.store.cancel(job.job_id)
+        if job.goes_on:
+            if waiting := sum(chunk.num_items for chunk in job.open_chunks):
+                job.unscored[CANCELLED] = waiting
+            job.state = "CANCELLED"
+            self.ended += [job] if job.results else []
+
+    @rule(target=keys, key=consumes(keys))
+    def delete(self, key: str) -> Any:
+        job = self.jobs[key]
+        if job.goes_on:
+            with pytest.raises(JobError, match=f"is {job.state}; cancel it first"):
+                self.store.delete(job.job_id)
+            return key
+        was = self.store.delete(job.job_id)
+        assert (was.job_id, was.state, was.result_bytes) == (job.job_id, job.state, job.kept)
+        assert self.store.delete(job.job_id) == was, "whose answer was lost"
+        with pytest.raises(UnknownJobError):
+            self.store.events(job.job_id, 0, 0)
+        self.deleted.append(self.jobs.pop(key))
+        if job in self.ended:
+            self.ended.remove(job)
+        return multiple()
+
+    @invariant()
+    def they_look_the_same(self) -> None:
+        listed = self.store.list_jobs(1000)
+        assert [job.job_id for job in listed] == [job.job_id for job in reversed(self.jobs.values())]
+        for found, job in zip(listed, reversed(self.jobs.values()), strict=True):
+            num_items = sum(chunk.num_items for chunk in job.chunks)
+            assert (found.state, found.num_items, found.num_chunks) == (job.state, num_items, len(job.chunks))
+            assert (found.num_scored, found.num_unscored) == (job.num_scored, job.unscored)
+            assert found.sum_values == 0.5 * job.num_scored
+            assert found.num_waiting == sum(chunk.num_items for chunk in job.open_chunks)
+            assert found.result_bytes == job.kept
+            if found.state == "EXPIRED":
+                with pytest.raises(JobError, match="is EXPIRED: its results were given up"):
+                    self.store.events(job.job_id, len(job.results) - 1, 1)
+                assert self.store.events(job.job_id, len(job.results), 1)[1] == []
+            else:
+                assert self.store.events(job.job_id, 0, 1 << 20)[1] == job.results, "each is told once, in order"
+            assert found.ended == (found.finished_at > 0) == (found.expires_at > 0)
+        chunks = [chunk for job in self.jobs.values() for chunk in job.open_chunks]
+        counts = self.store.counts()
+        assert (counts["result_bytes"], counts["jobs_expired"]) == (self.kept, self.num_expired)
+        assert counts["unscored_bytes"] == sum(chunk.num_bytes for chunk in chunks)
+        assert counts["chunks_waiting"] + counts["chunks_leased"] == len(chunks)
+
+
+def test_the_store_and_its_twin_agree(redis_url: str) -> None:
+    class Here(Jobs):
+        pass
+
+    Here.url = redis_url
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    run_state_machine_as_test(
+        Here, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=checks)
+    )

@@ -1,0 +1,317 @@
+"""Jobs over gRPC: submission, watch and cancellation, refusals with the place and the remedy, and what becomes of every
+item.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+
+import grpc
+import pytest
+
+from tandem.protos import reward_pb2
+from tandem.protos.errors import (
+    DataError,
+    DeadlineError,
+    JobError,
+    JobExistsError,
+    ScorerError,
+    TandemError,
+    UnknownJobError,
+)
+from tandem.reward.config import RewardConfig
+from tandem.services.config.jobs import JobsConfig
+from tandem.services.reward.jobs.store import CANCELLED, JobStore
+from tandem.services.reward.wire import MAX_ITEMS
+from tandem.services.rpc import translated
+from tests.support.reward_server import (
+    EXACT,
+    Feed,
+    Item,
+    Request,
+    ScriptedCore,
+    Service,
+    answers,
+    code_of,
+    grouped,
+    serving,
+    submission,
+    summary,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def service(redis_url: str) -> Iterator[Service]:
+    """The real core with its default scorer, for tests that leave nothing behind."""
+    with serving(redis_url) as one:
+        yield one
+
+
+def test_a_job_is_scored_item_by_item(service: Service) -> None:
+    chunks = [answers("1", "2", "1"), [Item(solution="1", ground_truth="nonsense"), *answers("1")], answers("2")]
+    replies = list(service.stub.SubmitJob(submission(*chunks, rubric=EXACT), timeout=20))
+    assert [reply.next_chunk for reply in replies] == [0, 1, 2, 3, 3]
+    assert replies[0].job.state == reward_pb2.Job.OPEN and replies[0].job.num_items == 0
+    job_id = replies[-1].job.job_id
+    found = service.results(job_id)
+    assert summary(found) == [1.0, 0.0, 1.0, "invalid_input", 1.0, 0.0]
+    assert found[3].unscored.detail.startswith("item 3: ground_truth"), "numbered within the job"
+    job = service.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20)
+    assert (job.state, job.num_items, job.num_scored, job.num_waiting) == (reward_pb2.Job.DONE, 6, 5, 0)
+    assert (job.mean_value, dict(job.num_unscored)) == (0.6, {"invalid_input": 1})
+    assert job.created_at <= job.finished_at < job.expires_at
+    listed = service.stub.ListJobs(reward_pb2.ListJobsRequest(limit=5), timeout=20).jobs
+    assert job in listed
+
+
+def test_a_watch_goes_on_after_its_cursor(service: Service) -> None:
+    job_id = service.submit(*[answers(str(n)) for n in range(5)]).job.job_id
+    events = service.watch(job_id)
+    assert [event.cursor for event in events] == [1, 2, 3, 4, 5, 5] and not events[-1].HasField("results")
+    assert events[-1].job.state == reward_pb2.Job.DONE
+    assert [event.cursor for event in service.watch(job_id, after_cursor=3)] == [4, 5, 5]
+    assert [event.cursor for event in service.watch(job_id, with_results=False)] == [5]
+    assert not any(event.HasField("results") for event in service.watch(job_id, with_results=False))
+    with pytest.raises(DataError, match=r"after_cursor is 6, and job .* has had 5 events"), translated():
+        service.watch(job_id, after_cursor=6)
+
+
+def test_a_submission_that_broke_goes_on_where_it_was(service: Service) -> None:
+    feed = Feed()
+    replies = service.stub.SubmitJob(iter(feed), timeout=20)
+    feed.put(Request(header=Request.Header(idempotency_key="broken")))
+    feed.put(Request(chunk=Request.Chunk(index=0, items=answers("1"))))
+    job = [next(replies), next(replies)][-1].job
+    replies.cancel()
+    feed.close()
+    again = list(service.stub.SubmitJob(submission(answers("2"), answers("1"), key="broken"), timeout=20))
+    assert [reply.next_chunk for reply in again] == [1, 1, 2, 2], "chunk 0 is there already, and stays as it was"
+    assert {reply.job.job_id for reply in again} == {job.job_id}
+    assert summary(service.results(job.job_id)) == [1.0, 1.0]
+    (only,) = service.stub.SubmitJob(iter([Request(header=Request.Header(idempotency_key="broken"))]), timeout=20)
+    assert only.job.state == reward_pb2.Job.DONE and only.next_chunk == 2
+
+
+HEADER = Request(header=Request.Header(idempotency_key="refusals"))
+REFUSALS: list[tuple[list[Request], type[TandemError], str]] = [
+    ([Request(chunk=Request.Chunk())], DataError, "a chunk came before the header"),
+    ([Request(seal=Request.Seal())], DataError, "a seal came before the header"),
+    ([Request()], DataError, "neither header, chunk nor seal"),
+    ([HEADER, HEADER], DataError, "begins with a header, and has one"),
+    ([Request(header=Request.Header())], DataError, "idempotency_key is empty: choose one"),
+    ([Request(header=Request.Header(idempotency_key="é" * 101))], DataError, "has 202 bytes, at most 200"),
+    ([Request(header=Request.Header(idempotency_key="a", name="x" * 201))], DataError, "header.name has 201 bytes"),
+    ([Request(header=Request.Header(idempotency_key="a", priority=101))], DataError, "priority 101 is not between"),
+    ([Request(header=Request.Header(idempotency_key="a", rubric="scorer = 1"))], ScorerError, "unknown key scorer"),
+    ([HEADER, Request(header=Request.Header(idempotency_key="a", priority=1))], DataError, "begins with a header"),
+    ([HEADER, Request(chunk=Request.Chunk(index=0))], DataError, "chunk 0 has no items"),
+    ([HEADER, Request(chunk=Request.Chunk(index=3, items=[Item()]))], DataError, "chunk 3 came before chunk 0"),
+    ([HEADER, Request(seal=Request.Seal(num_chunks=2))], DataError, "has 0 chunks, the seal says 2"),
+    ([HEADER, Request(chunk=Request.Chunk(items=[Item()] * (MAX_ITEMS + 1)))], DataError, "chunk 0 has 8,193 items"),
+]
+
+
+@pytest.mark.parametrize(("requests", "kind", "words"), REFUSALS, ids=range(len(REFUSALS)))
+def test_a_submission_that_is_wrong_says_where(
+    service: Service, requests: list[Request], kind: type[TandemError], words: str
+) -> None:
+    with pytest.raises(kind, match=words), translated():
+        list(service.stub.SubmitJob(iter(requests), timeout=20))
+
+
+def test_a_key_means_one_job(service: Service) -> None:
+    job = service.submit(answers("1"), key="mine", rubric=EXACT, priority=2).job
+    assert service.submit(answers("1"), key="mine", rubric=EXACT, priority=2).job.job_id == job.job_id
+    with pytest.raises(JobExistsError, match="another rubric") as caught, translated():
+        service.submit(answers("1"), key="mine", rubric="", priority=2)
+    assert isinstance(caught.value.__cause__, grpc.RpcError) and code_of(caught.value.__cause__) == "ALREADY_EXISTS"
+    with pytest.raises(JobError, match="takes no more"), translated():
+        service.submit(answers("1"), answers("1"), key="mine", rubric=EXACT, priority=2)
+
+
+def test_a_job_that_is_not_there_is_not_found(service: Service) -> None:
+    for call, request in (
+        (service.stub.GetJob, reward_pb2.GetJobRequest(job_id="0" * 32)),
+        (service.stub.CancelJob, reward_pb2.CancelJobRequest(job_id="")),
+    ):
+        with pytest.raises(UnknownJobError), translated():
+            call(request, timeout=20)
+    with pytest.raises(grpc.RpcError) as caught:
+        service.watch("no")
+    assert code_of(caught.value) == "NOT_FOUND"
+    with pytest.raises(DataError, match="at most 1000 jobs"), translated():
+        service.stub.ListJobs(reward_pb2.ListJobsRequest(limit=1001), timeout=20)
+
+
+def test_a_cancelled_job_ends_the_watch_of_it(redis_url: str) -> None:
+    core = ScriptedCore()
+    with serving(redis_url, core) as one:
+        job_id = one.submit(answers("1"), answers("wait", "1"), answers("2", "2", "2")).job.job_id
+        events = one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id, with_results=True), timeout=20)
+        until(lambda: "wait" in core.asked)
+        job = one.stub.CancelJob(reward_pb2.CancelJobRequest(job_id=job_id), timeout=20)
+        assert job.state == reward_pb2.Job.CANCELLED and job.num_waiting == 0
+        assert job.num_scored + job.num_unscored[CANCELLED] == 6 and job.num_unscored[CANCELLED] >= 2
+        assert list(events)[-1].job == job
+        core.go_on.set()
+        until(lambda: one.store.counts()["stale_results_refused"] == 1)
+        assert one.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20) == job
+
+
+def test_submission_waits_while_too_much_is_not_scored(redis_url: str) -> None:
+    core = ScriptedCore()
+    with serving(redis_url, core) as one:
+        one.store._run("configure", 10**9, 40_000, 10**9)
+        read: list[int] = []
+
+        def requests() -> Iterator[Request]:
+            for number, request in enumerate(submission(*[answers("wait", "x" * 100_000) for _ in range(120)])):
+                read.append(number)
+                yield request
+
+        replies: list[reward_pb2.SubmitJobReply] = []
+        call = one.stub.SubmitJob(requests(), timeout=60)
+        reader = threading.Thread(target=lambda: replies.extend(call))
+        reader.start()
+        until(lambda: len(replies) >= 2)
+        assert not core.go_on.wait(0.5)
+        assert len(replies) == 2 and one.store.counts()["chunks_waiting"] + one.store.counts()["chunks_leased"] == 1
+        assert len(read) < 120, "the client is held up, nothing piles up in the server"
+        core.go_on.set()
+        reader.join(timeout=60)
+        assert replies[-1].next_chunk == 120
+        assert summary(one.results(replies[-1].job.job_id)) == [0.0, 0.0] * 120
+
+
+def test_jobs_calls_have_an_end_without_a_deadline(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = ScriptedCore()
+    with serving(redis_url, core) as one:
+        one.store._run("configure", 10**9, 40_000, 10**9)
+        job_id = one.submit(answers("wait"), key="watched").job.job_id
+        monkeypatch.setattr("tandem.services.reward.waits.LONGEST_CALL_SECONDS", 0.3)
+        with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
+            list(one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id)))
+        chunks = [answers("wait", "x" * 100_000)] * 3
+        with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
+            list(one.stub.SubmitJob(submission(*chunks, key="waits for room")))
+        feed = Feed()
+        feed.put(Request(header=Request.Header(idempotency_key="says no more")))
+        with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
+            list(one.stub.SubmitJob(iter(feed)))
+        feed.close()
+        monkeypatch.undo()
+        core.go_on.set()
+        assert one.submit(*chunks, key="waits for room").next_chunk == 3
+        assert summary(one.results(job_id)) == [0.0]
+
+
+def test_items_whose_scorer_is_out_of_reach_are_scored_again_and_no_others(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    core = ScriptedCore()
+    with serving(redis_url, core, reward=RewardConfig(infrastructure_attempts=3)) as one:
+        chunk = answers("infrastructure*2", "1", "timeout*1", "infrastructure*9", "2")
+        found = one.results(one.submit(chunk).job.job_id)
+        assert summary(found) == [1.0, 1.0, "timeout", "infrastructure", 0.0]
+        assert core.asked.count("infrastructure*2") == core.asked.count("infrastructure*9") == 3
+        assert core.asked.count("1") == core.asked.count("timeout*1") == 1, "a time-out would only come again"
+
+
+def test_items_that_are_compared_are_scored_again_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    core = ScriptedCore()
+    core.default = grouped(core)
+    with serving(redis_url, core) as one:
+        chunk = [*answers("infrastructure*1", "a", group="g"), *answers("b", group="h"), *answers("c")]
+        assert summary(one.results(one.submit(chunk).job.job_id)) == [1.0, 0.0, 0.0, 0.0]
+        assert [core.asked.count(text) for text in "abc"] == [2, 1, 1]
+
+
+def test_an_item_that_services_die_of_gets_a_reason(redis_url: str) -> None:
+    with serving(redis_url, with_lane=False) as one:
+        job_id = one.submit(answers("1"), answers("1", "1")).job.job_id
+        for _ in range(5):
+            assert (claim := one.store.claim("dying", 300, 5)) is not None and claim.index == 0
+            assert one.store.register("dying") == 1
+        with one.lane:
+            found = one.results(job_id)
+        assert summary(found) == ["crashed", 1.0, 1.0]
+        assert found[0].unscored.detail.startswith("5 services in a row ended")
+
+
+def test_a_job_is_never_scored_by_another_rubric_than_it_was_submitted_to(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    jobs = JobsConfig(namespace="changed")
+    with serving(redis_url, jobs=jobs, with_lane=False) as one:
+        plain, named = one.submit(answers("1 ")).job.job_id, one.submit(answers("1 "), rubric=EXACT).job.job_id
+    with serving(redis_url, jobs=jobs, reward=RewardConfig(scorer="numeric", infrastructure_attempts=2)) as one:
+        (found,) = one.results(plain)
+        assert found.unscored.reason == "infrastructure" and "has another rubric" in found.unscored.detail
+        assert summary(one.results(named)) == [1.0]
+
+
+def test_a_job_is_never_scored_by_another_scorer_of_the_same_name(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    jobs, rubric = JobsConfig(namespace="renamed"), '[[components]]\nscorer = "house"\n'
+
+    def reward(scorer: str) -> RewardConfig:
+        house = {"scorer": scorer}
+        return RewardConfig.model_validate({"scorers": {"house": house}, "infrastructure_attempts": 2})
+
+    with serving(redis_url, jobs=jobs, reward=reward("exact"), with_lane=False) as one:
+        named, plain = [one.submit(answers("1.0"), rubric=text).job.job_id for text in (rubric, "")]
+    with serving(redis_url, jobs=jobs, reward=reward("numeric")) as one:
+        (found,) = one.results(named)
+        assert found.unscored.reason == "infrastructure" and "has another rubric" in found.unscored.detail
+        assert summary(one.results(plain)) == [0.0], "what does not name it is the same"
+    monkeypatch.setattr("tandem.reward.scorers.exact.ExactMatch.VERSION", "2")
+    with serving(redis_url, jobs=jobs, reward=reward("exact"), with_lane=False) as one:
+        changed = one.submit(answers("1"), rubric=rubric).job.job_id
+    monkeypatch.undo()
+    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    with serving(redis_url, jobs=jobs, reward=reward("exact")) as one:
+        assert summary(one.results(changed)) == ["infrastructure"], "nor by another version of it"
+
+
+def test_a_stop_gives_back_what_is_not_finished_with_what_is_scored_of_it(redis_url: str) -> None:
+    jobs = JobsConfig(namespace="stopped")
+    core = ScriptedCore()
+    with serving(redis_url, core, jobs=jobs) as one:
+        job_id = one.submit([*answers(*["1"] * 64), *answers("wait"), *answers(*["2"] * 300)]).job.job_id
+        until(lambda: "wait" in core.asked)
+    assert core.asked.count("1") == 64
+    with closing(JobStore(redis_url, jobs)) as store:
+        (chunk,) = store._redis.hvals(store._key(f"chunks:{job_id}"))
+        assert (json.loads(chunk)["attempts"], json.loads(chunk)["worker"]) == (0, ""), "a stop is no attempt"
+    core = ScriptedCore()
+    core.go_on.set()
+    with serving(redis_url, core, jobs=jobs) as one:
+        assert summary(one.results(job_id)) == [1.0] * 64 + [0.0] * 301
+        assert core.asked.count("1") == 0, "what was scored is not scored again"
+        assert one.store.counts()["leases_expired"] == 0
+
+
+def test_a_bug_ends_the_lane_and_says_so(redis_url: str) -> None:
+    with pytest.raises(ZeroDivisionError), serving(redis_url, ScriptedCore()) as one:
+        one.submit(answers("bug"))
+        assert one.stop.wait(20)
+
+
+def test_urgent_jobs_come_first(redis_url: str) -> None:
+    core = ScriptedCore()
+    with serving(redis_url, core, with_lane=False) as one:
+        slow = [one.submit(*[answers(f"slow {n}") for n in range(4)], priority=-1) for _ in range(2)]
+        urgent = one.submit(answers("urgent"), priority=100)
+        with one.lane:
+            for reply in (*slow, urgent):
+                one.results(reply.job.job_id)
+        assert core.asked.index("urgent") < 2 and {lane for lane, _ in core.batches} == {"jobs"}

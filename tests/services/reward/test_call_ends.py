@@ -1,0 +1,276 @@
+"""Calls that end before their items do: answers in time, nothing done for those who have gone, and refusals of what is
+too much.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.protos import common_pb2, common_pb2_grpc, reward_pb2
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.errors import SizeError, UnavailableError
+from tandem.reward.config import RewardConfig
+from tandem.services.clients import RewardClient
+from tandem.services.reward.server import INTAKE, SERVICE_NAME
+from tandem.services.reward.wire import MAX_CARRIED_BYTES, MAX_REQUEST_BYTES
+from tandem.services.rpc import from_rpc_error, translated
+from tests.support.reward_server import (
+    EXACT,
+    Item,
+    Request,
+    ScriptedCore,
+    Service,
+    Stub,
+    answers,
+    code_of,
+    serving,
+    submission,
+    summary,
+    until,
+)
+
+FUNCTION = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "hang":
+        open({log!r}, "a").write("x")
+        time.sleep(600)
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scorer") / "hanging"
+
+
+@pytest.fixture(scope="module")
+def service(redis_url: str, log: Path) -> Iterator[Service]:
+    """Two workers, a scorer that hangs on demand for longer than any test."""
+    file = log.with_name("scorer.py")
+    file.write_text(FUNCTION.format(log=str(log)))
+    reward = RewardConfig(scorer=f"{file}:compute_score", num_workers=2, timeout_seconds=300.0)
+    with serving(redis_url, reward=reward, with_lane=False) as one:
+        assert summary(score(one, answers(*["1"] * 8))) == [1.0] * 8
+        yield one
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls answer after half of their time, so that a slow machine makes no difference."""
+    monkeypatch.setattr("tandem.services.reward.calls._MARGIN_SHARE", 0.5)
+    monkeypatch.setattr("tandem.services.reward.calls.DEADLINE_MARGIN_SECONDS", 60.0)
+
+
+def score(service: Service, items: list[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
+    return list(service.stub.Score(reward_pb2.ScoreRequest(items=items, rubric=rubric), timeout=20).items)
+
+
+def hanging_now(log: Path) -> int:
+    return len(log.read_text()) if log.exists() else 0
+
+
+def no_time(item: reward_pb2.ScoreReply.Item) -> bool:
+    return item.unscored.reason == "timeout" and "the call's deadline" in item.unscored.detail
+
+
+# ---- the deadline ----
+
+
+@pytest.mark.usefixtures("half")
+def test_what_is_settled_is_answered_before_the_deadline(service: Service) -> None:
+    request = reward_pb2.ScoreRequest(items=answers("1", "2", "hang", "1"))
+    found = list(service.stub.Score(request, timeout=3.0).items)
+    assert summary(found[:2]) == [1.0, 0.0] and no_time(found[2]) and len(found) == 4
+    assert summary(score(service, answers(*["1"] * 8))) == [1.0] * 8, "both workers are there again"
+
+
+@pytest.mark.usefixtures("half")
+def test_a_stream_answers_what_it_has_before_its_deadline(service: Service) -> None:
+    requests = [
+        reward_pb2.ScoreStreamRequest(request_id=n, request=reward_pb2.ScoreRequest(items=answers("1", *texts)))
+        for n, texts in ((1, ["hang"]), (2, ["2"]))
+    ]
+    replies = {one.request_id: one.reply.items for one in service.stub.ScoreStream(iter(requests), timeout=3.0)}
+    assert summary(replies[2]) == [1.0, 0.0]
+    assert summary(replies[1][:1]) == [1.0] and no_time(replies[1][1])
+
+
+@pytest.mark.usefixtures("half")
+def test_the_python_client_gets_what_is_settled(service: Service) -> None:
+    """Three requests, one of which has an item that hangs: everything outside its chunk has its score."""
+    items = [ScoreItem("", "hang" if n == 5 else str(n % 2), "1") for n in range(300)]
+    with RewardClient(service.server.address, timeout_seconds=2.0) as client:
+        found = client.score(items, timeout_seconds=4.0)
+        streamed = list(client.score_stream(items[:8]))
+    assert len(found) == 300 and isinstance(found[5], Unscored) and "the call's deadline" in found[5].detail
+    scored = [n for n, one in enumerate(found) if one == Scored(float(n % 2))]
+    assert [n for n in scored if n >= 128] == list(range(128, 300)) and set(range(5)) <= set(scored)
+    assert all(isinstance(one, Unscored) and one.reason == "timeout" for n, one in enumerate(found) if n not in scored)
+    assert len(streamed) == 8
+
+
+# ---- callers who go ----
+
+
+def test_nothing_goes_on_for_a_caller_who_has_gone(service: Service, log: Path) -> None:
+    before = hanging_now(log)
+    hanging = reward_pb2.ScoreRequest(items=answers(*["hang"] * 2))
+    calls = [service.stub.Score.future(hanging, timeout=60) for _ in range(2)]
+    until(lambda: hanging_now(log) == before + 2)  # both workers
+    calls.append(service.stub.Score.future(reward_pb2.ScoreRequest(items=answers(*["1"] * 500)), timeout=60))
+    until(lambda: service.core.figures()["calls_waiting_calls"] >= 1)
+    judged = service.core.figures()["worker_items_calls"]
+    for call in calls:
+        call.cancel()
+    until(lambda: service.servicer._calls._bytes_in_flight == 0)
+    assert service.core.figures()["calls_waiting_calls"] == 0
+    assert summary(score(service, answers("1", "2"))) == [1.0, 0.0], "the workers were given up, long before their time"
+    assert service.core.figures()["worker_items_calls"] < judged + 100 and hanging_now(log) <= before + 4
+
+
+def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.services.reward.calls._SCORING_THREADS", 1)
+    core = ScriptedCore()
+    with serving(redis_url, core, with_lane=False) as one:
+        call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
+        until(lambda: core.asked == ["wait"])
+        call.cancel()
+        assert summary(score(one, answers("1"))) == [1.0] and not core.go_on.is_set()
+
+
+def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.services.reward.calls._SCORING_THREADS", 1)
+    core = ScriptedCore()
+    with serving(redis_url, core, with_lane=False) as one:
+        call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
+        until(lambda: core.asked == ["wait"])
+        assert one.submit(answers("1"), rubric=EXACT).job.num_items == 1
+        assert one.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20).scorers
+        assert not call.done()
+        core.go_on.set()
+        assert summary(call.result().items) == [0.0]
+
+
+# ---- too many calls ----
+
+
+def test_one_call_more_is_tried_again_and_health_answers(redis_url: str) -> None:
+    core = ScriptedCore()
+    with serving(redis_url, core, with_lane=False, intake=replace(INTAKE, max_calls=1)) as one:
+        request = reward_pb2.ScoreRequest(items=answers("1"))
+        waiting = reward_pb2.ScoreRequest(items=answers("wait"))
+        under_way = one.stub.Score.future(waiting, timeout=60)
+        until(lambda: core.asked == ["wait"])
+        with grpc.insecure_channel(one.server.address, options=[("grpc.enable_retries", 0)]) as channel:
+            for refused in (
+                lambda: Stub(channel).Score(request, timeout=20),
+                lambda: list(Stub(channel).ScoreStream(iter([]), timeout=20)),
+            ):
+                with pytest.raises(grpc.RpcError) as caught:
+                    refused()
+                assert code_of(caught.value) == "UNAVAILABLE"
+                assert isinstance(from_rpc_error(caught.value), UnavailableError)
+                assert "1 calls are under way here" in str(caught.value.details())
+            health = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=20
+            )
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+            common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=20)
+        threading.Timer(0.1, core.go_on.set).start()
+        assert summary(score(one, answers("1"))) == [1.0], "the clients of this project try again"
+        assert len(under_way.result().items) == 1
+        core.go_on.clear()
+        again = one.stub.Score.future(waiting, timeout=60)
+        until(lambda: core.asked.count("wait") == 2)
+        again.cancel()
+        assert summary(score(one, answers("2"))) == [0.0], "a call that was cancelled is none any more"
+
+
+# ---- too many bytes, and such as are no text ----
+
+
+@pytest.mark.parametrize("method", ["Score", "ScoreStream", "SubmitJob"])
+def test_a_message_that_is_too_large_is_refused_in_one_line_with_both_sizes(service: Service, method: str) -> None:
+    request = reward_pb2.ScoreRequest(items=[Item(solution="x" * (MAX_REQUEST_BYTES + (1 << 20)))])
+    told = rf"has 17,8\d\d,\d\d\d bytes, at most {MAX_CARRIED_BYTES:,} are taken"
+    with pytest.raises(SizeError, match=told) as caught, translated():
+        if method == "Score":
+            service.stub.Score(request, timeout=20)
+        elif method == "ScoreStream":
+            list(service.stub.ScoreStream(iter([reward_pb2.ScoreStreamRequest(request=request)]), timeout=20))
+        else:
+            list(service.stub.SubmitJob(submission(list(request.items)), timeout=20))
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, grpc.RpcError) and code_of(caught.value.__cause__) == "RESOURCE_EXHAUSTED"
+    assert summary(score(service, answers("1"))) == [1.0]
+
+
+def test_a_message_that_is_too_large_once_it_is_unpacked_is_refused(service: Service) -> None:
+    request = reward_pb2.ScoreRequest(items=[Item(solution="x" * (MAX_REQUEST_BYTES + (1 << 20)))])
+    with pytest.raises(SizeError, match="a message is too large"), translated():
+        service.stub.Score(request, timeout=20, compression=grpc.Compression.Gzip)
+
+
+def test_the_limit_is_that_of_a_request_not_of_its_wrapping(service: Service) -> None:
+    """What the transport carries more is for the wrapping; a request that uses it is refused by its own size, in the
+    same way.
+    """
+    above = reward_pb2.ScoreRequest(items=[Item(solution="x" * MAX_REQUEST_BYTES)]).ByteSize() - MAX_REQUEST_BYTES
+    request = reward_pb2.ScoreRequest(items=[Item(solution="x" * (MAX_REQUEST_BYTES - above))])
+    assert request.ByteSize() == MAX_REQUEST_BYTES
+    wrapped = reward_pb2.ScoreStreamRequest(request_id=2**64 - 1, request=request)
+    (reply,) = service.stub.ScoreStream(iter([wrapped]), timeout=20)
+    assert len(reply.reply.items) == 1
+    request.items[0].solution += "x"
+    with pytest.raises(SizeError, match="the request has 16,777,217 bytes, at most 16,777,216") as caught, translated():
+        service.stub.Score(request, timeout=20)
+    assert isinstance(caught.value.__cause__, grpc.RpcError) and code_of(caught.value.__cause__) == "RESOURCE_EXHAUSTED"
+
+
+def with_bad(name: str, message: Any) -> bytes:
+    """The message, with bytes that are no text in place of @@."""
+    data: bytes = message.SerializeToString()
+    assert data.count(b"@@") == 1, name
+    return data.replace(b"@@", b"1\xff")
+
+
+@pytest.mark.parametrize("name", ["data_source", "solution", "ground_truth", "extra_info", "group"])
+def test_an_item_that_is_no_text_is_named_with_its_field_and_the_rest_is_scored(service: Service, name: str) -> None:
+    items = [*answers("1"), Item(**{name: "@@"}), *answers("2")]
+    detail = f"item 1: {name} is not UTF-8: invalid start byte at byte 1"
+    request = reward_pb2.ScoreRequest(items=items)
+    path = f"/{SERVICE_NAME}/"
+    data = service.channel.unary_unary(f"{path}Score")(with_bad(name, request), timeout=20)
+    wrapped = reward_pb2.ScoreStreamRequest(request_id=3, request=request)
+    (streamed,) = service.channel.stream_stream(f"{path}ScoreStream")(iter([with_bad(name, wrapped)]), timeout=20)
+    for reply in (reward_pb2.ScoreReply.FromString(data), reward_pb2.ScoreStreamReply.FromString(streamed).reply):
+        assert summary(reply.items) == [1.0, "invalid_input", 0.0]
+        assert reply.items[1].unscored.detail == detail
+
+
+def test_a_job_with_an_item_that_is_no_text_is_scored_but_for_it(redis_url: str) -> None:
+    with serving(redis_url) as one:
+        header, *chunks, seal = submission(answers("1"), [*answers("2"), Item(solution="@@"), *answers("1")])
+        requests = [header.SerializeToString(), *[chunk.SerializeToString() for chunk in chunks[:1]]]
+        requests += [with_bad("solution", chunks[1]), seal.SerializeToString()]
+        (*_, last) = one.channel.stream_stream(f"/{SERVICE_NAME}/SubmitJob")(iter(requests), timeout=20)
+        found = one.results(reward_pb2.SubmitJobReply.FromString(last).job.job_id)
+        assert summary(found) == [1.0, 0.0, "invalid_input", 1.0]
+        assert found[2].unscored.detail == "item 2: solution is not UTF-8: invalid start byte at byte 1"
+
+
+def test_a_job_whose_header_is_no_text_is_refused(service: Service) -> None:
+    header = with_bad("key", Request(header=Request.Header(idempotency_key="@@")))
+    with pytest.raises(grpc.RpcError) as caught:
+        list(service.channel.stream_stream(f"/{SERVICE_NAME}/SubmitJob")(iter([header]), timeout=20))
+    assert code_of(caught.value) == "INVALID_ARGUMENT"

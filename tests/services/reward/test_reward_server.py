@@ -1,0 +1,315 @@
+"""gRPC `RewardService` as clients meet it: scores, streams, refusals with the place and the remedy, an orderly end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tandem.protos import reward_pb2
+from tandem.protos.errors import (
+    DataError,
+    ScorerError,
+    TandemError,
+    UnavailableError,
+)
+from tandem.reward.config import RewardConfig
+from tandem.reward.rubric.rubric import MAX_SCORERS
+from tandem.reward.scorers.tags import MAX_NAMES
+from tandem.services.reward.inline import is_quick
+from tandem.services.reward.server import SERVICE_NAME
+from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, reply_of
+from tandem.services.rpc import from_rpc_error, translated
+from tests.support.reward_server import (
+    EXACT,
+    Feed,
+    Item,
+    Request,
+    ScriptedCore,
+    Service,
+    Stub,
+    answers,
+    code_of,
+    grouped,
+    serving,
+    summary,
+    until,
+)
+
+NUMERIC = '[[components]]\nscorer = "numeric"\n'
+WIDE = "".join(f'[[components]]\nscorer = "numeric"\nname = "n{n}"\n' for n in range(MAX_SCORERS))
+
+
+@pytest.fixture(scope="module")
+def service(redis_url: str) -> Iterator[Service]:
+    """The real core with its default scorer, for tests that leave nothing behind."""
+    with serving(redis_url) as one:
+        yield one
+
+
+def score(service: Service, items: list[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
+    reply = service.stub.Score(reward_pb2.ScoreRequest(items=items, rubric=rubric), timeout=20)
+    assert len(reply.items) == len(items)
+    return list(reply.items)
+
+
+# ---- Score ----
+
+
+def test_one_result_an_item_in_order(service: Service) -> None:
+    assert summary(score(service, answers("1", "2", "1"))) == [1.0, 0.0, 1.0]
+    assert score(service, []) == []
+    (item,) = score(service, answers("1"), EXACT)
+    assert (item.scored.value, dict(item.scored.breakdown)) == (1.0, {"same": 1.0})
+
+
+BAD_ITEMS = [
+    (Item(ground_truth="not json"), "item 1: ground_truth is not JSON: Expecting value"),
+    (Item(ground_truth='"1" 2'), "item 1: ground_truth is not JSON: Extra data"),
+    (Item(ground_truth='"1"', extra_info="{"), "item 1: extra_info is not JSON: "),
+    (Item(ground_truth='"1"', extra_info="[1]"), "item 1: extra_info is not a JSON object but [1]"),
+    (Item(ground_truth='"1"', extra_info='"why"'), "item 1: extra_info is not a JSON object but 'why'"),
+    (Item(ground_truth="[" * 100_000), f"item 1: ground_truth is not JSON: more than {MAX_DEPTH} lists"),
+    (Item(ground_truth="[" * 65 + "]" * 65), f"item 1: ground_truth is not JSON: more than {MAX_DEPTH} lists"),
+    (Item(ground_truth="1" * 5000), "item 1: ground_truth is not JSON: Exceeds the limit"),
+]
+
+
+@pytest.mark.parametrize(("bad", "detail"), BAD_ITEMS)
+def test_a_bad_item_is_named_with_its_field_and_the_rest_is_scored(service: Service, bad: Item, detail: str) -> None:
+    found = score(service, [*answers("1"), bad, *answers("2")])
+    assert summary(found) == [1.0, "invalid_input", 0.0]
+    assert found[1].unscored.detail.startswith(detail), found[1].unscored.detail
+
+
+def test_json_in_any_dress_is_read(service: Service) -> None:
+    truths = [' "1" ', '["1", "2"]', '"\\u0031"', "1", "[" * 64 + "]" * 64]
+    found = score(service, [Item(solution="1", ground_truth=truth) for truth in truths])
+    assert summary(found) == [1.0, 1.0, 1.0, 1.0, "invalid_input"] and "JSON" not in found[4].unscored.detail
+
+
+REFUSED = [
+    (reward_pb2.ScoreRequest(rubric="components = 3"), ScorerError, "components"),
+    (reward_pb2.ScoreRequest(rubric="x" * (65 << 10)), ScorerError, "at most 65,536"),
+    (reward_pb2.ScoreRequest(rubric="[" * 10_000), ScorerError, "not valid TOML"),
+    (reward_pb2.ScoreRequest(rubric='[[components]]\nscorer = "exat"'), ScorerError, "did you mean exact?"),
+    (reward_pb2.ScoreRequest(rubric='[[components]]\nscorer = "os:system"'), ScorerError, "names no import path"),
+    (reward_pb2.ScoreRequest(items=[Item()] * (MAX_ITEMS + 1)), DataError, f"has {MAX_ITEMS + 1:,} items, at most"),
+    (reward_pb2.ScoreRequest(items=[Item(solution="x" * MAX_REQUEST_BYTES)]), DataError, "send fewer items at a time"),
+]
+
+
+@pytest.mark.parametrize(("request_", "kind", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_scored_at_all_is_refused_with_its_place(
+    service: Service, request_: reward_pb2.ScoreRequest, kind: type[TandemError], words: str
+) -> None:
+    with pytest.raises(kind, match=words), translated():
+        service.stub.Score(request_, timeout=20)
+
+
+TEXT = b"\x0a\x02\xff\xfe"  # the first field, two bytes that are no text
+RUBRIC = b"\x12\x02\xff\xfe"
+WITHIN = {
+    "Score": RUBRIC,
+    "GetJob": TEXT,
+    "WatchJob": TEXT,
+    "CancelJob": TEXT,
+    "DeleteJob": TEXT,
+    "SubmitJob": b"\x0a\x04" + TEXT,
+}
+WITHIN["ScoreStream"] = b"\x12\x04" + RUBRIC
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f"])
+@pytest.mark.parametrize("method", WITHIN)
+def test_bytes_that_are_no_request_are_the_callers_fault(service: Service, method: str, data: bytes) -> None:
+    path, data = f"/{SERVICE_NAME}/{method}", data or WITHIN[method]
+    with pytest.raises(grpc.RpcError) as caught:
+        if method in ("SubmitJob", "ScoreStream"):
+            list(service.channel.stream_stream(path)(iter([data]), timeout=20))
+        elif method == "WatchJob":
+            list(service.channel.unary_stream(path)(data, timeout=20))
+        else:
+            service.channel.unary_unary(path)(data, timeout=20)
+    assert code_of(caught.value) == "INVALID_ARGUMENT" and "no request of this method" in str(caught.value.details())
+    assert isinstance(from_rpc_error(caught.value), DataError)
+
+
+def test_health_answers_while_the_longest_work_is_done(redis_url: str) -> None:
+    """Requests that are small, each of which would hold the event loop up for long: they wait here for the test."""
+    core = ScriptedCore(in_process=True)
+    named = (
+        '[[components]]\nscorer = "tags"\narguments = '
+        f"{{ order = {json.dumps([f't{n}' for n in range(MAX_NAMES)])} }}\n"
+    )
+    repeated = '[[components]]\nscorer = "repetition"\narguments = { n = 1000 }\n'
+    requests = [
+        reward_pb2.ScoreRequest(items=answers("wait", text), rubric=rubric)
+        for rubric, text in (
+            (named, "<t1>" * 25_000),
+            (WIDE, "1 " * 60_000),
+            (WIDE, "1 " * 500),
+            (WIDE, ""),
+            (repeated, "a " * 60_000),
+            (NUMERIC, "1/0 " * 4000),
+            ("", "x" * (1 << 20)),
+        )
+    ]
+    requests.append(reward_pb2.ScoreRequest(items=answers("wait", *[""] * (MAX_ITEMS - 1))))
+    with serving(redis_url, core, with_lane=False) as one:
+        health = health_pb2_grpc.HealthStub(one.channel)
+        under_way = [one.stub.Score.future(request, timeout=60) for request in requests]
+        until(lambda: core.asked.count("wait") == len(requests))
+        reply = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=20)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert not any(call.done() for call in under_way)
+        core.go_on.set()
+        assert [len(call.result().items) for call in under_way] == [len(request.items) for request in requests]
+
+
+def test_little_work_takes_no_thread(service: Service) -> None:
+    core, default = service.core, service.core.default
+    numeric, wide = core.compile(NUMERIC), core.compile(WIDE)
+    assert (
+        is_quick(default, 64, 64 * 1000) and is_quick(numeric, 8, 8 * 500) and is_quick(core.compile(EXACT), 64, 64_000)
+    )
+    assert not is_quick(default, 1, 129 << 10) and not is_quick(numeric, 1, 16 << 10) and not is_quick(wide, 1, 1)
+
+
+def test_replies_are_put_together_where_they_were_scored(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def watched(scores: Any) -> reward_pb2.ScoreReply:
+        threads.append(threading.current_thread().name)
+        return reply_of(scores)
+
+    monkeypatch.setattr("tandem.services.reward.calls.reply_of", watched)
+    with serving(redis_url, ScriptedCore(), with_lane=False) as one:
+        assert summary(score(one, answers("1", "2"))) == [1.0, 0.0]
+    assert len(threads) == 1 and threads[0].startswith("score")
+
+
+def test_a_long_batch_is_scored_in_slices_where_others_wait_but_groups_stay_together(redis_url: str) -> None:
+    reward = RewardConfig.model_validate(
+        {"scorers": {"far": {"scorer": "remote", "arguments": {"url": "http://127.0.0.1:1"}}}}
+    )
+    far = '[[components]]\nscorer = "far"\n'
+    with serving(redis_url, ScriptedCore(reward), reward=reward, with_lane=False) as one:
+
+        def together(*items: Item, rubric: str = "") -> set[float]:
+            return {item.scored.breakdown["together"] for item in score(one, list(items), rubric)}
+
+        assert together(*answers(*["1"] * 1000)) == {1000}, "callers take turns at the worker processes"
+        assert together(*answers(*["1"] * 1000), rubric=far) == {64, 128, 256, 512, 40}
+        one.core.default = grouped(one.core)
+        assert together(*answers(*["1"] * 1000, group="a")) == {1000}
+
+
+# ---- ScoreStream ----
+
+
+def stream_request(number: int, *texts: str, rubric: str = "") -> reward_pb2.ScoreStreamRequest:
+    request = reward_pb2.ScoreRequest(items=answers(*texts), rubric=rubric)
+    return reward_pb2.ScoreStreamRequest(request_id=number, request=request)
+
+
+def test_replies_come_as_they_are_ready_and_name_their_request(redis_url: str) -> None:
+    core, feed = ScriptedCore(), Feed()
+    with serving(redis_url, core, with_lane=False) as one:
+        replies = one.stub.ScoreStream(iter(feed), timeout=30)
+        feed.put(stream_request(7, "wait"), stream_request(8, "1", "2"))
+        first = next(replies)
+        assert (first.request_id, summary(first.reply.items)) == (8, [1.0, 0.0])
+        core.go_on.set()
+        assert next(replies).request_id == 7
+        feed.close()
+        assert list(replies) == []
+
+
+def test_no_more_than_a_few_requests_of_a_stream_are_under_way(redis_url: str) -> None:
+    core = ScriptedCore()
+    with serving(redis_url, core, with_lane=False) as one:
+        requests = [stream_request(n, "wait") for n in range(50)]
+        replies = one.stub.ScoreStream(iter(requests), timeout=30)
+        until(lambda: len(core.asked) == 8)
+        assert not core.go_on.wait(0.3) and len(core.asked) == 8
+        core.go_on.set()
+        assert sorted(reply.request_id for reply in replies) == list(range(50))
+
+
+def test_a_refused_request_ends_the_stream_and_is_named(service: Service) -> None:
+    requests = [stream_request(1, "1"), stream_request(2, "1", rubric="nonsense")]
+    with pytest.raises(ScorerError, match="request 2: "), translated():
+        list(service.stub.ScoreStream(iter(requests), timeout=20))
+
+
+# ---- what else it tells ----
+
+
+def test_what_may_be_asked_for_is_told(service: Service) -> None:
+    reply = service.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20)
+    scorers = {one.name: one for one in reply.scorers}
+    assert {"exact", "numeric", "regex"} <= set(scorers)
+    exact = scorers["exact"]
+    assert exact.isolation == "in_process" and exact.version and exact.summary
+    assert {one.name: json.loads(one.default) for one in exact.parameters}["ignore_case"] is False
+    assert all(one.type and one.description for one in exact.parameters)
+    limits = RewardConfig().limits
+    assert (reply.limits["processes"], reply.limits["open_files"]) == (limits.processes, limits.open_files)
+    assert reply.limits["max_items_per_request"] == MAX_ITEMS and reply.limits["max_request_bytes"] == MAX_REQUEST_BYTES
+    assert summary(score(service, answers("1"), reply.default_rubric)) == [1.0]
+
+
+def test_streams_end_when_the_service_does(redis_url: str) -> None:
+    core, ended = ScriptedCore(), []
+    with serving(redis_url, core) as one:
+        job_id = one.submit(answers("wait")).job.job_id
+        feed, chunks = Feed(), Feed()
+        chunks.put(Request(header=Request.Header(idempotency_key="open")))
+        calls = [
+            one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id), timeout=30),
+            one.stub.ScoreStream(iter(feed), timeout=30),
+            one.stub.SubmitJob(iter(chunks), timeout=30),
+        ]
+        feed.put(stream_request(1, "1"))
+        assert all(next(call) for call in calls), "a stream that has had no reply would be tried elsewhere"
+
+        def read(call: Any) -> None:
+            try:
+                list(call)
+            except grpc.RpcError as error:
+                ended.append(from_rpc_error(error))
+
+        readers = [threading.Thread(target=read, args=(call,)) for call in calls]
+        for reader in readers:
+            reader.start()
+        until(lambda: "wait" in core.asked)
+    for reader in readers:
+        reader.join(timeout=20)
+    feed.close(), chunks.close()
+    assert [type(error) for error in ended] == [UnavailableError] * 3 and all("shutting down" in str(e) for e in ended)
+
+
+def test_a_call_under_way_when_the_service_ends_can_be_made_elsewhere(redis_url: str) -> None:
+    core, ended = ScriptedCore(), []
+    with serving(redis_url, core, with_lane=False) as one:
+
+        def ask() -> None:
+            request = reward_pb2.ScoreRequest(items=answers("wait"))
+            with (
+                grpc.insecure_channel(one.server.address, options=[("grpc.enable_retries", 0)]) as channel,
+                pytest.raises(grpc.RpcError) as caught,
+            ):
+                Stub(channel).Score(request, timeout=30)
+            ended.append(code_of(caught.value))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(lambda: "wait" in core.asked)
+    asking.join(timeout=20)
+    assert ended == ["UNAVAILABLE"]

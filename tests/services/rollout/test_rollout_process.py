@@ -1,0 +1,267 @@
+"""The rollout service as a process: real vLLM, real Redis, gRPC, a weight group, and its end by SIGTERM and by -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tandem.protos import rollout_pb2, rollout_pb2_grpc
+from tandem.protos.codec import decode_group
+from tandem.protos.errors import DataError, NotAdmittedError
+from tandem.protos.manifest import encode_manifest
+from tandem.protos.types import Trajectory, VersionSpan
+from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.services import rpc
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import dump_recipe, parse_recipe
+from tandem.services.rollout.server import SERVICE_NAME
+from tandem.trainer.weight_sender import WeightSender
+from tests.rollout.test_weight_updates import Policy
+from tests.services.rollout.test_rollout_service import offer, prompt
+from tests.support.engine_process import without_end
+from tests.support.redis_ring import SAMPLER
+from tests.support.service_wire import ask_info, check_what_it_says
+from tests.support.tiny_model import build_tiny_model
+
+TIMEOUT = 20.0
+
+
+class Served:
+    """The real service as a process, with its log and a temporary folder that nobody else writes to."""
+
+    def __init__(self, folder: Path, redis_url: str, recipe_file: Path, temporary: Path) -> None:
+        self.log = folder / "rollout.log"
+        self.temporary = temporary
+        self.started_after = time.time()
+        code = (
+            "import sys; from tandem.services.process import run_service; from "
+            "tandem.services.config import load_resolved\n"
+            "def main():\n"
+            "    from tandem.services.rollout.service import main\n"
+            f"    main(load_resolved({str(recipe_file)!r}), {redis_url!r})\n"
+            "if __name__ == '__main__': run_service(main)\n"
+        )
+        script = folder / "serve.py"
+        script.write_text(code)
+        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(temporary)}
+        with open(self.log, "w", encoding="utf-8") as log:
+            self.process = subprocess.Popen([sys.executable, str(script)], stdout=log, stderr=log, env=environment)
+
+    def wait_ready(self, buffer: Buffer, seconds: float = 100.0) -> str:
+        deadline = time.monotonic() + seconds
+        while not (found := [s for s in buffer.samplers() if s.id == SAMPLER and s.alive and ":1" != s.address[-2:]]):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+        return found[0].address
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def sockets(self) -> set[Path]:
+        """The folders of the sockets in the file system that the service and its engine listen on."""
+        processes = [psutil.Process(self.process.pid), *self.family()]
+        names = [socket.laddr for process in processes for socket in process.net_connections("unix")]
+        return {Path(name).parent for name in names if name.startswith("/")}
+
+
+@pytest.fixture(scope="module")
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="served-", dir="/tmp") as folder:  # short: there will be sockets in it
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def ring(
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory, temporary: Path
+) -> Iterator[tuple[Served, Buffer, str, WeightSender]]:
+    folder = tmp_path_factory.mktemp("served")
+    model = without_end(build_tiny_model(folder / "model", hidden=64, layers=2))
+    recipe = parse_recipe(
+        {
+            "run": {"run_id": "served", "folder": str(folder / "run")},
+            "model": {"path": str(model)},
+            "data": {"train_file": "none", "max_prompt_tokens": 64},
+            "rollout": {"max_response_tokens": 256, "kv_cache_bytes": 64 << 20, "samples_per_prompt": 2},
+        }
+    )
+    (folder / "config.json").write_text(dump_recipe(recipe))
+    buffer = Buffer(redis_url, "served")
+    budget = {"infrastructure": 1, "data": 0}
+    buffer.create(groups_per_batch=8, staleness_budget=1, target_groups=100, failure_budget=budget, resume=False)
+    assert buffer.begin_incarnation() == 1
+    served = Served(folder, redis_url, folder / "config.json", temporary)
+    address = served.wait_ready(buffer)
+    sender = WeightSender(Policy(model), bucket_bytes=64 << 10)
+    yield served, buffer, address, sender
+    if served.process.poll() is None:
+        served.process.kill()
+    buffer.close()
+
+
+def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender]) -> None:
+    served, buffer, address, sender = ring
+    offer(buffer, *(prompt(index, num_samples=2, max_tokens=20) for index in range(4)))
+    with rpc.connect(address) as channel, rpc.translated():
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        info = check_what_it_says(
+            address,
+            buffer,
+            name=SAMPLER,
+            service_names=(SERVICE_NAME,),
+            started_after=served.started_after,
+            incarnation=0,  # it has had no weights yet
+        )
+        assert info.figures["prompts_waiting"] == 4 and "no version is published" in info.activity
+
+        meeting = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
+        join = rollout_pb2.JoinWeightGroupRequest(
+            host=meeting.host, port=meeting.port, group_name=meeting.group_name,
+            first_rank=1, world_size=2, backend="gloo",
+            timeout_seconds=TIMEOUT,
+        )  # fmt: skip
+        joining = stub.JoinWeightGroup.future(join, timeout=TIMEOUT)
+        sender.connect(TIMEOUT)
+        joining.result()
+        manifest = sender.manifest(1, 0, "gloo")
+        update = rollout_pb2.UpdateWeightsRequest(
+            manifest=encode_manifest(manifest), group_name=meeting.group_name, timeout_seconds=TIMEOUT
+        )
+        updating = stub.UpdateWeights.future(update, timeout=TIMEOUT)
+        sent = sender.broadcast(manifest, TIMEOUT)
+        reply = updating.result()
+        assert list(reply.digests) == [bucket.digest for bucket in sent.buckets] and reply.policy_version == 0
+        assert 0 < reply.transfer_seconds < TIMEOUT and 0 < reply.stall_seconds < 0.2
+
+        buffer.publish(1, 0, [SAMPLER])
+        claims: list[Any] = []
+        deadline = time.monotonic() + TIMEOUT
+        while len(claims) < 4 and time.monotonic() < deadline:
+            claims += buffer.claim("generated", "reward", 4, 30.0, 1.0)
+        for claim in claims:
+            for row in decode_group(claim.payload).rows:
+                assert isinstance(row, Trajectory) and row.segments[0].num_loss_tokens == 20
+                assert row.segments[0].spans == (VersionSpan(5, 1, 0),)
+        assert len(claims) == 4
+
+        ids = np.arange(5, 17, dtype="<i4").tobytes()
+        items = [rollout_pb2.GenerateRequest.Item(prompt_ids=ids, num_samples=2)] * 2
+        sampling = rollout_pb2.SamplingParameters(temperature=1.0, max_tokens=9, seed=4)
+        request = rollout_pb2.GenerateRequest(items=items, sampling=sampling, required_version=0)
+        answers = stub.Generate(request, timeout=TIMEOUT)
+        samples = [sample for item in answers.items for sample in item.samples]
+        assert len({sample.ids for sample in samples}) == 4, "two items of one request draw their own numbers"
+        for sample in samples:
+            assert len(sample.ids) == len(sample.behavior_logprobs) == 36 and sample.finish_reason == "length"
+            assert [(s.first_token, s.incarnation, s.policy_version) for s in sample.spans] == [(0, 1, 0)]
+        assert stub.Generate(request, timeout=TIMEOUT) == answers
+        with pytest.raises(NotAdmittedError, match="carries 0"), rpc.translated():
+            stub.Generate(
+                rollout_pb2.GenerateRequest(items=items, sampling=sampling, required_version=1), timeout=TIMEOUT
+            )
+        with pytest.raises(DataError), rpc.translated():
+            bad = rollout_pb2.GenerateRequest.Item(prompt_ids=ids[:-1])
+            stub.Generate(rollout_pb2.GenerateRequest(items=[bad], sampling=sampling), timeout=TIMEOUT)
+
+        check_pause(stub, buffer, address)
+
+        state = stub.Drain(rollout_pb2.DrainRequest(timeout_seconds=5.0), timeout=TIMEOUT)
+        assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 0, 0)
+        assert not stub.Resume(rollout_pb2.ResumeRequest(), timeout=5).paused
+    assert served.process.poll() is None
+
+
+def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str) -> None:
+    """Paused, it ends what it has and claims nothing; resumed, it claims again."""
+    offer(buffer, prompt(100, num_samples=2, max_tokens=250))
+    deadline = time.monotonic() + TIMEOUT
+    while buffer.counts()["prompts_leased"] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
+    assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 1, 0)
+    assert ask_info(address).activity == "sampling 1 groups, paused"
+    offer(buffer, prompt(101, num_samples=2, max_tokens=20))
+    (held,) = buffer.claim("generated", "reward", 2, 30.0, TIMEOUT)
+    assert held.group_id == "0-100", "what it had under way is sampled to its end"
+    counts = buffer.counts()
+    assert (counts["prompts_waiting"], counts["generated_waiting"]) == (1, 0)
+    assert ask_info(address).activity == "paused"
+
+    state = stub.Resume(rollout_pb2.ResumeRequest(), timeout=5)
+    assert not state.paused
+    (resumed,) = buffer.claim("generated", "reward", 2, 30.0, TIMEOUT)
+    assert resumed.group_id == "0-101"
+
+
+def test_an_answer_that_two_versions_sampled_is_refused_where_one_is_required(
+    ring: tuple[Served, Buffer, str, WeightSender],
+) -> None:
+    _, _, address, sender = ring
+    with rpc.connect(address) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+        item = rollout_pb2.GenerateRequest.Item(prompt_ids=np.arange(5, 17, dtype="<i4").tobytes(), num_samples=4)
+        sampling = rollout_pb2.SamplingParameters(temperature=1.0, max_tokens=256)
+        asked = stub.Generate.future(
+            rollout_pb2.GenerateRequest(items=[item], sampling=sampling, required_version=0), timeout=TIMEOUT
+        )
+        time.sleep(0.15)
+        unchanged = sender.manifest(1, 1, "gloo", changed=False)
+        update = rollout_pb2.UpdateWeightsRequest(manifest=encode_manifest(unchanged), timeout_seconds=TIMEOUT)
+        stub.UpdateWeights(update, timeout=TIMEOUT)
+        with pytest.raises(NotAdmittedError, match=r"sampled by \[0, 1\]"), rpc.translated():
+            asked.result()
+
+
+def test_sigterm_ends_it_within_seconds_and_minus_nine_leaves_nothing(
+    ring: tuple[Served, Buffer, str, WeightSender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, buffer, _, _ = ring
+    buffer.publish(1, 1, [SAMPLER])
+    offer(buffer, *(prompt(index, num_samples=2, max_tokens=200) for index in range(4, 12)))
+    deadline = time.monotonic() + TIMEOUT
+    while buffer.counts()["prompts_leased"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    family = served.family()
+    assert family, "the engine is a process of its own"
+    (folder,) = served.temporary.iterdir()
+    assert served.sockets() == {folder}, "every socket is in the folder that goes with the engine"
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(10.0) == 0, served.log.read_text()
+    counts = buffer.counts()
+    assert counts["prompts_leased"] == 0 and counts["dropped"] == 0 and buffer.verify() == []
+    assert "Traceback" not in served.log.read_text()
+    assert not list(served.temporary.iterdir()), "it left something behind"
+
+    recipe_file = served.log.with_name("config.json")
+    again = Served(served.log.parent, f"{buffer.place}?db=0", recipe_file, served.temporary)
+    deadline = time.monotonic() + 60.0
+    while not (family := [child for child in again.family() if is_engine(child)]) and time.monotonic() < deadline:
+        time.sleep(0.05)  # its engine is just being started: the hardest moment
+    assert family
+    again.process.kill()
+    again.process.wait(5.0)
+    _, alive = psutil.wait_procs(family, timeout=5.0)
+    assert not alive
+    assert list(served.temporary.iterdir()), "killed, it could not clear up"
+    monkeypatch.setattr(tempfile, "tempdir", str(served.temporary))
+    sweep_engine_folders()  # as the supervisor does, and every engine that starts
+    assert not list(served.temporary.iterdir())
+
+
+def is_engine(child: psutil.Process) -> bool:
+    try:
+        command = " ".join(child.cmdline())
+    except psutil.Error:
+        return False
+    return "serve.py" in command or "EngineCore" in command  # a fork, before and after it has named itself

@@ -1,0 +1,314 @@
+"""The claiming side of the rollout service: an engine that is told what to do, and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.errors import DataError, UnavailableError
+from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory, TrajectoryGroup, VersionSpan
+from tandem.rollout.config import RolloutConfig
+from tandem.rollout.vllm.engine import EngineFigures
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.rollout.service import RolloutStage
+from tests.support.redis_ring import SAMPLER, new_run
+
+TIMEOUT = 20.0
+CONFIG = RolloutConfig(
+    max_groups_in_flight=4, samples_per_prompt=3, lease_seconds=3.0
+)  # long enough for a busy machine to renew in time
+
+
+@pytest.fixture
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    buffer = new_run(redis_url, groups_per_batch=8, infrastructure=1, data=0)
+    yield buffer
+    assert buffer.verify() == []
+    buffer.close()
+
+
+def prompt(index: int, num_samples: int = 3, max_tokens: int = 8) -> Prompt:
+    return Prompt(0, index, np.arange(5, 10, dtype=np.int32), num_samples, SamplingParameters(max_tokens=max_tokens))
+
+
+def offer(buffer: Buffer, *prompts: Prompt) -> None:
+    groups = [(one.group_id, encode_group(TrajectoryGroup(one))) for one in prompts]
+    assert buffer.admit(groups, prompts[-1].index + 1) == len(groups)
+
+
+class ToldEngine:
+    """Answers with the trajectory's number as its one token, as soon as (and if) it is allowed to."""
+
+    def __init__(self) -> None:
+        self.is_dead = self.hangs = False
+        self.policy_version = 0
+        self.asked: list[tuple[str, int]] = []
+        self.sampled_with: dict[tuple[str, int], SamplingParameters] = {}
+        self.cancelled: list[tuple[str, int]] = []
+        self.may_answer: Callable[[str, int], bool] = lambda key, number: True
+        self.error: Exception | None = None
+        self.finish = "stop"
+
+    async def check(self) -> None:
+        if self.hangs:
+            raise UnavailableError("the engine did not answer")
+
+    def figures(self) -> EngineFigures:
+        return EngineFigures(sampled_tokens=len(self.asked), busy_seconds=0.0)
+
+    async def sample_one(
+        self, prompt_ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = ""
+    ) -> Trajectory:
+        self.asked.append((key, trajectory_id))
+        self.sampled_with[key, trajectory_id] = sampling
+        try:
+            if self.error is not None:
+                raise self.error
+            while not self.may_answer(key, trajectory_id):
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            self.cancelled.append((key, trajectory_id))
+            raise
+        ids = np.append(prompt_ids, np.int32(trajectory_id))
+        mask = np.array([0] * len(prompt_ids) + [1], np.uint8)
+        segment = Segment(ids, -mask.astype(np.float32), mask, (VersionSpan(len(prompt_ids), 1, 0),))
+        finish: Any = self.finish
+        return Trajectory(trajectory_id, "policy", (segment,), finish, str(trajectory_id), sampling)
+
+
+def rows_of(payload: bytes | None) -> list[int]:
+    assert payload is not None
+    return [row.trajectory_id for row in decode_group(payload).rows if isinstance(row, Trajectory)]
+
+
+def run_stage(
+    buffer: Buffer,
+    engine: ToldEngine,
+    until: Callable[[], bool],
+    act: Callable[[RolloutStage], Awaitable[None]] | None = None,
+    *,
+    with_baselines: bool = False,
+) -> RolloutStage:
+    """Runs a stage until the condition holds (then `act`), stops it, and raises what it raised."""
+
+    async def main() -> RolloutStage:
+        stage = RolloutStage(buffer, engine, CONFIG, SAMPLER, with_baselines=with_baselines)
+        stop = threading.Event()
+        running = asyncio.create_task(stage.run(stop))
+        deadline = time.monotonic() + TIMEOUT
+        while not running.done() and not await asyncio.to_thread(until):
+            assert time.monotonic() < deadline, f"{stage.activity()}; {buffer.counts()}"
+            await asyncio.sleep(0.02)
+        if act is not None:
+            await act(stage)
+        stop.set()
+        await asyncio.wait_for(running, TIMEOUT)
+        return stage
+
+    return asyncio.run(main())
+
+
+def test_groups_are_sampled_whole_many_at_once_and_completed(buffer: Buffer) -> None:
+    offer(buffer, *(prompt(index) for index in range(6)))
+    engine = ToldEngine()
+    seen: list[int] = []
+
+    def may_answer(key: str, number: int) -> bool:
+        seen.append(buffer.counts()["prompts_leased"])
+        return len({key for key, _ in engine.asked}) >= CONFIG.max_groups_in_flight
+
+    engine.may_answer = may_answer
+    stage = run_stage(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 6)
+    assert max(seen) == CONFIG.max_groups_in_flight
+    assert sorted(engine.asked) == [(f"0-{index}", number) for index in range(6) for number in range(3)]
+    for claim in buffer.claim("generated", "reward", 6, 10.0, 0):
+        group = decode_group(claim.payload)
+        assert [row.trajectory_id for row in group.rows if isinstance(row, Trajectory)] == [0, 1, 2]
+        assert np.array_equal(group.prompt.token_ids, prompt(0).token_ids)
+    assert stage.figures()["groups_completed"] == 6 and buffer.figures()[SAMPLER]["sampled_tokens"] >= 0
+
+
+def test_leases_are_renewed_and_a_stop_gives_back_what_is_finished(buffer: Buffer) -> None:
+    offer(buffer, prompt(0), prompt(1))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: (key, number) in {("0-0", 1), ("0-1", 0), ("0-1", 2)}
+    started = time.monotonic()
+    run_stage(buffer, engine, lambda: time.monotonic() - started > 1.3 * CONFIG.lease_seconds)
+    counts = buffer.counts()
+    assert (counts["prompts_waiting"], counts["leases_expired"]) == (2, 0), "longer than a lease, and still ours"
+    assert sorted(engine.cancelled) == [("0-0", 0), ("0-0", 2), ("0-1", 1)]
+
+    successor = ToldEngine()
+    run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 2)
+    assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2), ("0-1", 1)], "only what was missing"
+    assert [rows_of(claim.payload) for claim in buffer.claim("generated", "reward", 2, 10.0, 0)] == [[0, 1, 2]] * 2
+
+
+def sampled(buffer: Buffer, number: int = 1) -> list[list[tuple[int, str, float]]]:
+    """(trajectory id, role, temperature) of every row of the next sampled groups."""
+    groups = [decode_group(claim.payload) for claim in buffer.claim("generated", "reward", number, 10.0, 0)]
+    rows = [[row for row in group.rows if isinstance(row, Trajectory)] for group in groups]
+    return [[(row.trajectory_id, row.role, row.sampling.temperature) for row in each] for each in rows]
+
+
+def test_a_greedy_answer_more_is_sampled_where_the_estimator_compares_with_it(buffer: Buffer) -> None:
+    offer(buffer, prompt(0), prompt(1, num_samples=1))
+    engine = ToldEngine()
+    run_stage(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 2, with_baselines=True)
+    policy = [(0, "policy", 1.0), (1, "policy", 1.0), (2, "policy", 1.0)]
+    assert sorted(sampled(buffer, 2)) == [[(0, "policy", 1.0), (1, "baseline", 0.0)], [*policy, (3, "baseline", 0.0)]]
+    assert engine.sampled_with["0-0", 3] == replace(prompt(0).sampling, temperature=0.0), "nothing else is different"
+    assert engine.sampled_with["0-0", 2] == prompt(0).sampling
+
+
+@pytest.mark.parametrize("finished", [{3}, {0, 2}], ids=["the baseline was finished", "it was not"])
+def test_a_greedy_answer_is_saved_and_resumed_like_the_others(buffer: Buffer, finished: set[int]) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: number in finished
+    run_stage(buffer, engine, lambda: len(engine.asked) == 4, with_baselines=True)
+    successor = ToldEngine()
+    run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1, with_baselines=True)
+    assert {number for _, number in successor.asked} == {0, 1, 2, 3} - finished
+    (rows,) = sampled(buffer)
+    assert [role for _, role, _ in rows] == ["policy"] * 3 + ["baseline"]
+
+
+def test_a_greedy_answer_that_the_engine_ended_is_not_passed_on(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    answer = engine.sample_one
+
+    async def sample_one(ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = "") -> Trajectory:
+        row = await answer(ids, sampling, trajectory_id=trajectory_id, key=key)
+        return replace(row, finish_reason="abort") if trajectory_id == 3 else row
+
+    engine.sample_one = sample_one  # type: ignore[method-assign]
+    dropped = "dropped:sampling_failed"
+    run_stage(buffer, engine, lambda: buffer.counts().get(dropped, 0) == 1, with_baselines=True)
+    assert buffer.counts()["generated_waiting"] == 0
+
+
+def test_a_holder_that_dies_loses_only_what_it_had_not_finished(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: number == 1
+
+    async def die() -> None:
+        stage = RolloutStage(buffer, engine, CONFIG, SAMPLER)
+        stage._give_back = asyncio.sleep  # type: ignore[method-assign, assignment]
+        task = asyncio.create_task(stage.run(threading.Event()))
+        await asyncio.sleep(0.6 * CONFIG.lease_seconds)  # long enough for a renewal
+        stage._give_back = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(die())
+    successor = ToldEngine()
+    run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1)
+    assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2)] and buffer.counts()["leases_expired"] == 1
+
+
+def test_a_lost_lease_ends_the_sampling(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: False
+
+    async def take_away(stage: RolloutStage) -> None:
+        stage.paused = True
+        buffer.release(stage._held["0-0"].claim, "test", "voluntary")
+        assert await stage.drained(TIMEOUT)
+
+    stage = run_stage(buffer, engine, lambda: len(engine.asked) == 3, take_away)
+    assert stage.figures()["leases_lost"] == 1
+    assert buffer.counts()["prompts_waiting"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(DataError("too long"), "dropped:unsampleable"), (UnavailableError("engine"), "dropped:sampling_failed")],
+)
+def test_a_group_that_fails_is_released_and_the_others_go_on(buffer: Buffer, error: Exception, outcome: str) -> None:
+    offer(buffer, prompt(0), prompt(1))
+    engine = ToldEngine()
+    answer = engine.sample_one
+
+    async def sample_one(ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = "") -> Trajectory:
+        if (key, trajectory_id) == ("0-0", 1):
+            raise error
+        return await answer(ids, sampling, trajectory_id=trajectory_id, key=key)
+
+    engine.sample_one = sample_one  # type: ignore[method-assign]
+    run_stage(
+        buffer, engine, lambda: buffer.counts().get(outcome, 0) == 1 and buffer.counts()["generated_waiting"] == 1
+    )
+
+
+def test_rows_that_the_engine_ended_are_never_passed_on(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.finish = "abort"
+    run_stage(buffer, engine, lambda: buffer.counts().get("dropped:sampling_failed", 0) == 1)
+    assert buffer.counts()["generated_waiting"] == 0
+
+
+def test_a_bug_ends_the_service_and_so_does_a_dead_engine(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.error = ZeroDivisionError("a bug")
+    with pytest.raises(ZeroDivisionError):
+        run_stage(buffer, engine, lambda: False)
+    engine = ToldEngine()
+    engine.is_dead = True
+    with pytest.raises(UnavailableError, match="process is gone"):
+        run_stage(buffer, engine, lambda: False)
+    engine = ToldEngine()
+    engine.hangs = True
+    with pytest.raises(UnavailableError, match="did not answer"):
+        run_stage(buffer, engine, lambda: False)
+
+
+def test_a_sampler_without_the_published_version_waits_and_says_so(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    buffer.publish(1, 1, [])
+    engine = ToldEngine()
+    said: list[str] = []
+
+    async def look(stage: RolloutStage) -> None:
+        said.append(stage.activity())
+        buffer.publish(1, 2, [SAMPLER])
+        while buffer.counts()["generated_waiting"] == 0:
+            await asyncio.sleep(0.02)
+
+    started = time.monotonic()
+    run_stage(buffer, engine, lambda: time.monotonic() - started > 0.5, look)
+    assert "published is 1" in said[0] and len(engine.asked) == 3
+
+
+def test_a_paused_stage_claims_nothing_and_drains(buffer: Buffer) -> None:
+    offer(buffer, prompt(0))
+    engine = ToldEngine()
+    engine.may_answer = lambda key, number: len(engine.asked) >= 3 and released.is_set()
+    released = threading.Event()
+
+    async def act(stage: RolloutStage) -> None:
+        stage.paused = True
+        assert not await stage.drained(0.1)
+        released.set()
+        assert await stage.drained(TIMEOUT)
+        offer(buffer, prompt(1))
+        await asyncio.sleep(0.8)
+        assert buffer.counts()["prompts_waiting"] == 1 and stage.activity() == "paused"
+        stage.paused = False
+        while buffer.counts()["generated_waiting"] < 2:
+            await asyncio.sleep(0.02)
+
+    run_stage(buffer, engine, lambda: len(engine.asked) == 3, act)

@@ -1,0 +1,77 @@
+"""Which GPUs, cores and threads each service of a local run gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.services.run import placement
+from tandem.services.run.placement import gpus_wanted, place
+from tests.support.run_inputs import recipe_of
+
+VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "m"}, "data": {"train_file": "t"}}
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(placement, "gpu_ids", lambda: ())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+
+
+def use_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: str) -> None:
+    monkeypatch.setattr(placement, "gpu_ids", lambda: gpus)
+
+
+def test_one_sampler_and_one_trainer_share_the_cores_with_one_thread_each() -> None:
+    recipe = recipe_of(VALUES)
+    for name in ("feed", "rollout-0", "reward", "trainer"):
+        assert place(recipe, name) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_samplers_side_by_side_get_a_core_for_every_worker() -> None:
+    recipe = recipe_of(VALUES, rollout={"num_replicas": 2, "tensor_parallel_size": 2})
+    assert place(recipe, "rollout-0")["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert place(recipe, "rollout-1")["VLLM_CPU_OMP_THREADS_BIND"] == "2|0"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in place(recipe, "trainer")
+
+
+def test_what_the_users_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert place(recipe_of(VALUES), "trainer") == {"OMP_NUM_THREADS": "8"}
+
+
+def test_trainer_and_samplers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpus(monkeypatch, "4", "5", "6", "7")
+    recipe = recipe_of(VALUES, trainer={"num_ranks": 2}, rollout={"num_replicas": 2}, weights={"backend": "nccl"})
+    seen = {
+        name: place(recipe, name)["CUDA_VISIBLE_DEVICES"]
+        for name in ("trainer", "rollout-0", "rollout-1", "feed", "reward")
+    }
+    assert seen == {"trainer": "4,5", "rollout-0": "6", "rollout-1": "7", "feed": "", "reward": ""}
+    assert gpus_wanted(recipe) == 4
+
+
+def test_ipc_shares_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_gpus(monkeypatch, "0", "1")
+    recipe = recipe_of(VALUES, weights={"backend": "ipc"})
+    assert place(recipe, "trainer") == place(recipe, "rollout-0") == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert gpus_wanted(recipe) == 1
+
+
+def test_gpus_are_those_that_the_environment_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(placement, "Path", lambda _: tmp_path)
+    assert placement.gpu_ids() == ()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert placement.gpu_ids() == ("0", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert placement.gpu_ids() == ("1",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert placement.gpu_ids() == ()

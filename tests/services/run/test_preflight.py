@@ -1,0 +1,370 @@
+"""Bad input is found before anything starts: one line naming the thing, the place and the remedy, as a UserError."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentLackError,
+    ModelError,
+    RunExistsError,
+    ScorerError,
+    UserError,
+)
+from tandem.services.config import Recipe, dump_recipe
+from tandem.services.run import model_check, preflight
+from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock
+from tandem.services.run.model_check import check_model, known_architectures
+from tandem.services.run.preflight import check_disk, check_memory, check_recipe, check_service
+from tests.support.run_inputs import CONFIG, recipe_of, small_values, write_dataset
+
+Values = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Redis named, no hub, no GPU, whatever this machine has."""
+    monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Values:
+    return small_values(tmp_path)
+
+
+def refused(kind: type[UserError], recipe: Recipe, *says: str, resume: bool = False) -> str:
+    """The line with which the recipe is refused."""
+    with pytest.raises(kind) as caught:
+        check_recipe(recipe, resume=resume)
+    line = str(caught.value)
+    assert len(line.splitlines()) == 1
+    for words in says:
+        assert words in line
+    return line
+
+
+def test_a_good_recipe_passes_and_leaves_no_trace(values: Values, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    check_recipe(recipe_of(values), resume=False)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- run folder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_a_run_is_refused_without_resume(values: Values) -> None:
+    recipe = recipe_of(values)
+    recipe.folder.mkdir()
+    (recipe.folder / "notes.txt").touch()
+    check_recipe(recipe, resume=False)  # a folder without a run in it is as good as none
+    (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
+    refused(RunExistsError, recipe, str(recipe.folder), "--resume")
+    check_recipe(recipe, resume=True)
+
+
+def test_a_folder_in_use_is_refused_with_and_without_resume(values: Values) -> None:
+    recipe = recipe_of(values)
+    with RunLock(recipe.folder) as lock, pytest.raises(RunExistsError, match="another supervisor"):
+        lock.publish(RunAddress(pid=os.getpid(), run_id="small", redis_url="unix://nowhere"))
+        check_recipe(recipe, resume=True)
+
+
+def test_a_resumed_run_keeps_what_its_weights_depend_on_and_may_change_the_rest(values: Values) -> None:
+    recipe = recipe_of(values)
+    recipe.folder.mkdir()
+    (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
+    check_recipe(recipe_of(values, run={"total_batches": 9}, trainer={"checkpoint_every": 3}), resume=True)
+    for section, key, value, before in (
+        ("run", "groups_per_batch", 7, 2),
+        ("trainer", "num_ranks", 2, 1),
+        ("trainer", "learning_rate", 3e-6, 1e-06),
+    ):
+        changed = recipe_of(values, **{section: {key: value}})
+        refused(ConfigError, changed, f"{section}.{key} was {before}", f"is {value} now", resume=True)
+
+
+def test_a_file_where_the_run_folder_should_be(values: Values, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(
+        EnvironmentLackError,
+        recipe_of(values, run={"folder": str(tmp_path / "file" / "run")}),
+        "a file stands",
+        "run.folder",
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(values: Values, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    refused(
+        EnvironmentLackError, recipe_of(values, run={"folder": str(locked / "run")}), str(locked), "cannot be written"
+    )
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        (b"", "holds no rows"),
+        (b"hello\n", "neither Parquet nor JSON lines"),
+        (b"PAR1 and then nothing of the kind", "cannot be read"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read(values: Values, tmp_path: Path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "rows"
+    if content is not None:
+        file.write_bytes(content)
+    refused(DataError, recipe_of(values, data={"train_file": str(file)}), str(file), says)
+
+
+def test_the_evaluation_file_is_looked_at_too(values: Values, tmp_path: Path) -> None:
+    refused(
+        DataError, recipe_of(values, data={"eval_file": str(tmp_path / "eval.jsonl")}), "eval.jsonl", "no such file"
+    )
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda m: shutil.rmtree(m), "no such folder"),
+        (lambda m: (m / "config.json").unlink(), "no config.json"),
+        (lambda m: (m / "config.json").write_text("{"), "cannot be read"),
+        (lambda m: (m / "config.json").write_text("[]"), "not a JSON object"),
+        (lambda m: rewrite(m, architectures=[]), "names no architecture"),
+        (lambda m: rewrite(m, architectures=["Qwen2ForCausalLN"]), "the nearest is Qwen2ForCausalLM"),
+        (lambda m: rewrite(m, max_position_embeddings=63), "reads at most 63 tokens"),
+        (lambda m: (m / "tokenizer.json").unlink(), "no tokenizer"),
+        (lambda m: (m / "tokenizer_config.json").unlink(), "no chat template"),
+        (lambda m: (m / "tokenizer_config.json").write_text("nonsense"), "tokenizer_config.json cannot be read"),
+        (lambda m: (m / "model.safetensors").unlink(), "no weights"),
+        (lambda m: cut(m / "model.safetensors"), "it is cut short"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 8), "no whole safetensors file"),
+    ],
+)
+def test_a_damaged_model_folder(values: Values, damage: Callable[[Path], object], says: str) -> None:
+    if "nearest" in says and not known_architectures():
+        pytest.skip("vLLM is not installed")
+    damage(Path(values["model"]["path"]))
+    refused(ModelError, recipe_of(values), "model.path", values["model"]["path"], says)
+
+
+def test_facts_of_a_model_come_from_its_headers(values: Values) -> None:
+    facts = check_model(recipe_of(values))
+    assert facts is not None
+    assert (facts.architecture, facts.num_parameters) == ("Qwen2ForCausalLM", 240)
+
+
+def test_a_template_of_its_own_replaces_the_tokenizers(values: Values, tmp_path: Path) -> None:
+    (Path(values["model"]["path"]) / "tokenizer_config.json").unlink()
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    check_recipe(recipe_of(values, model={"chat_template": str(template)}), resume=False)
+    template.write_text("line one\n{% for m in %}")
+    refused(
+        ModelError,
+        recipe_of(values, model={"chat_template": str(template)}),
+        f"{template}, line 2",
+        "mend the template",
+    )
+    template.unlink()
+    refused(ModelError, recipe_of(values, model={"chat_template": str(template)}), str(template), "cannot be read")
+
+
+def test_a_hub_name_needs_a_hub_or_its_cache(values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    recipe = recipe_of(values, model={"path": "some/model"})
+    refused(ModelError, recipe, "some/model", "HF_HUB_OFFLINE")
+    with socket.socket() as silent:  # bound, but nobody listens
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        refused(ModelError, recipe, "some/model", "cannot be reached")
+    shutil.copytree(values["model"]["path"], tmp_path / "hub" / "models--some--model" / "snapshots" / "abc")
+    check_recipe(recipe, resume=False)
+
+
+def test_the_architectures_are_those_of_the_installed_vllm() -> None:
+    known = known_architectures()
+    if not known:
+        pytest.skip("vLLM is not installed")
+    assert {"Qwen2ForCausalLM", "LlamaForCausalLM"} <= known
+    assert "CLIPModel" not in known
+
+
+# --- machine ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("rollout", "rollout.port"), ("reward", "reward.port"), ("trainer", "trainer.port")]
+)
+def test_a_port_in_use(values: Values, section: str, key: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        refused(
+            EnvironmentLackError, recipe_of(values, **{section: {"port": port}}), key, f"127.0.0.1:{port}", "in use"
+        )
+
+
+def test_the_port_of_a_later_replica_counts(values: Values) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        recipe = recipe_of(values, rollout={"port": port - 1, "num_replicas": 2})
+        refused(EnvironmentLackError, recipe, "rollout.port")
+        with pytest.raises(EnvironmentLackError, match=str(port)):
+            check_service(recipe, "rollout", 1)
+        refused(EnvironmentLackError, recipe_of(values, rollout={"port": 65535, "num_replicas": 2}), "rollout.port")
+
+
+def test_one_port_for_two_services(values: Values) -> None:
+    recipe = recipe_of(values, reward={"port": 45671}, trainer={"port": 45671})
+    refused(ConfigError, recipe, "trainer.port", "45671", "also that of reward")
+
+
+def test_an_address_of_another_machine(values: Values) -> None:
+    recipe = recipe_of(values, run={"host": "192.0.2.1"}, trainer={"port": 45671})
+    refused(EnvironmentLackError, recipe, "192.0.2.1:45671")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_a_gpu_backend_without_a_gpu(values: Values, backend: str) -> None:
+    refused(ConfigError, recipe_of(values, weights={"backend": backend}), f"weights.backend={backend}", "gloo")
+
+
+def test_nccl_needs_a_gpu_for_everybody(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0", "1"))
+    check_recipe(recipe_of(values, weights={"backend": "nccl"}), resume=False)
+    crowded = recipe_of(values, weights={"backend": "nccl"}, rollout={"num_replicas": 2})
+    refused(ConfigError, crowded, "needs 3 GPUs", "shows 2")
+
+
+def test_several_machines_need_a_redis_that_all_reach(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(values, trainer={"num_nodes": 2, "rendezvous": "head:29400"})
+    refused(ConfigError, recipe, "run.redis_url", "TANDEM_REDIS_URL")
+
+
+def test_a_redis_that_nobody_answers_at(values: Values) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        recipe = recipe_of(values, run={"redis_url": url})
+        started = refused(EnvironmentLackError, recipe, url, "cannot be reached")
+        assert "Traceback" not in started
+    refused(ConfigError, recipe_of(values, run={"redis_url": "http://x"}), "run.redis_url")
+
+
+def test_no_redis_server_to_start(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentLackError, match="no redis-server"):
+        preflight.check_redis(recipe_of(values))
+
+
+def test_too_little_memory_for_the_engine(values: Values) -> None:
+    recipe = recipe_of(values, rollout={"kv_cache_bytes": 1 << 50})
+    refused(EnvironmentLackError, recipe, "rollout.kv_cache_bytes", "GB")
+
+
+def test_replicas_add_up_in_memory(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = check_model(recipe_of(values))
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 4e9)
+    check_memory(recipe_of(values), facts)
+    with pytest.raises(EnvironmentLackError, match=r"4 engine\(s\)"):
+        check_memory(recipe_of(values, rollout={"num_replicas": 4}), facts)
+    monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0",))
+    check_memory(recipe_of(values, rollout={"num_replicas": 4}), facts)  # their memory is the GPUs'
+
+
+def test_a_disk_too_small_for_the_run(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(values, run={"total_batches": 10**9})
+    refused(EnvironmentLackError, recipe, "GB free", "checkpoints", "run.folder")
+
+
+def test_a_full_disk_is_said_to_be_full(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(EnvironmentLackError, match="the disk is full"):
+        check_disk(recipe_of(values), None)
+
+
+def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
+    facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
+    plain = preflight.disk_need_bytes(recipe_of(values), facts)
+    assert plain >= 16e9, "one checkpoint with its optimizer, and the final export"
+    kept = recipe_of(values, trainer={"checkpoint_every": 1, "keep_checkpoints": 2})
+    assert preflight.disk_need_bytes(kept, facts) >= plain + 24e9
+    assert preflight.disk_need_bytes(recipe_of(values, trainer={"export_every": 1}), facts) >= plain + 12e9
+
+
+# --- reward ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ({"scorer": "exakt"}, "did you mean exact?"),
+        ({"scorer": "no_such_module_here:score"}, "no module named no_such_module_here"),
+        ({"scorer": "missing.py:score"}, "missing.py is no file"),
+        ({"scorer": "exact", "arguments": {"tolerence": 1}}, "tolerence"),
+    ],
+)
+def test_a_scorer_that_cannot_be_used(values: Values, reward: dict[str, Any], says: str) -> None:
+    refused(ScorerError, recipe_of(values, reward=reward), "reward.", says)
+
+
+def test_a_function_that_raises_as_it_is_imported(values: Values, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise RuntimeError('not today')\n")
+    refused(ScorerError, recipe_of(values, reward={"scorer": f"{file}:score"}), str(file), "not today")
+
+
+# --- single services -------------------------------------------------------------------------------------------------
+
+
+def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:
+    recipe = recipe_of(values, data={"train_file": str(tmp_path / "gone")})
+    check_service(recipe, "rollout", 0)
+    check_service(recipe, "reward", 0)
+    with pytest.raises(DataError):
+        check_service(recipe, "feed", 0)
+    write_dataset(tmp_path / "gone")
+    check_service(recipe, "feed", 0)
+    shutil.rmtree(values["model"]["path"])
+    check_service(recipe, "reward", 0)
+    for service in ("feed", "rollout", "trainer"):
+        with pytest.raises(ModelError):
+            check_service(recipe, service, 0)

@@ -1,0 +1,179 @@
+"""Live progress: what the last lines of metrics.jsonl come to, and how it is shown on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tandem.protos.errors import UnavailableError
+from tandem.services.run import progress
+from tandem.services.run.progress import JsonTail, Progress, ProgressSnapshot, RunWatch, plain_line, snapshot_of, table
+from tests.support.run_inputs import recipe_of, small_values
+
+STATES = {"feed": ("running", 10, 0), "trainer": ("running", 11, 0)}
+
+
+def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
+    """One line of metrics.jsonl: two seconds a step, half of them waiting, samplers never idle."""
+    return {
+        "step": step,
+        "time": 1000.0 + 2 * step,
+        "seconds_total": 2.0,
+        "trainer_idle_seconds": 1.0,
+        "reward_mean": 0.5,
+        "staleness_mean": 1.5,
+        "staleness_max": 3,
+        "num_tokens": 4000,
+        "sampler_tokens": 6000.0 * step,
+        "sampler_busy_seconds": 2.0 * step,
+        "sampler_idle_seconds": 0.0,
+        **changes,
+    }
+
+
+class StandIn:
+    """In place of a Buffer."""
+
+    def __init__(self) -> None:
+        self.silent = 0.5
+        self.reachable = True
+
+    def counts(self) -> dict[str, int]:
+        if not self.reachable:
+            raise UnavailableError("Redis is away")
+        return {"prompts_waiting": 3, "prompts_leased": 1, "scored_claimed": 2}
+
+    def silences(self) -> dict[str, float]:
+        return {"feed": 0.5, "rollout-0": self.silent, "controller": 999.0}
+
+
+def watch_of(folder: Path, buffer: StandIn) -> RunWatch:
+    recipe = recipe_of(small_values(folder), run={"total_batches": 100})
+    recipe.folder.mkdir()
+    return RunWatch(recipe, buffer)  # type: ignore[arg-type]
+
+
+def append(file: Path, *lines: dict[str, Any]) -> None:
+    with open(file, "a") as out:
+        out.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_rates_and_fractions_of_a_picture() -> None:
+    picture = snapshot_of([metrics_line(step) for step in range(1, 11)], {"version": 10, "accuracy": 0.75}, {}, 40)
+    assert (picture.step, picture.total, picture.accuracy, picture.accuracy_step) == (10, 40, 0.75, 10)
+    assert picture.reward == 0.5 and picture.staleness_max == 3
+    assert picture.sampler_tokens_per_second == pytest.approx(3000)
+    assert picture.trainer_tokens_per_second == pytest.approx(2000)
+    assert picture.trainer_idle == pytest.approx(0.5) and picture.sampler_idle == pytest.approx(0.0)
+    assert picture.seconds_left == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sampler", "says"),
+    [
+        (0.5, 0.1, "trainer waits for samplers (50%)"),
+        (0.1, 0.4, "samplers wait for trainer (40%)"),
+        (0.1, 0.1, "nobody waits long"),
+        (0.5, None, "trainer waits for samplers (50%)"),
+        (None, None, ""),
+    ],
+)
+def test_who_waits_for_whom(trainer: float | None, sampler: float | None, says: str) -> None:
+    assert ProgressSnapshot(trainer_idle=trainer, sampler_idle=sampler).waiting == says
+
+
+def test_a_picture_before_the_first_batch_shows_what_is_starting() -> None:
+    line = plain_line(snapshot_of([], None, {}, 40), {"trainer": ("starting", 1, 0), "feed": ("running", 2, 0)}, 4.0)
+    assert line == "0:04 step 0/40 · starting: trainer"
+
+
+def test_restarts_and_silence_are_named() -> None:
+    picture = ProgressSnapshot(step=3, total=9, hung=("rollout-1",))
+    line = plain_line(picture, {"reward": ("restarting", 0, 2), "rollout-1": ("running", 7, 0)}, 61.0)
+    assert line.startswith("1:01 step 3/9")
+    assert "restarting: reward (restart 2)" in line
+    assert "no sign of life for 30 s: rollout-1" in line
+    starting = {"rollout-1": ("starting", 7, 1)}
+    assert "no sign" not in plain_line(picture, starting, 61.0), "its last beat was that of the life before"
+
+
+def test_a_tail_gives_whole_lines_once_and_starts_over_with_a_new_file(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    tail = JsonTail(file)
+    assert tail.read() == ([], False)
+    file.write_text('{"a": 1}\n{"a": 2')
+    assert tail.read() == ([{"a": 1}], True)
+    with open(file, "a") as out:
+        out.write("}\n")
+    assert tail.read() == ([{"a": 2}], False)
+    assert tail.read() == ([], False)
+    other = tmp_path / "other"
+    other.write_text('{"a": 9}\n')
+    other.replace(file)
+    assert tail.read() == ([{"a": 9}], True)
+
+
+def test_a_watch_forgets_the_batches_that_a_resumed_run_trains_again(tmp_path: Path) -> None:
+    watch = watch_of(tmp_path, StandIn())
+    file = tmp_path / "run" / "metrics.jsonl"
+    append(file, *(metrics_line(step) for step in range(1, 6)))
+    assert watch.sample().step == 5
+    append(file, metrics_line(4, reward_mean=0.0))
+    assert watch.sample().step == 4
+    assert watch.sample().reward == pytest.approx((0.5 * 3 + 0.0) / 4)
+    assert watch.progress_mark() == 5, "what grows never shrinks"
+
+
+def test_a_watch_names_the_silent_and_outlives_redis(tmp_path: Path) -> None:
+    buffer = StandIn()
+    watch = watch_of(tmp_path, buffer)
+    watch.ask_redis()
+    assert watch.sample().hung == ()
+    buffer.silent = progress.HUNG_SECONDS + 1
+    watch.ask_redis()
+    assert watch.sample().hung == ("rollout-0",)
+    buffer.reachable = False
+    watch.ask_redis()
+    assert watch.sample().groups["prompts_waiting"] == 3, "the figures of before stay"
+
+
+def test_on_a_terminal_a_table_and_elsewhere_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.01)
+    watch = watch_of(tmp_path, StandIn())
+    append(tmp_path / "run" / "metrics.jsonl", *(metrics_line(step) for step in range(1, 11)))
+    watch.sample()
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+        shown = Progress(watch, lambda: STATES, console)
+        with shown:
+            if not terminal:
+                assert shown._printer is not None
+                while "step" not in console.file.getvalue():  # type: ignore[attr-defined]
+                    shown._printer.join(timeout=0.01)
+        said = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "10/100" in said and "trainer waits for samplers" in said
+        assert ("\x1b" in said) is terminal
+
+
+def test_a_table_has_a_row_for_every_figure() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    picture = snapshot_of([metrics_line(step) for step in (1, 2)], None, {"prompts_waiting": 3}, 4)
+    console.print(table(picture, STATES, 3.0))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    for name in (
+        "step",
+        "reward",
+        "accuracy",
+        "staleness",
+        "sampler tokens/s",
+        "trainer tokens/s",
+        "waiting",
+        "groups",
+        "time left",
+    ):
+        assert name in said

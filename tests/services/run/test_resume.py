@@ -1,0 +1,134 @@
+"""What a resumed run may change: what its weights do not depend on. That a replay agrees is in
+tests/services/commands/test_replay.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import ConfigError
+from tandem.services.config import Recipe, dump_recipe, known_keys
+from tandem.services.run.folder import CONFIG_FILE
+from tandem.services.run.resume import FREE, check_resumable, forbidden_changes
+from tandem.trainer.config import TrainerConfig
+from tests.support.run_inputs import recipe_of, small_values
+
+Values = dict[str, dict[str, Any]]
+
+EVERY_TABLE: dict[str, Any] = {
+    "advantage": "gae",
+    "correction": {"rejections": [{"high": 2.0}]},
+    "kl": {"reward": {"target": 0.1}, "loss": {}},
+    "lora": {},
+    "selection": {"overlong_penalty": {"buffer_tokens": 4}, "reward_clip": [0.0, 1.0], "filtration": {}},
+}
+"""A `[trainer]` in which no table is absent."""
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> Values:
+    return small_values(tmp_path)
+
+
+def begun(recipe: Recipe) -> Recipe:
+    """The recipe, with which a run was started."""
+    recipe.folder.mkdir()
+    (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
+    return recipe
+
+
+def refusal(recipe: Recipe) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(recipe)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Every dotted key of a resolved recipe that holds no table."""
+    for name, value in values.items():
+        key = f"{path}.{name}" if path else name
+        if isinstance(value, dict) and value:
+            yield from leaves(value, key)
+        else:
+            yield key
+
+
+def changed(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The values with another one there, whatever it means."""
+    name, _, below = key.partition(".")
+    return {**values, name: changed(values[name], below) if below else ["another value"]}
+
+
+def test_every_key_is_fixed_unless_it_is_declared_free(values: Values) -> None:
+    recipe = recipe_of(values, trainer=EVERY_TABLE, rollout={"max_response_tokens": 32})
+    resolved = recipe.model_dump(mode="json")
+    keys = list(leaves(resolved))
+    assert {"trainer.learning_rate", "trainer.loss.clip_low", "trainer.kl.loss.coefficient", "model.path"} < set(keys)
+    for key in keys:
+        found = [change.key for change in forbidden_changes(resolved, changed(resolved, key))]
+        free = key in FREE or key.partition(".")[0] in FREE
+        assert found == ([] if free else [key])
+
+
+def test_what_is_declared_free_exists() -> None:
+    assert set(known_keys()) >= FREE
+
+
+def test_a_key_that_is_new_is_fixed(values: Values) -> None:
+    class LaterTrainer(TrainerConfig):
+        new_key: int = 1
+        """Nobody has thought about it yet."""
+
+    class LaterRecipe(Recipe):
+        trainer: LaterTrainer = LaterTrainer()
+
+    before, now = (LaterRecipe.model_validate({**values, "trainer": {"new_key": value}}) for value in (1, 2))
+    assert [change.key for change in forbidden_changes(before.model_dump(), now.model_dump())] == ["trainer.new_key"]
+
+
+def test_the_refusal_names_key_values_and_remedy(values: Values) -> None:
+    recipe = begun(recipe_of(values))
+    line = refusal(recipe_of(values, trainer={"learning_rate": 3e-6, "warmup_batches": 2}))
+    assert "trainer.learning_rate was 1e-06" in line and "is 3e-06 now" in line and "nor trainer.warmup_batches" in line
+    assert f"tandem run {recipe.folder}/{CONFIG_FILE} --resume" in line
+    assert "trainer.export_every=1" in line, "there is no export to start from yet"
+    (recipe.folder / "exports" / "000011.partial").mkdir(parents=True)
+    for name in ("exports/000002", "exports/000010", "hf"):
+        (recipe.folder / name).mkdir(parents=True)
+        assert f"model.path={recipe.folder}/{name}" in refusal(recipe_of(values, trainer={"learning_rate": 3e-6}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ({"loss": "gspo"}, 'trainer.loss.name was "clipped_surrogate"'),
+        ({"loss": {"clip_low": 0.1}}, "trainer.loss.clip_low was 0.2"),
+        ({"lora": {"rank": 4}}, "trainer.lora was none"),
+        ({"advantage": "rloo"}, 'is "rloo" now'),
+        ({"schedule": "cosine"}, "trainer.schedule"),
+    ],
+)
+def test_another_table_is_named_by_what_chooses_it(values: Values, trainer: dict[str, Any], says: str) -> None:
+    begun(recipe_of(values))
+    line = refusal(recipe_of(values, trainer=trainer))
+    assert says in line and "nor" not in line.partition("; ")[0]
+
+
+def test_a_run_may_become_longer_unless_its_learning_rate_falls_towards_the_end(values: Values, tmp_path: Path) -> None:
+    begun(recipe_of(values))
+    check_resumable(recipe_of(values, run={"total_batches": 9}))
+    falling = {"trainer": {"schedule": "cosine"}}
+    elsewhere = str(tmp_path / "falling")
+    begun(recipe_of(values, run={"folder": elsewhere}, **falling))
+    assert "run.total_batches was 3" in refusal(
+        recipe_of(values, run={"folder": elsewhere, "total_batches": 9}, **falling)
+    )
+
+
+def test_there_must_be_a_run(values: Values) -> None:
+    assert "no run to resume" in refusal(recipe_of(values))

@@ -1,0 +1,117 @@
+"""`tandem run` with real Redis, real gRPC and real processes, where small programs stand in for the four services."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from tandem.protos import control_pb2, control_pb2_grpc
+from tandem.services import rpc
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.run.folder import CONFIG_FILE, running
+from tests.support.stand_in_run import DEADLINE_SECONDS, Run, stand_in_run
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with stand_in_run(tmp_path) as made:
+        yield made
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_shows_itself_while_it_goes_on_and_its_ledger_afterwards(run: Run) -> None:
+    process, address = run.start_run()
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    code, said = run.tandem("status", str(run.folder))
+    assert code == 0
+    assert all(name in said for name in ("feed", "reward", "trainer", "running", "prompts_waiting"))
+    code, said = run.tandem("ledger", str(run.folder), "--json")
+    assert code == 0 and json.loads(said)["counts"]["prompts_waiting"] == 6
+
+    pids = run.pids()
+    (run.folder / "finish").touch()
+    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, said
+    assert not any(alive(pid) for pid in pids)
+    code, said = run.tandem("ledger", str(run.folder))
+    assert code == 0 and "sound" in said
+    code, said = run.tandem("status", str(run.folder))
+    assert code == 0 and "not running" in said
+
+
+def test_the_ledger_of_a_run_that_does_not_add_up_exits_with_1(run: Run) -> None:
+    process, address = run.start_run()
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    server = redis.Redis.from_url(address.redis_url)
+    assert server.delete("tandem:{small}:payload:0-3") == 1
+    code, said = run.tandem("ledger", str(run.folder))
+    assert code == 1 and "VIOLATION" in said and "0-3" in said
+    (run.folder / "finish").touch()
+    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 1, "a run that lost a group has failed"
+    assert "0-3" in said
+
+
+def test_stop_run_ends_it_as_ctrl_c_does(run: Run) -> None:
+    process, address = run.start_run()
+    pids = run.pids()
+    with rpc.connect(address.control) as channel:
+        control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=5.0)
+    assert process.wait(timeout=10.0) == 130
+    assert not any(alive(pid) for pid in pids)
+    assert running(run.folder) is None
+
+
+def test_a_redis_that_dies_is_started_again_with_everything_it_held(run: Run) -> None:
+    _process, address = run.start_run()
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    before = run.pids()
+    os.kill(before[-1], signal.SIGKILL)
+    eventually(lambda: not alive(before[-1]))
+    assert Buffer(address.redis_url, "small", connect_timeout_seconds=10.0).counts()["prompts_waiting"] == 6
+    eventually(run.all_running)
+    assert run.pids()[:-1] == before[:-1], "the services have waited for it"
+    assert run.tandem("ledger", str(run.folder))[0] == 0
+
+
+def test_a_run_killed_by_9_leaves_no_process_and_is_resumed(run: Run) -> None:
+    process, address = run.start_run()
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    pids = run.pids()
+    process.kill()
+    eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
+
+    code, said = run.tandem("run", str(run.recipe_file))
+    assert code == 2 and "--resume" in said and len(said.splitlines()) == 1
+    code, said = run.tandem("run", str(run.recipe_file), "run.seed=5", "--resume")
+    assert code == 2 and "run.seed was 0" in said and len(said.splitlines()) == 1
+    (run.folder / "finish").touch()
+    code, said = run.tandem("run", str(run.recipe_file), "--resume")
+    assert code == 0, said
+
+
+def test_one_folder_has_one_supervisor(run: Run) -> None:
+    process, _ = run.start_run()
+    for arguments in ((), ("--resume",)):
+        code, said = run.tandem("run", str(run.recipe_file), *arguments)
+        assert code == 2 and f"pid {process.pid}" in said and len(said.splitlines()) == 1
+    assert process.poll() is None
+
+
+def test_there_is_nothing_to_resume_in_an_empty_folder(run: Run) -> None:
+    code, said = run.tandem("run", str(run.recipe_file), "--resume")
+    assert code == 2 and CONFIG_FILE in said and len(said.splitlines()) == 1
+    assert not run.folder.exists()

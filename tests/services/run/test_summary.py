@@ -1,0 +1,177 @@
+"""The summary's figures, from lines whose sums are known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.protos.codec import encode_group
+from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
+from tandem.services.run.metrics import (
+    JsonLines,
+    MetricsLog,
+    PhaseClock,
+    SamplerTotals,
+    batch_figures,
+    component_figures,
+    percentile_99,
+)
+from tandem.services.run.summary import summarise, write_summary
+from tests.support.trainer_ring import make_recipe
+from tests.support.training_groups import make_batch, make_group
+
+
+def line(step: int, **more: object) -> dict[str, object]:
+    return {
+        "step": step,
+        "optimizer_step": 2 * step,
+        "seconds_total": 2.0,
+        "trainer_idle_seconds": 0.5,
+        "num_tokens": 100,
+        "staleness_counts": [1, 3] if step > 1 else [4],
+        "sampler_tokens": 50.0 * step,
+        "sampler_busy_seconds": 1.5 * step,
+        "sampler_idle_seconds": 0.5 * step,
+        "weight_stall_seconds": 0.01 * step,
+        **more,
+    }
+
+
+def test_figures_of_a_run(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluations = [{"version": 4, "accuracy": 0.9}, {"version": 0, "accuracy": 0.5}]
+    lines = [line(1), line(2, skipped_steps=0.0), line(3, weight_stall_seconds=None, skipped_steps=2.0), line(4)]
+    summary = summarise(recipe, lines, evaluations, {"admitted": 9}, 12.5)
+    assert summary["initial_accuracy"] == 0.5
+    assert summary["final_accuracy"] == 0.9
+    assert (summary["train_steps"], summary["optimizer_steps"]) == (4, 8)
+    assert (summary["skipped_steps"], summary["critic_skipped_steps"]) == (2, None)
+    assert (summary["wall_seconds"], summary["train_seconds"]) == (12.5, 8.0)
+    assert summary["sampler_tokens_per_second"] == 200 / 8
+    assert summary["trainer_tokens_per_second"] == 400 / 8
+    assert summary["mean_staleness"] == pytest.approx(9 / 16)
+    assert (summary["p99_staleness"], summary["observed_max_staleness"]) == (1, 1)
+    assert summary["sampler_idle_fraction"] == 0.25
+    assert summary["trainer_idle_fraction"] == 0.25
+    assert summary["weight_updates"] == 3
+    assert summary["weight_stall_seconds_mean"] == pytest.approx(0.07 / 3)
+    assert summary["groups"] == {"admitted": 9}
+
+
+def test_what_was_not_measured_is_none_and_not_zero(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    summary = summarise(recipe, [], [], {}, 1.0)
+    for name in (
+        "initial_accuracy",
+        "final_accuracy",
+        "mean_staleness",
+        "sampler_tokens_per_second",
+        "weight_stall_seconds_mean",
+    ):
+        assert summary[name] is None
+    late = summarise(
+        recipe, [line(1), line(2)], [{"version": 0, "accuracy": 0.5}, {"version": 1, "accuracy": 0.7}], {}, 1.0
+    )
+    assert late["final_accuracy"] is None, "the last version was never evaluated"
+
+
+def test_the_file_is_json_in_the_run_folder(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    JsonLines(recipe.folder / "metrics.jsonl").append(line(1))
+    summary = write_summary(recipe, {"admitted": 2}, 3.0)
+    assert json.loads((recipe.folder / "summary.json").read_text()) == summary
+    assert summary["train_steps"] == 1
+
+
+def test_figures_of_a_batch() -> None:
+    groups = [
+        make_group(0, versions=(1, 3), rewards=(0.0, 1.0, None, 1.0)),
+        make_group(1, versions=(3,), rewards=(1.0,) * 4),
+    ]
+    batch, _ = make_batch(groups, policy_version=5)
+    figures = batch_figures(batch)
+    assert figures["reward_mean"] == pytest.approx(6 / 7)
+    assert figures["staleness_counts"] == [0, 4, 0, 3], "version 4 began; the oldest token counts"
+    assert figures["staleness_mean"] == pytest.approx(13 / 7)
+    assert (figures["staleness_max"], figures["staleness_p99"]) == (3, 3)
+    assert figures["multi_version_fraction"] == pytest.approx(3 / 7)
+    assert figures["num_groups"] == 2
+
+
+def test_greedy_answers_are_a_figure_of_their_own() -> None:
+    def figures(*baselines: float) -> dict[str, object]:
+        rewards = (0.0, 1.0, 1.0, 1.0)
+        groups = [
+            make_group(index, versions=(3,), rewards=(*rewards, *greedy), baseline=bool(greedy), num_segments=2)
+            for index, greedy in enumerate([[one] for one in baselines] or [[], []])
+        ]
+        return batch_figures(make_batch(groups, policy_version=5)[0])
+
+    assert figures(1.0, 0.5) == {**figures(), "baseline_reward_mean": 0.75}
+
+
+def test_components_of_the_reward_are_figures() -> None:
+    """Of policy rows with a reward only; a component that some lack is the mean of the others."""
+    given = [{"format": 1.0, "math": 0.0}, {"format": 0.0}, {"format": 9.0}, {"format": 0.5, "math": 1.0}]
+    group = make_group(0, versions=(3,), rewards=(1.0, 0.0, None, 1.0), num_segments=2)
+    greedy = make_group(1, versions=(3,), rewards=(1.0, 1.0), baseline=True, num_segments=2)
+    rows = [
+        ScoredTrajectory(row.trajectory, row.reward, parts, row.unscored_reason, row.unscored_detail)
+        for row, parts in zip(group.scored_rows, given, strict=True)
+    ]
+    others = [
+        ScoredTrajectory(row.trajectory, row.reward, {"format": 0.5} if row.trajectory.role == "policy" else {"x": 1.0})
+        for row in greedy.scored_rows
+    ]
+    payloads = [
+        encode_group(TrajectoryGroup(group.prompt, tuple(rows))),
+        encode_group(TrajectoryGroup(greedy.prompt, tuple(others))),
+    ]
+    assert component_figures(payloads) == {"reward/format": pytest.approx(0.5), "reward/math": pytest.approx(0.5)}
+
+
+def test_percentile() -> None:
+    assert percentile_99([1]) == 0
+    assert percentile_99([99, 1]) == 0
+    assert percentile_99([98, 2]) == 1
+    assert percentile_99([0, 0, 5]) == 2
+
+
+def test_a_rewound_log_keeps_what_the_checkpoint_contains(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, tensorboard=True)
+    for step in range(1, 6):
+        log.add(line(step))
+        log.add_evaluation({"version": step, "accuracy": 0.1 * step})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "torn')
+    again = MetricsLog(tmp_path, tensorboard=True)
+    again.rewind(checkpoint_version=2, last_recorded=4)
+    assert [entry["step"] for entry in again.lines.read()] == [1, 2]
+    assert [entry["version"] for entry in again.evaluations.read()] == [1, 2, 3, 4]
+    assert again.last["step"] == 2
+    again.add(line(3))
+    again.close()
+    assert [entry["step"] for entry in again.lines.read()] == [1, 2, 3]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+def test_sampler_sums_survive_restarts_and_start_where_they_are_first_seen() -> None:
+    totals = SamplerTotals({"a": {"sampled_tokens": 100.0}}, {"sampler_tokens": 7.0})
+    assert totals.update({"a": {"sampled_tokens": 130.0}})["sampler_tokens"] == 37.0
+    assert totals.update({"a": {"sampled_tokens": 10.0}})["sampler_tokens"] == 47.0, "a restarted sampler counts from 0"
+    assert totals.update({"a": {"sampled_tokens": 10.0}, "b": {"sampled_tokens": 5.0}})["sampler_tokens"] == 52.0
+
+
+def test_clock() -> None:
+    clock = PhaseClock()
+    with clock.phase("read"):
+        pass
+    with clock.phase("read"):
+        pass
+    seconds = clock.lap()
+    assert set(seconds) == {"seconds_read", "seconds_total"}
+    assert 0 <= seconds["seconds_read"] <= seconds["seconds_total"]
+    assert set(clock.lap()) == {"seconds_total"}

@@ -1,0 +1,341 @@
+"""The crew of a run: restarts, giving up, a user's error, Ctrl-C, and nothing left behind, with small programs as
+children.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.protos.errors import LINES_ABOVE
+from tandem.services.run import children, crew
+from tandem.services.run.children import Child, ChildSpec, RestartPolicy, end_lineage, new_run_token
+from tandem.services.run.crew import FAILED, FINISHED, INTERRUPTED, USER_ERROR, Crew
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+DEADLINE_SECONDS = 20.0
+
+SLEEP = "import time; time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+)
+# Does what `tandem serve` does first, and has a child of its own that does the same, in a session of its own.
+MORTAL = """
+import os, subprocess, sys, time
+from tandem.services.process import die_with_parent
+die_with_parent(int(os.environ["TANDEM_PARENT_PID"]))
+inner = '''
+import sys, time
+from tandem.services.process import die_with_parent
+die_with_parent(int(sys.argv[1]))
+print("up", flush=True)
+time.sleep(600)
+'''
+command = [sys.executable, "-c", inner, str(os.getpid())]
+child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+print("pids", os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+DRIVER = """
+import json, sys
+from pathlib import Path
+from tandem.services.run.children import Child, ChildSpec
+from tandem.services.run.crew import Crew
+folder, table = Path(sys.argv[1]), json.loads(sys.argv[2])
+crew = Crew(say=lambda line: print(line, flush=True))
+specs = [ChildSpec(name, (sys.executable, "-c", code), folder / f"{name}.log") for name, code in table.items()]
+crew.children = [Child(spec, crew.token) for spec in specs]
+with crew.signals():
+    sys.exit(crew.run())
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(crew, "POLL_SECONDS", 0.01)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], subprocess.Popen[str]]]:
+    """Starts a crew in a process of its own, as `tandem run` is one."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_crew(table: dict[str, str]) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(table)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start_crew
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=DEADLINE_SECONDS)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def run_crew(folder: Path, table: dict[str, str], *, logs_stay: bool = True) -> tuple[int, list[str], Crew]:
+    said: list[str] = []
+    team = Crew(say=said.append, logs_stay=logs_stay)
+    team.children = [
+        Child(ChildSpec(name, (sys.executable, "-c", code), folder / f"{name}.log"), team.token)
+        for name, code in table.items()
+    ]
+    return team.run(), said, team
+
+
+def log_says(file: Path, text: str) -> bool:
+    return file.is_file() and any(line.startswith(text) for line in file.read_text().splitlines())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids_in(file: Path) -> list[int]:
+    return [int(pid) for line in file.read_text().splitlines() if line.startswith("pids") for pid in line.split()[1:]]
+
+
+def test_the_end_of_the_trainer_ends_the_run_and_every_other_child(tmp_path: Path) -> None:
+    outcome, said, team = run_crew(tmp_path, {"feed": SLEEP, "rollout-0": SLEEP, "trainer": "print('trained')"})
+    assert outcome == FINISHED
+    assert {state for state, _, _ in team.states().values()} == {"stopped"}
+    assert not any(child.alive for child in team.children)
+    assert said == []
+    assert log_says(tmp_path / "trainer.log", "trained")
+
+
+def test_the_end_of_another_child_ends_nothing(tmp_path: Path) -> None:
+    outcome, _, team = run_crew(tmp_path, {"feed": "pass", "trainer": "import time; time.sleep(0.5)"})
+    assert outcome == FINISHED
+    assert team.states()["feed"] == ("stopped", 0, 0)
+
+
+def test_a_child_that_dies_is_started_again_and_says_why(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    dies_once = (
+        f"import pathlib, sys; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); "
+        "mark.touch(); print('life', flush=True); "
+        "sys.exit(0 if done else 'engine out of order')"
+    )
+    outcome, said, team = run_crew(tmp_path, {"trainer": dies_once})
+    assert outcome == FINISHED
+    assert team.states()["trainer"] == ("stopped", 0, 1)
+    assert len(said) == 1 and "trainer died (exit code 1: engine out of order)" in said[0]
+    assert (tmp_path / "trainer.log").read_text().splitlines().count("life") == 2, "both lives write to one log"
+
+
+def test_a_child_killed_by_a_signal_is_named_with_it(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    killed_once = (
+        f"import os, pathlib; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); mark.touch(); "
+        "done or os.kill(os.getpid(), 9)"
+    )
+    outcome, said, _ = run_crew(tmp_path, {"trainer": killed_once})
+    assert outcome == FINISHED
+    assert "trainer died (SIGKILL" in said[0]
+
+
+def test_it_gives_up_loudly_after_five_deaths_in_a_row(tmp_path: Path) -> None:
+    outcome, said, team = run_crew(tmp_path, {"trainer": SLEEP, "reward": "raise RuntimeError('no such scorer')"})
+    assert outcome == FAILED
+    assert team.states()["reward"][2] == children.MOST_DEATHS - 1
+    assert any("reward died" in line and "giving up" in line for line in said)
+    assert any("RuntimeError: no such scorer" in line for line in said[-12:]), "its last lines are shown"
+    assert not any(child.alive for child in team.children)
+
+
+def test_a_users_error_ends_the_run_at_once_with_its_line(tmp_path: Path) -> None:
+    complains = "import sys; print('tandem: reward.port: in use', file=sys.stderr); print('noise'); sys.exit(2)"
+    outcome, said, team = run_crew(tmp_path, {"trainer": SLEEP, "reward": complains})
+    assert outcome == USER_ERROR
+    assert said == ["tandem: reward: reward.port: in use"]
+    assert team.states()["reward"][2] == 0, "it is not started again"
+
+
+ENGINE_ENDS = f"""
+import sys
+print("(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1510] Traceback (most recent call last):")
+print("ValueError: an earlier one")
+print("(EngineCore pid=7) ERROR 11-21 17:00:00 [core.py:1510] ValueError: No available memory for the cache blocks.")
+print("Process EngineCore:")
+print("tandem: the engine for models/x does not start on this machine: RuntimeError: no core; {LINES_ABOVE}")
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("logs_stay", [True, False])
+def test_a_complaint_of_lines_above_brings_the_last_of_them_and_its_log(tmp_path: Path, logs_stay: bool) -> None:
+    outcome, said, _ = run_crew(tmp_path, {"trainer": SLEEP, "rollout-0": ENGINE_ENDS}, logs_stay=logs_stay)
+    assert outcome == USER_ERROR
+    log = str(tmp_path / "rollout-0.log") if logs_stay else "its log"
+    assert said == [
+        "tandem: rollout-0: the engine for models/x does not start on this machine: RuntimeError: no core; "
+        f"{log} names the cause: ValueError: No available memory for the cache blocks."
+    ]
+
+
+def test_a_complaint_of_lines_above_that_name_no_exception_brings_the_log_alone(tmp_path: Path) -> None:
+    killed = f"import sys; print('tandem: Failed core proc(s): -9; {LINES_ABOVE}'); sys.exit(2)"
+    _, said, _ = run_crew(tmp_path, {"trainer": SLEEP, "rollout-0": killed})
+    assert said == [f"tandem: rollout-0: Failed core proc(s): -9; {tmp_path / 'rollout-0.log'} names the cause"]
+
+
+def test_on_a_full_disk_nobody_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "disk_full", lambda folder: True)
+    cut = "import sys; print('tandem: half of a li'); sys.exit(2)"
+    outcome, said, _ = run_crew(tmp_path, {"trainer": cut})
+    assert outcome == USER_ERROR
+    assert said == [f"tandem: trainer: the disk of {tmp_path} is full; free space there, then go on with --resume"]
+
+
+def test_a_full_disk_is_the_users_error(tmp_path: Path) -> None:
+    full = "raise OSError(28, 'No space left on device')"
+    outcome, said, _ = run_crew(tmp_path, {"trainer": full})
+    assert outcome == USER_ERROR
+    assert len(said) == 1 and "disk" in said[0] and "full" in said[0]
+
+
+def test_what_a_dead_child_leaves_behind_is_ended_before_it_is_started_again(tmp_path: Path) -> None:
+    """A leftover would hold on to ports, GPU memory, or the ranks' rendezvous."""
+    note = tmp_path / "note"
+    leaves = f"""
+import pathlib, subprocess, sys, time
+note = pathlib.Path({str(note)!r})
+if not note.exists():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    note.write_text(str(child.pid))
+    sys.exit(1)
+stat = pathlib.Path(f"/proc/{{note.read_text()}}/stat")
+for _ in range(100):
+    if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+        sys.exit(0)
+    time.sleep(0.05)
+sys.exit("it is still there")
+"""
+    outcome, said, _ = run_crew(tmp_path, {"trainer": leaves})
+    assert outcome == FINISHED and len(said) == 1, said
+
+
+def test_end_lineage_ends_nobody_else() -> None:
+    token = new_run_token()
+    bystander = subprocess.Popen(
+        [sys.executable, "-c", SLEEP], env={**os.environ, children.LINEAGE_VARIABLE: f"{token}x:feed"}
+    )
+    victim = subprocess.Popen(
+        [sys.executable, "-c", SLEEP], env={**os.environ, children.LINEAGE_VARIABLE: f"{token}:feed"}
+    )
+    try:
+        eventually(lambda: end_lineage(token) == [victim.pid])  # until its exec its environment is still ours
+        assert victim.wait(timeout=DEADLINE_SECONDS) == -signal.SIGKILL
+        assert bystander.poll() is None
+    finally:
+        for process in (bystander, victim):
+            process.kill()
+            process.wait(timeout=DEADLINE_SECONDS)
+
+
+def test_ctrl_c_ends_everything_within_ten_seconds_even_the_stubborn(
+    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
+) -> None:
+    process = start({"trainer": STUBBORN, "feed": SLEEP, "reward": MORTAL})
+    eventually(lambda: log_says(tmp_path / "trainer.log", "deaf") and log_says(tmp_path / "reward.log", "pids"))
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=10.0)
+    assert process.returncode == INTERRUPTED
+    assert "trainer did not end when asked to; killed" in said
+    assert "feed did not end" not in said
+    eventually(lambda: not any(alive(pid) for pid in pids_in(tmp_path / "reward.log")))
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(
+    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
+) -> None:
+    tells = (
+        "import signal, time; signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True)); "
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    process = start({"trainer": tells})
+    eventually(lambda: log_says(tmp_path / "trainer.log", "ready"))
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    assert process.wait(timeout=10.0) == INTERRUPTED
+    assert not log_says(tmp_path / "trainer.log", "interrupted")
+
+
+def test_a_second_ctrl_c_waits_for_nobody(
+    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
+) -> None:
+    process = start({"trainer": STUBBORN})
+    eventually(lambda: log_says(tmp_path / "trainer.log", "deaf"))
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert "stopping" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=crew.SIGKILL_AFTER_SECONDS - 2.0) == INTERRUPTED
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_polite_signals_do_as_ctrl_c(
+    number: signal.Signals, tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
+) -> None:
+    process = start({"trainer": MORTAL})
+    eventually(lambda: log_says(tmp_path / "trainer.log", "pids"))
+    process.send_signal(number)
+    assert process.wait(timeout=10.0) == INTERRUPTED
+
+
+def test_a_supervisor_killed_by_9_leaves_no_process(
+    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
+) -> None:
+    process = start({"trainer": MORTAL, "rollout-0": MORTAL})
+    logs = [tmp_path / "trainer.log", tmp_path / "rollout-0.log"]
+    eventually(lambda: all(log_says(log, "pids") for log in logs))
+    pids = [pid for log in logs for pid in pids_in(log)]
+    assert len(pids) == 4 and all(alive(pid) for pid in pids)
+    process.kill()
+    eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
+
+
+def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
+    orphan = (
+        f"from tandem.services.process import die_with_parent; die_with_parent({os.getpid() + 1}); print('survived')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", orphan], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS
+    )
+    assert done.returncode != 0 and "survived" not in done.stdout
+
+
+def test_restart_delays_double_and_end_at_the_fifth_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "FIRST_DELAY_SECONDS", 0.5)
+    policy = RestartPolicy()
+    assert [policy.delay(1.0, 0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
+
+
+def test_progress_or_a_long_life_starts_the_count_anew() -> None:
+    policy = RestartPolicy()
+    assert all(policy.delay(1.0, step) is not None for step in range(20)), (
+        "a run that gets on is worth any number of restarts"
+    )
+    policy = RestartPolicy()
+    assert all(policy.delay(children.STEADY_SECONDS, 0) is not None for _ in range(20))

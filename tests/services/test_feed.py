@@ -1,0 +1,233 @@
+"""The feed against a real Redis: order, cursor, credits, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.protos.codec import decode_group
+from tandem.protos.errors import DataError, ModelError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe, parse_recipe
+from tandem.services.feed_service import Feed, PromptStream, epoch_order, open_stream
+from tandem.services.service_info import ServiceInfo
+from tests.support.dataset_files import chat_folder, verl_row, write_lines
+from tests.support.redis_ring import SAMPLER, claim, new_run, offer
+from tests.support.service_wire import check_what_it_says
+from tests.support.waiting import eventually, looping
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Callable[..., Recipe]:
+    def make(rows: list[object], seed: int = 0, **data: object) -> Recipe:
+        file = write_lines(tmp_path / "train.jsonl", rows)
+        return parse_recipe(
+            {
+                "run": {"run_id": "feed-test", "seed": seed},
+                "model": {"path": str(model)},
+                "data": {"train_file": str(file), "max_prompt_tokens": 100, **data},
+                "rollout": {"samples_per_prompt": 3, "max_response_tokens": 7, "stop": ["!"], "temperature": 0.5},
+            }
+        )
+
+    return make
+
+
+def questions(number: int) -> list[object]:
+    return [verl_row(f"{n}", str(n)) for n in range(number)]
+
+
+@contextmanager
+def feeding(buffer: Buffer, stream: PromptStream) -> Iterator[Feed]:
+    feed = Feed(buffer, stream)
+    with looping(feed.run):
+        yield feed
+
+
+def positions(stream: PromptStream, number: int) -> list[str]:
+    taken: list[str] = []
+    while len(taken) < number and not stream.finished:
+        run = stream.run(number - len(taken))
+        taken += [prepared.group_id for prepared in run]
+        stream.advance(len(run))
+    return taken
+
+
+def test_order_is_fixed_by_seed_and_epoch() -> None:
+    # Written down so that a resumed run meets the order it left, whatever version of this software or numpy resumes it.
+    assert epoch_order(7, 0, 10).tolist() == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
+    orders = {tuple(epoch_order(seed, epoch, 50)) for seed in (-1, 0, 1, 2**40) for epoch in range(3)}
+    assert len(orders) == 12
+    assert all(sorted(order) == list(range(50)) for order in orders)
+
+
+def test_stream_repeats_itself_from_any_position(recipe: Callable[..., Recipe]) -> None:
+    settings = recipe(questions(10), seed=3)
+    whole = positions(open_stream(settings, 0), 25)
+    assert sorted(whole[:10]) == [f"0-{n}" for n in range(10)] and sorted(whole[10:20]) == [f"1-{n}" for n in range(10)]
+    assert [name.split("-")[1] for name in whole[:10]] != [name.split("-")[1] for name in whole[10:20]]
+    assert positions(open_stream(settings, 7), 18) == whole[7:]
+    assert positions(open_stream(recipe(questions(10), shuffle=False), 0), 12) == [
+        *(f"0-{n}" for n in range(10)),
+        "1-0",
+        "1-1",
+    ]
+
+
+def test_stream_ends_after_max_epochs(recipe: Callable[..., Recipe]) -> None:
+    stream = open_stream(recipe(questions(4), max_epochs=2), 0)
+    assert len(positions(stream, 100)) == 8 and stream.finished and stream.run(1) == []
+
+
+def test_skipped_rows_part_the_runs(recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = questions(8)
+    rows[2] = rows[3] = "broken"
+    rows[6] = verl_row("x" * 200, "1")
+    stream = open_stream(recipe(rows, shuffle=False), 0)
+    runs = []
+    for _ in range(4):
+        run = stream.run(100)[:5]
+        runs.append([prepared.position for prepared in run])
+        stream.advance(len(run))
+    assert runs == [[0, 1], [4, 5], [7, 8, 9], [12, 13]]
+    assert {index: fault.reason for index, fault in stream.faults.items()} == {
+        2: "malformed",
+        3: "malformed",
+        6: "too_long",
+    }
+    assert capsys.readouterr().out.count("is skipped") == 3  # once a row, not once an epoch
+
+
+def test_nothing_usable_is_an_error_not_a_hang(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no usable row"):
+        open_stream(recipe([verl_row("a", None)] * 3), 0).run(1)
+    with pytest.raises(DataError, match="no usable row"):
+        open_stream(recipe([verl_row("a", None)] * 3), 2).run(1)
+    settings = recipe(questions(3))
+    (tmp_path / "chat.jinja").write_text("{{ raise_exception('no') }}")
+    broken = settings.model_copy(
+        update={"model": settings.model.model_copy(update={"chat_template": str(tmp_path / "chat.jinja")})}
+    )
+    with pytest.raises(ModelError, match=r"chat\.jinja refuses every row"):
+        open_stream(broken, 0).run(1)
+
+
+def test_admits_under_the_limiter_and_marks_the_target(redis_url: str, recipe: Callable[..., Recipe]) -> None:
+    buffer = new_run(redis_url, groups_per_batch=4, staleness_budget=1, target_groups=10)
+    with feeding(buffer, open_stream(recipe(questions(6)), 0)) as feed:
+        eventually(lambda: feed.admitted == 8)
+        time.sleep(0.1)
+        assert (
+            feed.admitted == 8 and feed.activity == "waiting for credits" and feed.figures()["waiting_seconds"] > 0.05
+        )
+        first = claim(buffer, "prompts", 8)
+        group = decode_group(first[0].payload)
+        assert group.group_id == first[0].group_id and group.prompt.num_samples == 3
+        assert (group.prompt.sampling.max_tokens, group.prompt.sampling.temperature) == (7, 0.5)
+        assert group.prompt.sampling.stop == ("!",) and group.prompt.ground_truth == str(group.prompt.index)
+        incarnation = buffer.begin_incarnation()
+        for one in first[:3]:  # two dropped groups would leave the target open for two more
+            assert buffer.complete(one, one.payload)
+        assert [buffer.release(one, "timeout", "data") for one in first[3:5]] == ["dropped", "dropped"]
+        eventually(lambda: feed.admitted == 10)
+        assert buffer.admission().wanted == 2 and buffer.counts()["dropped:timeout"] == 2
+        buffer.drop_outstanding(incarnation, "end")
+        eventually(lambda: feed.admitted > 12)
+    assert buffer.verify() == []
+
+
+def test_target_reached_is_final_until_a_group_is_dropped(redis_url: str, recipe: Callable[..., Recipe]) -> None:
+    buffer = new_run(redis_url, groups_per_batch=2, staleness_budget=1, target_groups=3)
+    with feeding(buffer, open_stream(recipe(questions(6)), 0)) as feed:
+        eventually(lambda: feed.activity == "the run has all the groups it needs")
+        claims = claim(buffer, "prompts", 3)
+        assert feed.admitted == 3 and len(claims) == 3 and not buffer.exhausted()
+        for one in claims[1:]:
+            buffer.complete(one, one.payload)
+        for one in claim(buffer, "generated", 2):
+            buffer.complete(one, one.payload, "[]")
+        assert not buffer.exhausted()
+        assert buffer.release(claims[0], "crashed", "data") == "dropped"
+        eventually(lambda: feed.admitted == 4)
+        (replacement,) = claim(buffer, "prompts", 9)
+        buffer.complete(replacement, replacement.payload)
+        (replacement,) = claim(buffer, "generated", 9)
+        buffer.complete(replacement, replacement.payload, "[]")
+        eventually(buffer.exhausted)
+
+
+def test_the_end_of_the_data_ends_the_feed(redis_url: str, recipe: Callable[..., Recipe]) -> None:
+    buffer = new_run(redis_url, groups_per_batch=8, staleness_budget=1, target_groups=100)
+    rows = [*questions(5), "broken"]
+    with feeding(buffer, open_stream(recipe(rows, max_epochs=2), 0)) as feed:
+        eventually(lambda: "last epoch" in feed.activity)
+        assert feed.admitted == 10 and feed.figures()["rows_skipped:malformed"] == 1
+        for one in claim(buffer, "prompts", 10):
+            buffer.complete(one, one.payload)
+        assert not buffer.exhausted()
+        for one in claim(buffer, "generated", 10):
+            buffer.complete(one, one.payload, "[]")
+        assert buffer.exhausted()
+
+
+def test_a_restarted_feed_goes_on_where_it_stopped(redis_url: str, recipe: Callable[..., Recipe]) -> None:
+    rows = questions(9)
+    rows[4] = "broken"
+    settings = recipe(rows, seed=11)
+    expected = positions(open_stream(settings, 0), 20)
+    buffer = new_run(redis_url, groups_per_batch=3, staleness_budget=0, target_groups=20)
+    seen: list[str] = []
+    while len(seen) < 20:
+        with feeding(buffer, open_stream(settings, buffer.admission().cursor)) as feed:
+            eventually(lambda: feed.admitted > 0)
+            seen += [one.group_id for one in retired(buffer)]
+    assert seen == expected
+    assert buffer.verify() == []
+
+
+def retired(buffer: Buffer) -> list[object]:
+    """Takes what is in prompts and returns its credits the way training does."""
+    claims = claim(buffer, "prompts", 2)
+    for one in claims:
+        buffer.complete(one, one.payload)
+    for one in claim(buffer, "generated", 2):
+        buffer.complete(one, one.payload, "[]")
+    incarnation = buffer.begin_incarnation()
+    ids = [one.group_id for one in buffer.claim_scored(incarnation, 2, 0)]
+    version = buffer.published_version() + 1
+    buffer.record(incarnation, version, ids)
+    buffer.publish(incarnation, version, [SAMPLER])
+    return list(claims)
+
+
+def test_front_answers_info_and_beats(redis_url: str, recipe: Callable[..., Recipe]) -> None:
+    buffer = new_run(redis_url, groups_per_batch=2, target_groups=2, run_id="feed-test")
+    offer(buffer, 1)  # an earlier process of this feed
+    feed = Feed(buffer, open_stream(recipe(questions(3)), 1))
+    before = time.time()
+    with ServiceInfo(
+        "feed", recipe(questions(3)), buffer, figures=feed.figures, activity=lambda: feed.activity
+    ) as front:
+        assert buffer.services()["feed"] == front.address
+        info = check_what_it_says(front.address, buffer, name="feed", service_names=(), started_after=before)
+        assert info.activity == "starting"
+        assert (info.figures["admitted"], info.figures["groups_admitted"]) == (1, 0)
+        eventually(lambda: "waiting_seconds" in buffer.figures().get("feed", {}))
+
+
+def test_preparing_does_not_read_the_whole_file(recipe: Callable[..., Recipe]) -> None:
+    stream = open_stream(recipe(questions(5000)), 0)
+    started = time.monotonic()
+    stream.run(4)
+    assert time.monotonic() - started < 1.0
+    assert np.unique(positions(stream, 300)).size == 300

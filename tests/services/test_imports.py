@@ -1,0 +1,142 @@
+"""What is light stays light: the contract, every configuration and every `--help` load no torch, no vllm, and little
+else.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.paths import ROOT
+
+DEADLINE_SECONDS = 60.0
+
+LEARNING = {"torch", "vllm", "transformers", "deepspeed", "tensorboard"}
+WIRES = {"grpc", "redis", "google.protobuf"}
+LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.config"}  # pydantic is typer's own doing
+
+TRAINER_OPTIONS = [
+    "tandem.trainer.aggregation_options",
+    "tandem.trainer.algorithm",
+    "tandem.trainer.engine_options",
+    "tandem.trainer.estimators.options",
+    "tandem.trainer.kl_options",
+    "tandem.trainer.named_options",
+    "tandem.trainer.off_policy.options",
+    "tandem.trainer.off_policy.presets",
+    "tandem.trainer.policy_losses.options",
+    "tandem.trainer.selection_options",
+]
+"""What a recipe may say of the mathematics, without the mathematics."""
+
+COMMANDS = [
+    [],
+    ["demo"],
+    ["run"],
+    ["serve"],
+    ["sft"],
+    ["eval"],
+    ["replay"],
+    ["status"],
+    ["ledger"],
+    ["doctor"],
+    ["config"],
+    ["data"],
+    ["data", "check"],
+    ["reward"],
+    ["reward", "score"],
+    ["reward", "submit"],
+    ["reward", "jobs"],
+    ["reward", "results"],
+    ["reward", "cancel"],
+    ["reward", "scorers"],
+    ["reward", "serve"],
+]
+
+
+def loaded_by(code: str) -> set[str]:
+    """Names of all modules in a fresh process after running `code`."""
+    program = f"import sys, json\n{code}\njson.dump(sorted(sys.modules), sys.__stdout__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True
+    )
+    return set(json.loads(done.stdout))
+
+
+CONFIGURATIONS = [
+    "tandem.rollout.config",
+    "tandem.reward.config",
+    "tandem.trainer.config",
+    *TRAINER_OPTIONS,
+    "tandem.services.config",
+]
+LIGHT = [
+    *CONFIGURATIONS,
+    "tandem.protos.types",
+    "tandem.protos.errors",
+    "tandem.protos.contracts",
+    "tandem.protos.codec",
+    "tandem.protos.manifest",
+    "tandem.protos.scratch_folder",
+    "tandem.rollout.engine_folder",
+    "tandem.trainer.balance",
+    "tandem.trainer.packing",
+    "tandem.trainer.planning",
+    "tandem.trainer.selection",
+    "tandem.services.config.docs",
+    "tandem.services.run.preflight",
+    "tandem.services.run.supervisor",
+    "tandem.services.commands.doctor",
+]
+
+
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [(LIGHT, LEARNING), (CONFIGURATIONS, WIRES | {"numpy", "pyarrow"})],
+    ids=["no torch and no vllm", "no wires"],
+)
+def test_the_contract_and_every_configuration_are_light(modules: list[str], heavy: set[str]) -> None:
+    """What none of them loads when all are loaded, one alone does not load."""
+    if loaded_by(f"import {', '.join(modules)}") & heavy:
+        found = {module: sorted(loaded_by(f"import {module}") & heavy) for module in modules}
+        assert not any(found.values()), {module: names for module, names in found.items() if names}
+
+
+def test_a_run_is_checked_without_torch() -> None:
+    """`tandem run` says within a second what is wrong: its checks import neither torch nor transformers nor vllm."""
+    code = """
+import pathlib, tempfile
+from tests.support.run_inputs import recipe_of, small_values
+from tandem.services.run.preflight import check_recipe
+with tempfile.TemporaryDirectory() as folder:
+    check_recipe(recipe_of(small_values(pathlib.Path(folder))), resume=False)
+"""
+    assert not loaded_by(code) & LEARNING
+
+
+def test_help_loads_next_to_nothing() -> None:
+    code = f"""
+import contextlib, io
+from tandem.services import cli
+for command in {COMMANDS!r}:
+    sys.argv = ["tandem", *command, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        cli.main()
+    assert "Usage: tandem" in said.getvalue()
+"""
+    assert not loaded_by(code) & (LEARNING | WIRES | LIBRARIES)
+
+
+DOORS = {"services/config", "services/rpc", "services/clients"}
+"""What everybody asks of these is named in the package itself: their modules are of one kind, and load much the same.
+"""
+
+
+def test_packages_are_empty_so_that_importing_one_module_loads_one_module() -> None:
+    for package in ("protos", "rollout", "reward", "trainer", "services"):
+        for file in (ROOT / package).rglob("__init__.py"):
+            if str(file.parent.relative_to(ROOT)) not in DOORS:
+                assert file.read_text() == "", file

@@ -1,0 +1,93 @@
+"""Every service's gRPC side: health, reflection, Info, and errors that arrive as the class that was raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tandem.protos import common_pb2, common_pb2_grpc, reward_pb2, reward_pb2_grpc
+from tandem.protos.errors import (
+    DeadlineError,
+    EnvironmentLackError,
+    FencedError,
+    TandemError,
+    UnavailableError,
+    error_class,
+)
+from tandem.services import rpc
+
+
+class FailingReward(reward_pb2_grpc.RewardServiceServicer):
+    async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
+        if request.items:
+            raise error_class(request.items[0].data_source)("a message")
+        return reward_pb2.ScoreReply()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[rpc.ServerThread]:
+    running = rpc.ServerThread(
+        "127.0.0.1",
+        0,
+        info=lambda: common_pb2.InfoReply(service="reward", policy_version=3, figures={"generated_waiting": 2.0}),
+        register=lambda s: reward_pb2_grpc.add_RewardServiceServicer_to_server(FailingReward(), s),
+        service_names=["tandem.v1.RewardService"],
+    )
+    yield running
+    running.stop()
+
+
+def test_health_and_info_answer(server: rpc.ServerThread) -> None:
+    with rpc.connect(server.address) as channel:
+        for name in ("", "tandem.v1.RewardService", rpc.INFO_SERVICE):
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=5)
+        assert (info.service, info.policy_version, dict(info.figures)) == ("reward", 3, {"generated_waiting": 2.0})
+
+
+def test_reflection_lists_the_services(server: rpc.ServerThread) -> None:
+    with rpc.connect(server.address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        reply = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
+        assert "tandem.v1.RewardService" in {service.name for service in reply.list_services_response.service}
+
+
+@pytest.mark.parametrize("name", ["FencedError", "DataError", "NotAdmittedError", "WeightTransferError", "LedgerError"])
+def test_an_error_arrives_as_the_class_that_was_raised(server: rpc.ServerThread, name: str) -> None:
+    with (
+        rpc.connect(server.address) as channel,
+        pytest.raises(TandemError, match="a message") as caught,
+        rpc.translated(),
+    ):
+        item = reward_pb2.ScoreRequest.Item(data_source=name)
+        reward_pb2_grpc.RewardServiceStub(channel).Score(reward_pb2.ScoreRequest(items=[item]), timeout=5)
+    assert type(caught.value).__name__ == name
+
+
+def test_every_error_class_maps_to_a_status_code_that_exists() -> None:
+    classes = [TandemError]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+        assert hasattr(grpc.StatusCode, cls.grpc_code), cls
+    assert FencedError in classes
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_port_that_cannot_be_had_is_named_once(
+    server: rpc.ServerThread, host: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = int(server.address.rpartition(":")[2])
+    with pytest.raises(EnvironmentLackError, match=f"{host}:{port}"):
+        rpc.ServerThread(host, port, info=common_pb2.InfoReply, register=lambda s: None, service_names=[])
+    assert capfd.readouterr().err == "", "gRPC says it on a line of its own"
+
+
+def test_nobody_there_is_unavailable_or_past_the_deadline() -> None:
+    with rpc.connect("127.0.0.1:1") as channel, pytest.raises((UnavailableError, DeadlineError)), rpc.translated():
+        common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=2)

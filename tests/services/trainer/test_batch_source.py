@@ -1,0 +1,223 @@
+"""Claiming, selection, planning and reading, on a real Redis."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tandem.protos.errors import FencedError, LedgerError, SelectionError, UnavailableError
+from tandem.protos.types import TrainBatch
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.trainer.batch_source import (
+    BatchSource,
+    SelectionRules,
+    groups_of_rank,
+    read_payloads,
+    selection_rules,
+)
+from tests.support.trainer_ring import different_rewards, make_recipe, make_run, put_scored
+from tests.support.training_groups import group_headers, make_group
+
+
+class Run:
+    """A run with its source, as rank 0 has it."""
+
+    def __init__(
+        self, folder: Path, url: str, world_size: int = 1, *, credits: int = 100, **sections: dict[str, object]
+    ) -> None:
+        self.recipe: Recipe = make_recipe(folder, **sections)
+        self.buffer: Buffer = make_run(url, self.recipe, credits=credits)
+        self.stop = threading.Event()
+        self.world_size = world_size
+
+    def source(self) -> BatchSource:
+        incarnation = self.buffer.begin_incarnation()
+        return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop)
+
+
+def test_groups_become_batches_in_order_of_completion(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url)
+    groups = different_rewards(5)
+    put_scored(run.buffer, [groups[3], groups[0], groups[4], groups[1], groups[2]])
+    source = run.source()
+    first, second = source.poll(0, 1.0), source.poll(1, 1.0)
+    assert first and second
+    assert (first.group_ids, second.group_ids) == (("0-3", "0-0"), ("0-4", "0-1"))
+    assert (first.policy_version, second.policy_version) == (1, 2)
+    assert len(first.plan) == 8, "every scored row of both groups is planned"
+    assert source.poll(2, 0.05) is None, "one group is not a batch"
+    assert source.num_survivors == 1
+    put_scored(run.buffer, different_rewards(1, start=5))
+    with pytest.raises(FencedError):
+        source.poll(2, 1.0)  # `put_scored` began an incarnation of its own
+
+
+def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, credits=1, trainer={"selection": {"drop_zero_variance": True}})
+    dull = [make_group(index, rewards=(1.0,) * 4) for index in range(3)]
+    put_scored(run.buffer, [*dull, *different_rewards(1, start=3)])
+    assert run.buffer.admission().free == 0
+    source = run.source()
+    assert source.poll(0, 0.05) is None
+    assert run.buffer.admission().free == 3
+    assert run.buffer.counts()["dropped:zero_variance"] == 3
+    assert source.take_rejections() | {"rejected_response_length_mean": 0} == {
+        "rejected_groups": 3,
+        "rejected_zero_variance": 3,
+        "rejected_response_length_mean": 0,
+    }
+    assert source.take_rejections() == {"rejected_groups": 0}
+
+
+def test_too_many_rejections_in_a_row_end_the_run_with_the_counts(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, trainer={"selection": {"drop_zero_variance": True}, "max_consecutive_rejections": 4})
+    put_scored(run.buffer, [make_group(index, rewards=(0.0,) * 4) for index in range(4)])
+    with pytest.raises(SelectionError, match=r"4 groups in a row.*dropped:zero_variance': 4"):
+        run.source().poll(0, 1.0)
+
+
+def test_rules() -> None:
+    rules = SelectionRules(min_rows=2, hard_staleness_cap=3, drop_zero_variance=True)
+
+    def reason(start_version: int = 4, **group: object) -> str | None:
+        return rules.rejection(group_headers(make_group(0, **group)), start_version)  # type: ignore[arg-type]
+
+    mixed = (0.0, 1.0, 0.0, 1.0)
+    assert reason(rewards=mixed, versions=(1, 4)) is None
+    assert reason(rewards=mixed, versions=(0, 4)) == "stale", "the oldest token counts"
+    assert reason(rewards=(1.0, None, None, None), versions=(4,)) == "too_few_scored_rows"
+    assert reason(rewards=(1.0, 1.0, None, None), versions=(4,)) == "zero_variance"
+    assert reason(rewards=(1.0, 1.0, 1.0, 1.0), versions=(4,), baseline=True) == "zero_variance", (
+        "a baseline is no row to train"
+    )
+    assert SelectionRules(2, 0, False).rejection(group_headers(make_group(0, rewards=(1.0,) * 4)), 1000) is None
+
+
+def test_equal_rewards_are_equal_wherever_they_were_earned() -> None:
+    """Dynamic sampling compares what answers earned in all, token rewards included, not the tokens they fell on."""
+    rules = SelectionRules(min_rows=2, hard_staleness_cap=0, drop_zero_variance=True)
+
+    def reason(*rewards: float) -> str | None:
+        group = make_group(0, num_samples=2, rewards=rewards)
+        rows = []
+        for number, row in enumerate(group.scored_rows):
+            earned = [np.zeros(len(one.ids), np.float32) for one in row.trajectory.segments]
+            earned[0][np.flatnonzero(row.trajectory.segments[0].loss_mask)[0]] = number
+            rows.append(replace(row, trajectory=replace(row.trajectory, token_rewards=tuple(earned))))
+        return rules.rejection(group_headers(replace(group, rows=tuple(rows))), 4)
+
+    assert reason(1.0, 1.0) == "zero_variance"
+    assert reason(0.0, 1.0) is None
+
+
+def test_rules_where_rewards_are_compared_with_the_greedy_answers() -> None:
+    rules = SelectionRules(min_rows=1, hard_staleness_cap=0, drop_zero_variance=True, needs_baseline=True)
+
+    def reason(greedy: float | None, rewards: tuple[float | None, ...], num_segments: int = 1) -> str | None:
+        given = (*rewards, greedy)
+        made = make_group(0, num_samples=len(rewards), rewards=given, baseline=True, num_segments=num_segments)
+        return rules.rejection(group_headers(made), 4)
+
+    assert reason(1.0, (0.0, 1.0), num_segments=2) is None
+    assert reason(None, (0.0, 1.0)) == "no_scored_baseline"
+    assert rules.rejection(group_headers(make_group(0)), 4) == "no_scored_baseline", "sampled without one"
+    assert reason(1.0, (None, None)) == "too_few_scored_rows", "a baseline is no row to train"
+    assert reason(1.0, (1.0, 1.0)) == "zero_variance"
+    assert reason(0.0, (0.0,)) == "zero_variance", "as good as the greedy answer"
+    assert reason(0.0, (1.0, 1.0)) is None and reason(0.0, (1.0,)) is None, "better than it"
+
+
+def test_the_rules_are_the_recipes(tmp_path: Path) -> None:
+    assert selection_rules(make_recipe(tmp_path)) == SelectionRules(2, 0, False)
+    remax = make_recipe(tmp_path, trainer={"advantage": "remax"})
+    assert selection_rules(remax) == SelectionRules(1, 0, False, needs_baseline=True)
+
+
+def test_a_group_without_its_greedy_answer_never_reaches_the_batch(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, trainer={"advantage": "remax"})
+    compared = [make_group(index, rewards=(0.0, 1.0, 1.0, 0.0, 1.0), baseline=True) for index in (1, 3)]
+    alone = different_rewards(1) + different_rewards(1, start=2)
+    put_scored(run.buffer, [alone[0], compared[0], alone[1], compared[1]])
+    batch = run.source().poll(0, 1.0)
+    assert batch is not None and batch.group_ids == ("0-1", "0-3")
+    assert {row.trajectory_id for row in batch.plan} == {0, 1, 2, 3}, "the greedy answer is not trained"
+    assert run.buffer.counts()["dropped:no_scored_baseline"] == 2
+
+
+def test_the_last_batch_may_be_smaller_and_then_nothing_comes(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url)
+    put_scored(run.buffer, different_rewards(3))
+    run.buffer.mark_exhausted("dataset")
+    source = run.source()
+    first, last = source.poll(0, 5.0), source.poll(1, 5.0)
+    assert first and last
+    assert last.group_ids == ("0-2",)
+    assert source.poll(2, 5.0) is None
+    assert source.exhausted
+
+
+def test_a_stop_ends_the_wait(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url)
+    source = run.source()
+    run.stop.set()
+    assert source.poll(0, 60.0) is None
+    assert not source.exhausted
+
+
+class Rank:
+    """A rank whose neighbours vote as scripted."""
+
+    def __init__(self, rank: int, *others: bool) -> None:
+        self.rank = rank
+        self.others = list(others)
+        self.votes: list[bool] = []
+
+    def all_agree(self, ok: bool) -> bool:
+        self.votes.append(ok)
+        return ok and self.others.pop(0)
+
+
+def two_ranks(run: Run) -> TrainBatch:
+    put_scored(run.buffer, different_rewards(2))
+    batch = run.source().poll(0, 1.0)
+    assert batch is not None
+    assert {row.rank for row in batch.plan} == {0, 1}
+    return batch
+
+
+def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.services.trainer.batch_source._RETRY_SECONDS", 0.01)
+    run = Run(tmp_path, redis_url, world_size=2)
+    batch = two_ranks(run)
+    assert groups_of_rank(batch, 0) == ["0-0", "0-1"], "rank 0 writes the record"
+    rank = Rank(1, True)
+    payloads = read_payloads(run.buffer, batch, rank)
+    assert set(payloads) == {row.group_id for row in batch.plan if row.rank == 1}
+    assert all(payloads.values())
+    retried = Rank(0, False, True)
+    assert set(read_payloads(run.buffer, batch, retried)) == {"0-0", "0-1"}
+    with pytest.raises(UnavailableError, match="another rank failed"):
+        read_payloads(run.buffer, batch, Rank(0, False, False))
+
+
+def test_a_payload_that_is_gone_fails_on_every_rank(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.services.trainer.batch_source._RETRY_SECONDS", 0.01)
+    run = Run(tmp_path, redis_url)
+    put_scored(run.buffer, different_rewards(2))
+    source = run.source()
+    batch = source.poll(0, 1.0)
+    assert batch is not None
+    run.buffer.record(batch.incarnation, 1, batch.group_ids)
+    with pytest.raises(LedgerError):
+        run.buffer.read(batch.group_ids)
+    rank = Rank(0, True, True)
+    with pytest.raises(UnavailableError, match="no payload of group 0-0"):
+        read_payloads(run.buffer, batch, rank)
+    assert rank.votes == [False, False]

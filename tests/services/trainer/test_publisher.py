@@ -1,0 +1,276 @@
+"""Publishing to samplers that come, fail and go: real Redis, real gRPC, real weight groups; only the engine is not
+vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
+from tandem.protos.errors import FencedError, WeightTransferError, error_class
+from tandem.protos.manifest import decode_manifest
+from tandem.protos.weight_group import Meeting
+from tandem.rollout.vllm.weight_receiver import StagedReceiver
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.registry import Sampler
+from tandem.services.rpc import ServerThread
+from tandem.services.trainer.publisher import Publication, Publisher
+from tandem.trainer.weight_sender import WeightSender
+from tests.support.trainer_ring import make_recipe, make_run
+from tests.support.waiting import eventually
+
+CPU = torch.device("cpu")
+
+
+class Weights:
+    """A learner-like source whose weights are all equal to one number."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def parameter_specs(self) -> list[tuple[str, str, Sequence[int]]]:
+        return [("embed", "float32", (30, 7)), ("head", "float32", (11,))]
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        yield {name: torch.full(tuple(shape), self.value) for name, _, shape in self.parameter_specs() if name in names}
+
+
+class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
+    """A sampler without an engine: it receives with the real receiver and keeps what it was told to apply."""
+
+    def __init__(self, buffer: Buffer, sampler_id: str, receiver: StagedReceiver | None = None) -> None:
+        self.id = sampler_id
+        self.version = -1
+        self.value = float("nan")
+        self.applied: dict[str, torch.Tensor] = {}
+        self.updates = 0
+        self.joins = 0
+        self.fault: Exception | None = None
+        self.hold = threading.Event()
+        self.hold.set()
+        self._buffer = buffer
+        self._receiver = receiver or StagedReceiver(CPU, 0, None, frozenset())
+        self._server = ServerThread(
+            "127.0.0.1",
+            0,
+            info=common_pb2.InfoReply,
+            register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self, server),
+            service_names=["tandem.v1.RolloutService"],
+        )
+        self.start()
+
+    def start(self) -> None:
+        self._buffer.register_sampler(self.id, self._server.address, 1)
+
+    def restart(self, receiver: StagedReceiver) -> None:
+        """As a new process would come back: with nothing."""
+        self.version, self._receiver, self.applied = -1, receiver, {}
+        self.start()
+
+    def stop(self) -> None:
+        self._server.stop(grace_seconds=0.0)
+
+    async def JoinWeightGroup(
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.JoinWeightGroupReply:
+        meeting = Meeting(request.host, request.port, request.group_name, request.world_size, request.backend)
+        self._receiver.start_join(asdict(meeting), request.first_rank, request.timeout_seconds)
+        await self._end_of_job()
+        self.joins += 1
+        return rollout_pb2.JoinWeightGroupReply()
+
+    async def UpdateWeights(
+        self, request: rollout_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.UpdateWeightsReply:
+        if self.fault is not None:
+            raise self.fault
+        await asyncio.to_thread(self.hold.wait, 20.0)
+        manifest = decode_manifest(request.manifest)
+        self._receiver.start_receive(request.manifest, request.group_name, request.timeout_seconds)
+        digests = await self._end_of_job()
+        self.applied |= self._receiver.take()
+        for tensor in self.applied.values():
+            self.value = float(tensor.flatten()[0])
+        self.version = manifest.policy_version
+        self.updates += 1
+        return rollout_pb2.UpdateWeightsReply(
+            policy_version=self.version, digests=digests, transfer_seconds=0.25, stall_seconds=0.125
+        )
+
+    async def _end_of_job(self) -> list[str]:
+        while not (progress := self._receiver.progress())["done"]:
+            await asyncio.sleep(0.002)
+        if progress["error"]:
+            raise error_class(progress["error"][0])(progress["error"][1])
+        return list(progress["digests"])
+
+
+class Ring:
+    """A trainer's publishing side and the samplers it knows."""
+
+    def __init__(self, folder: Path, url: str, backend: str = "gloo") -> None:
+        recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": 5.0})
+        self.buffer = make_run(url, recipe)
+        self.weights = Weights()
+        self.sender = WeightSender(self.weights, bucket_bytes=512)
+        self.incarnation = self.buffer.begin_incarnation()
+        self.publisher = Publisher(self.buffer, self.sender, recipe, self.incarnation)
+        self.samplers: list[FakeSampler] = []
+
+    def sampler(self, sampler_id: str) -> FakeSampler:
+        self.samplers.append(FakeSampler(self.buffer, sampler_id))
+        return self.samplers[-1]
+
+    def publish(self, version: int, *, changed: bool = True) -> Publication:
+        if changed:
+            self.weights.value = float(version)
+        return self.publisher.publish(version, changed=changed)
+
+    def registered(self, sampler_id: str) -> Sampler:
+        return next(sampler for sampler in self.buffer.samplers() if sampler.id == sampler_id)
+
+    def close(self) -> None:
+        for sampler in self.samplers:
+            sampler.hold.set()
+        self.publisher.close()
+        for sampler in self.samplers:
+            sampler.stop()
+        self.buffer.close()
+
+
+@pytest.fixture
+def ring(tmp_path: Path, redis_url: str, request: pytest.FixtureRequest) -> Iterator[Ring]:
+    made = Ring(tmp_path, redis_url, getattr(request, "param", "gloo"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("ring", ["gloo", "disk"], indirect=True)
+def test_a_version_reaches_every_sampler(ring: Ring) -> None:
+    one, two = ring.sampler("rollout-0"), ring.sampler("rollout-1")
+    for version in range(4):
+        publication = ring.publish(version)
+        assert publication.acknowledged == 2
+        assert (publication.transfer_seconds, publication.stall_seconds) == (0.25, 0.125)
+        assert (one.value, two.value) == (float(version), float(version))
+        assert {(s.state, s.version) for s in ring.buffer.samplers()} == {("LIVE", version)}
+    assert one.joins == (0 if ring.samplers[0]._receiver._group is None else 1), "the group is made once"
+    assert ring.buffer.published_version() == 3
+
+
+def test_without_samplers_a_version_is_published_at_once(ring: Ring) -> None:
+    began = time.monotonic()
+    assert ring.publish(0).acknowledged == 0
+    assert ring.publish(1).stall_seconds is None
+    assert time.monotonic() - began < 4.5  # the deadline is 5
+    assert ring.buffer.published_version() == 1
+
+
+def test_a_batch_that_changed_nothing_moves_only_the_number(ring: Ring) -> None:
+    sampler = ring.sampler("rollout-0")
+    first = ring.publish(0)
+    second = ring.publish(1, changed=False)
+    assert second.acknowledged == 1
+    assert second.weights_digest == first.weights_digest
+    assert (sampler.version, sampler.value) == (1, 0.0)
+    assert ring.publish(2).weights_digest != first.weights_digest
+    assert sampler.value == 2.0
+
+
+@pytest.mark.parametrize("ring", ["gloo", "disk"], indirect=True)
+def test_who_comes_late_is_caught_up_and_takes_part_from_then_on(ring: Ring) -> None:
+    first = ring.sampler("rollout-0")
+    ring.publish(0)
+    late = ring.sampler("rollout-1")
+    eventually(lambda: ring.registered("rollout-1").state == "LIVE")
+    assert (late.version, late.value) == (0, 0.0)
+    assert first.updates == 1, "nobody else was bothered"
+    assert ring.publish(1).acknowledged == 2
+    assert (first.value, late.value) == (1.0, 1.0)
+    assert late.updates == 2
+
+
+def test_who_came_after_an_unchanged_version_gets_its_weights_and_its_number(ring: Ring) -> None:
+    ring.publish(0)
+    ring.publish(1, changed=False)
+    late = ring.sampler("rollout-0")
+    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
+    assert (late.version, late.value) == (1, 0.0)
+
+
+def test_a_failing_sampler_is_left_out_and_comes_back(ring: Ring) -> None:
+    good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
+    ring.publish(0)
+    bad.fault = WeightTransferError("out of memory")
+    began = time.monotonic()
+    ring.publish(1)
+    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
+    assert ring.registered("rollout-1").state == "STALE"
+    assert good.value == 1.0
+    began = time.monotonic()
+    assert ring.publish(2).acknowledged == 1
+    assert time.monotonic() - began < 4.0, "it is not waited for again"
+    bad.fault = None
+    eventually(lambda: ring.registered("rollout-1").state == "LIVE")
+    assert bad.value == 2.0
+    assert ring.publish(3).acknowledged == 2
+
+
+def test_a_dead_sampler_costs_the_others_one_version_at_most(ring: Ring) -> None:
+    good, dead = ring.sampler("rollout-0"), ring.sampler("rollout-1")
+    ring.publish(0)
+    dead.stop()
+    ring.samplers.remove(dead)
+    dead._receiver._group.close()  # type: ignore[union-attr]  # as the end of its process would
+    ring.publish(1)
+    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
+    assert good.value == 1.0
+    assert ring.registered("rollout-1").state == "STALE"
+    assert ring.publish(2).acknowledged == 1
+    assert good.value == 2.0
+
+
+def test_a_sampler_that_started_anew_is_not_taken_for_its_predecessor(ring: Ring) -> None:
+    sampler = ring.sampler("rollout-0")
+    ring.publish(0)
+    sampler.version, sampler.value = -1, float("nan")
+    sampler.start()
+    assert ring.registered("rollout-0").state == "JOINING"
+    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
+    assert sampler.value == 0.0
+    assert ring.publish(1).acknowledged == 1
+
+
+def test_one_that_is_being_caught_up_is_not_waited_for(ring: Ring) -> None:
+    ring.publish(0)
+    late = ring.sampler("rollout-0")
+    late.hold.clear()
+    eventually(lambda: late.joins == 1)
+    began = time.monotonic()
+    assert ring.publish(1).acknowledged == 0
+    assert time.monotonic() - began < 4.5  # the deadline is 5
+    late.hold.set()
+    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
+    assert (late.version, late.value) == (1, 1.0), "version 0 came too late to be admitted with"
+
+
+def test_a_replaced_trainer_publishes_nothing(ring: Ring) -> None:
+    sampler = ring.sampler("rollout-0")
+    ring.publish(0)
+    ring.buffer.begin_incarnation()
+    with pytest.raises(FencedError):
+        ring.publish(1)
+    assert sampler.value == 0.0

@@ -1,0 +1,198 @@
+"""A trainer that ends at any moment: the next one goes on with the same history, to the same weights, and no group
+twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import ConfigError, DeadlineError, FencedError, LedgerError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.trainer import rank_zero
+from tandem.services.trainer.rank_zero import RankZero
+from tandem.services.trainer.recovery import TrainerLock, check_world, find_lineage
+from tandem.trainer.batch_record import record_folder, recorded_versions, write_record
+from tandem.trainer.learner import Learner
+from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
+from tests.support.training_groups import make_batch, make_group, make_payloads
+
+TOTAL = 4
+
+
+class Crash(Exception):
+    """Stands for the end of the process: nothing in the trainer catches it."""
+
+
+def prepared(folder: Path, url: str) -> tuple[Recipe, Buffer]:
+    """A run whose groups all wait to be trained; a checkpoint every second batch."""
+    recipe = make_recipe(folder, trainer={"checkpoint_every": 2})
+    buffer = make_run(url, recipe)
+    put_scored(buffer, different_rewards(TOTAL * P))
+    return recipe, buffer
+
+
+def exported(recipe: Recipe) -> bytes:
+    return (recipe.folder / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[dict[int, str], bytes]:
+    """Digests of the weights by version, and the exported file, of a run that nothing happens to."""
+    recipe, _ = prepared(tmp_path_factory.mktemp("undisturbed"), redis_url)
+    assert train(recipe, redis_url)
+    return {line["step"]: line["weights_digest"] for line in lines_of(recipe)}, exported(recipe)
+
+
+def crash_at(patched: pytest.MonkeyPatch, owner: Any, name: str, when: str, nth: int) -> None:
+    """The nth call of the function from now on ends in a crash, before or after it has done its work."""
+    original = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        due = next(calls) == nth
+        if due and when == "before":
+            raise Crash
+        result = original(*args, **kwargs)
+        if due:
+            raise Crash
+        return result
+
+    patched.setattr(owner, name, stand_in)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "when", "nth"),
+    [
+        (rank_zero, "write_record", "before", 3),
+        (rank_zero, "write_record", "after", 3),
+        (Buffer, "record", "after", 3),
+        (Learner, "train", "after", 3),
+        (Buffer, "publish", "after", 4),  # the first is version 0
+        (RankZero, "write_line", "after", 2),
+        (Learner, "save", "after", 1),
+        (Buffer, "commit", "after", 2),
+        (Learner, "export", "before", 1),
+        (Buffer, "drop_outstanding", "after", 1),
+    ],
+)
+def test_a_crash_at_any_moment_changes_nothing(
+    tmp_path: Path,
+    redis_url: str,
+    undisturbed: tuple[dict[int, str], bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    when: str,
+    nth: int,
+) -> None:
+    recipe, buffer = prepared(tmp_path, redis_url)
+    with monkeypatch.context() as patched:
+        crash_at(patched, owner, name, when, nth)
+        with pytest.raises(Crash):
+            train(recipe, redis_url)
+    assert train(recipe, redis_url)
+    digests, weights = undisturbed
+    lines = lines_of(recipe)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["weights_digest"] == digests[line["step"]] for line in lines if not line.get("replayed"))
+    assert exported(recipe) == weights
+    assert recorded_versions(recipe.folder) == [1, 2, 3, 4]
+    counts = buffer.counts()
+    assert (counts["committed"], counts["admitted"], counts["outstanding"]) == (TOTAL * P, TOTAL * P, 0)
+    assert buffer.verify() == []
+    assert (recipe.folder / "summary.json").exists()
+
+
+def test_without_a_checkpoint_everything_recorded_is_trained_again_and_published_once(
+    tmp_path: Path, redis_url: str, undisturbed: tuple[dict[int, str], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _ = prepared(tmp_path, redis_url)
+    with monkeypatch.context() as patched:
+        crash_at(patched, Learner, "train", "before", 4)
+        with pytest.raises(Crash):
+            train(recipe, redis_url)
+    shutil.rmtree(recipe.folder / "checkpoints")
+    # The ledger believes that versions 1 and 2 are committed. The disk is the truth.
+    published: list[int] = []
+    original = Buffer.publish
+
+    def publish(self: Buffer, incarnation: int, version: int, acknowledged: Any) -> None:
+        published.append(version)
+        original(self, incarnation, version, acknowledged)
+
+    monkeypatch.setattr(Buffer, "publish", publish)
+    assert train(recipe, redis_url)
+    assert published == [4], "version 4 was recorded, too; nothing is left to train afresh"
+    assert [bool(line.get("replayed")) for line in lines_of(recipe)] == [True] * 4
+    assert exported(recipe) == undisturbed[1]
+
+
+def test_a_replaced_trainer_takes_no_step(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, buffer = prepared(tmp_path, redis_url)
+    original = RankZero.record
+
+    def record(self: RankZero, *args: Any) -> None:
+        buffer.begin_incarnation()
+        original(self, *args)
+
+    steps: list[int] = []
+    monkeypatch.setattr(RankZero, "record", record)
+    monkeypatch.setattr(Learner, "train", lambda self, batch, *_, **__: steps.append(batch.policy_version))
+    with pytest.raises(FencedError):
+        train(recipe, redis_url)
+    assert steps == []
+    assert recorded_versions(recipe.folder) == []
+
+
+def test_a_trainer_replaced_within_a_batch_does_not_take_its_second_step(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe(tmp_path, trainer={"optimizer_steps_per_batch": 2})
+    buffer = make_run(redis_url, recipe)
+    put_scored(buffer, different_rewards(TOTAL * P))
+    original = RankZero.check
+    checks = itertools.count(1)
+
+    def check(self: RankZero) -> None:
+        if next(checks) == 3:  # the record, the first step, the second
+            buffer.begin_incarnation()
+        original(self)
+
+    monkeypatch.setattr(RankZero, "check", check)
+    with pytest.raises(FencedError):
+        train(recipe, redis_url)
+    assert next(checks) == 4
+    assert buffer.published_version() == 0
+
+
+def test_a_gap_between_checkpoint_and_records_is_named(tmp_path: Path) -> None:
+    for version in (1, 2, 3):
+        batch, groups = make_batch([make_group(version)], policy_version=version)
+        write_record(tmp_path, batch, make_payloads(groups.values()))
+    assert find_lineage(tmp_path).recorded == (1, 2, 3)
+    assert find_lineage(tmp_path).last_version == 3
+    shutil.rmtree(record_folder(tmp_path, 2))
+    with pytest.raises(LedgerError, match="000002 is missing"):
+        find_lineage(tmp_path)
+
+
+def test_a_plan_for_more_ranks_is_refused() -> None:
+    batch, _ = make_batch([make_group(0), make_group(1)], world_size=2)
+    check_world(batch, 2)
+    with pytest.raises(ConfigError, match=r"trainer\.num_ranks=2"):
+        check_world(batch, 1)
+
+
+def test_one_trainer_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.services.trainer.recovery._LOCK_SECONDS", 0.3)
+    lock = TrainerLock(tmp_path)
+    with pytest.raises(DeadlineError, match="another trainer"):
+        TrainerLock(tmp_path)
+    lock.release()
+    TrainerLock(tmp_path).release()

@@ -1,0 +1,54 @@
+"""A policy with adapters as the tests of their broadcast need it: a source of weights whose adapters change at will,
+without an engine.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from tandem.trainer.engine_options import LoraOptions
+from tandem.trainer.lora import Adapters
+from tandem.trainer.model import load_model
+
+RANK, ALPHA = 4, 12.0
+
+
+class AdapterPolicy:
+    """`step` changes A and B as a training step would, only more."""
+
+    rank = 0
+
+    def __init__(self, folder: Path, dtype: str = "float32", **options: Any) -> None:
+        module = load_model(folder, dtype)
+        options = {"rank": RANK, "alpha": ALPHA, **options}
+        self.adapters = Adapters(module, LoraOptions(**options), seed=0, zero_stage=0)
+        self.parameter_specs = self.adapters.specs
+        self.gather = self.adapters.gather
+        self.matrices = [matrix for matrix in module.parameters() if matrix.requires_grad]
+        self._module = module.eval()
+        self._generator = torch.Generator().manual_seed(1)
+
+    @torch.no_grad()
+    def step(self, size: float = 0.05) -> None:
+        for matrix in self.matrices:
+            matrix += (size * torch.randn(matrix.shape, generator=self._generator)).to(matrix.dtype)
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        """What the trainer would broadcast merged."""
+        with self.gather([name for name, _, _ in self.parameter_specs()]) as tensors:
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def base(self) -> dict[str, torch.Tensor]:
+        with self.adapters.gather_base([name for name, _, _ in self.parameter_specs()]) as tensors:
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    @property
+    def model(self) -> Any:
+        """A copy without adapters, into which PEFT itself has merged them."""
+        peft: PeftModel = copy.deepcopy(self.adapters._peft)
+        return peft.merge_and_unload().eval()  # type: ignore[operator]

@@ -1,0 +1,179 @@
+"""A whole ring in which everything dies: workers holding leases, the trainer between any two steps, and Redis if a test
+wants.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.ledger import STATES
+from tests.support import buffer_worker
+from tests.support import redis_ring as ring
+
+# Workers are forked from a warm process: they die often, and importing pyarrow anew each time would take most of the
+# time.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tests.support.buffer_worker"])
+
+
+class Chaos:
+    """Two samplers and two scorers in processes of their own, a feed and a trainer in a thread, and a disk that
+    survives.
+
+    The trainer records, publishes, commits, and dies once between any two of these; its successor rolls back.
+    """
+
+    NUM_BATCHES, GROUPS_PER_BATCH, STALENESS_BUDGET = 18, 4, 1
+
+    def __init__(self, folder: Path, url: str, seed: int) -> None:
+        self.url, self.chance = url, random.Random(seed)
+        self.acknowledged = folder / "acknowledged"
+        self.acknowledged.touch()
+        self.buffer = Buffer(url, "chaos")
+        self.buffer.create(
+            groups_per_batch=self.GROUPS_PER_BATCH,
+            staleness_budget=self.STALENESS_BUDGET,
+            target_groups=self.NUM_BATCHES * self.GROUPS_PER_BATCH,
+            failure_budget={"infrastructure": 3, "data": 0},
+            resume=False,
+        )
+        self.deaths = {"claimed": 2, "checkpoint written": 6, "written to disk": 8, "recorded": 11, "published": 16}
+        self.records: dict[int, list[str]] = {}
+        self.checkpoint = self.num_incarnations = self.num_checks = self.num_disturbances = 0
+        self.workers: dict[str, ForkServerProcess] = {}
+        self.failures: list[BaseException] = []
+        self.stop = threading.Event()
+
+    def run(self, disturb: Callable[[], None], deadline_seconds: float) -> None:
+        """Turns the ring until every batch is committed, calling `disturb` after every tenth acknowledged result.
+
+        Counted in results and not in seconds, so that a slow machine is not disturbed more than it can do in between.
+        """
+        threads = [
+            threading.Thread(target=self._guarded, args=(part,)) for part in (self._check, self._feed, self._train)
+        ]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + deadline_seconds
+        while threads[2].is_alive() and not self.failures:
+            assert time.monotonic() < deadline, self.buffer.counts()
+            self._keep_workers()
+            if len(self.acknowledged.read_bytes().splitlines()) >= 10 * (self.num_disturbances + 1):
+                time.sleep(0.05 * self.chance.random())
+                self.num_disturbances += 1
+                disturb()
+            time.sleep(0.01)
+        self.stop.set()
+        for thread in threads:
+            thread.join(20)
+        for worker in self.workers.values():
+            worker.kill()
+            worker.join(10)
+        if self.failures:
+            raise self.failures[0]
+
+    def kill_a_worker(self) -> None:
+        self.workers[self.chance.choice(list(self.workers))].kill()
+
+    def assert_acknowledged_results_are_there(self) -> None:
+        """A group whose result of a stage was acknowledged is past that stage."""
+        lines = [line.split() for line in self.acknowledged.read_text().splitlines()]
+        states = {group_id.decode(): state.decode() for group_id, state in self.buffer._hash("states").items()}
+        for stage, group_id in lines:
+            state = states.get(group_id, "over")
+            assert not state.startswith("prompts"), (stage, group_id, state)
+            assert stage == "prompts" or not state.startswith("generated"), (stage, group_id, state)
+        assert len({(stage, group_id) for stage, group_id in lines}) == len(lines), "a result was accepted twice"
+
+    def _guarded(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except BaseException as failure:  # shown by the main thread
+            self.failures.append(failure)
+
+    def _keep_workers(self) -> None:
+        for name, stage in [("s0", "prompts"), ("s1", "prompts"), ("r0", "generated"), ("r1", "generated")]:
+            ended = self.workers[name].exitcode if name in self.workers else 9
+            assert ended in (None, 9, -9), f"worker {name} ended with {ended}: it died of something else than chaos"
+            if ended is not None:
+                arguments = (stage, self.url, "chaos", name, str(self.acknowledged))
+                self.workers[name] = _PROCESSES.Process(target=buffer_worker.main, args=arguments)
+                self.workers[name].start()
+
+    def _check(self) -> None:
+        while not self.stop.is_set():
+            assert self.buffer.verify() == []
+            counts = self.buffer.counts()
+            assert counts["admitted"] == sum(counts[state] for state in STATES)
+            self.num_checks += 1
+            self.stop.wait(0.01)
+
+    def _feed(self) -> None:
+        while not self.stop.wait(0.01):
+            admission = self.buffer.admission()
+            if admission.wanted:
+                ring.offer(self.buffer, 3, start=admission.cursor)
+            else:
+                self.buffer.mark_exhausted("target")
+
+    def _train(self) -> None:
+        while self.checkpoint < self.NUM_BATCHES:
+            self._one_incarnation()
+        self.buffer.drop_outstanding(self.num_incarnations, "run_finished")
+
+    def _one_incarnation(self) -> None:
+        incarnation = self.buffer.begin_incarnation()
+        self.num_incarnations = incarnation
+        self.buffer.rollback(
+            incarnation, self.checkpoint, {v: ids for v, ids in self.records.items() if v > self.checkpoint}
+        )
+        version = max([self.checkpoint, *self.records])
+        while True:
+            self.buffer.publish(incarnation, version, [s for s in self.buffer.samplers() if s.alive])
+            if self._dies("published", version):
+                return
+            if version % 3 == 0 or version == self.NUM_BATCHES:
+                self.checkpoint = version
+                if self._dies("checkpoint written", version):
+                    return
+                self.buffer.commit(incarnation, version)
+            if version == self.NUM_BATCHES:
+                return
+            batch = self._next_batch(incarnation, version)
+            version += 1
+            if self._dies("claimed", version):
+                return
+            self.records[version] = batch
+            if self._dies("written to disk", version):
+                return
+            self.buffer.record(incarnation, version, batch)
+            if self._dies("recorded", version):
+                return
+
+    def _dies(self, moment: str, version: int) -> bool:
+        """Once at each of its moments, spread over the run."""
+        if self.deaths.get(moment) != version:
+            return False
+        del self.deaths[moment]
+        return True
+
+    def _next_batch(self, incarnation: int, version: int) -> list[str]:
+        batch: list[str] = []
+        while len(batch) < self.GROUPS_PER_BATCH:
+            for sampler in self.buffer.samplers():
+                if sampler.state != "LIVE":
+                    self.buffer.admit_sampler(incarnation, sampler, version)
+            for claim in self.buffer.claim_scored(incarnation, self.GROUPS_PER_BATCH - len(batch), 0.1):
+                if self.chance.random() < 0.15:
+                    self.buffer.drop_claimed(incarnation, [claim.group_id], "rejected")
+                else:
+                    batch.append(claim.group_id)
+            assert not self.failures
+        return batch

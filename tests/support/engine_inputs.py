@@ -1,0 +1,94 @@
+"""What the tests of the engines share: micro-batches made from nothing, an optimizer step on them, weights as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tandem.protos.types import Segment
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.engine import whole_parameters
+from tandem.trainer.micro_batch import MicroBatch, TrainingRow, stack, token_logprobs
+
+CPU = torch.device("cpu")
+NUM_ROWS = 8
+NUM_TOKENS = 48.0  # about as many loss tokens, whatever the seed
+RATE = 1e-2
+
+
+def random_rows(seed: int, number: int) -> list[TrainingRow]:
+    """Short ones, each with a prompt and a temperature."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(number):
+        num_prompt, num_sampled = int(random.integers(2, 8)), int(random.integers(1, 12))
+        ids = random.integers(3, 98, num_prompt + num_sampled).astype(np.int32)
+        loss_mask = (np.arange(len(ids)) >= num_prompt).astype(np.uint8)
+        segment = Segment(ids, np.zeros(len(ids), np.float32), loss_mask, ())
+        rows.append(TrainingRow(segment, float(random.choice([0.7, 1.0]))))
+    return rows
+
+
+def make_micro_batches(seed: int = 0, *, rank: int = 0, world_size: int = 1, rows_each: int = 2) -> list[MicroBatch]:
+    """A rank's part of 8 random rows, cut into micro-batches."""
+    own = random_rows(seed, NUM_ROWS)[rank::world_size]
+    return [stack(own[first : first + rows_each], CPU) for first in range(0, len(own), rows_each)]
+
+
+def policy_step(engine: Any, micro_batches: Sequence[MicroBatch], *, world_size: int = 1) -> float:
+    """One step of REINFORCE, every token with an advantage of its own; the gradient's norm."""
+    for batch in micro_batches:
+        loss = -torch.dot(token_logprobs(engine, batch), advantages(batch)) / NUM_TOKENS
+        engine.backward(loss * world_size, scale_wrt_gas=False)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = RATE
+    engine.step()
+    assert engine.was_step_applied()
+    return float(engine.get_global_grad_norm())
+
+
+def advantages(batch: MicroBatch) -> Tensor:
+    """Of either sign, the same for a token wherever it is trained."""
+    return torch.sin(batch.target_N.float())
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """Of all loss tokens, one micro-batch after the other."""
+    return torch.cat([token_logprobs(model, batch) for batch in micro_batches])
+
+
+def weights_of(engine: Any, config: TrainerConfig, *, trained: bool = True) -> dict[str, Tensor]:
+    """Copies of the parameters that are trained (or of those that are not), whole."""
+    chosen = {name: each for name, each in engine.module.named_parameters() if each.requires_grad is trained}
+    with whole_parameters(list(chosen.values()), config.zero_stage):
+        return {name: each.detach().to("cpu", copy=True) for name, each in chosen.items()}
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def relative_error(got: dict[str, Tensor], want: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """Of the accumulated update, L2."""
+    assert got.keys() == want.keys() == start.keys()
+    error = sum((got[name].double() - want[name].double()).square().sum() for name in want)
+    return float((error / sum((want[name].double() - start[name].double()).square().sum() for name in want)) ** 0.5)
+
+
+def plain_model(folder: Path, weights: dict[str, Tensor] | None = None, dtype: str = "float32") -> Any:
+    """The folder's model without any engine, with these weights if given."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    if weights is not None:
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    return model

@@ -1,0 +1,123 @@
+"""A sampler engine in a process of its own, driven from a test: an engine forks, and a test's process is full of
+threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import multiprocessing
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny_model import VOCABULARY
+
+START_SECONDS = 100.0
+
+
+class EngineProcess:
+    """Calls `SamplerEngine`'s methods by name; `submit` gives a future, `call` waits for it. Also a context manager."""
+
+    def __init__(self, **start_arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._futures: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count()
+        self.process = context.Process(target=_serve, args=(theirs, start_arguments), daemon=False)
+        self.process.start()
+        theirs.close()
+        ready: Future[Any] = Future()
+        self._futures[-1] = ready
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self.engine_pid: int = ready.result(START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        number, future = next(self._numbers), Future[Any]()
+        self._futures[number] = future
+        self._pipe.send((number, method, args, kwargs))
+        return future
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.submit(method, *args, **kwargs).result(60.0)
+
+    def close(self) -> None:
+        try:
+            self._pipe.send(None)
+            self.process.join(20)
+            assert self.process.exitcode == 0
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """kill -9 of the process, which its engine follows; does nothing to one that has ended."""
+        self.process.kill()
+        self.process.join(20)
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, ok, value = self._pipe.recv()
+                future = self._futures.pop(number)
+                future.set_result(value) if ok else future.set_exception(value)
+        except (EOFError, OSError):
+            for future in self._futures.values():
+                future.set_exception(RuntimeError("the engine's process ended"))
+
+
+def _serve(pipe: Connection, start_arguments: dict[str, Any]) -> None:
+    asyncio.run(_answer(pipe, start_arguments))
+
+
+async def _answer(pipe: Connection, start_arguments: dict[str, Any]) -> None:
+    from tandem.rollout.vllm.engine import SamplerEngine
+
+    try:
+        engine = await SamplerEngine.start(**start_arguments)
+    except Exception as error:
+        pipe.send((-1, False, error))
+        return
+    pipe.send((-1, True, multiprocessing.active_children()[0].pid))
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def run(number: int, method: str, args: Any, kwargs: Any) -> None:
+        try:
+            value = getattr(engine, method)
+            value = value(*args, **kwargs) if callable(value) else value
+            pipe.send((number, True, await value if asyncio.iscoroutine(value) else value))
+        except Exception as error:
+            pipe.send((number, False, error))
+
+    while (request := await asyncio.to_thread(pipe.recv)) is not None:
+        tasks.add(asyncio.ensure_future(run(*request)))
+    engine.close()
+
+
+def without_end(folder: Path) -> Path:
+    """Gives a tiny model an end token its vocabulary does not reach, so that every answer is as long as it may be."""
+    config = json.loads((folder / "config.json").read_text())
+    never = len(VOCABULARY)
+    for name in ("config.json", "generation_config.json"):
+        values = config if name == "config.json" else json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**values, "eos_token_id": never}))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": "<never>"})
+    assert tokenizer.eos_token_id == never
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,0 +1,114 @@
+"""What `grpcurl` does, as far as docs/reward.md uses it: it learns the services by reflection, reads JSON and prints
+JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+DEADLINE_SECONDS = 60.0
+_MAPS = ("breakdown", "limits", "numUnscored")
+_TYPES = {number: name[5:].lower() for name, number in descriptor_pb2.FieldDescriptorProto.Type.items()}
+
+
+def grpcurl(words: list[str], given: str) -> str:
+    """What it prints for these arguments, with `given` on standard input (`-d @`)."""
+    options: dict[str, str] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        assert option in ("-plaintext", "-d"), f"grpcurl has an option {option}, this stand-in has not"
+        options[option] = rest.pop(0) if option == "-d" else ""
+    assert "-plaintext" in options, "the service speaks no TLS"
+    address, *verb = rest
+    with grpc.insecure_channel(address) as channel:
+        reflection = Reflection(channel)
+        if verb == ["list"]:
+            return "".join(f"{name}\n" for name in sorted(reflection.services()))
+        if verb[0] == "describe":
+            return reflection.described(verb[1])
+        data = given if options.get("-d") == "@" else options.get("-d", "{}")
+        return reflection.called(verb[0], data)
+
+
+class Reflection:
+    """A server's own account of itself."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+        self._stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+    def services(self) -> list[str]:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        return [service.name for service in self._ask(request).list_services_response.service]
+
+    def pool(self, symbol: str) -> descriptor_pool.DescriptorPool:
+        """The files that define a symbol, and nothing else."""
+        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
+        reply = self._ask(request)
+        assert not reply.HasField("error_response"), f"{symbol}: {reply.error_response.error_message}"
+        pool = descriptor_pool.DescriptorPool()
+        for data in reply.file_descriptor_response.file_descriptor_proto:
+            pool.Add(descriptor_pb2.FileDescriptorProto.FromString(data))  # type: ignore[no-untyped-call]
+        return pool
+
+    def described(self, symbol: str) -> str:
+        message = self.pool(symbol).FindMessageTypeByName(symbol)
+        fields = "".join(f"  {_type_of(one)} {one.name} = {one.number};\n" for one in message.fields)
+        return f"{symbol} is a message:\nmessage {message.name} {{\n{fields}}}\n"
+
+    def called(self, method: str, data: str) -> str:
+        service, _, name = method.partition("/")
+        pool = self.pool(service)
+        found = pool.FindServiceByName(service).methods_by_name[name]
+        requests = _messages(found.input_type, data)
+        reply_class = message_factory.GetMessageClass(found.output_type)
+        kind = f"{'stream' if found.client_streaming else 'unary'}_{'stream' if found.server_streaming else 'unary'}"
+        call = getattr(self._channel, kind)(
+            f"/{service}/{name}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=reply_class.FromString,
+        )
+        assert found.client_streaming or len(requests) == 1
+        answer = call(iter(requests) if found.client_streaming else requests[0], timeout=DEADLINE_SECONDS)
+        replies = list(answer) if found.server_streaming else [answer]
+        replies.sort(key=lambda reply: getattr(reply, "request_id", 0))  # they come as they are ready
+        return "".join(f"{_printed(reply)}\n" for reply in replies)
+
+    def _ask(self, request: reflection_pb2.ServerReflectionRequest) -> reflection_pb2.ServerReflectionResponse:
+        return next(iter(self._stub.ServerReflectionInfo(iter([request]), timeout=DEADLINE_SECONDS)))
+
+
+def _messages(kind: Descriptor, text: str) -> list[Any]:
+    """The JSON messages of a text, one behind the other. An unknown field is an error, as grpcurl has it."""
+    decoder, found, place = json.JSONDecoder(), [], 0
+    while text[place:].strip():
+        place += len(text[place:]) - len(text[place:].lstrip())
+        value, place = decoder.raw_decode(text, place)
+        found.append(json_format.ParseDict(value, message_factory.GetMessageClass(kind)()))
+    return found or [message_factory.GetMessageClass(kind)()]
+
+
+def _printed(message: Any) -> str:
+    return json.dumps(_sorted(json_format.MessageToDict(message)), indent=2, ensure_ascii=False)
+
+
+def _sorted(value: Any, is_map: bool = False) -> Any:
+    """Maps by their keys, whole numbers without a point, as grpcurl prints them."""
+    if isinstance(value, dict):
+        keys = sorted(value) if is_map else list(value)
+        return {key: _sorted(value[key], key in _MAPS) for key in keys}
+    if isinstance(value, list):
+        return [_sorted(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _type_of(field: FieldDescriptor) -> str:
+    name = f".{field.message_type.full_name}" if field.message_type is not None else _TYPES[field.type]
+    return f"repeated {name}" if field.is_repeated else name

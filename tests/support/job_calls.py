@@ -1,0 +1,39 @@
+"""Jobs in Redis in few words, for the tests of their store."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from tandem.services.config.jobs import JobsConfig
+from tandem.services.reward.jobs.store import ChunkClaim, JobRecord, JobStore
+
+LEASE_SECONDS = 300.0
+
+
+def new_store(url: str, **config: Any) -> JobStore:
+    return JobStore(url, JobsConfig(namespace=f"test-{uuid.uuid4().hex[:12]}", **config))
+
+
+def submit(store: JobStore, *chunks: int, key: str = "key", priority: int = 0, seal: bool = False) -> JobRecord:
+    """A job with chunks of so many items each."""
+    job = store.submit(key, rubric="", priority=priority)
+    for index, number in enumerate(chunks):
+        stored, job = store.add_chunk(job.job_id, index, number, f"{key} {index}".encode())
+        assert stored
+    return store.seal(job.job_id, len(chunks)) if seal else job
+
+
+def claim(store: JobStore, worker: str = "one") -> ChunkClaim:
+    claimed = store.claim(worker, LEASE_SECONDS, 0)
+    assert claimed is not None
+    return claimed
+
+
+def finish(store: JobStore, claimed: ChunkClaim, num_items: int) -> bool:
+    return store.complete(claimed, b"scored", num_scored=num_items, sum_values=0.5 * num_items, num_unscored={})
+
+
+def expire(store: JobStore, claimed: ChunkClaim) -> None:
+    """As if the lease had run out."""
+    store._redis.zadd(store._key("leased"), {f"{claimed.job_id}:{claimed.index}": 0}, xx=True)

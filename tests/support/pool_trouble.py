@@ -1,0 +1,89 @@
+"""A scorer whose every answer is some trouble, for tests of the pool; what one asks it, and what it made of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.workers.pool import ScorerPool
+
+Make = Callable[..., ScorerPool]
+
+TROUBLE = r"""
+import hashlib, os, re, signal, subprocess, sys, threading, time
+
+kept = []
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    match solution_str:
+        case "hang":
+            time.sleep(600)
+        case "spin":  # holds the interpreter's lock for ever
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case "burn":  # four threads, most of it without the interpreter's lock: more processor time than wall time
+            burn = lambda: [hashlib.sha256(bytes(1 << 20)) for _ in range(10**6)]
+            [threading.Thread(target=burn).start() for _ in range(3)]
+            burn()
+        case "exit":
+            print("no way on", file=sys.stderr, flush=True)
+            os._exit(3)
+        case "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "print":
+            print("spoken by the scorer")
+        case "chat":
+            for _ in range(5000):
+                print("a line that is quite long, " * 4)
+        case "pid":
+            return os.getpid()
+        case "child":
+            return subprocess.Popen(["sleep", "600"]).pid
+        case "daemon":  # leaves its session and its parent
+            command = "import os, subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+            started = subprocess.run([sys.executable, "-c", command], capture_output=True, start_new_session=True)
+            return int(started.stdout)
+        case "children":
+            for _ in range(20):
+                subprocess.Popen(["sleep", "600"])
+            time.sleep(600)
+        case "bomb":
+            while True:
+                os.fork()
+        case "memory":
+            return len(b"1" * (1 << 40))
+        case "leak":
+            kept.append(bytearray(16 << 20))
+        case "files":
+            return len([open("/dev/null") for _ in range(10_000)])
+        case "babble":
+            while True:
+                print("word " * 1000)
+        case "large":
+            return {"score": 1.0, "x" * (2 << 20): 1.0}
+    return float(solution_str == ground_truth)
+
+
+def together(data_sources, solution_strs, ground_truths, extra_infos):
+    if "raise" in solution_strs:
+        raise KeyError("raise")
+    for text in solution_strs:
+        if text != "length":
+            compute_score("", text, "", {})
+    if "length" in solution_strs:
+        return [1.0]
+    return [{"score": float(s == g), "batch": len(solution_strs)} for s, g in zip(solution_strs, ground_truths)]
+"""
+
+
+def items(*solutions: str) -> list[ScoreItem]:
+    return [ScoreItem("test", solution, "1") for solution in solutions]
+
+
+def reason(score: Score) -> str:
+    assert isinstance(score, Unscored), score
+    return score.reason
+
+
+def value(score: Score) -> int:
+    assert isinstance(score, Scored), score
+    return int(score.value)

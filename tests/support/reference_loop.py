@@ -1,0 +1,205 @@
+"""What learning means, in one file: trains a model on the recorded batches of a run.
+
+Reads `batches/<version>` with json and pyarrow alone and computes rows, advantages, weights and loss by itself; nothing
+of `services/`, and of `trainer/` only what sets an engine up. With `engine="deepspeed"` (world size 1, the thread count
+and configuration of the run) it ends with the run's weights bit for bit; with `engine="torch"` it is the plain twin,
+which differs in the last bits of a sum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
+from tandem.trainer.token_model import answer_with_tokens
+
+Row = dict[str, Any]
+
+
+def train_reference(
+    run_folder: Path, model_path: Path, config: TrainerConfig, total_batches: int, engine: Literal["deepspeed", "torch"]
+) -> dict[str, Tensor]:
+    """The weights after all recorded batches, by name."""
+    policy = Policy(model_path, config, engine)
+    for folder in sorted((run_folder / "batches").iterdir()):
+        plan = json.loads((folder / "plan.json").read_text())
+        assert plan["packing"] == "padded", "rows end to end are not in here"
+        policy.set_learning_rate(learning_rate(plan["policy_version"], config, total_batches))
+        steps = read_rows(folder, plan, config)
+        proximal = [[proximal_logprobs(policy, rows, len(steps), config) for rows in cells] for cells in steps]
+        for cells, known in zip(steps, proximal, strict=True):
+            for rows, proximal_N in zip(cells, known, strict=True):
+                policy.backward(loss_of(policy.logprobs(rows), proximal_N, rows, config))
+            policy.step()
+    return policy.close()
+
+
+def learning_rate(version: int, config: TrainerConfig, total_batches: int) -> float:
+    if version < config.warmup_batches:
+        return config.learning_rate * version / config.warmup_batches
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = min(1.0, (version - config.warmup_batches) / max(1, total_batches - config.warmup_batches))
+    return config.learning_rate * (0.1 + 0.9 * (0.5 * (1.0 + math.cos(math.pi * progress))))
+
+
+def read_rows(folder: Path, plan: dict[str, Any], config: TrainerConfig) -> list[list[list[Row]]]:
+    """Optimizer step → micro-batch → rows, each with its advantage and the weight of its tokens in the loss."""
+    table = pa.ipc.open_file(folder / "groups.arrow").read_all()
+    segments = {(row["group_id"], row["trajectory_id"], row["segment"]): row for row in table.to_pylist()}
+    advantages = advantages_of(list(segments.values()), config)
+    steps: list[list[list[Row]]] = [[[] for _ in range(count)] for count in plan["num_micro_batches"]]
+    sampled: list[dict[tuple[str, int], int]] = [defaultdict(int) for _ in steps]
+    for planned in plan["plan"]:
+        place = dict(zip(plan["plan_columns"], planned, strict=True))
+        assert place["rank"] == 0, "a reference loop is one rank"
+        row = dict(segments[place["group_id"], place["trajectory_id"], place["segment"]])
+        row["key"] = row["group_id"], row["trajectory_id"]
+        row["advantage"] = advantages[row["key"]]
+        sampled[place["optimizer_step"]][row["key"]] += sum(row["loss_mask"])
+        steps[place["optimizer_step"]][place["micro_batch"]].append(row)
+    for cells, counts in zip(steps, sampled, strict=True):
+        for row in (row for rows in cells for row in rows):
+            token_mean = config.aggregation == "token-mean"
+            row["share"] = 1.0 / sum(counts.values()) if token_mean else 1.0 / (len(counts) * counts[row["key"]])
+    return steps
+
+
+def advantages_of(rows: list[Row], config: TrainerConfig) -> dict[tuple[str, int], float]:
+    groups: dict[str, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row["role"] == "policy" and row["reward"] is not None:
+            groups[row["group_id"]][row["trajectory_id"]] = row["reward"]
+    result = {}
+    for group_id, rewards in groups.items():
+        values = np.array(list(rewards.values()))
+        mean, std = (values.mean(), values.std(ddof=1)) if len(values) > 1 else (0.0, 1.0)
+        scale = std + 1e-6 if config.advantage.name == "grpo" else 1.0
+        result.update({(group_id, key): (value - mean) / scale for key, value in rewards.items()})
+    return result
+
+
+def sampled_places(rows: list[Row]) -> Iterator[tuple[int, int]]:
+    return ((number, t) for number, row in enumerate(rows) for t, mask in enumerate(row["loss_mask"]) if mask)
+
+
+def per_token(rows: list[Row], name: str) -> Tensor:
+    return torch.tensor([rows[number][name] for number, _ in sampled_places(rows)], dtype=torch.float32)
+
+
+def behavior_of(rows: list[Row]) -> Tensor:
+    places = sampled_places(rows)
+    return torch.tensor([rows[number]["behavior_logprobs"][t] for number, t in places], dtype=torch.float32)
+
+
+def proximal_logprobs(policy: Policy, rows: list[Row], num_steps: int, config: TrainerConfig) -> Tensor | None:
+    """From the weights at the batch's start; with one optimizer step these are the current ones."""
+    if config.correction.preset == "none":
+        return behavior_of(rows)
+    if num_steps == 1:
+        return None
+    with torch.no_grad():
+        return policy.logprobs(rows)
+
+
+def loss_of(current_N: Tensor, proximal_N: Tensor | None, rows: list[Row], config: TrainerConfig) -> Tensor:
+    proximal_N = current_N.detach() if proximal_N is None else proximal_N
+    weight_N = torch.ones_like(proximal_N)
+    advantage_N = per_token(rows, "advantage")
+    if config.correction.preset in ("token_clip", "token_tis"):
+        bounds = config.correction.weights
+        behavior_ratio_N = (proximal_N - behavior_of(rows)).clamp(-20, 20).exp()
+        weight_N = behavior_ratio_N.clamp(max=bounds.high)
+        if config.correction.preset == "token_clip":
+            stopped_N = torch.where(advantage_N > 0, behavior_ratio_N > bounds.high, behavior_ratio_N < bounds.low)
+            weight_N = torch.where(stopped_N & (advantage_N != 0), 0.0, weight_N)
+    ratio_N = (current_N - proximal_N).clamp(-20, 20).exp()
+    clipped_N = ratio_N.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
+    loss_N = torch.maximum(-advantage_N * ratio_N, -advantage_N * clipped_N)
+    loss_N = torch.where(advantage_N < 0, torch.minimum(loss_N, -3.0 * advantage_N), loss_N)
+    return torch.dot(loss_N * weight_N, per_token(rows, "share"))
+
+
+class Policy:
+    """A model and its optimizer: DeepSpeed's, or plain torch's."""
+
+    def __init__(self, model_path: Path, config: TrainerConfig, engine: Literal["deepspeed", "torch"]) -> None:
+        assert config.dtype == "float32", "the twin trains in float32 only"
+        self.config = config
+        self.module = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).train()
+        self.engine: Any = None
+        if engine == "deepspeed":
+            start_process_group(config.collective_timeout_seconds)
+            answer_with_tokens(self.module)
+            self.engine = build_engine(config, self.module)
+            self.optimizer = self.engine.optimizer
+        else:
+            settings = {"betas": config.adam_betas, "weight_decay": config.weight_decay}
+            self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, **settings)
+
+    def logprobs(self, rows: list[Row]) -> Tensor:
+        """Of the sampled tokens, flat, under each row's temperature."""
+        ids = torch.zeros((len(rows), max(len(row["ids"]) for row in rows)), dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, : len(row["ids"])] = torch.tensor(row["ids"])
+        places = list(sampled_places(rows))
+        columns = sorted({t - 1 for _, t in places})
+        row_N = torch.tensor([number for number, _ in places])
+        column_N = torch.tensor([columns.index(t - 1) for _, t in places])
+        temperature_N = torch.tensor([json.loads(rows[number]["sampling"])["temperature"] for number, _ in places])
+        target_N = torch.tensor([rows[number]["ids"][t] for number, t in places])
+        if self.engine is not None:  # the head inside the engine, or the last bits of the gradient differ
+            columns_K = torch.tensor(columns)
+            tokens = SimpleNamespace(
+                inputs={"input_ids": ids},
+                row_N=row_N,
+                column_N=column_N,
+                columns_K=columns_K,
+                target_N=target_N,
+                temperature_N=temperature_N,
+            )
+            return self.engine(tokens=tokens)[0]
+        logits = self.module(input_ids=ids, use_cache=False, logits_to_keep=torch.tensor(columns)).logits
+        logits_NV = logits[row_N, column_N].float() / temperature_N[:, None]
+        return -torch.nn.functional.cross_entropy(logits_NV, target_N, reduction="none")
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def backward(self, loss: Tensor) -> None:
+        if self.engine is None:
+            loss.backward()
+        else:
+            self.engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> None:
+        if self.engine is not None:
+            self.engine.step()
+            return
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.gradient_clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> dict[str, Tensor]:
+        """The weights, and the end."""
+        named = dict(self.module.named_parameters())
+        with whole_parameters(list(named.values()), self.config.zero_stage if self.engine is not None else 0):
+            weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+        if self.engine is not None:
+            self.engine.destroy()
+            leave_process_group()
+        return weights

@@ -1,0 +1,204 @@
+"""docs/reward.md as it should be: everything it shows is done against a real service, and what came out is put in.
+
+`python -m tests.support.reward_page` writes the page; tests/project/test_reward_document.py compares.
+
+Blocks of `console` hold commands behind `$ ` and what they print; a block of `text` behind one of `python` is what that
+printed. Job ids, times and the port differ from run to run: the page has stand-ins for them. Long outputs are cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from tandem.protos import errors
+from tandem.reward.registry import BUILT_IN, describe
+from tandem.services.cli import app
+from tandem.services.clients import RewardClient
+from tandem.services.commands.reward_display import number
+from tests.support.grpcurl import grpcurl
+from tests.support.paths import ROOT
+from tests.support.reward_process import running_reward
+
+PAGE = ROOT / "docs" / "reward.md"
+SHOWN_ADDRESS = "127.0.0.1:50051"
+SHOWN_IDS = ("0660ca468f1360c816690e7ac842a6a1", "0660ca47159750ed80bfe785e543c89b", "0660ca46c8d1f7a2b94e03d15c86f702")
+SHOWN_TIME = "2026-11-21 14:35"
+SHOWN_SECONDS = {"createdAt": "1795271712.25", "finishedAt": "1795271712.5", "expiresAt": "1795876512.5"}
+MOST_LINES = 20
+ERRORS = [
+    "DataError",
+    "SizeError",
+    "ScorerError",
+    "UnknownJobError",
+    "JobExistsError",
+    "JobError",
+    "JobLimitError",
+    "EnvironmentLackError",
+]
+ERRORS += ["DeadlineError", "UnavailableError"]
+WAIT_SECONDS = 60.0
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+_ID = re.compile(r"\b[0-9a-f]{32}\b")
+
+
+@dataclass
+class Reader:
+    """Somebody who follows the page in an empty folder."""
+
+    address: str
+    ids: dict[str, str] = field(default_factory=dict)
+    """Stand-ins by job id."""
+
+    def follow(self, page: str) -> str:
+        """The page with what came out in place of what it says comes out."""
+        done = ""
+        place, printed = 0, ""
+        for block in _BLOCK.finditer(page):
+            kind, text = block.groups()
+            before = page[place : block.start()]
+            if kind == "console":
+                text = "".join(map(self._console, commands_of(text)))
+            elif kind == "python":
+                printed = self._python(text)
+            elif kind == "text":
+                text = printed
+            elif kind == "toml" and (named := re.search(r"This is `(\w+\.toml)`:\s*\Z", before)):
+                text = (ROOT / "examples" / "rubrics" / named[1]).read_text()
+            done += f"{before}```{kind}\n{text}```"
+            place = block.end()
+        return self._with_tables(done + page[place:])
+
+    def _console(self, command: str) -> str:
+        real = command.replace(SHOWN_ADDRESS, self.address)
+        for actual, shown in self.ids.items():
+            real = real.replace(shown, actual)
+        with RewardClient(self.address) as client:
+            for job in client.jobs():
+                client.wait(job.job_id, timeout_seconds=WAIT_SECONDS)  # what is told of it is the same every time
+        return f"$ {command}\n{self._shown(run(real, self.address))}"
+
+    def _python(self, text: str) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec(compile(text.replace(SHOWN_ADDRESS, self.address), str(PAGE), "exec"), {"__name__": "page"})
+        return self._shown(said.getvalue())
+
+    def _shown(self, output: str) -> str:
+        for found in _ID.findall(output):
+            if found not in self.ids and found not in self.ids.values():
+                self.ids[found] = SHOWN_IDS[len(self.ids)]
+        output = _ID.sub(lambda found: self.ids.get(found[0], found[0]), output).replace(self.address, SHOWN_ADDRESS)
+        output = re.sub(r"\b20\d\d-\d\d-\d\d \d\d:\d\d\b", SHOWN_TIME, output)
+        for key, shown in SHOWN_SECONDS.items():
+            output = re.sub(rf'"{key}": [\d.]+', f'"{key}": {shown}', output)
+        lines = output.splitlines()
+        if len(lines) > MOST_LINES:
+            lines = [*lines[: MOST_LINES - 1], "…"]
+        return "".join(f"{line.rstrip()}\n" for line in lines)
+
+    def _with_tables(self, page: str) -> str:
+        """The tables of scorers, limits and errors as the code has them; what limits bound is the page's to say."""
+        scorers = [f"| `{one.name}` | {one.version} | {one.isolation} | {cell(one.summary)} |" for one in describe()]
+        said = dict(re.findall(r"^\| `(\w+)` \| [\d,.]+ \| (.*) \|$", page, re.M))
+        with RewardClient(self.address) as client:
+            limits = client.scorers().limits
+        bounds = [f"| `{name}` | {number(limits[name])} | {said.get(name, '?')} |" for name in limits_in_order(limits)]
+        classes = [getattr(errors, name) for name in ERRORS]
+        rows = [f"| `{one.grpc_code}` | `{one.__name__}` | {cell(inspect.getdoc(one) or '')} |" for one in classes]
+        for head, body in (
+            ("| scorer | version | runs | what it does |\n|---|---|---|---|\n", scorers),
+            ("| limit | if nothing else is said | what it bounds |\n|---|---|---|\n", bounds),
+            ("| status | class | when |\n|---|---|---|\n", rows),
+        ):
+            table = re.compile(re.escape(head) + r"(?:\|.*\n)*")
+            filled = head + "".join(f"{row}\n" for row in body)
+            assert table.search(page), f"the page lacks the table {head!r}"
+            page = table.sub(lambda _, filled=filled: filled, page)
+        return page
+
+
+def limits_in_order(limits: object) -> list[str]:
+    return sorted(limits, key=lambda name: (not name.startswith("max_"), name))  # type: ignore[call-overload, no-any-return]
+
+
+def cell(text: str) -> str:
+    """The first sentence or so of a docstring, as a cell of a table."""
+    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+
+
+def commands_of(block: str) -> list[str]:
+    """The commands of a block; one with `<<'END'` goes on until END."""
+    found: list[str] = []
+    here_document = False
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            found.append(line[2:])
+            here_document = "<<'END'" in line
+        elif here_document:
+            found[-1] += f"\n{line}"
+            here_document = line != "END"
+    return found
+
+
+def run(command: str, address: str) -> str:
+    """What the command prints, errors among it."""
+    head, _, given = command.partition(" <<'END'\n")
+    words = shlex.split(head)
+    if words[:3] == ["tandem", "reward", "serve"]:
+        return f"reward: listens on {address}\n"  # the fixture has started it
+    if words[0] == "grpcurl":
+        return grpcurl(words[1:], given.removesuffix("END"))
+    if words[0] == "python":
+        done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout
+    assert words[0] == "tandem", command
+    result = CliRunner().invoke(app, words[1:])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    return result.output
+
+
+@contextlib.contextmanager
+def reading_folder(address: str) -> Iterator[None]:
+    """An empty working folder with the examples, and the service where it is looked for."""
+    before, variable = Path.cwd(), os.environ.get("TANDEM_REWARD_ADDRESS")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "examples").symlink_to(ROOT / "examples")
+        (Path(folder) / "protos").symlink_to(ROOT / "protos")
+        os.chdir(folder)
+        os.environ["TANDEM_REWARD_ADDRESS"] = address
+        try:
+            yield
+        finally:
+            os.chdir(before)
+            if variable is None:
+                del os.environ["TANDEM_REWARD_ADDRESS"]
+            else:
+                os.environ["TANDEM_REWARD_ADDRESS"] = variable
+
+
+def followed() -> str:
+    """The page as it should be."""
+    with running_reward() as address, reading_folder(address):
+        return Reader(address).follow(PAGE.read_text(encoding="utf-8"))
+
+
+def remote_scorers() -> set[str]:
+    """Scorers that clients use only under names that the service declares."""
+    return {name for name, kind in BUILT_IN.items() if kind.ISOLATION == "remote"}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(followed(), encoding="utf-8")

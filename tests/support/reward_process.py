@@ -1,0 +1,59 @@
+"""`tandem reward serve` as a process of its own, that can be killed and started again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.paths import ROOT
+
+STOP_SECONDS = 20.0
+
+
+class RewardProcess:
+    """A service with its embedded Redis in `folder`. Started again on the same port it is the same service to its
+    clients.
+    """
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tandem.services.cli", "reward", "serve", "--port", str(port), "--name", "a"],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": ""},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()  # the timeout of the test bounds it
+        assert line.startswith("reward: listens on "), line
+        self.address = line.split()[-1]
+        self.port = int(self.address.rpartition(":")[2])
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        self._process.kill()
+        self._process.wait(STOP_SECONDS)
+
+    def stop(self) -> None:
+        """As Ctrl-C does, or SIGKILL if that takes too long."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+@contextmanager
+def running_reward() -> Iterator[str]:
+    """The address of a service while the block runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = RewardProcess(Path(folder))
+        try:
+            yield process.address
+        finally:
+            process.stop()

@@ -1,0 +1,121 @@
+"""What the reward service's tests share: groups on their way to it, a scorer that fails on demand, and what
+comes out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory, TrajectoryGroup, VersionSpan
+from tandem.reward.rubric.rubric import Rubric
+from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
+from tandem.services.buffer.buffer import Buffer
+from tests.support.redis_ring import claim, new_run
+
+SAMPLING = SamplingParameters(max_tokens=4)
+
+
+def trajectory(number: int, text: str, *, earned: float = 0.0, **more: Any) -> Trajectory:
+    segment = Segment(
+        np.array([1, 2, 3], np.int32),
+        np.array([0, -1, -2], np.float32),
+        np.array([0, 1, 1], np.uint8),
+        (VersionSpan(1, 1, 0),),
+    )
+    fields = {"role": "policy", "finish_reason": "stop", "sampling": SAMPLING, "earned_reward": earned, **more}
+    return Trajectory(trajectory_id=number, segments=(segment,), text=text, **fields)
+
+
+def generate(buffer: Buffer, groups: Sequence[Sequence[Trajectory]]) -> list[str]:
+    """Takes groups through admission and sampling; ground truth is "1"."""
+    first = buffer.admission().cursor
+    prompts = [
+        Prompt(
+            0,
+            first + n,
+            np.array([1], np.int32),
+            len(rows),
+            SAMPLING,
+            data_source="d",
+            ground_truth="1",
+            extra_info={"n": n},
+        )
+        for n, rows in enumerate(groups)
+    ]
+    assert buffer.admit([(p.group_id, b"") for p in prompts], first + len(groups)) == len(groups)
+    by_id = {p.group_id: TrajectoryGroup(p, tuple(rows)) for p, rows in zip(prompts, groups, strict=True)}
+    for one in claim(buffer, "prompts", len(groups)):
+        assert buffer.complete(one, encode_group(by_id[one.group_id]))
+    return list(by_id)
+
+
+def answers(*texts: str) -> list[Trajectory]:
+    return [trajectory(number, text) for number, text in enumerate(texts)]
+
+
+def collect(buffer: Buffer, number: int, seconds: float = 20.0) -> dict[str, TrajectoryGroup]:
+    """The next so many scored groups by id."""
+    incarnation = buffer.begin_incarnation()
+    found: dict[str, TrajectoryGroup] = {}
+    deadline = time.monotonic() + seconds
+    while len(found) < number:
+        assert time.monotonic() < deadline, f"{len(found)} of {number} groups: {buffer.counts()}"
+        for one in buffer.claim_scored(incarnation, number - len(found), 1.0):
+            group = decode_group(buffer.read([one.group_id])[0])
+            assert [header.reward for header in one.headers] == [row.reward for row in group.scored_rows]
+            found[one.group_id] = group
+    return found
+
+
+def rewards(group: TrajectoryGroup) -> list[float | None]:
+    return [row.reward for row in group.scored_rows]
+
+
+class ScriptedCore(ScoringCore):
+    """Answers by text: a number is the reward, `reason*k` fails k times with that reason before it is worth 1."""
+
+    def __init__(self, *, num_callers: int = 1, grouped: bool = False) -> None:
+        self.asked: list[str] = []
+        self.calls: list[list[ScoreItem]] = []
+        self.closed = threading.Event()
+        self.default = CompiledRubric(
+            Rubric(()), text="", digest="", in_process=False, grouped=grouped, num_callers=num_callers
+        )
+
+    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Priority) -> list[Score]:
+        assert rubric is self.default and lane == "ring"
+        self.calls.append(list(items))
+        return [self._judge(item) for item in items]
+
+    def figures(self) -> dict[str, float]:
+        return {"workers_replaced": 0.0}
+
+    def _judge(self, item: ScoreItem) -> Score:
+        self.asked.append(item.solution)
+        if item.solution == "slow":
+            self.closed.wait(0.2)
+        if item.solution == "wait":
+            assert self.closed.wait(30.0)
+            return Unscored("infrastructure", "closing")
+        if item.solution == "bug":
+            raise ZeroDivisionError("a bug of ours")
+        reason, star, times = item.solution.partition("*")
+        if not star:
+            return Scored(float(item.solution == item.ground_truth), {"length": 1.0})
+        if self.asked.count(item.solution) <= int(times):
+            return Unscored(reason, f"scripted {reason}")  # type: ignore[arg-type]
+        return Scored(1.0)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def run_of(redis_url: str, **options: int) -> Buffer:
+    return new_run(redis_url, **{"groups_per_batch": 20, "infrastructure": 3, "data": 3, **options})

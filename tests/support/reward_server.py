@@ -1,0 +1,286 @@
+"""What the tests of the reward service's front share: a core that fails on demand, a server in this process, jobs in
+few words.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc
+from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.reward.config import RewardConfig
+from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
+from tandem.services.config.jobs import JobsConfig
+from tandem.services.reward.jobs.store import JobStore
+from tandem.services.reward.jobs.worker import JobWorker
+from tandem.services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
+from tandem.services.rpc import RpcLimits, ServerThread, connect
+from tests.support.paths import ROOT
+
+EXACT = '[[components]]\nscorer = "exact"\nname = "same"\n'
+
+Request = reward_pb2.SubmitJobRequest
+Item = reward_pb2.ScoreRequest.Item
+Stub = reward_pb2_grpc.RewardServiceStub
+
+
+class ScriptedCore(ScoringCore):
+    """Answers by text: `wait` waits for the test, `reason*k` fails k times with that reason before it is worth 1, `bug`
+    is one.
+
+    Any other text is compared with the ground truth; the breakdown holds how many items were scored together.
+    """
+
+    def __init__(self, config: RewardConfig | None = None, *, in_process: bool = False) -> None:
+        super().__init__(config or RewardConfig())
+        self.inline = in_process
+        self.asked: list[str] = []
+        self.batches: list[tuple[Priority, int]] = []
+        self.go_on = threading.Event()
+        if not in_process:
+            self.default = _elsewhere(self.default)
+
+    def compile(self, text: str) -> CompiledRubric:
+        return super().compile(text) if self.inline else _elsewhere(super().compile(text))
+
+    def score(
+        self,
+        rubric: CompiledRubric,
+        items: Sequence[ScoreItem],
+        lane: Priority,
+        cutoff: CancellationToken | None = None,
+        *,
+        at_once: bool = False,
+    ) -> list[Score]:
+        self.batches.append((lane, len(items)))
+        return [self._answer_to(item, len(items), cutoff or CancellationToken()) for item in items]
+
+    def _answer_to(self, item: ScoreItem, together: int, cutoff: CancellationToken) -> Score:
+        if cutoff.ended:
+            return CUT_OFF
+        self.asked.append(item.solution)
+        if item.solution == "wait":
+            until(lambda: cutoff.ended or self.go_on.is_set())
+            if cutoff.ended:
+                return CUT_OFF
+        if item.solution == "bug":
+            raise ZeroDivisionError("a bug of ours")
+        if self.closing and item.solution == "wait":
+            return Unscored("infrastructure", "closing")
+        reason, star, times = item.solution.partition("*")
+        if star and self.asked.count(item.solution) <= int(times):
+            return Unscored(reason, f"scripted {reason}")  # type: ignore[arg-type]
+        return Scored(float(bool(star) or item.solution == item.ground_truth), {"together": float(together)})
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "go_on"):
+            self.go_on.set()
+
+
+def _elsewhere(rubric: CompiledRubric) -> CompiledRubric:
+    """The same, as if it were not scored in this process."""
+    return CompiledRubric(rubric.rubric, rubric.text, rubric.digest, False, rubric.grouped, rubric.num_callers)
+
+
+class Service:
+    """A server on a port of its own with a lane, and a stub that speaks to it."""
+
+    def __init__(
+        self,
+        url: str,
+        core: ScoringCore,
+        *,
+        reward: RewardConfig,
+        jobs: JobsConfig,
+        with_lane: bool,
+        intake: RpcLimits,
+    ) -> None:
+        self.core = core
+        self.jobs = jobs
+        self.store = JobStore(url, jobs)
+        self.servicer = RewardServicer(core, self.store, reward, jobs)
+        self.stop = threading.Event()
+        self.server = ServerThread(
+            "127.0.0.1",
+            0,
+            info=common_pb2.InfoReply,
+            register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(self.servicer, one),
+            service_names=[SERVICE_NAME],
+            on_stop=self.servicer.end_streams,
+            intake=intake,
+        )
+        self.lane = JobWorker(self.store, core, worker="one", reward=reward, stop=self.stop)
+        self._with_lane = with_lane
+        if with_lane:
+            self.lane.__enter__()
+        self.channel = connect(self.server.address)
+        self.stub = Stub(self.channel)
+
+    def end(self) -> None:
+        self.server.stop(1.0)
+        self.core.close()
+        try:
+            if self._with_lane:
+                self.lane.__exit__(None, None, None)
+        finally:
+            self.servicer.close()
+            self.channel.close()
+            self.store.close()
+
+    # ---- jobs in few words ----
+
+    def submit(
+        self, *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0
+    ) -> reward_pb2.SubmitJobReply:
+        """Submits a whole job and returns the last reply."""
+        return list(self.stub.SubmitJob(submission(*chunks, key=key, rubric=rubric, priority=priority), timeout=30))[-1]
+
+    def watch(self, job_id: str, *, after_cursor: int = 0, with_results: bool = True) -> list[reward_pb2.JobEvent]:
+        request = reward_pb2.WatchJobRequest(job_id=job_id, with_results=with_results, after_cursor=after_cursor)
+        return list(self.stub.WatchJob(request, timeout=30))
+
+    def results(self, job_id: str) -> list[reward_pb2.ScoreReply.Item]:
+        """The results of a job that ends, in the order of its items; every item has one."""
+        found: dict[int, reward_pb2.ScoreReply.Item] = {}
+        for event in self.watch(job_id):
+            for number, item in enumerate(event.results.items, event.results.first_item):
+                assert number not in found, "a result is told once"
+                found[number] = item
+        assert sorted(found) == list(range(len(found)))
+        return [found[number] for number in range(len(found))]
+
+
+@contextmanager
+def serving(
+    url: str,
+    core: ScoringCore | None = None,
+    *,
+    reward: RewardConfig | None = None,
+    jobs: JobsConfig | None = None,
+    with_lane: bool = True,
+    intake: RpcLimits = INTAKE,
+) -> Iterator[Service]:
+    """A service while it is open; what failed in its lane is raised at the end."""
+    reward = reward or RewardConfig()
+    jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
+    core = core or ScoringCore(reward)
+    service = Service(url, core, reward=reward, jobs=jobs, with_lane=with_lane, intake=intake)
+    try:
+        yield service
+    finally:
+        service.end()
+
+
+def grouped(core: ScoringCore) -> CompiledRubric:
+    """Its default rubric, as if a scorer of it compared the items of a group."""
+    one = core.default
+    return CompiledRubric(one.rubric, one.text, one.digest, False, True, 1)
+
+
+class Feed:
+    """Requests of a stream, given one by one."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, *requests: Any) -> None:
+        for request in requests:
+            self._waiting.put(request)
+
+    def close(self) -> None:
+        self._waiting.put(None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._waiting.get, None)
+
+
+def submission(
+    *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0, first: int = 0
+) -> Iterator[Request]:
+    """The messages of a job; its first chunk has the number `first`."""
+    header = Request.Header(idempotency_key=key or uuid.uuid4().hex, rubric=rubric, priority=priority)
+    yield Request(header=header)
+    for index, items in enumerate(chunks, first):
+        yield Request(chunk=Request.Chunk(index=index, items=items))
+    yield Request(seal=Request.Seal(num_chunks=first + len(chunks)))
+
+
+def answers(*texts: str, truth: str = "1", group: str = "") -> list[Item]:
+    return [Item(solution=text, ground_truth=json.dumps(truth), group=group) for text in texts]
+
+
+def summary(items: Sequence[reward_pb2.ScoreReply.Item]) -> list[float | str]:
+    """Values and reasons."""
+    return [one.scored.value if one.WhichOneof("result") == "scored" else one.unscored.reason for one in items]
+
+
+# ---- as a process ----
+
+_MAIN = """
+import sys
+from pathlib import Path
+from tandem.services.config import load_service_config
+from tandem.services.process import die_with_parent, run_service
+from tandem.services.reward.standalone import main
+die_with_parent()
+folder, redis_url, name, *overrides = sys.argv[1:]
+config = load_service_config(None, overrides)
+run_service(lambda: main(config, host="127.0.0.1", redis_url=redis_url, folder=Path(folder), name=name))
+"""
+
+
+class Replica:
+    """A reward service that stands alone, as a process. Its Redis is its own if no URL is given."""
+
+    def __init__(self, folder: Path, *overrides: str, redis_url: str = "", name: str = "one") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, str(folder), redis_url, name, *overrides],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.address = ""
+        for line in self.process.stdout:
+            if "listens on " in line:
+                self.address = line.split()[-1]
+                break
+        assert self.address, f"it ended: {self.process.wait(10)}"
+        self._rest = threading.Thread(target=self.process.stdout.read, daemon=True)  # a full pipe would hold it up
+        self._rest.start()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def terminate(self) -> int:
+        """Its exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout=20)
+
+
+def until(condition: object, seconds: float = 30.0) -> None:
+    """Waits for something to come true."""
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.01)
+
+
+def code_of(error: grpc.RpcError) -> str:
+    return str(error.code().name)

@@ -1,0 +1,75 @@
+"""Everything a recipe names, small and made from nothing: a model folder that passes the checks (nobody loads it),
+data, a recipe.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.services.config import Recipe, parse_recipe
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+
+
+def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """A safetensors file of float32 zeros."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4
+        for extent in shape:
+            size *= extent
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * end)
+
+
+def write_model(folder: Path) -> Path:
+    """A Hugging Face folder of 240 parameters with a tokenizer file and a chat template."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    write_safetensors(folder / "model.safetensors", {"embed": (10, 16), "norm": (80,)})
+    return folder
+
+
+def write_dataset(file: Path) -> Path:
+    """Four JSON lines in verl's columns."""
+    rows = [
+        {
+            "data_source": "test",
+            "prompt": [{"role": "user", "content": f"{number} + 1 ="}],
+            "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+        }
+        for number in range(4)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def small_values(folder: Path) -> dict[str, dict[str, Any]]:
+    """The values of a recipe whose model and data are written below `folder`, and whose run goes to `folder`/run."""
+    return {
+        "run": {"run_id": "small", "folder": str(folder / "run"), "total_batches": 3, "groups_per_batch": 2},
+        "model": {"path": str(write_model(folder / "model"))},
+        "data": {"train_file": str(write_dataset(folder / "train.jsonl")), "max_prompt_tokens": 32},
+        "rollout": {"max_response_tokens": 32, "kv_cache_bytes": 1 << 20, "samples_per_prompt": 2},
+    }
+
+
+def recipe_of(values: Mapping[str, Mapping[str, Any]], **changes: Mapping[str, Any]) -> Recipe:
+    """The recipe of these values with the keys of some sections changed."""
+    merged = {section: dict(given) for section, given in values.items()}
+    for section, given in changes.items():
+        merged[section] = {**merged.get(section, {}), **given}
+    return parse_recipe(merged)

@@ -1,0 +1,104 @@
+"""Fixtures for attacks on sandboxes (a plug-in of the modules that make them): every kind of isolation, with the filter
+of system calls and without.
+
+The kind in force on the machine is attacked in every run. The others build the same sandbox in other ways: they take
+their turn among the slow tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from tandem.reward.sandbox import isolation
+from tandem.reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
+from tandem.reward.sandbox.inside import seccomp as filter_program
+from tandem.reward.sandbox.isolation import find_isolation
+from tandem.reward.sandbox.launcher import ZygoteLauncher
+from tandem.reward.sandbox.layout import layout_for
+from tandem.reward.sandbox.limits import Limits, Outcome
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
+from tests.support.sandbox_runs import DISK_BYTES, LIMITS, SECRET, Launcher, Run
+
+_KINDS: dict[str, type[ZygoteLauncher] | type[BubblewrapEachLauncher]] = {
+    "namespaces": ZygoteLauncher,
+    "bubblewrap": BubblewrapLauncher,
+    "bubblewrap for each": BubblewrapEachLauncher,
+}
+
+
+def _in_force() -> object:
+    find_isolation()
+    return isolation._found and isolation._found[1]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, id=name, marks=[] if kind is _in_force() else pytest.mark.slow)
+        for name, kind in _KINDS.items()
+    ],
+)
+def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
+    os.environ["TANDEM_TEST_SECRET"] = SECRET
+    try:
+        made: Launcher = request.param(layout_for(), DISK_BYTES)
+    except SandboxError as error:
+        pytest.skip(f"it does not work here: {error}")
+    finally:
+        del os.environ["TANDEM_TEST_SECRET"]
+    with closing(made):
+        try:
+            with closing(made.open(seccomp=False)) as first:
+                first.await_ready(60.0)
+        except SandboxError as error:
+            pytest.skip(f"it does not work here: {error}")
+        isolation._prove(made)  # works, so it must hold
+        yield made
+
+
+@pytest.fixture(params=["filtered", "unfiltered"])
+def filtered(request: pytest.FixtureRequest) -> bool:
+    if request.param == "filtered" and not filter_program.available():
+        pytest.skip(f"no filter of system calls is known for {os.uname().machine}")
+    return bool(request.param == "filtered")
+
+
+@pytest.fixture
+def open_one(launcher: Launcher, filtered: bool) -> Iterator[Callable[[], Sandbox]]:
+    opened: list[Sandbox] = []
+
+    def make() -> Sandbox:
+        opened.append(launcher.open(seccomp=filtered))
+        opened[-1].await_ready(60.0)
+        return opened[-1]
+
+    yield make
+    for sandbox in opened:
+        sandbox.close()
+
+
+@pytest.fixture
+def sandbox(open_one: Callable[[], Sandbox]) -> Sandbox:
+    return open_one()
+
+
+@pytest.fixture
+def run(sandbox: Sandbox) -> Run:
+    def go(program: str, limits: Limits = LIMITS) -> Outcome:
+        return sandbox.run("script", ["", program], limits)
+
+    return go
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the service's user."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait(timeout=30)

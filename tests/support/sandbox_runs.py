@@ -1,0 +1,83 @@
+"""What tests of sandboxes share: limits, what a program says inside and outside, and the processes behind a sandbox."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tandem.reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
+from tandem.reward.sandbox.launcher import ZygoteLauncher
+from tandem.reward.sandbox.limits import Limits, Outcome
+from tandem.reward.sandbox.sandbox import Sandbox
+
+DISK_BYTES = 8 << 20
+LIMITS = Limits(cpu_seconds=10.0, wall_seconds=40.0, memory_bytes=512 << 20, output_bytes=1 << 20)
+MANY = Limits(cpu_seconds=10.0, wall_seconds=40.0, memory_bytes=512 << 20, processes=8, threads=8)
+SECRET = "a key that no program may see"
+
+Launcher = ZygoteLauncher | BubblewrapEachLauncher
+Run = Callable[..., Outcome]
+
+DAEMON = """
+import os, sys, time
+def leave():
+    if os.fork():
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for descriptor in range(3):
+        os.close(descriptor)
+    while True:
+        time.sleep(0.05)
+        open(os.path.join({folder!r}, "beat"), "w").write(str(os.getpid()))
+try:
+    leave()
+except OSError as error:
+    print(type(error).__name__)
+time.sleep(0.5)
+"""
+"""Starts a process that leaves its session and beats in `folder` for ever."""
+
+
+def outside(program: str, folder: Path) -> str:
+    """What the same program prints where nothing holds it."""
+    command = [sys.executable, "-I", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
+    return done.stdout + done.stderr
+
+
+def said(outcome: Outcome) -> str:
+    assert outcome.exit_code == 0, outcome.stderr.decode()
+    return outcome.stdout.decode().strip()
+
+
+def alive(sandbox: Sandbox) -> bool:
+    """Whether a sandbox still runs programs as if nothing had happened."""
+    return said(sandbox.run("script", ["", "print('still here')"], LIMITS)) == "still here"
+
+
+def zygote_of(launcher: ZygoteLauncher) -> psutil.Process:
+    """The process that forks sandboxes: it was started itself, or by bubblewrap, whose only child it is."""
+    started = psutil.Process(launcher._process.pid)
+    return started.children()[0] if isinstance(launcher, BubblewrapLauncher) else started
+
+
+def inside_of(launcher: Launcher, sandbox: Sandbox) -> set[int]:
+    """Numbers of all processes of the machine that belong to a launcher's sandboxes."""
+    started = launcher._process if isinstance(launcher, ZygoteLauncher) else sandbox._process
+    assert started is not None
+    return {process.pid for process in psutil.Process(started.pid).children(recursive=True)}
+
+
+def settles(condition: Callable[[], bool], what: str) -> None:
+    """Fails if it does not become true."""
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)

@@ -1,0 +1,87 @@
+"""Fixtures of the tests of the worker core, for `pytest_plugins`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.reward.config import RewardConfig
+from tandem.reward.registry import BUILT_IN
+from tandem.reward.scoring import ScoringCore
+from tests.support.scoring_stand_ins import Far, Make, Rank
+
+FUNCTIONS = """
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, log=""):
+    if log:
+        open(log, "a").write(solution_str + "\\n")
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "die":
+        os._exit(9)
+    return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
+"""
+
+
+@pytest.fixture
+def make_core() -> Iterator[Make]:
+    cores: list[ScoringCore] = []
+
+    def make(**config: Any) -> ScoringCore:
+        cores.append(ScoringCore(RewardConfig(**config)))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, functions: Path) -> Path:
+    """A gate in a worker, a cheap scorer for one source, a user's function for the others, and what is only
+    reported.
+    """
+    log = tmp_path / "judged"
+    log.touch()
+    file = tmp_path / "rubric.toml"
+    file.write_text(f"""
+[[components]]
+name = "format"
+scorer = "regex"
+arguments = {{ pattern = "^[0-9a-z]+$", compare = false }}
+gate = true
+weight = 0.5
+[[components]]
+scorer = "numeric"
+data_sources = ["numbers*"]
+[[components]]
+scorer = "{functions}:compute_score"
+arguments = {{ log = "{log}" }}
+data_sources = ["words*"]
+weight = 2.0
+[[components]]
+name = "same"
+scorer = "exact"
+weight = 0
+""")
+    return file
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`far` and `rank` are scorers that a rubric may name."""
+    monkeypatch.setitem(BUILT_IN, "far", Far)
+    monkeypatch.setitem(BUILT_IN, "rank", Rank)
+    monkeypatch.setattr(Far, "seen", [])
+    monkeypatch.setattr(Far, "meeting", None)

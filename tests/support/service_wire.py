@@ -1,0 +1,71 @@
+"""What every service answers about itself, whatever it serves: Info, health and reflection."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from tandem.protos import common_pb2, common_pb2_grpc
+from tandem.services import rpc
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.run.control import software_version
+
+RPC_SECONDS = 10.0
+
+
+def ask_info(address: str) -> common_pb2.InfoReply:
+    with rpc.connect(address) as channel, rpc.translated():
+        return common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
+
+
+def health_of(address: str, name: str) -> int:
+    with rpc.connect(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=name)
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=RPC_SECONDS).status)
+
+
+def listed_services(address: str) -> set[str]:
+    with rpc.connect(address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        reply = next(stub.ServerReflectionInfo(iter([request]), timeout=RPC_SECONDS))
+    return {service.name for service in reply.list_services_response.service}
+
+
+def check_what_it_says(
+    address: str,
+    buffer: Buffer,
+    *,
+    name: str,
+    service_names: tuple[str, ...],
+    started_after: float,
+    policy_version: int = -1,
+    incarnation: int | None = None,
+) -> common_pb2.InfoReply:
+    """Fails unless the service of that name answers in full; its Info.
+
+    `service_names` are those it serves beside Info, health and reflection; `started_after` is a Unix time in seconds;
+    `incarnation` is the trainer's that it should name, by default the current one. Its queue figures are those of the
+    ledger, so nothing may be under way.
+    """
+    for one in ("", *service_names, rpc.INFO_SERVICE):
+        assert health_of(address, one) == health_pb2.HealthCheckResponse.SERVING, one
+    with pytest.raises(grpc.RpcError) as unknown:
+        health_of(address, "tandem.v1.NoSuchService")
+    assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+    always = {rpc.INFO_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME}
+    assert listed_services(address) == {*service_names, *always}
+
+    info = ask_info(address)
+    assert (info.service, info.run_id, info.software_version) == (name, buffer.run_id, software_version())
+    assert started_after <= info.started_at <= time.time()
+    counts = {figure: float(number) for figure, number in buffer.counts().items()}
+    assert info.policy_version == policy_version
+    assert info.incarnation == (counts["incarnation"] if incarnation is None else incarnation)
+    assert {figure: info.figures[figure] for figure in counts if figure in info.figures} == counts
+    assert info.activity and "\n" not in info.activity
+    return info

@@ -1,0 +1,120 @@
+"""`tandem run` in a process of its own, with small programs in place of the four services."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from tandem.services.commands.status import ask_supervisor
+from tandem.services.config import dump_recipe
+from tandem.services.run.folder import RunAddress, running
+from tests.support.paths import ROOT
+from tests.support.run_inputs import recipe_of, small_values
+from tests.support.waiting import eventually
+
+DEADLINE_SECONDS = 30.0
+
+# `tandem`, with stand-ins for the services. Their programs see BUFFER, NAME and RUN (the run folder).
+TANDEM = """
+import sys
+from tandem.services import cli
+from tandem.services.run import supervisor
+from tandem.services.run.children import ChildSpec
+
+PROGRAMS = {
+    "feed": "BUFFER.admit([(f'0-{i}', b'prompt') for i in range(6)], 6); beat(lambda: False)",
+    "reward": "beat(lambda: False)",
+    "trainer": "beat((RUN / 'finish').exists)",
+}
+START = '''
+import os, pathlib, sys, time
+from tandem.services.process import die_with_parent
+die_with_parent(int(os.environ["TANDEM_PARENT_PID"]))
+from tandem.services.buffer.buffer import Buffer
+NAME, RUN = sys.argv[1], pathlib.Path(sys.argv[2])
+BUFFER = Buffer(os.environ["TANDEM_REDIS_URL"], "small")
+BUFFER.register_service(NAME, "")
+def beat(done):
+    while not done():
+        BUFFER.heartbeat(NAME, {})
+        time.sleep(0.05)
+'''
+def child_specs(recipe, redis_url):
+    return [
+        ChildSpec(
+            name, (sys.executable, "-c", START + program, name, str(recipe.folder)),
+            recipe.folder / "logs" / f"{name}.log",
+                  supervisor.common_environment(redis_url))
+        for name, program in PROGRAMS.items()
+    ]
+supervisor.child_specs = child_specs
+cli.main()
+"""
+
+
+class Run:
+    """A recipe, and the `tandem` processes started on it."""
+
+    def __init__(self, folder: Path) -> None:
+        recipe = recipe_of(small_values(folder))
+        self.folder = recipe.folder
+        self.recipe_file = folder / "recipe.json"
+        self.recipe_file.write_text(dump_recipe(recipe))
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", TANDEM, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "TANDEM_REDIS_URL": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def tandem(self, *arguments: str) -> tuple[int, str]:
+        process = self.start(*arguments)
+        said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        return process.returncode, said
+
+    def start_run(self, *arguments: str) -> tuple[subprocess.Popen[str], RunAddress]:
+        """Starts it and waits until every service is running."""
+        process = self.start("run", str(self.recipe_file), *arguments)
+        eventually(lambda: process.poll() is not None or self.all_running(), DEADLINE_SECONDS)
+        address = running(self.folder)
+        assert address is not None, process.communicate()[0]
+        return process, address
+
+    def all_running(self) -> bool:
+        address = running(self.folder)
+        if address is None or not address.control:
+            return False
+        return {service.state for service in ask_supervisor(address).services} == {"running"}
+
+    def pids(self) -> list[int]:
+        """The supervisor's children and its Redis."""
+        address = running(self.folder)
+        assert address is not None
+        services = [service.pid for service in ask_supervisor(address).services]
+        return [*services, int(redis.Redis.from_url(address.redis_url).info("server")["process_id"])]
+
+
+@contextmanager
+def stand_in_run(folder: Path) -> Iterator[Run]:
+    """What is started on it ends with it."""
+    made = Run(folder)
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=DEADLINE_SECONDS)
+        assert process.stdout is not None
+        process.stdout.close()

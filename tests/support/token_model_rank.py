@@ -1,0 +1,88 @@
+"""One rank that trains models by their token statistics, in a process of its own; started by
+tests/trainer/test_token_model.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
+from tandem.trainer.micro_batch import MicroBatch, stack
+from tandem.trainer.model import load_model
+from tandem.trainer.token_logprobs import TokenStatistics
+from tandem.trainer.token_model import answer_with_tokens, token_answers
+from tests.support.engine_inputs import random_rows
+
+STEPS, NUM_ROWS, RATE = 2, 5, 1e-2
+CPU = torch.device("cpu")
+
+
+def make_batches(step: int, *, rank: int = 0, world_size: int = 1) -> list[MicroBatch]:
+    """A rank's part of 5 rows, in micro-batches of two; the last rank's last one is empty."""
+    rows = random_rows(step, NUM_ROWS)
+    own = [stack(rows[first : first + 2], CPU) for first in range(0, NUM_ROWS, 2)][rank::world_size]
+    return own + [stack([], CPU)] * (rank == world_size - 1)
+
+
+def loss_of(found: TokenStatistics, batch: MicroBatch) -> Tensor:
+    """Depends on every statistic of every token, differently."""
+    assert found.entropy_N is not None and found.squared_probs_N is not None
+    factor_N = torch.sin(batch.target_N.float())
+    terms_N = factor_N * found.logprobs_N - 0.1 * found.entropy_N + 0.3 * factor_N.square() * found.squared_probs_N
+    return terms_N.sum() / 40
+
+
+def answers(model: Any, batch: MicroBatch) -> TokenStatistics:
+    return token_answers(model, batch, entropy=True, squared_probs=True)
+
+
+def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
+    """The weights after some steps, whole, and how many numbers this rank held whole between them."""
+    start_process_group(60)
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    model = load_model(folder, config.dtype)
+    answer_with_tokens(model)
+    engine = build_engine(config, model)
+    for step in range(STEPS):
+        batches = make_batches(step, rank=rank, world_size=world_size)
+        with torch.no_grad():
+            known = [answers(engine, batch).logprobs_N for batch in batches]
+        for batch, known_N in zip(batches, known, strict=True):
+            found = answers(engine, batch)
+            assert torch.equal(found.logprobs_N, known_N)
+            engine.backward(loss_of(found, batch) * world_size, scale_wrt_gas=False)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = RATE
+        engine.step()
+        assert engine.was_step_applied()
+    held = sum(parameter.numel() for parameter in model.parameters())
+    named = dict(model.named_parameters())
+    with whole_parameters(list(named.values()), config.zero_stage):
+        weights = {name: parameter.detach().to(copy=True) for name, parameter in named.items()}
+    engine.destroy()
+    if world_size == 1:  # several ranks leave their group together, at the end
+        leave_process_group()
+    return weights, held
+
+
+def main(models: list[Path], folder: Path) -> None:
+    held = {}
+    for model in models:
+        weights, held[model.name] = train(model, TrainerConfig(zero_stage=3, gradient_clip=0.0))
+        rank = distributed.get_rank()
+        save_file(weights, folder / f"{model.name}{rank}.safetensors")
+    leave_process_group()
+    (folder / f"rank{rank}.json").write_text(json.dumps(held))
+
+
+if __name__ == "__main__":
+    *models, folder = map(Path, sys.argv[1:])
+    main(models, folder)

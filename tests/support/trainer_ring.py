@@ -1,0 +1,106 @@
+"""What the trainer's tests share: a run whose scored groups are there before it starts, and one rank that trains them
+here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.protos.codec import encode_group, encode_headers, group_headers
+from tandem.protos.types import TrajectoryGroup
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe, dump_recipe, parse_recipe
+from tandem.services.data.tiny_model import build_tiny_model
+from tandem.services.run.folder import CONFIG_FILE
+from tandem.services.trainer.service import run_rank
+from tests.support.redis_ring import LEASE_SECONDS, SAMPLER, claim
+from tests.support.training_groups import make_group
+
+P = 2
+
+
+def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
+    """A recipe of the tiny model, in a run folder that holds its config.json; two groups a batch."""
+    model = folder / "model"
+    if not model.exists():
+        build_tiny_model(model)
+    values: dict[str, dict[str, Any]] = {
+        "run": {
+            "run_id": f"run-{folder.name}"[:60],
+            "folder": str(folder / "run"),
+            "total_batches": 4,
+            "groups_per_batch": P,
+        },
+        "model": {"path": str(model)},
+        "data": {"train_file": "none.parquet", "max_prompt_tokens": 16},
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 16, "num_replicas": 0},
+        "trainer": {"learning_rate": 1e-2, "tokens_per_micro_batch": 128},
+        "weights": {"deadline_seconds": 5.0},
+    }
+    for section, changes in sections.items():
+        values[section] = values.get(section, {}) | changes
+    recipe = parse_recipe(values)
+    recipe.folder.mkdir(exist_ok=True)
+    (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
+    return recipe
+
+
+def make_run(url: str, recipe: Recipe, *, credits: int = 100) -> Buffer:
+    """The recipe's run in Redis with plenty of credits; version 0 is published so that groups may be sampled."""
+    buffer = Buffer(url, recipe.run.run_id)
+    buffer.create(
+        groups_per_batch=recipe.run.groups_per_batch,
+        staleness_budget=credits,
+        target_groups=recipe.run.total_batches * recipe.run.groups_per_batch,
+        failure_budget={"infrastructure": 1, "data": 1},
+        resume=False,
+    )
+    return buffer
+
+
+def put_scored(buffer: Buffer, groups: Iterable[TrajectoryGroup]) -> None:
+    """Takes the groups all the way to `scored`, in their order."""
+    incarnation = buffer.begin_incarnation()
+    buffer.register_sampler(SAMPLER, "127.0.0.1:1", 1)
+    buffer.publish(incarnation, max(0, buffer.published_version()), [SAMPLER])
+    for group in groups:
+        assert buffer.admit([(group.group_id, b"prompt")], group.prompt.index + 1) == 1
+        (sampled,) = buffer.claim("prompts", SAMPLER, 1, LEASE_SECONDS, 0)
+        assert buffer.complete(sampled, encode_group(group))
+        (scored,) = claim(buffer, "generated")
+        assert buffer.complete(scored, encode_group(group), encode_headers(group_headers(group)))
+
+
+def different_rewards(count: int, *, start: int = 0, **more: Any) -> list[TrajectoryGroup]:
+    """Groups whose rewards differ, so that every batch changes the weights."""
+    return [make_group(index, rewards=(0.0, 1.0, 1.0, 0.0), **more) for index in range(start, start + count)]
+
+
+def train(recipe: Recipe, url: str, stop: threading.Event | None = None) -> bool:
+    """One rank, here, to the end of the run."""
+    with same_environment():
+        return run_rank(recipe, url, stop or threading.Event())
+
+
+@contextmanager
+def same_environment() -> Iterator[None]:
+    """Takes back what a learner adds to the environment (RANK, MASTER_PORT …): processes of later tests would inherit
+    it.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def lines_of(recipe: Recipe) -> list[dict[str, Any]]:
+    """The run's metrics.jsonl."""
+    return [json.loads(text) for text in (recipe.folder / "metrics.jsonl").read_text().splitlines()]

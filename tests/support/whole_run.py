@@ -1,0 +1,186 @@
+"""A whole run for the tests: tiny model, small data, a recipe, and `tandem` started on it as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tandem.protos.codec import decode_group
+from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
+from tandem.services.data.arithmetic import write_task
+from tandem.services.data.tiny_model import build_tiny_model
+from tandem.trainer.batch_record import read_record, recorded_versions
+from tests.support.paths import ROOT
+
+RUN_DEADLINE_SECONDS = 300.0
+
+
+class WholeRun:
+    """A run in a folder of its own. `sections` are merged over a small recipe whose answers have 256 tokens and never
+    end early.
+    """
+
+    def __init__(self, folder: Path, *, tied: bool = True, **sections: Mapping[str, Any]) -> None:
+        self.scratch = folder
+        self.folder = folder / "run"
+        self.model = build_tiny_model(folder / "model", tied=tied, ends=False)
+        write_task(folder / "data", seed=1)
+        values: dict[str, dict[str, Any]] = {
+            "run": {
+                "run_id": "whole",
+                "folder": str(self.folder),
+                "total_batches": 10,
+                "groups_per_batch": 4,
+                "staleness_budget": 4,
+            },
+            "model": {"path": str(self.model)},
+            "data": {"train_file": str(folder / "data" / "train.parquet"), "max_prompt_tokens": 64},
+            "rollout": {
+                "samples_per_prompt": 4,
+                "max_response_tokens": 256,
+                "kv_cache_bytes": 64 << 20,
+                "max_groups_in_flight": 20,
+            },
+            "reward": {"scorer": f"{ROOT}/tests/whole_run.py:digit_share"},
+            "trainer": {"learning_rate": 1e-3, "checkpoint_every": 4},
+        }
+        for section, changes in sections.items():
+            values[section] = {**values.get(section, {}), **changes}
+        self.recipe = folder / "recipe.json"
+        self.recipe.write_text(json.dumps(values))
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "tandem.services.cli", *arguments]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """`tandem …` in the background, its output in `run.out`."""
+        with open(self.scratch / "run.out", "a") as out:
+            return subprocess.Popen(
+                self.command(*arguments), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True
+            )
+
+    def tandem(
+        self, *arguments: str, deadline: float = RUN_DEADLINE_SECONDS, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """`tandem …` to its end, with these environment variables besides."""
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=ROOT,
+            env=environment() | variables,
+            capture_output=True,
+            text=True,
+            timeout=deadline,
+            check=False,
+        )
+
+    def finish(self, *overrides: str) -> None:
+        """`tandem run` to its end, which must be a good one and leave no temporary file behind."""
+        with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as temporary:  # short: there will be sockets in it
+            done = self.tandem("run", str(self.recipe), *overrides, TMPDIR=temporary)
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + self.logs()
+            assert os.listdir(temporary) == []
+
+    def logs(self) -> str:
+        return "".join(
+            f"\n== {file.name}\n{file.read_text()[-1500:]}" for file in sorted((self.folder / "logs").glob("*.log"))
+        )
+
+    def metrics(self) -> list[dict[str, Any]]:
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "summary.json").read_text()))
+
+    def records(self) -> dict[int, list[TrajectoryGroup]]:
+        """Every recorded batch's groups by version."""
+        return {
+            version: [decode_group(payload) for payload in read_record(self.folder, version)[1].values()]
+            for version in recorded_versions(self.folder)
+        }
+
+    def trained_rows(self) -> list[tuple[int, ScoredTrajectory]]:
+        """(version trained into, row) of every recorded row."""
+        return [
+            (version, row)
+            for version, groups in self.records().items()
+            for group in groups
+            for row in group.scored_rows
+        ]
+
+    def instances(self) -> Counter[str]:
+        """How often each prompt instance stands in a record."""
+        return Counter(group.group_id for groups in self.records().values() for group in groups)
+
+    def ledger(self) -> dict[str, Any]:
+        done = self.tandem("ledger", str(self.folder), "--json", deadline=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return dict(json.loads(done.stdout))
+
+    def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str], deadline: float = 120.0) -> None:
+        end = time.monotonic() + deadline
+        while not condition():
+            assert process.poll() is None, (
+                f"ended early with {process.returncode}: "
+                + (self.scratch / "run.out").read_text()[-3000:]
+                + self.logs()
+            )
+            assert time.monotonic() < end, (
+                "waited too long: " + (self.scratch / "run.out").read_text()[-3000:] + self.logs()
+            )
+            time.sleep(0.1)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1"}
+
+
+def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """A reward with some variance in every group, whatever an untrained model says."""
+    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
+
+
+def processes_of(run: WholeRun) -> list[psutil.Process]:
+    """Every living process whose command line or environment names the run's folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(run.scratch) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def service_process(supervisor: subprocess.Popen[str], service: str) -> psutil.Process:
+    """The process of a service below its supervisor."""
+    for child in psutil.Process(supervisor.pid).children():
+        try:
+            command = child.cmdline()
+        except psutil.NoSuchProcess:
+            continue  # a neighbour killed just before, not yet reaped
+        if "serve" in command and command[command.index("serve") + 1] == service:
+            return child
+    raise AssertionError(f"no {service} below {supervisor.pid}")
+
+
+def kill_tree(supervisor: subprocess.Popen[str]) -> None:
+    """kill -9 of every process of a run, the supervisor last."""
+    root = psutil.Process(supervisor.pid)
+    for child in [*root.children(recursive=True), root]:
+        try:
+            child.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue  # a neighbour's death took it along
+    supervisor.wait(10)

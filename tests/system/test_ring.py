@@ -1,0 +1,62 @@
+"""One real ring, everything real: Redis, gRPC, vLLM, DeepSpeed, weight broadcasts, on the tiny model for a few
+batches.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.trainer.batch_record import read_plan, recorded_versions
+from tests.support.whole_run import WholeRun
+
+TOTAL, P, N, S = 6, 4, 4, 2
+
+
+@pytest.mark.timeout(240)
+def test_the_ring_turns(tmp_path: Path) -> None:
+    run = WholeRun(
+        tmp_path,
+        run={"run_id": "ring", "total_batches": TOTAL, "groups_per_batch": P, "staleness_budget": S},
+        data={
+            "train_file": str(tmp_path / "data" / "train.parquet"),
+            "eval_file": str(tmp_path / "few.parquet"),
+            "max_prompt_tokens": 64,
+        },
+        rollout={"samples_per_prompt": N, "max_response_tokens": 32, "kv_cache_bytes": 64 << 20},
+        trainer={"learning_rate": 1e-3, "evaluate_every": 3, "export_every": 3, "checkpoint_every": 3},
+    )
+    pq.write_table(pq.read_table(tmp_path / "data" / "eval.parquet").slice(0, 70), tmp_path / "few.parquet")
+    run.finish()
+
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == list(range(1, TOTAL + 1))
+    assert all(line["num_groups"] == P and line["staleness_max"] <= S + 1 for line in lines)
+    assert all(line["samplers_acknowledged"] == 1 and line["weight_stall_seconds"] > 0 for line in lines[1:])
+    assert len({line["weights_digest"] for line in lines}) == TOTAL, "every batch changed the weights"
+    counts = [line["sampler_tokens"] for line in lines]  # as of the sampler's last heartbeat: of a second ago at most
+    assert counts == sorted(counts) and counts[-1] > 0 and all(line["num_loss_tokens"] > 0 for line in lines)
+
+    evaluations = [json.loads(text) for text in (run.folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [evaluation["version"] for evaluation in evaluations] == [0, 3, 6]
+    assert all(evaluation["num_scored"] == evaluation["num_rows"] == 70 for evaluation in evaluations)
+
+    summary = run.summary()
+    assert (summary["train_steps"], summary["weight_updates"]) == (TOTAL, TOTAL)
+    assert summary["initial_accuracy"] is not None
+    assert summary["final_accuracy"] is not None
+    assert summary["groups"]["committed"] == summary["groups"]["admitted"] == TOTAL * P
+    assert 0 < summary["sampler_idle_fraction"] < 1
+    assert summary["sampler_tokens_per_second"] > 0
+
+    assert recorded_versions(run.folder) == list(range(1, TOTAL + 1))
+    assert len(read_plan(run.folder, 1).plan) == P * N
+    assert (run.folder / "exports" / "000003" / "model.safetensors").exists()
+    assert sorted(folder.name for folder in (run.folder / "checkpoints").iterdir()) == ["000003", "000006"]
+    assert list((run.folder / "tensorboard").iterdir())
+    spans = [span for _, row in run.trained_rows() for segment in row.trajectory.segments for span in segment.spans]
+    assert {span.incarnation for span in spans} == {1}
+    assert min(span.policy_version for span in spans) == 0 < max(span.policy_version for span in spans)

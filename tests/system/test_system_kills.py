@@ -1,0 +1,100 @@
+"""kill -9 of any process at any moment: the run goes on or is resumed, and every group is accounted for."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.whole_run import WholeRun, kill_tree, processes_of, service_process
+
+TOTAL, P = 10, 4
+STOP_SECONDS = 10.0
+"""What Ctrl-C may take, with all services at work."""
+
+
+def check_finished(run: WholeRun) -> None:
+    """trained = total batches × P, every other group dropped with a reason, no instance twice, nothing left running."""
+    instances = run.instances()
+    assert sum(instances.values()) == TOTAL * P
+    assert max(instances.values()) == 1
+    counts = run.ledger()["counts"]
+    trained = counts["trained"] + counts["committed"]
+    assert trained == TOTAL * P, counts
+    assert counts["admitted"] == trained + counts["dropped"], counts
+    assert sum(number for name, number in counts.items() if name.startswith("dropped:")) == counts["dropped"]
+    assert [line["step"] for line in run.metrics()] == list(range(1, TOTAL + 1))
+    assert processes_of(run) == []
+    assert run.summary()["train_steps"] == TOTAL
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path)
+    supervisor = run.start("run", str(run.recipe))
+    run.wait_for(lambda: len(run.metrics()) >= 6, supervisor)
+    service_process(supervisor, "trainer").kill()
+    run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
+    assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
+    check_finished(run)
+    assert any(line.get("replayed") for line in run.metrics()), "batches after the checkpoint were trained again"
+
+
+@pytest.mark.system
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("moment", [1, 6])
+def test_a_killed_tree_is_resumed(tmp_path: Path, moment: int) -> None:
+    run = WholeRun(tmp_path)
+    supervisor = run.start("run", str(run.recipe))
+    run.wait_for(lambda: len(run.metrics()) >= moment, supervisor)
+    kill_tree(supervisor)
+    assert processes_of(run) == []
+    done = run.tandem("run", str(run.recipe), "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
+    check_finished(run)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_every_other_service_may_die_too(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path)
+    supervisor = run.start("run", str(run.recipe))
+    for moment, service in enumerate(("feed", "reward", "rollout"), 2):
+        run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
+        service_process(supervisor, service).kill()
+    run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
+    assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
+    check_finished(run)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(200)
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path)
+    supervisor = run.start("run", str(run.recipe))
+    run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
+    below = psutil.Process(supervisor.pid).children(recursive=True)
+    assert len(below) >= 5, "redis, feed, rollout and its engine, reward, trainer"
+    supervisor.kill()
+    supervisor.wait(10)
+    _gone, alive = psutil.wait_procs(below, timeout=10)
+    assert alive == []
+    assert processes_of(run) == []
+
+
+@pytest.mark.system
+@pytest.mark.timeout(200)
+def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path)
+    supervisor = run.start("run", str(run.recipe))
+    run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
+    below = psutil.Process(supervisor.pid).children(recursive=True)
+    supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(STOP_SECONDS) == 130, (run.scratch / "run.out").read_text()
+    assert psutil.wait_procs(below, timeout=1)[1] == []
+    assert processes_of(run) == []
+    done = run.tandem("run", str(run.recipe), "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
+    check_finished(run)

@@ -1,0 +1,174 @@
+"""Every shipped recipe runs: the demo as a user sees it, those for GSM8K on a stand-in for its model and file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from safetensors.torch import load_file
+
+from tandem.services.config import Recipe, load_recipe
+from tandem.services.data.arithmetic import EVALUATION_ROWS
+from tandem.services.data.tiny_model import build_tiny_model
+from tests.project.test_examples import GSM8K_RECIPES, prepare, write_gsm8k
+from tests.support.whole_run import ROOT, environment
+
+pytestmark = pytest.mark.system
+
+RUNS_SIDE_BY_SIDE = 2
+"""A run on the stand-in is start-up: a dozen processes, mostly one at work at a time."""
+FIGURES: dict[str, Callable[[Recipe], bool]] = {
+    "reward_kl": lambda recipe: recipe.trainer.kl.reward is not None,
+    "reference_kl": lambda recipe: recipe.trainer.kl.loss is not None,
+    "value_loss": lambda recipe: recipe.trainer.needs_critic,
+    "baseline_reward_mean": lambda recipe: recipe.trainer.needs_baselines,
+    "clipped_fraction": lambda recipe: recipe.trainer.loss.name not in ("reinforce", "sapo", "dro", "kl_cov"),
+}
+"""Which figures a batch that trains the policy has with which recipes, and not with the others."""
+
+
+def tandem(folder: Path, *arguments: str, deadline: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tandem.services.cli", *arguments]
+    variables = {**environment(), "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=deadline, check=False
+    )
+
+
+def summary(run: Path) -> dict[str, object]:
+    return dict(json.loads((run / "summary.json").read_text()))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_demo_learns_and_its_control_does_not(tmp_path: Path, seed: int) -> None:
+    done = tandem(tmp_path, "demo", "--seed", str(seed), deadline=700)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = tmp_path / "runs" / "demo"
+    figures = summary(run)
+    print(json.dumps(figures, indent=1))
+    assert figures["initial_accuracy"] <= 0.55 and figures["final_accuracy"] >= 0.85
+    assert figures["train_steps"] == figures["weight_updates"] == figures["total_batches"]
+    assert figures["groups"]["committed"] == figures["total_batches"] * figures["groups_per_batch"]
+    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert all(e["num_rows"] == e["num_scored"] == EVALUATION_ROWS for e in evaluations)
+    with pa.ipc.open_file(run / "batches" / "000001" / "groups.arrow") as reader:
+        assert reader.read_all().num_rows == 32 * 8
+    assert list((run / "tensorboard").iterdir())
+    if seed == 0:
+        check_the_exported_model(tmp_path, figures["final_accuracy"])
+
+    recipe = str(ROOT / "examples" / "recipes" / "arithmetic.toml")
+    changes = ["run.run_id=control", "run.folder=runs/control", "run.total_batches=20", "trainer.learning_rate=0"]
+    control = tandem(tmp_path, "run", recipe, *changes, f"run.seed={seed}", deadline=200)
+    assert control.returncode == 0, control.stdout[-3000:] + control.stderr[-3000:]
+    figures = summary(tmp_path / "runs" / "control")
+    assert abs(figures["final_accuracy"] - figures["initial_accuracy"]) <= 0.03
+
+
+def check_the_exported_model(folder: Path, final_accuracy: float) -> None:
+    """`tandem eval` finds the run's last accuracy in the model that it left."""
+    run = folder / "runs" / "demo"
+    done = tandem(folder, "eval", str(run / "config.json"), f"model.path={run / 'hf'}", deadline=200)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    said = re.search(r"accuracy ([0-9.]+), mean reward ([0-9.]+) over (\d+) rows", done.stdout)
+    assert said is not None, done.stdout
+    # Greedy answers of the same weights; in another company of rows, the last bits of a tie may fall the other way.
+    assert abs(float(said[1]) - final_accuracy) <= 0.005 and int(said[3]) == EVALUATION_ROWS
+    assert final_accuracy > 0.5, "else the model before the run would do as well"
+    assert f"{run / 'hf'} on " in done.stdout and "not scored" not in done.stdout
+
+
+def stand_in(recipe: Recipe) -> list[str]:
+    """Overrides that make a recipe for GSM8K a matter of seconds on the tiny model, which never answers right."""
+    trainer, answers = recipe.trainer, min(recipe.rollout.samples_per_prompt, 4)
+    small = [
+        "model.path=model",
+        "run.total_batches=2",
+        f"run.groups_per_batch={8 // answers}",
+        f"rollout.samples_per_prompt={answers}",
+        "rollout.max_response_tokens=32",
+        "rollout.max_groups_in_flight=8",
+        f"rollout.kv_cache_bytes={64 << 20}",
+        "trainer.dtype=float32",
+        f"trainer.optimizer_steps_per_batch={min(trainer.optimizer_steps_per_batch, 2)}",
+        "weights.backend=gloo",
+    ]
+    if trainer.selection.overlong_penalty is not None:
+        small.append("trainer.selection.overlong_penalty.buffer_tokens=8")
+    if trainer.needs_critic:
+        small.append("trainer.critic.warmup_batches=1")
+    if recipe.run.run_id == "gsm8k":  # this one as it is shipped: with its own reward, evaluations and TensorBoard
+        scorer = f"{ROOT}/{recipe.reward.scorer}"
+        return [*small, f'reward.scorer="{scorer}"', "trainer.selection.drop_zero_variance=false"]
+    function = "components" if trainer.needs_components else "compute_score"
+    scorer = f"{ROOT}/tests/support/stand_in_rewards.py:{function}"
+    return [*small, f'reward.scorer="{scorer}"', "data.eval_file=", "run.metrics_to_tensorboard=false"]
+
+
+Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gsm8k")
+    write_gsm8k(folder / "raw")
+    assert prepare(folder / "raw", folder / "data" / "gsm8k").returncode == 0
+    build_tiny_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, gsm8k_folder: Path) -> Iterator[Runs]:
+    """The runs of all recipes that are tested, side by side."""
+
+    def start(file: Path) -> subprocess.CompletedProcess[str]:
+        return tandem(gsm8k_folder, "run", str(file), *stand_in(load_recipe(file)), deadline=150)
+
+    tested = {item.callspec.params.get("file") for item in request.session.items if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(RUNS_SIDE_BY_SIDE) as pool:
+        yield {file.stem: pool.submit(start, file) for file in GSM8K_RECIPES if file in tested}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
+def test_every_gsm8k_recipe_takes_two_steps(file: Path, runs: Runs, gsm8k_folder: Path) -> None:
+    done = runs[file.stem].result()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run, recipe = gsm8k_folder / "runs" / file.stem, load_recipe(file)
+    assert summary(run)["train_steps"] == 2
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert math.isfinite(line["loss"]) and line["skipped_steps"] == 0
+        assert line["staleness_max"] <= recipe.run.staleness_budget
+    assert {name: name in lines[1] for name in FIGURES} == {name: there(recipe) for name, there in FIGURES.items()}
+    check_what_is_special(file.stem, lines, run)
+
+
+def check_what_is_special(name: str, lines: list[dict[str, Any]], run: Path) -> None:
+    """What a recipe did that others do not."""
+    first, last = lines
+    if name == "gsm8k":
+        assert last["reward_mean"] == 0.0 and last["zero_variance_groups"] == last["num_groups"]
+        assert len((run / "evaluations.jsonl").read_text().splitlines()) == 2
+        return
+    assert last["grad_norm"] > 0 and last["advantage_abs_mean"] > 0 and last["trained_tokens"] > 0
+    assert first["weights_digest"] != last["weights_digest"]
+    if name in ("dapo", "topr"):
+        assert last["reward_mean"] < 0, "a wrong answer costs 1"
+    if name == "ppo":
+        assert first["trained_tokens"] == 0 and first["value_loss"] > 0, "the critic warms up alone"
+    if name == "lora":
+        adapters = load_file(run / "hf-adapter" / "adapter_model.safetensors")
+        assert last["weight_bytes"] == sum(tensor.nbytes for tensor in adapters.values()), "they travel alone"

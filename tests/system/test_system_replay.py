@@ -1,0 +1,142 @@
+"""A run can be trained again from what it wrote: bit for bit at S = 0 and S = 4, at one rank and at two."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.services.buffer.redis_server import start_redis
+from tandem.services.config import load_resolved
+from tests.support.reference_loop import train_reference
+from tests.support.whole_run import WholeRun, service_process
+from tests.trainer.test_reference_loop import relative_update_error
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+
+HALF_AT_ONCE = {"max_groups_in_flight": 8}
+"""For short runs, whose groups would otherwise all be sampled at once, by the first version alone: every second wave
+meets new weights.
+"""
+
+
+def check_asynchronous(run: WholeRun) -> None:
+    """The run is one that a replay at S = 4 can learn from: long answers, weights that changed inside them, and old
+    ones trained on.
+    """
+    rows = [row.trajectory for _version, row in run.trained_rows()]
+    assert min(sum(segment.num_loss_tokens for segment in row.segments) for row in rows) >= 256
+    versions = [{span.policy_version for segment in row.segments for span in segment.spans} for row in rows]
+    share = sum(len(seen) > 1 for seen in versions) / len(versions)
+    staleness = run.summary()["mean_staleness"]
+    assert share >= 0.2 and staleness >= 1.0, f"{share:.0%} of trajectories of several versions, {staleness:.2f} old"
+
+
+def check_replay(run: WholeRun) -> None:
+    """Trained again from what it wrote, it ends with the same weights bit for bit."""
+    done = run.tandem("replay", str(run.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_asynchronous_run_replays_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+    run = WholeRun(tmp_path, tied=tied)
+    run.finish()
+    check_asynchronous(run)
+    check_replay(run)
+    check_against_the_reference_loop(run)
+
+
+def check_against_the_reference_loop(run: WholeRun) -> None:
+    """The same bits from a loop that knows nothing of the services, and the same update from plain torch."""
+    recipe = load_resolved(run.folder / "config.json")
+    start = load_file(run.model / "model.safetensors")
+    trained = load_file(run.folder / "hf" / "model.safetensors")
+    arguments = (run.folder, run.model, recipe.trainer, recipe.run.total_batches)
+    same = train_reference(*arguments, "deepspeed")
+    assert set(same) == set(trained) and all(torch.equal(same[name], trained[name]) for name in trained)
+    assert relative_update_error(trained, train_reference(*arguments, "torch"), start) <= 1e-4
+
+
+def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replays(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, run={"staleness_budget": 0, "total_batches": 10})
+    run.finish()
+    for version, row in run.trained_rows():
+        spans = [span for segment in row.trajectory.segments for span in segment.spans]
+        assert {span.policy_version for span in spans} == {version - 1}
+    assert run.summary()["observed_max_staleness"] == 0
+    check_replay(run)
+
+
+def test_two_ranks_of_zero_3_train_and_replay(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, trainer={"num_ranks": 2}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
+    run.finish()
+    check_asynchronous(run)
+    check_replay(run)
+
+
+def test_adapters_travel_alone_whoever_is_killed(tmp_path: Path) -> None:
+    lora = {"lora": {"rank": 2}, "learning_rate": 1e-2, "checkpoint_every": 3}
+    run = WholeRun(tmp_path, trainer=lora, run={"total_batches": 8, "staleness_budget": 0})
+    supervisor = run.start("run", str(run.recipe))
+    for moment, service in ((2, "rollout"), (5, "trainer")):
+        run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
+        service_process(supervisor, service).kill()
+    assert supervisor.wait(200) == 0, (run.scratch / "run.out").read_text()[-3000:] + run.logs()
+    adapters = sum(
+        tensor.nbytes for tensor in load_file(run.folder / "hf-adapter" / "adapter_model.safetensors").values()
+    )
+    whole = (run.folder / "hf" / "model.safetensors").stat().st_size
+    lines = run.metrics()
+    assert [line["step"] for line in lines] == list(range(1, 9)) and 4 * adapters < whole
+    assert {line["weight_bytes"] for line in lines if not line.get("replayed")} == {adapters}
+    # At S = 0 samplers and trainer have the same weights; merged, or beside the base as PEFT computes.
+    assert all(line["behavior_proximal_kl"] < 1e-9 for line in lines)
+    check_replay(run)
+
+
+def test_a_trainer_spread_over_two_hosts(tmp_path: Path) -> None:
+    """Two torchrun agents that meet at a rendezvous and share nothing but Redis and the run folder; both on this
+    machine.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
+    redis = start_redis(tmp_path / "shared")
+    trainer = {"num_nodes": 2, "rendezvous": rendezvous}
+    several = {"total_batches": 5, "redis_url": redis.url}
+    run = WholeRun(tmp_path, trainer=trainer, run=several, rollout=HALF_AT_ONCE)
+    supervisor = run.start("run", str(run.recipe))
+    other = run.start("serve", "trainer", str(run.recipe))
+    try:
+        assert supervisor.wait(200) == 0, (run.scratch / "run.out").read_text()[-3000:] + run.logs()
+        assert other.wait(30) == 0
+        assert run.summary()["train_steps"] == 5
+        check_asynchronous(run)
+        check_replay(run)
+    finally:
+        for process in (supervisor, other):
+            process.terminate()
+            process.wait(20)
+        redis.stop()
+
+
+def test_several_optimizer_steps_a_batch_replay(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, trainer={"optimizer_steps_per_batch": 2}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
+    run.finish()
+    check_asynchronous(run)
+    check_replay(run)
+    assert run.summary()["optimizer_steps"] == 10
+
+
+def test_weights_travel_through_the_disk_as_well(tmp_path: Path) -> None:
+    run = WholeRun(tmp_path, weights={"backend": "disk"}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
+    run.finish()
+    check_asynchronous(run)
+    assert run.summary()["weight_updates"] == 5
+    assert run.summary()["groups"]["dropped"] == 0
+    check_replay(run)

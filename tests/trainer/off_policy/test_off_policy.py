@@ -1,0 +1,194 @@
+"""Off-policy correction against golden values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.trainer.off_policy.correct import Corrected, correct
+from tandem.trainer.off_policy.diagnostics import correction_sums
+from tandem.trainer.off_policy.options import CorrectionOptions, RejectionOptions
+from tandem.trainer.off_policy.proximal import proximal_logprobs
+from tandem.trainer.off_policy.weights import weight_sums
+from tandem.trainer.ragged import flatten, keep_tokens, spread, unflatten
+from tests.support.golden_cases import GoldenCase, golden_cases
+
+LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
+
+
+def golden_options(hyper: dict[str, Any]) -> CorrectionOptions:
+    """A golden case's hyper-parameters in our words."""
+    weights: dict[str, Any] = {"level": "none"}
+    if hyper.get("rollout_is"):
+        bound = hyper["rollout_is_threshold"]
+        weights = {"level": hyper["rollout_is"], "normalize": hyper.get("rollout_is_batch_normalize", False)}
+        if isinstance(bound, str):  # lo_hi: IcePop
+            low, high = map(float, bound.split("_"))
+            weights |= {"low": low, "high": high, "outside": "zero"}
+        else:
+            weights["high"] = bound
+    modes = [mode for mode in (hyper.get("rollout_rs") or "").split(",") if mode]
+    bounds = str(hyper.get("rollout_rs_threshold")).split(",")
+    bounds = bounds * len(modes) if len(bounds) == 1 else bounds
+    rejections = [golden_rejection(mode, bound) for mode, bound in zip(modes, bounds, strict=True)]
+    return CorrectionOptions.model_validate({"preset": "token_tis", "weights": weights, "rejections": rejections})
+
+
+def golden_rejection(mode: str, bound: str) -> dict[str, Any]:
+    level, _, measure = mode.rpartition("_")
+    test: dict[str, Any] = {"level": LEVELS[level], "measure": measure}
+    if measure != "k1":
+        return {**test, "high": float(bound)}
+    low, high = map(float, bound.split("_")) if "_" in bound else (1 / float(bound), float(bound))
+    return {**test, "low": math.log(low), "high": math.log(high)}
+
+
+def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[str, float]) -> dict[str, float]:
+    """Ours under golden names. Where golden takes the mean over all B rows, a row without tokens counts as a log-prob
+    of 0 there.
+    """
+    filled = float(case.inputs["response_mask"].any(1).double().mean())
+    empty = 1.0 - filled
+    ours = {
+        "kl": figures["behavior_proximal_kl_k1"],
+        "k3_kl": figures["behavior_proximal_kl"],
+        "training_ppl": figures["proximal_perplexity"] * filled + empty,
+        "rollout_ppl": figures["behavior_perplexity"] * filled + empty,
+        "training_log_ppl": figures["proximal_log_perplexity"] * filled,
+        "rollout_log_ppl": figures["behavior_log_perplexity"] * filled,
+        "log_ppl_diff": figures["log_perplexity_difference"] * filled,
+        "log_ppl_abs_diff": figures["log_perplexity_difference_abs"] * filled,
+        "log_ppl_diff_max": max(figures["log_perplexity_difference_max"], 0.0 if empty else -math.inf),
+        "log_ppl_diff_min": min(figures["log_perplexity_difference_min"], 0.0 if empty else math.inf),
+        "ppl_ratio": figures["perplexity_ratio"] * filled + empty,
+        "chi2_token": figures["chi_squared_token"],
+        "chi2_seq": figures["chi_squared_sequence"] * filled,
+    }
+    weights = options.weights
+    if weights.level != "none":
+        share = filled if weights.level == "sequence" else 1.0
+        ours |= {
+            "rollout_is_mean": figures["behavior_weight_mean"],
+            "rollout_is_std": figures["behavior_weight_std"],
+            "rollout_is_eff_sample_size": figures["effective_sample_size"],
+            "rollout_is_ratio_fraction_high": figures["truncated_above_fraction"] * share,
+        }
+        if weights.outside == "zero":  # with truncation golden reports what is below 1/cap, which nothing bounds
+            ours["rollout_is_ratio_fraction_low"] = figures["truncated_below_fraction"] * share
+        if weights.level == "sequence":
+            ours["rollout_is_seq_fraction_high"] = ours["rollout_is_ratio_fraction_high"]
+            if weights.outside == "zero":
+                ours["rollout_is_seq_fraction_low"] = ours["rollout_is_ratio_fraction_low"]
+        if weights.level == "token":  # of a sequence's, golden reports the ratio here, not the weight
+            ours |= {
+                "rollout_is_max": figures["behavior_weight_max"],
+                "rollout_is_min": figures["behavior_weight_min"],
+            }
+            if weights.outside == "zero":
+                ours["rollout_is_oob_ratio"] = figures["truncated_fraction"]
+    for test in options.rejections:
+        mode = f"{next(golden for golden, level in LEVELS.items() if level == test.level)}_{test.measure}"
+        ours |= {
+            f"rollout_rs_{mode}_mean": figures[f"rejection/{test.name}/mean"],
+            f"rollout_rs_{mode}_max": figures[f"rejection/{test.name}/max"],
+            f"rollout_rs_{mode}_masked_fraction": figures[f"rejection/{test.name}/rejected_fraction"],
+            f"rollout_rs_{mode}_seq_masked_fraction": figures[f"rejection/{test.name}/touched_row_fraction"],
+        }
+        if test.level != "max":  # ours is then the row's least token, golden's the least of the rows' greatest
+            ours[f"rollout_rs_{mode}_min"] = figures[f"rejection/{test.name}/min"]
+        ours |= golden_row_figures(case, f"rollout_rs_{mode}", test, figures)
+    if options.rejections:
+        ours["rollout_rs_masked_fraction"] = figures["rejected_fraction"]
+        ours["rollout_rs_seq_masked_fraction"] = figures["touched_row_fraction"] * filled
+    return ours
+
+
+def golden_row_figures(
+    case: GoldenCase, golden: str, test: RejectionOptions, figures: dict[str, float]
+) -> dict[str, float]:
+    """Of a test, what golden tells apart further: what is above and below its bounds, and the statistic of rows."""
+    whole_rows = test.level != "token"
+    rejected = figures[f"rejection/{test.name}/{'touched_row' if whole_rows else 'rejected'}_fraction"]
+    sides = [f"{golden}_fraction_{side}" for side in ("high", "low")]
+    assert sum(case.metrics[side] for side in sides) == pytest.approx(rejected, abs=1e-7), f"{case.name}: {golden}"
+    ours = {} if test.measure == "k1" else dict(zip(sides, (rejected, 0.0), strict=True))
+    if whole_rows:
+        greatest, least = (figures[f"rejection/{test.name}/{end}"] for end in ("max", "min"))
+        ours[f"{golden}_seq_max"] = greatest
+        if test.level != "max":
+            ours |= {f"{golden}_seq_min": least, f"{golden}_seq_max_deviation": max(abs(greatest), abs(least))}
+        if test.measure != "k1":
+            ours[f"{golden}_seq_fraction_high"] = rejected
+    return ours
+
+
+def check_figures(
+    case: GoldenCase, corrected: Corrected, columns: tuple[Tensor, Tensor, Tensor], options: CorrectionOptions
+) -> None:
+    proximal_N, behavior_N, lengths_B = columns
+    staleness_N = torch.zeros_like(proximal_N, dtype=torch.int64)
+    figures = correction_sums(corrected, proximal_N, behavior_N, lengths_B, staleness_N, options).figures()
+    for name, value in golden_figures(case, options, figures).items():
+        case.check_metric(name, value)
+    if options.weights.normalize:
+        level = options.weights.level
+        total, count = weight_sums(corrected.bounded_N, corrected.keep_N, lengths_B, level).tolist()
+        case.check_metric("rollout_is_batch_norm_factor", total / count)
+
+
+@pytest.mark.parametrize("case", golden_cases("rollout_correction/"), ids=lambda case: case.name)
+def test_correction_agrees_with_golden_values(case: GoldenCase) -> None:
+    mask_BT = case.inputs["response_mask"]
+    proximal_N, lengths_B = flatten(case.inputs["old_log_prob"], mask_BT)
+    behavior_N, _ = flatten(case.inputs["rollout_log_prob"], mask_BT)
+    options = golden_options(case.hyper)
+    corrected = correct(proximal_N, behavior_N, lengths_B, options)
+    case.check("modified_mask", unflatten(corrected.keep_N.double(), mask_BT))
+    if "is_weights" in case.outputs:
+        case.check("is_weights", unflatten(corrected.weights_N, mask_BT))
+    check_figures(case, corrected, (proximal_N, behavior_N, lengths_B), options)
+
+
+@pytest.mark.parametrize("case", golden_cases("policy_loss/bypass_mode/"), ids=lambda case: case.name)
+def test_bypass_agrees_with_golden_values(case: GoldenCase) -> None:
+    """Weights and rejection of π_current/π_behavior, and that what is rejected leaves the loss's denominators."""
+    mask_BT = case.inputs["response_mask"]
+    behavior_N, lengths_B = flatten(case.inputs["old_log_prob"], mask_BT)
+    advantages_N, _ = flatten(case.inputs["advantages"], mask_BT)
+    current_BT = case.inputs["log_prob"].clone().requires_grad_()
+    current_N, _ = flatten(current_BT, mask_BT)
+    hyper = case.hyper["rollout_correction"]
+    options = golden_options(hyper).model_copy(update={"proximal": "bypassed"})
+    assert options.needs_ratio_free_loss == bool(hyper["rollout_is"])
+    loss_proximal_N, proximal_N = proximal_logprobs(
+        options.proximal, current_logprobs_N=current_N, behavior_logprobs_N=behavior_N
+    )
+    assert loss_proximal_N is behavior_N
+    corrected = correct(proximal_N, behavior_N, lengths_B, options)
+
+    keep_N = corrected.keep_N
+    ell_N, ratio_N, advantage_N = current_N[keep_N], (current_N - behavior_N)[keep_N].exp(), advantages_N[keep_N]
+    if hyper["loss_type"] == "reinforce":
+        losses_N = -advantage_N * ell_N * corrected.weights_N[keep_N]
+    else:  # the golden loss then leaves the weights aside
+        clipped_N = ratio_N.clamp(1 - case.hyper["clip_ratio_low"], 1 + case.hyper["clip_ratio_high"])
+        surrogate_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+        dual_N = torch.maximum(surrogate_N, case.hyper["clip_ratio_c"] * advantage_N)
+        losses_N = -torch.where(advantage_N < 0, dual_N, surrogate_N)
+    kept_B = keep_tokens(lengths_B, keep_N)
+    rows = (kept_B > 0).sum()
+    share_B = {
+        "token-mean": torch.ones_like(kept_B) / kept_B.sum(),
+        "seq-mean-token-sum": torch.ones_like(kept_B) / rows,
+        "seq-mean-token-mean": 1.0 / (rows * kept_B.clamp(min=1)),
+    }[case.hyper["loss_agg_mode"]]
+    loss = (losses_N * spread(share_B, kept_B)).sum()
+    loss.backward()
+    assert current_BT.grad is not None
+    case.check("loss", loss.detach())
+    case.check("grad_log_prob", current_BT.grad)
+    check_figures(case, corrected, (proximal_N, behavior_N, lengths_B), options)

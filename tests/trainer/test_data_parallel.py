@@ -1,0 +1,83 @@
+"""No width of data parallelism shows in an update: every loss under every aggregation, and one learner on four real
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tandem.protos.types import TrajectoryGroup
+from tandem.trainer.aggregation import Aggregation
+from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.policy_losses.registry import POLICY_LOSSES
+from tests.support import whole_batch_rank
+from tests.support.made_up_batch import MadeUpBatch
+from tests.support.ranks import run_ranks
+from tests.support.tiny_model import build_tiny_model
+from tests.support.training_groups import make_group
+from tests.trainer.policy_losses.test_policy_loss_laws import MODES, SMALL
+
+CORRECTIONS: Sequence[dict[str, Any]] = (
+    {},
+    {"rejections": [{"level": "token", "measure": "k3", "high": 0.05}]},
+    {"rejections": [{"level": "geometric", "measure": "k3", "high": 0.08}], "weights": {"normalize": True}},
+)
+
+
+def make_groups(seed: int) -> list[TrajectoryGroup]:
+    """Of 1 to 4 answers, every second with two segments, which may be trained on different ranks."""
+    return [make_group(index, seed=seed, num_samples=1 + index, num_segments=1 + index % 2) for index in range(4)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@settings(max_examples=3, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    width=st.sampled_from([2, 3, 4, 8]),
+    budget=st.sampled_from([24, 60, 4000]),
+    num_steps=st.integers(1, 2),
+    correction=st.sampled_from(CORRECTIONS),
+)
+def test_ranks_add_up_to_the_loss_of_one(
+    name: str, mode: Aggregation, seed: int, width: int, budget: int, num_steps: int, correction: dict[str, Any]
+) -> None:
+    """Each rank has its own rows and the denominators of the step; their losses and gradients are summed."""
+    config = AlgorithmConfig(
+        loss={"name": name, **SMALL.get(name, {})},
+        aggregation=mode,
+        correction=correction,
+        kl={"loss": {"coefficient": 0.1}},
+        entropy_coefficient=0.05,
+    )
+    batch = MadeUpBatch.of(make_groups(seed), seed=seed, num_steps=num_steps)
+    generator = torch.Generator().manual_seed(seed)
+    counts_R = torch.tensor([0.0, 0.5, 1.0, 2.0]).double()[torch.randint(4, (10,), generator=generator)]
+    batch = batch.with_columns(counts_R=counts_R)
+    alone, together = batch.outcome(config), batch.outcome(config, world_size=width, budget=budget)
+    assert together.num_tokens == alone.num_tokens
+    assert together.loss == pytest.approx(alone.loss, abs=1e-6 * (1 + float(alone.by_logprobs_N.abs().sum())))
+    torch.testing.assert_close(together.by_logprobs_N, alone.by_logprobs_N, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(together.by_entropy_N, alone.by_entropy_N, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_four_ranks_learn_as_one(tmp_path: Path) -> None:
+    """Rejection, a selection and normalised weights over the whole batch, a row the sampler broke; ZeRO-3 over four
+    processes.
+    """
+    model = build_tiny_model(tmp_path / "model")
+    run_ranks("tests.support.whole_batch_rank", model, folder=tmp_path, seconds=110, num_ranks=4)
+    start, want = (whole_batch_rank.train(model, num_batches) for num_batches in (0, whole_batch_rank.NUM_BATCHES))
+    got = load_file(tmp_path / "weights.safetensors")
+    error = sum((got[name] - want[name]).double().square().sum() for name in want)
+    moved = sum((want[name] - start[name]).double().square().sum() for name in want)
+    assert float(moved) > 0 and float((error / moved) ** 0.5) <= 1e-4

@@ -1,0 +1,235 @@
+"""The KL penalty: golden values and gradients, unbiasedness by enumeration, coefficients, bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from tandem.protos.errors import DataError
+from tandem.trainer.kl import (
+    KlCoefficients,
+    first_coefficients,
+    kl_estimates,
+    kl_in_reward,
+    kl_loss,
+    next_coefficient,
+    next_coefficients,
+    resumed_coefficients,
+)
+from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
+from tandem.trainer.ragged import flatten, unflatten
+from tests.support.golden_cases import GoldenCase, golden_cases
+
+NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+ESTIMATORS = [case for name in NAMES for case in golden_cases(f"kl/{name}/") + golden_cases(f"kl/{name}+/")]
+
+
+def test_all_golden_cases_are_covered() -> None:
+    covered = ESTIMATORS + golden_cases("kl/adaptive_controller/") + golden_cases("kl/kl_in_reward/")
+    assert {case.name for case in covered} == {case.name for case in golden_cases("kl/")}
+
+
+@pytest.mark.parametrize("case", ESTIMATORS, ids=lambda case: case.name)
+def test_golden_estimates(case: GoldenCase) -> None:
+    logprobs_BT = case.inputs["logprob"].clone().requires_grad_()
+    estimator = case.name.split("/")[1]
+    values_N = kl_estimates(logprobs_BT.flatten(), case.inputs["ref_logprob"].flatten(), estimator)  # type: ignore[arg-type]
+    case.check("value", values_N.view_as(logprobs_BT))
+    (values_N * case.inputs["cotangent"].flatten()).sum().backward()
+    assert logprobs_BT.grad is not None
+    case.check("grad_logprob", logprobs_BT.grad)
+
+
+@pytest.mark.parametrize("case", golden_cases("kl/adaptive_controller/"), ids=lambda case: case.name)
+def test_golden_adaptive_coefficient(case: GoldenCase) -> None:
+    penalty = KlPenalty(
+        coefficient=case.hyper["init_kl_coef"], target=case.hyper["target_kl"], horizon=case.hyper["horizon"]
+    )
+    coefficients = [penalty.coefficient]
+    for kl, number in zip(case.inputs["current_kl"].tolist(), case.inputs["n_steps"].tolist(), strict=True):
+        coefficients.append(next_coefficient(coefficients[-1], penalty, kl, number))
+    case.check("coef", torch.tensor(coefficients, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("case", golden_cases("kl/kl_in_reward/"), ids=lambda case: case.name)
+def test_golden_kl_in_reward(case: GoldenCase) -> None:
+    mask_BT = case.inputs["response_mask"]
+    rewards_N, lengths_B = flatten(case.inputs["token_level_scores"], mask_BT)
+    logprobs_N, _ = flatten(case.inputs["old_log_probs"], mask_BT)
+    reference_N, _ = flatten(case.inputs["ref_log_prob"], mask_BT)
+    penalty = RewardKl(
+        estimator=case.hyper["kl"],
+        coefficient=case.hyper["init_kl_coef"],
+        target=case.hyper["target_kl"],
+        horizon=case.hyper["horizon"],
+    )
+    got_N, kl = kl_in_reward(
+        rewards_N, logprobs_N, reference_N, lengths_B, penalty, coefficient=case.metrics["coef_used"]
+    )
+    unmasked_BT = case.inputs["token_level_scores"] * (1 - mask_BT.double())
+    case.check("token_level_rewards", unflatten(got_N, mask_BT) + unmasked_BT)
+    case.check_metric("kl_mean", kl)
+    case.check_metric("coef_after", next_coefficient(penalty.coefficient, penalty, kl, len(lengths_B)))
+
+
+def kl_of(scores_V: Tensor, reference_V: Tensor) -> Tensor:
+    logprobs_V = scores_V.log_softmax(0)
+    return (logprobs_V.exp() * (logprobs_V - reference_V)).sum()
+
+
+def expected_gradient(scores_V: Tensor, reference_V: Tensor, penalty: LossKl, behavior_V: Tensor) -> Tensor:
+    """Of the loss's KL term over all tokens that the behavior policy may sample, each as often as it does."""
+    scores_V = scores_V.clone().requires_grad_()
+    logprobs_V = scores_V.log_softmax(0)
+    ratio_V = (logprobs_V - behavior_V).exp()
+    (behavior_V.exp() * kl_loss(logprobs_V, reference_V, penalty, ratio_N=ratio_V)).sum().backward()
+    assert scores_V.grad is not None
+    return scores_V.grad
+
+
+@pytest.fixture
+def policies() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    scores_V = torch.randn(7, generator=generator, dtype=torch.float64)
+    reference_V = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
+    behavior_V = (scores_V + 0.5 * torch.randn(7, generator=generator, dtype=torch.float64)).log_softmax(0)
+    return scores_V, reference_V, behavior_V
+
+
+def true_gradient(scores_V: Tensor, reference_V: Tensor) -> Tensor:
+    scores_V = scores_V.clone().requires_grad_()
+    kl_of(scores_V, reference_V).backward()
+    assert scores_V.grad is not None
+    return scores_V.grad
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+", "abs+"])
+def test_on_policy_the_gradient_of_k2_and_of_straight_through_is_that_of_the_kl(
+    estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    scores_V, reference_V, _ = policies
+    got_V = expected_gradient(scores_V, reference_V, LossKl(estimator=estimator), scores_V.log_softmax(0))
+    torch.testing.assert_close(got_V, true_gradient(scores_V, reference_V))
+
+
+def test_on_policy_the_gradient_of_k1_is_noise_and_that_of_k3_biased(policies: tuple[Tensor, Tensor, Tensor]) -> None:
+    scores_V, reference_V, _ = policies
+    on_policy_V = scores_V.log_softmax(0)
+    k1_V = expected_gradient(scores_V, reference_V, LossKl(estimator="k1"), on_policy_V)
+    torch.testing.assert_close(k1_V, torch.zeros_like(k1_V))
+    k3_V = expected_gradient(scores_V, reference_V, LossKl(estimator="k3"), on_policy_V)
+    assert not torch.allclose(k3_V, true_gradient(scores_V, reference_V), rtol=0.05)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "kl", "low_var_kl"])
+def test_unbiased_off_policy(estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]) -> None:
+    scores_V, reference_V, behavior_V = policies
+    got_V = expected_gradient(scores_V, reference_V, LossKl(estimator=estimator, unbiased=True), behavior_V)
+    torch.testing.assert_close(got_V, true_gradient(scores_V, reference_V))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_have_the_kl_as_their_mean(estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]) -> None:
+    scores_V, reference_V, _ = policies
+    logprobs_V = scores_V.log_softmax(0)
+    mean = (logprobs_V.exp() * kl_estimates(logprobs_V, reference_V, estimator)).sum()
+    torch.testing.assert_close(mean, kl_of(scores_V, reference_V))
+
+
+@pytest.mark.parametrize("estimator", [*NAMES, *(name + "+" for name in NAMES)])
+def test_the_reference_itself_costs_nothing(estimator: KlEstimator) -> None:
+    logprobs_N = torch.tensor([-0.1, -3.0, -20.0], requires_grad=True)
+    values_N = kl_estimates(logprobs_N, logprobs_N.detach(), estimator)
+    assert values_N.tolist() == [0.0, 0.0, 0.0]
+    (gradient_N,) = torch.autograd.grad(values_N.sum(), logprobs_N)
+    assert gradient_N.tolist() == ([1.0] * 3 if estimator in ("k1", "kl") else [0.0] * 3)
+
+
+@pytest.mark.parametrize("estimator", ["abs", "k2", "k3"])
+@pytest.mark.parametrize("difference", [-1.3, -0.01, 0.4, 2.0])
+def test_gradient_by_finite_differences(estimator: KlEstimator, difference: float) -> None:
+    reference_N = torch.zeros(1, dtype=torch.float64)
+    logprobs_N = torch.tensor([difference], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: kl_estimates(x, reference_N, estimator), (logprobs_N,))
+
+
+def test_bad_logprobs_are_refused_in_the_reward() -> None:
+    rewards_N, lengths_R = torch.zeros(3, dtype=torch.float64), torch.tensor([2, 1])
+    fine_N, bad_N = torch.zeros(3), torch.tensor([0.0, math.nan, -math.inf])
+    with pytest.raises(DataError, match="2 of 3 log-probs of the reference policy's model"):
+        kl_in_reward(rewards_N, fine_N, bad_N, lengths_R, RewardKl(), coefficient=0.1)
+    with pytest.raises(DataError, match="2 of 3 log-probs of the policy's model"):
+        kl_in_reward(rewards_N, bad_N, fine_N, lengths_R, RewardKl(), coefficient=0.1)
+    with pytest.raises(AssertionError):
+        kl_in_reward(rewards_N, fine_N[:2], fine_N, lengths_R, RewardKl(), coefficient=0.1)
+
+
+@pytest.mark.parametrize("estimator", [*NAMES, *(name + "+" for name in NAMES)])
+def test_a_nan_in_the_loss_is_not_hidden(estimator: KlEstimator) -> None:
+    values_N = kl_estimates(torch.tensor([math.nan, -1.0]), torch.zeros(2), estimator)
+    assert values_N.isnan().tolist() == [True, False]
+
+
+def test_a_batch_without_a_token_measures_no_kl() -> None:
+    nothing_N = torch.zeros(0, dtype=torch.float64)
+    for lengths_R in (torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)):
+        rewards_N, kl = kl_in_reward(nothing_N, nothing_N, nothing_N, lengths_R, RewardKl(), coefficient=0.1)
+        assert rewards_N.shape == (0,) and kl == 0.0
+    assert kl_estimates(nothing_N, nothing_N, "k3+").shape == (0,)
+
+
+def test_coefficients_follow_their_targets_and_survive_json() -> None:
+    options = KlOptions(reward=RewardKl(coefficient=0.1, target=1.0, horizon=100), loss=LossKl(coefficient=0.2))
+    start = first_coefficients(options)
+    assert start == KlCoefficients(0.1, 0.2)
+    after = next_coefficients(start, options, reward_kl=9.0, loss_kl=9.0, num_trajectories=50)
+    assert after == KlCoefficients(pytest.approx(0.1 * 1.1), 0.2)  # without a target it stays
+    assert KlCoefficients(**json.loads(json.dumps(asdict(after)))) == after
+    none = first_coefficients(KlOptions())
+    assert none == KlCoefficients(0.0, 0.0)
+    assert next_coefficients(none, KlOptions(), reward_kl=9.0, loss_kl=9.0, num_trajectories=50) == none
+
+
+def test_a_resumed_run_goes_on_with_what_a_target_moved_and_with_its_own_options_otherwise() -> None:
+    saved = asdict(KlCoefficients(reward=0.3, loss=0.4))
+    options = KlOptions(reward=RewardKl(coefficient=0.1, target=1.0), loss=LossKl(coefficient=0.2))
+    assert resumed_coefficients(options, saved) == KlCoefficients(0.3, 0.2)
+    assert resumed_coefficients(options, {}) == KlCoefficients(0.1, 0.2), "a checkpoint that knows of none"
+    assert resumed_coefficients(options, asdict(KlCoefficients(0.0, 0.0))) == KlCoefficients(0.1, 0.2), "there was none"
+    assert resumed_coefficients(KlOptions(), saved) == KlCoefficients(0.0, 0.0)
+
+
+def test_one_update_at_most_halves_the_coefficient_and_a_bad_kl_leaves_it() -> None:
+    penalty = KlPenalty(target=1.0, horizon=10)
+    assert next_coefficient(1.0, penalty, 0.0, 10_000) == 0.5
+    assert next_coefficient(1.0, penalty, 9.0, 10_000) == 1.5
+    assert next_coefficient(1.0, penalty, math.nan, 5) == 1.0
+    assert next_coefficient(1.0, penalty, math.inf, 5) == 1.0
+
+
+@pytest.mark.parametrize("estimator", ["k2", "abs", "k3+"])
+def test_unbiased_refuses_what_is_not_the_kl_in_the_mean(estimator: str) -> None:
+    with pytest.raises(ValidationError, match="unbiased needs the estimator k1 or k3"):
+        LossKl.model_validate({"estimator": estimator, "unbiased": True})
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"coefficient": -1.0},
+        {"coefficient": math.nan},
+        {"target": 0.0},
+        {"horizon": 0},
+        {"estimator": "k4"},
+        {"beta": 1.0},
+    ],
+)
+def test_bad_options_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LossKl.model_validate(bad)

@@ -1,0 +1,377 @@
+"""The learner on a real DeepSpeed engine, alone and as two ranks."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.protos.errors import ConfigError, DataError, EnvironmentLackError, ModelError
+from tandem.protos.types import Segment, TrajectoryGroup
+from tandem.trainer.batch_rows import rank_micro_batches
+from tandem.trainer.checkpoint import latest_checkpoint, list_checkpoints
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.learner import Learner
+from tandem.trainer.micro_batch import token_logprobs
+from tests.support import learner_rank
+from tests.support.learner_rank import all_weights, untrainable
+from tests.support.ranks import run_two_ranks
+from tests.support.tiny_model import build_tiny_model
+from tests.support.training_groups import make_batch, make_group
+
+MakeLearner = Callable[..., Learner]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_learner(model: Path) -> Iterator[MakeLearner]:
+    """Makes one learner at a time; the one before is closed."""
+    made: list[Learner] = []
+
+    def make(path: Path = model, **settings: object) -> Learner:
+        if made:
+            made.pop().close()
+        config = TrainerConfig(**{"learning_rate": 1e-3, **settings})  # type: ignore[arg-type]
+        made.append(Learner(config, model_path=str(path), total_batches=10, seed=0, max_response_tokens=16))
+        return made[-1]
+
+    yield make
+    if made:
+        made.pop().close()
+
+
+def train(
+    learner: Learner, version: int, groups: Sequence[TrajectoryGroup] | None = None, **options: int
+) -> dict[str, float]:
+    batch, by_id = make_batch(
+        groups or [make_group(i, seed=version, versions=(version - 1,)) for i in range(4)],
+        policy_version=version,
+        **options,
+    )
+    return dict(learner.train(batch, by_id).metrics)
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def relative_error(got: dict[str, Tensor], want: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    error = sum((got[name] - want[name]).double().square().sum() for name in want)
+    return float((error / sum((want[name] - start[name]).double().square().sum() for name in want)) ** 0.5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_transformers_row_by_row(
+    make_learner: MakeLearner, model: Path, temperature: float
+) -> None:
+    learner = make_learner()
+    group = make_group(0, num_samples=6, temperature=temperature)
+    batch, by_id = make_batch([group], tokens_per_micro_batch=1000)
+    (cells,) = rank_micro_batches(batch, by_id, rank=0, device=learner.device)
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    expected = []
+    for row in batch.plan:
+        segment = group.scored_rows[row.trajectory_id].trajectory.segments[0]
+        ids = torch.tensor(segment.ids, dtype=torch.long)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(plain(ids[None]).logits[0] / temperature, -1)
+        expected += [float(logprobs[t - 1, ids[t]]) for t in np.flatnonzero(segment.loss_mask)]
+    with torch.no_grad():
+        got = torch.cat([token_logprobs(learner._engine, cell) for cell in cells])
+    torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_the_update_does_not_depend_on_the_cut(make_learner: MakeLearner, aggregation: str) -> None:
+    updates = []
+    for budget in (30, 90, 2000):
+        learner = make_learner(aggregation=aggregation)
+        start = all_weights(learner)
+        train(learner, 1, tokens_per_micro_batch=budget)
+        updates.append(all_weights(learner))
+    assert relative_error(updates[0], updates[2], start) < 1e-4
+    assert relative_error(updates[1], updates[2], start) < 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_stage_learns_as_stage_three(make_learner: MakeLearner, stage: int, dtype: str) -> None:
+    losses = []
+    for chosen in (3, stage):
+        learner = make_learner(zero_stage=chosen, dtype=dtype)
+        losses.append([train(learner, version)["loss"] for version in (1, 2, 3)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5 if dtype == "float32" else 5e-3)
+
+
+def test_metrics_say_what_happened(make_learner: MakeLearner) -> None:
+    learner = make_learner(warmup_batches=4)
+    metrics = train(learner, 1)
+    assert metrics["learning_rate"] == pytest.approx(1e-3 / 4)
+    assert metrics["behavior_proximal_kl"] > 0
+    assert 0 < metrics["effective_sample_size"] < 1
+    assert 0 < metrics["truncated_fraction"] < 1
+    assert metrics["behavior_weight_max"] == 2.0
+    assert metrics["clipped_fraction"] == 0  # one optimizer step: the ratio is 1
+    assert metrics["grad_norm"] > 0 and metrics["skipped_steps"] == 0
+    assert learner.optimizer_step == 1
+    several = train(make_learner(optimizer_steps_per_batch=4, learning_rate=0.05), 1, optimizer_steps=4)
+    assert several["clipped_fraction"] > 0  # later steps find the weights moved
+
+
+def test_samples_of_the_current_weights_have_weight_one(make_learner: MakeLearner) -> None:
+    learner = make_learner()
+    batch, by_id = make_batch([make_group(0)])
+    (cells,) = rank_micro_batches(batch, by_id, rank=0, device=learner.device)
+    with torch.no_grad():
+        logprobs = torch.cat([token_logprobs(learner._engine, cell) for cell in cells])
+    rows = list(by_id["0-0"].scored_rows)
+    for row in batch.plan:  # the plan's order is the order of the log-probs
+        trajectory = rows[row.trajectory_id].trajectory
+        (segment,) = trajectory.segments
+        mask = segment.loss_mask.astype(bool)
+        sampled = np.zeros(len(mask), np.float32)
+        sampled[mask], logprobs = logprobs[: mask.sum()].numpy(), logprobs[mask.sum() :]
+        trajectory = replace(trajectory, segments=(replace(segment, behavior_logprobs=sampled),))
+        rows[row.trajectory_id] = replace(rows[row.trajectory_id], trajectory=trajectory)
+    metrics = dict(learner.train(batch, {"0-0": replace(by_id["0-0"], rows=tuple(rows))}).metrics)
+    assert metrics["behavior_proximal_kl"] == pytest.approx(0, abs=1e-9)
+    assert metrics["effective_sample_size"] == pytest.approx(1)
+    assert metrics["behavior_weight_max"] == pytest.approx(1, abs=1e-5)
+
+
+def test_learning_rate_zero_changes_nothing(make_learner: MakeLearner) -> None:
+    learner = make_learner(learning_rate=0.0, weight_decay=0.1)
+    start = all_weights(learner)
+    train(learner, 1)
+    assert equal(all_weights(learner), start)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("dtype", "clip"), [("float32", 1.0), ("float32", 0.0), ("bfloat16", 1.0)])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
+    make_learner: MakeLearner, stage: int, dtype: str, clip: float
+) -> None:
+    learner = make_learner(zero_stage=stage, dtype=dtype, gradient_clip=clip, advantage="dr_grpo")
+    train(learner, 1)
+    before = all_weights(learner)
+    batch, by_id = make_batch([make_group(0, rewards=[1e200, 0.0, 1.0, 0.0])], policy_version=2)  # no float32 holds it
+    result = learner.train(batch, by_id)
+    assert not result.changed and result.optimizer_step == 1
+    assert result.metrics["skipped_steps"] == 1
+    assert all(math.isfinite(value) for value in result.metrics.values())
+    assert equal(all_weights(learner), before)
+    train(learner, 3)
+    after = all_weights(learner)
+    assert not equal(after, before) and all(bool(tensor.isfinite().all()) for tensor in after.values())
+
+
+def test_a_reward_that_is_not_finite_is_refused(make_learner: MakeLearner) -> None:
+    learner = make_learner()
+    before = all_weights(learner)
+    batch, by_id = make_batch([make_group(0, rewards=[math.inf, 0.0, 1.0, 0.0])])
+    with pytest.raises(DataError, match="a reward is not finite"):
+        learner.train(batch, by_id)
+    assert equal(all_weights(learner), before)
+
+
+def without_first_prompt_token(group: TrajectoryGroup) -> TrajectoryGroup:
+    row = group.scored_rows[0]
+    ids = row.trajectory.segments[0].ids
+    segment = Segment(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.uint8), ())
+    return replace(group, rows=(replace(row, trajectory=replace(row.trajectory, segments=(segment,))), *group.rows[1:]))
+
+
+def test_what_cannot_be_trained_is_refused(make_learner: MakeLearner) -> None:
+    learner = make_learner()
+    start = all_weights(learner)
+    batch, by_id = make_batch([make_group(0)])
+    with pytest.raises(DataError, match="only temperature > 0"):
+        learner.train(batch, {"0-0": untrainable(by_id["0-0"])})
+    with pytest.raises(DataError, match="first place"):
+        learner.train(batch, {"0-0": without_first_prompt_token(by_id["0-0"])})
+    with pytest.raises(DataError, match="0-0 is planned for this rank"):
+        learner.train(batch, {})
+    with pytest.raises(DataError, match="differ in length"):
+        learner.train(batch, {"0-0": make_group(0, seed=5)})
+    assert equal(all_weights(learner), start)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_is_bit_exact(make_learner: MakeLearner, tmp_path: Path, stage: int) -> None:
+    settings = {"zero_stage": stage, "keep_checkpoints": 2, "schedule": "cosine"}
+    learner = make_learner(**settings)
+    for version in (1, 2, 3):
+        train(learner, version)
+        learner.save(tmp_path / "checkpoints" / f"{version:06d}", version)
+    train(learner, 4)
+    expected = all_weights(learner)
+    assert [version for version, _ in list_checkpoints(tmp_path / "checkpoints")] == [2, 3]
+    newest = latest_checkpoint(tmp_path / "checkpoints")
+    assert newest is not None
+    resumed = make_learner(**settings)
+    assert resumed.load(newest[1]) == 3
+    assert resumed.optimizer_step == 3
+    train(resumed, 4)
+    assert equal(all_weights(resumed), expected)
+
+
+def test_a_checkpoint_of_another_engine_is_refused(make_learner: MakeLearner, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "000001"
+    make_learner(zero_stage=1).save(folder, 1)
+    with pytest.raises(ConfigError, match=r"trainer\.zero_stage = 1, not 3: resume with 1"):
+        make_learner().load(folder)
+    with pytest.raises(DataError, match="000007"):
+        make_learner().load(tmp_path / "checkpoints" / "000007")
+    assert latest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_full_disk_leaves_no_checkpoint(
+    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.trainer.durable.os.fsync", full)
+        with pytest.raises(EnvironmentLackError, match="no space left"):
+            learner.save(tmp_path / "000001", 1)
+        with pytest.raises(EnvironmentLackError, match="no space left"):
+            learner.export(tmp_path / "hf")
+    assert list_checkpoints(tmp_path) == [] and not (tmp_path / "hf").exists()
+    learner.save(tmp_path / "000001", 1)
+    assert [version for version, _ in list_checkpoints(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_loads_in_transformers(make_learner: MakeLearner, tmp_path: Path, tied: bool) -> None:
+    source = build_tiny_model(tmp_path / "source", tied=tied)
+    learner = make_learner(source)
+    names = [name for name, _, _ in learner.parameter_specs()]
+    assert ("lm_head.weight" in names) is not tied and len(set(names)) == len(names)
+    train(learner, 1)
+    learner.export(tmp_path / "export")
+    first = load_file(tmp_path / "export" / "model.safetensors")
+    train(learner, 2)
+    learner.export(tmp_path / "export")  # replaces the one before
+    assert not equal(first, load_file(tmp_path / "export" / "model.safetensors"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["export", "source"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert equal({name: parameter.detach() for name, parameter in loaded.named_parameters()}, all_weights(learner))
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    assert loaded.generation_config.eos_token_id == 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer.decode(tokenizer("1 + 1 = 2\n").input_ids) == "1 + 1 = 2\n"
+    assert tokenizer.chat_template
+    files = {entry.name for entry in (tmp_path / "export").iterdir()}
+    assert files == {entry.name for entry in source.iterdir()}
+
+
+@pytest.mark.gpu
+def test_a_gpu_learns_in_bfloat16(make_learner: MakeLearner, tmp_path: Path) -> None:
+    learner = make_learner(dtype="bfloat16")
+    assert learner.device.type == "cuda"
+    start = all_weights(learner)
+    assert train(learner, 1)["grad_norm"] > 0
+    assert not equal(all_weights(learner), start)
+    learner.export(tmp_path / "export")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
+
+
+def test_a_missing_or_broken_model_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
+        Learner(TrainerConfig(), model_path=str(tmp_path / "nowhere"), total_batches=1, seed=0, max_response_tokens=16)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be loaded") as failure:
+        Learner(TrainerConfig(), model_path=str(tmp_path), total_batches=1, seed=0, max_response_tokens=16)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, object]]]:
+    """What two ranks at stage 3 left in a folder, and what each saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, run_two_ranks("tests.support.learner_rank", model, folder=folder, seconds=150)
+
+
+def test_two_ranks_agree_with_one(two_ranks: tuple[Path, list[dict[str, object]]], model: Path) -> None:
+    folder, seen = two_ranks
+    alone = Learner(
+        learner_rank.CONFIG,
+        model_path=str(model),
+        total_batches=learner_rank.NUM_BATCHES,
+        seed=0,
+        max_response_tokens=16,
+    )
+    start = all_weights(alone)
+    num_elements = sum(tensor.numel() for tensor in start.values())
+    assert all(rank["held_elements"] < 0.01 * num_elements for rank in seen)  # type: ignore[operator]  # the rest is partitioned
+    metrics = [learner_rank.train_version(alone, version) for version in range(1, learner_rank.NUM_BATCHES + 1)][-1]
+    weights = all_weights(alone)
+    alone.close()
+    assert relative_error(load_file(folder / "weights.safetensors"), weights, start) <= 1e-4
+    for rank in seen:
+        theirs = rank["metrics"]
+        assert isinstance(theirs, dict)
+        for name in ("loss", "grad_norm", "effective_sample_size", "behavior_proximal_kl", "clipped_fraction"):
+            assert theirs[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-6), name
+
+
+HOW_IT_WAS_CUT = {"padding_fraction", "num_micro_batches", "seconds_train", "seconds_forward_proximal"}
+
+
+@pytest.mark.parametrize("name", learner_rank.WHOLE_BATCH)
+def test_what_looks_at_the_whole_batch_does_not_see_the_ranks(
+    two_ranks: tuple[Path, list[dict[str, object]]], model: Path, name: str
+) -> None:
+    folder, seen = two_ranks
+    config = learner_rank.WHOLE_BATCH[name]
+    start, _ = learner_rank.train_whole_batch(config, str(model), num_batches=0)
+    weights, metrics = learner_rank.train_whole_batch(config, str(model))
+    number = list(learner_rank.WHOLE_BATCH).index(name)
+    of_two = load_file(folder / f"whole{number}.safetensors")
+    assert of_two.keys() == weights.keys()
+    for part in {key.partition(".")[0] for key in weights}:  # the policy's and the critic's
+        mine = {key: weight for key, weight in weights.items() if key.startswith(part)}
+        assert relative_error(of_two, mine, start) <= 1e-4, part
+    for rank in seen:
+        theirs = rank["whole_batch"][name]  # type: ignore[index]
+        assert theirs.keys() == metrics.keys()
+        for figure in metrics.keys() - HOW_IT_WAS_CUT:
+            assert theirs[figure] == pytest.approx(metrics[figure], rel=1e-4, abs=1e-6), figure
+
+
+def test_two_ranks_resume_bit_exactly_and_export(
+    two_ranks: tuple[Path, list[dict[str, object]]], make_learner: MakeLearner
+) -> None:
+    folder, seen = two_ranks
+    assert all(rank["resumed_equal"] and rank["resumed_at"] == 2 and rank["optimizer_step"] == 4 for rank in seen)
+    exported = AutoModelForCausalLM.from_pretrained(folder / "export")
+    weights = {name: parameter.detach() for name, parameter in exported.named_parameters()}
+    assert equal(weights, load_file(folder / "weights.safetensors"))
+    with pytest.raises(ConfigError, match=r"num_ranks × trainer\.num_nodes = 2, not 1: resume with 2"):
+        make_learner(optimizer_steps_per_batch=2).load(folder / "checkpoints" / "000002")
+
+
+def test_two_ranks_speak_with_one_voice(two_ranks: tuple[Path, list[dict[str, object]]]) -> None:
+    _, seen = two_ranks
+    assert all(rank["agree"] == [True, False] for rank in seen)
+    assert all(rank["told"] == {"answer": [42, "é"]} for rank in seen)
+    assert seen[0]["specs"] == seen[1]["specs"]
+    assert "another rank" in str(seen[0]["bad_rows"])
+    assert "only temperature > 0" in str(seen[1]["bad_rows"])
