@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 from tandem.protos import reward_pb2, reward_pb2_grpc  # noqa: E402
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored  # noqa: E402
 from tandem.services.clients import RewardClient  # noqa: E402
-from tandem.services.rpc import connect_async  # noqa: E402
+from tandem.services.rpc.client import connect_async  # noqa: E402
 
 PARTS = ("calls", "math", "code", "trouble", "memory")
 WORKERS = 2

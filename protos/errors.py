@@ -1,7 +1,8 @@
 """The one error tree of Tandem, and the one place that maps it to gRPC status names.
 
-`tandem.services.rpc` turns a `TandemError` raised by a handler into a status with the code below, and back into the
-same class on the client's side, so a caller catches the class it would catch in process.
+`tandem.services.rpc.limits` turns a `TandemError` raised by a handler into a status with the code below.
+`tandem.services.rpc.client` turns that status back into the same class, so a caller catches what it would catch in
+process.
 """
 
 from __future__ import annotations

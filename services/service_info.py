@@ -14,7 +14,8 @@ from tandem.protos import common_pb2
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.rpc import DEFAULT_RPC_LIMITS, RpcLimits, ServerThread
+from tandem.services.rpc.limits import DEFAULT_RPC_LIMITS, RpcLimits
+from tandem.services.rpc.server import ServerThread
 from tandem.services.run.control import software_version
 
 _HEARTBEAT_SECONDS = 1.0

@@ -33,7 +33,7 @@ from tandem.services.clients.messages import (
     scorers_of,
 )
 from tandem.services.clients.streams import Patience, ScoreConversation, Stub, Submission, scores_of, watch_job
-from tandem.services.rpc import connect_target, from_rpc_error
+from tandem.services.rpc.client import connect_target, from_rpc_error
 
 DAY_SECONDS = 86_400.0
 CHUNK_ITEMS = 256

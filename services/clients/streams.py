@@ -18,7 +18,7 @@ from tandem.protos.contracts import Score
 from tandem.protos.errors import DataError, DeadlineError, TandemError
 from tandem.services.clients.item_reader import ItemReader
 from tandem.services.clients.messages import Job, JobEvent, Packed, event_of, job_of, result_of
-from tandem.services.rpc import from_rpc_error
+from tandem.services.rpc.client import from_rpc_error
 
 STREAM_SECONDS = 120.0
 """Deadline of one stream of a job's submission or watch; what is not finished by then goes on in the next."""

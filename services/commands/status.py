@@ -14,10 +14,10 @@ from rich.table import Table
 
 from tandem.protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
 from tandem.protos.errors import EnvironmentLackError, TandemError, UnavailableError
-from tandem.services import rpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.config import load_resolved
+from tandem.services.rpc.client import connect, translated
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url, running
 
 RPC_SECONDS = 2.0
@@ -94,7 +94,7 @@ def ask_supervisor(address: RunAddress) -> RunStatus:
     Raises:
         UnavailableError: the supervisor does not answer.
     """
-    with rpc.connect(address.control) as channel, rpc.translated():
+    with connect(address.control) as channel, translated():
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
@@ -196,7 +196,7 @@ def _info(address: str) -> common_pb2.InfoReply | None:
     if not address:
         return None
     try:
-        with rpc.connect(address) as channel, rpc.translated():
+        with connect(address) as channel, translated():
             reply: common_pb2.InfoReply = common_pb2_grpc.InfoServiceStub(channel).Info(
                 common_pb2.InfoRequest(), timeout=RPC_SECONDS
             )

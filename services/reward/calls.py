@@ -18,7 +18,7 @@ from tandem.services.reward.scorer_list import DEADLINE_MARGIN_SECONDS, MAX_RUBR
 from tandem.services.reward.slices import score_in_slices
 from tandem.services.reward.waits import SHUTTING_DOWN, Waits
 from tandem.services.reward.wire import check_size, read_items, reply_of, with_faults
-from tandem.services.rpc import MAX_CALLS
+from tandem.services.rpc.limits import MAX_CALLS
 
 _MARGIN_SHARE = 0.1  # of a time that is short
 _MOST_BYTES_IN_FLIGHT = 256 << 20

@@ -10,7 +10,7 @@ from tandem.reward.scoring import ScoringCore
 from tandem.reward.text.ground_truth import MAX_ACCEPTED
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES
-from tandem.services.rpc import MAX_CALLS
+from tandem.services.rpc.limits import MAX_CALLS
 
 MAX_RUBRIC_BYTES = 64 << 10
 MAX_KEY_BYTES = 200

@@ -33,7 +33,7 @@ from tandem.services.reward.scorer_list import (
 )
 from tandem.services.reward.waits import IDLE_SECONDS, Waits, seconds_left
 from tandem.services.reward.wire import MAX_CARRIED_BYTES, check_size
-from tandem.services.rpc import RpcLimits
+from tandem.services.rpc.limits import RpcLimits
 
 SERVICE_NAME = "tandem.v1.RewardService"
 INTAKE = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)

@@ -19,7 +19,7 @@ from tandem.services.process import starting, stop_event
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
-from tandem.services.rpc import ServerThread
+from tandem.services.rpc.server import ServerThread
 from tandem.services.run.control import software_version
 from tandem.services.run.preflight import check_job_room
 from tandem.services.run.redis_child import RedisChild

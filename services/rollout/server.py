@@ -20,7 +20,7 @@ from tandem.protos.weight_group import Meeting
 from tandem.rollout.vllm.engine import SamplerEngine
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.rpc import RpcServer, start_server
+from tandem.services.rpc.server import RpcServer, start_server
 from tandem.services.run.control import software_version
 
 SERVICE_NAME = "tandem.v1.RolloutService"

@@ -13,7 +13,7 @@ import grpc
 from tandem.protos import common_pb2, control_pb2, control_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.rpc import ServerThread
+from tandem.services.rpc.server import ServerThread
 
 
 class Supervised(Protocol):

@@ -22,7 +22,7 @@ from tandem.protos.types import Prompt, SamplingParameters
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
-from tandem.services.rpc import connect, translated
+from tandem.services.rpc.client import connect, translated
 
 ROWS_PER_CALL = 64
 CALLS_PER_SAMPLER = 2  # the next chunk is queued in the engine while the last answers of the one before are decoded

@@ -21,7 +21,7 @@ from tandem.protos.weight_group import Meeting
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.registry import Sampler
 from tandem.services.config import Recipe
-from tandem.services.rpc import connect, from_rpc_error
+from tandem.services.rpc.client import connect, from_rpc_error
 from tandem.trainer.weight_sender import WeightSender
 
 WEIGHTS_FOLDER = "weights"

@@ -130,7 +130,7 @@ for command in {COMMANDS!r}:
     assert not loaded_by(code) & (LEARNING | WIRES | LIBRARIES)
 
 
-DOORS = {"services/config", "services/rpc", "services/clients"}
+DOORS = {"services/config", "services/clients"}
 """What everybody asks of these is named in the package itself: their modules are of one kind, and load much the same.
 """
 

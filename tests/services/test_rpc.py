@@ -18,7 +18,8 @@ from tandem.protos.errors import (
     UnavailableError,
     error_class,
 )
-from tandem.services import rpc
+from tandem.services.rpc.client import connect, translated
+from tandem.services.rpc.server import INFO_SERVICE, ServerThread
 
 
 class FailingReward(reward_pb2_grpc.RewardServiceServicer):
@@ -29,8 +30,8 @@ class FailingReward(reward_pb2_grpc.RewardServiceServicer):
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[rpc.ServerThread]:
-    running = rpc.ServerThread(
+def server() -> Iterator[ServerThread]:
+    running = ServerThread(
         "127.0.0.1",
         0,
         info=lambda: common_pb2.InfoReply(service="reward", policy_version=3, figures={"generated_waiting": 2.0}),
@@ -41,17 +42,17 @@ def server() -> Iterator[rpc.ServerThread]:
     running.stop()
 
 
-def test_health_and_info_answer(server: rpc.ServerThread) -> None:
-    with rpc.connect(server.address) as channel:
-        for name in ("", "tandem.v1.RewardService", rpc.INFO_SERVICE):
+def test_health_and_info_answer(server: ServerThread) -> None:
+    with connect(server.address) as channel:
+        for name in ("", "tandem.v1.RewardService", INFO_SERVICE):
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=5)
         assert (info.service, info.policy_version, dict(info.figures)) == ("reward", 3, {"generated_waiting": 2.0})
 
 
-def test_reflection_lists_the_services(server: rpc.ServerThread) -> None:
-    with rpc.connect(server.address) as channel:
+def test_reflection_lists_the_services(server: ServerThread) -> None:
+    with connect(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         reply = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
@@ -59,11 +60,11 @@ def test_reflection_lists_the_services(server: rpc.ServerThread) -> None:
 
 
 @pytest.mark.parametrize("name", ["FencedError", "DataError", "NotAdmittedError", "WeightTransferError", "LedgerError"])
-def test_an_error_arrives_as_the_class_that_was_raised(server: rpc.ServerThread, name: str) -> None:
+def test_an_error_arrives_as_the_class_that_was_raised(server: ServerThread, name: str) -> None:
     with (
-        rpc.connect(server.address) as channel,
+        connect(server.address) as channel,
         pytest.raises(TandemError, match="a message") as caught,
-        rpc.translated(),
+        translated(),
     ):
         item = reward_pb2.ScoreRequest.Item(data_source=name)
         reward_pb2_grpc.RewardServiceStub(channel).Score(reward_pb2.ScoreRequest(items=[item]), timeout=5)
@@ -80,14 +81,14 @@ def test_every_error_class_maps_to_a_status_code_that_exists() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
 def test_a_port_that_cannot_be_had_is_named_once(
-    server: rpc.ServerThread, host: str, capfd: pytest.CaptureFixture[str]
+    server: ServerThread, host: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(EnvironmentLackError, match=f"{host}:{port}"):
-        rpc.ServerThread(host, port, info=common_pb2.InfoReply, register=lambda s: None, service_names=[])
+        ServerThread(host, port, info=common_pb2.InfoReply, register=lambda s: None, service_names=[])
     assert capfd.readouterr().err == "", "gRPC says it on a line of its own"
 
 
 def test_nobody_there_is_unavailable_or_past_the_deadline() -> None:
-    with rpc.connect("127.0.0.1:1") as channel, pytest.raises((UnavailableError, DeadlineError)), rpc.translated():
+    with connect("127.0.0.1:1") as channel, pytest.raises((UnavailableError, DeadlineError)), translated():
         common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=2)

@@ -27,7 +27,9 @@ from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
-from tandem.services.rpc import RpcLimits, ServerThread, connect
+from tandem.services.rpc.client import connect
+from tandem.services.rpc.limits import RpcLimits
+from tandem.services.rpc.server import ServerThread
 from tests.support.paths import ROOT
 
 EXACT = '[[components]]\nscorer = "exact"\nname = "same"\n'

@@ -15,7 +15,7 @@ from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
 from tandem.protos.errors import JobError, JobExistsError, ScorerError, UnavailableError, UnknownJobError
 from tandem.services.reward.wire import read_items, reply_of, with_faults
-from tandem.services.rpc import ServerThread
+from tandem.services.rpc.server import ServerThread
 
 Item = reward_pb2.ScoreRequest.Item
 Result = reward_pb2.ScoreReply.Item

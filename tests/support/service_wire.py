@@ -10,26 +10,27 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc
-from tandem.services import rpc
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.rpc.client import connect, translated
+from tandem.services.rpc.server import INFO_SERVICE
 from tandem.services.run.control import software_version
 
 RPC_SECONDS = 10.0
 
 
 def ask_info(address: str) -> common_pb2.InfoReply:
-    with rpc.connect(address) as channel, rpc.translated():
+    with connect(address) as channel, translated():
         return common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
 
 
 def health_of(address: str, name: str) -> int:
-    with rpc.connect(address) as channel:
+    with connect(address) as channel:
         request = health_pb2.HealthCheckRequest(service=name)
         return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=RPC_SECONDS).status)
 
 
 def listed_services(address: str) -> set[str]:
-    with rpc.connect(address) as channel:
+    with connect(address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         reply = next(stub.ServerReflectionInfo(iter([request]), timeout=RPC_SECONDS))
@@ -52,12 +53,12 @@ def check_what_it_says(
     `incarnation` is the trainer's that it should name, by default the current one. Its queue figures are those of the
     ledger, so nothing may be under way.
     """
-    for one in ("", *service_names, rpc.INFO_SERVICE):
+    for one in ("", *service_names, INFO_SERVICE):
         assert health_of(address, one) == health_pb2.HealthCheckResponse.SERVING, one
     with pytest.raises(grpc.RpcError) as unknown:
         health_of(address, "tandem.v1.NoSuchService")
     assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
-    always = {rpc.INFO_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME}
+    always = {INFO_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME}
     assert listed_services(address) == {*service_names, *always}
 
     info = ask_info(address)

@@ -14,7 +14,7 @@ from tandem.protos.contracts import Scored, ScoreItem
 from tandem.reward.config import RewardConfig
 from tandem.reward.sandbox.isolation import find_isolation
 from tandem.reward.scoring import ScoringCore
-from tandem.services.rpc import connect
+from tandem.services.rpc.client import connect
 from tests.support.reward_server import Item, Replica, Stub
 
 pytestmark = pytest.mark.skipif(

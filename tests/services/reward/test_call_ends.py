@@ -21,7 +21,7 @@ from tandem.reward.config import RewardConfig
 from tandem.services.clients import RewardClient
 from tandem.services.reward.server import INTAKE, SERVICE_NAME
 from tandem.services.reward.wire import MAX_CARRIED_BYTES, MAX_REQUEST_BYTES
-from tandem.services.rpc import from_rpc_error, translated
+from tandem.services.rpc.client import from_rpc_error, translated
 from tests.support.reward_server import (
     EXACT,
     Item,

@@ -23,7 +23,7 @@ from tandem.reward.rubric.rubric import MAX_SCORERS
 from tandem.services.reward.item_twins import READERS
 from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES
-from tandem.services.rpc import MAX_MESSAGE_BYTES
+from tandem.services.rpc.limits import MAX_MESSAGE_BYTES
 from tests.support.reward_server import Item, Replica, Request, Stub, answers, submission, summary
 
 AT_ONCE = 24

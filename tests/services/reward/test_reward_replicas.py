@@ -23,7 +23,7 @@ from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.config.jobs import ServiceConfig
 from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.standalone import main as serve_alone
-from tandem.services.rpc import connect
+from tandem.services.rpc.client import connect
 from tests.support.reward_ring import answers as ring_answers
 from tests.support.reward_ring import collect, generate, run_of
 from tests.support.reward_server import (

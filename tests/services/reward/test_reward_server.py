@@ -24,7 +24,7 @@ from tandem.reward.scorers.tags import MAX_NAMES
 from tandem.services.reward.inline import is_quick
 from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, reply_of
-from tandem.services.rpc import from_rpc_error, translated
+from tandem.services.rpc.client import from_rpc_error, translated
 from tests.support.reward_server import (
     EXACT,
     Feed,

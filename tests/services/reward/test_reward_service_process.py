@@ -15,7 +15,7 @@ import pytest
 from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
-from tandem.services.rpc import connect
+from tandem.services.rpc.client import connect
 from tests.support.paths import ROOT
 from tests.support.reward_ring import answers, collect, generate, rewards, run_of
 from tests.support.service_wire import check_what_it_says

@@ -22,10 +22,10 @@ from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import Trajectory, VersionSpan
 from tandem.rollout.engine_folder import sweep_engine_folders
-from tandem.services import rpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.rollout.server import SERVICE_NAME
+from tandem.services.rpc.client import connect, translated
 from tandem.trainer.weight_sender import WeightSender
 from tests.rollout.test_weight_updates import Policy
 from tests.services.rollout.test_rollout_service import offer, prompt
@@ -112,7 +112,7 @@ def ring(
 def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender]) -> None:
     served, buffer, address, sender = ring
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=20) for index in range(4)))
-    with rpc.connect(address) as channel, rpc.translated():
+    with connect(address) as channel, translated():
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         info = check_what_it_says(
             address,
@@ -165,11 +165,11 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
             assert len(sample.ids) == len(sample.behavior_logprobs) == 36 and sample.finish_reason == "length"
             assert [(s.first_token, s.incarnation, s.policy_version) for s in sample.spans] == [(0, 1, 0)]
         assert stub.Generate(request, timeout=TIMEOUT) == answers
-        with pytest.raises(NotAdmittedError, match="carries 0"), rpc.translated():
+        with pytest.raises(NotAdmittedError, match="carries 0"), translated():
             stub.Generate(
                 rollout_pb2.GenerateRequest(items=items, sampling=sampling, required_version=1), timeout=TIMEOUT
             )
-        with pytest.raises(DataError), rpc.translated():
+        with pytest.raises(DataError), translated():
             bad = rollout_pb2.GenerateRequest.Item(prompt_ids=ids[:-1])
             stub.Generate(rollout_pb2.GenerateRequest(items=[bad], sampling=sampling), timeout=TIMEOUT)
 
@@ -208,7 +208,7 @@ def test_an_answer_that_two_versions_sampled_is_refused_where_one_is_required(
     ring: tuple[Served, Buffer, str, WeightSender],
 ) -> None:
     _, _, address, sender = ring
-    with rpc.connect(address) as channel:
+    with connect(address) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         item = rollout_pb2.GenerateRequest.Item(prompt_ids=np.arange(5, 17, dtype="<i4").tobytes(), num_samples=4)
         sampling = rollout_pb2.SamplingParameters(temperature=1.0, max_tokens=256)
@@ -219,7 +219,7 @@ def test_an_answer_that_two_versions_sampled_is_refused_where_one_is_required(
         unchanged = sender.manifest(1, 1, "gloo", changed=False)
         update = rollout_pb2.UpdateWeightsRequest(manifest=encode_manifest(unchanged), timeout_seconds=TIMEOUT)
         stub.UpdateWeights(update, timeout=TIMEOUT)
-        with pytest.raises(NotAdmittedError, match=r"sampled by \[0, 1\]"), rpc.translated():
+        with pytest.raises(NotAdmittedError, match=r"sampled by \[0, 1\]"), translated():
             asked.result()
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from tandem.protos import control_pb2, control_pb2_grpc
 from tandem.protos.errors import DeadlineError, UnavailableError
-from tandem.services import rpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import parse_recipe
+from tandem.services.rpc.client import connect, translated
 from tandem.services.run.children import Child, ChildSpec
 from tandem.services.run.control import ControlServer
 from tandem.services.run.crew import Crew
@@ -94,7 +94,7 @@ def test_info_follows_the_ledger(served: tuple[ControlServer, Buffer]) -> None:
 def test_control_speaks_for_the_crew_and_the_ledger(served: tuple[ControlServer, Buffer], crew: Crew) -> None:
     server, buffer = served
     buffer.register_service("trainer", "127.0.0.1:7")
-    with rpc.connect(server.address) as channel, rpc.translated():
+    with connect(server.address) as channel, translated():
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
@@ -106,6 +106,6 @@ def test_control_speaks_for_the_crew_and_the_ledger(served: tuple[ControlServer,
 
 def test_stop_run_ends_the_crew_as_ctrl_c_does(served: tuple[ControlServer, Buffer], crew: Crew) -> None:
     server, _buffer = served
-    with rpc.connect(server.address) as channel, rpc.translated():
+    with connect(server.address) as channel, translated():
         control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=RPC_SECONDS)
     assert crew.run() == 130, "asked before it started, it starts nothing"

@@ -12,8 +12,8 @@ import pytest
 import redis
 
 from tandem.protos import control_pb2, control_pb2_grpc
-from tandem.services import rpc
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.rpc.client import connect
 from tandem.services.run.folder import CONFIG_FILE, running
 from tests.support.stand_in_run import DEADLINE_SECONDS, Run, stand_in_run
 from tests.support.waiting import eventually
@@ -68,7 +68,7 @@ def test_the_ledger_of_a_run_that_does_not_add_up_exits_with_1(run: Run) -> None
 def test_stop_run_ends_it_as_ctrl_c_does(run: Run) -> None:
     process, address = run.start_run()
     pids = run.pids()
-    with rpc.connect(address.control) as channel:
+    with connect(address.control) as channel:
         control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=5.0)
     assert process.wait(timeout=10.0) == 130
     assert not any(alive(pid) for pid in pids)

@@ -12,7 +12,7 @@ import pytest
 from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import UnavailableError
 from tandem.protos.types import Prompt, SamplingParameters
-from tandem.services.rpc import ServerThread
+from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer.evaluation import Examiner, evaluate
 
 VERSION = 3

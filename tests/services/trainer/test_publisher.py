@@ -23,7 +23,7 @@ from tandem.protos.weight_group import Meeting
 from tandem.rollout.vllm.weight_receiver import StagedReceiver
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.registry import Sampler
-from tandem.services.rpc import ServerThread
+from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.trainer_ring import make_recipe, make_run

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.protos import training_pb2, training_pb2_grpc
-from tandem.services import rpc
 from tandem.services.buffer.registry import Sampler
+from tandem.services.rpc.client import connect, translated
 from tandem.services.trainer.watchdog import Watchdog, diagnose
 from tests.support.service_wire import check_what_it_says
 from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
@@ -29,7 +29,7 @@ def test_a_waiting_trainer_answers_saves_and_stops(tmp_path: Path, redis_url: st
     thread.start()
     try:
         eventually(lambda: "trainer" in buffer.services(), 60.0)
-        with rpc.connect(buffer.services()["trainer"]) as channel, rpc.translated():
+        with connect(buffer.services()["trainer"]) as channel, translated():
             stub = training_pb2_grpc.TrainingServiceStub(channel)
 
             def progress() -> training_pb2.GetProgressReply:

@@ -19,7 +19,7 @@ from tandem.protos.errors import UnavailableError
 from tandem.reward.scoring import CompiledRubric
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.config.jobs import JobsConfig
-from tandem.services.rpc import connect
+from tandem.services.rpc.client import connect
 from tests.support.reward_server import (
     Item,
     Replica,

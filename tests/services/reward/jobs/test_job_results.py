@@ -19,7 +19,7 @@ from tandem.services.cli import app
 from tandem.services.clients import RewardClient
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import JobRecord, JobStore
-from tandem.services.rpc import translated
+from tandem.services.rpc.client import translated
 from tests.support.dataset_files import write_lines
 from tests.support.job_calls import claim, finish, new_store, submit
 from tests.support.redis_ring import lose_every_answer, running_redis

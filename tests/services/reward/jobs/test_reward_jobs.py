@@ -26,7 +26,7 @@ from tandem.reward.config import RewardConfig
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import CANCELLED, JobStore
 from tandem.services.reward.wire import MAX_ITEMS
-from tandem.services.rpc import translated
+from tandem.services.rpc.client import translated
 from tests.support.reward_server import (
     EXACT,
     Feed,
