@@ -119,7 +119,7 @@ class WeightTransferError(TandemError):
     grpc_code = "DATA_LOSS"
 
 
-class BaseLackError(WeightTransferError):
+class MissingBaseWeightsError(WeightTransferError):
     """Adapters came without the base weights they belong to, and the sampler has no such weights."""
 
     grpc_code = "FAILED_PRECONDITION"

@@ -266,3 +266,14 @@ class WeightManifest:
     """`disk`: the folder that holds the safetensors files; `ipc`: the handles, encoded; else empty."""
     adapters: AdapterSpec | None = None
     """None: the buckets hold whole weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGroupAddress:
+    """Where the ranks of a weight group connect: the sender's store, and the group's name in it."""
+
+    host: str
+    port: int
+    group_name: str
+    world_size: int
+    backend: str

@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from tandem.protos.errors import DataError, EnvironmentLackError, WeightTransferError
-from tandem.protos.types import BucketSpec
+from tandem.protos.types import BucketSpec, WeightGroupAddress
 
 DIGEST_BYTES = 32
 _COLUMNS = 4096
@@ -196,18 +195,7 @@ _IPC_NUMBERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the ranks of a weight group meet: the sender's store and the group's name inside it."""
-
-    host: str
-    port: int
-    group_name: str
-    world_size: int
-    backend: str
-
-
-class Rendezvous:
+class WeightGroupStore:
     """The sender's store. It listens from its creation on, so the address can be told before anybody connects."""
 
     def __init__(self, host: str, group_name: str, world_size: int, backend: str, timeout_seconds: float) -> None:
@@ -217,11 +205,11 @@ class Rendezvous:
             )
         except RuntimeError as error:
             raise EnvironmentLackError(f"cannot listen on {host} for the weight group: {_first_line(error)}") from error
-        self.meeting = Meeting(host, self.store.port, group_name, world_size, backend)
+        self.address = WeightGroupAddress(host, self.store.port, group_name, world_size, backend)
 
     def connect(self, device: torch.device, timeout_seconds: float) -> WeightGroup:
         """Rank 0's end; blocks until every other rank has come. Raises WeightTransferError at the deadline."""
-        return WeightGroup(self.meeting, 0, device, timeout_seconds, self.store)
+        return WeightGroup(self.address, 0, device, timeout_seconds, self.store)
 
 
 class WeightGroup:
@@ -234,25 +222,25 @@ class WeightGroup:
 
     def __init__(
         self,
-        meeting: Meeting,
+        address: WeightGroupAddress,
         rank: int,
         device: torch.device,
         timeout_seconds: float,
         store: dist.TCPStore | None = None,
     ) -> None:
-        self.meeting = meeting
+        self.address = address
         self.device = device
         timeout = timedelta(seconds=timeout_seconds)
         try:
             self._store = store or dist.TCPStore(
-                meeting.host, meeting.port, meeting.world_size, is_master=False, timeout=timeout
+                address.host, address.port, address.world_size, is_master=False, timeout=timeout
             )
-            scoped = dist.PrefixStore(meeting.group_name, self._store)
+            scoped = dist.PrefixStore(address.group_name, self._store)
             scoped.set_timeout(timeout)
-            self._group = _process_group(meeting, scoped, rank, device, timeout)
+            self._group = _process_group(address, scoped, rank, device, timeout)
         except RuntimeError as error:  # torch's DistError and its timeouts are RuntimeErrors
             raise WeightTransferError(
-                f"weight group {meeting.group_name} of {meeting.world_size} ranks at {meeting.host}:{meeting.port} "
+                f"weight group {address.group_name} of {address.world_size} ranks at {address.host}:{address.port} "
                 f"did not come together within {timeout_seconds:g} s: {_first_line(error)}"
             ) from error
 
@@ -261,7 +249,7 @@ class WeightGroup:
         useless.
         """
         assert buffer.device.type == self.device.type, (
-            f"a {self.meeting.backend} group carries {self.device.type} tensors"
+            f"a {self.address.backend} group carries {self.device.type} tensors"
         )
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -275,7 +263,7 @@ class WeightGroup:
                 work.wait(timedelta(seconds=timeout_seconds))
         except RuntimeError as error:
             raise WeightTransferError(
-                f"broadcast in weight group {self.meeting.group_name} failed: {_first_line(error)}"
+                f"broadcast in weight group {self.address.group_name} failed: {_first_line(error)}"
             ) from error
 
     def close(self) -> None:
@@ -285,14 +273,16 @@ class WeightGroup:
         self._group = None
 
 
-def _process_group(meeting: Meeting, store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
-    if meeting.backend == "gloo":
+def _process_group(
+    address: WeightGroupAddress, store: dist.Store, rank: int, device: torch.device, timeout: timedelta
+) -> Any:
+    if address.backend == "gloo":
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._threads = 2
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(meeting.host, meeting.port))]
-        return dist.ProcessGroupGloo(store, rank, meeting.world_size, options)
-    if meeting.backend == "nccl":
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(address.host, address.port))]
+        return dist.ProcessGroupGloo(store, rank, address.world_size, options)
+    if address.backend == "nccl":
         if not hasattr(dist, "ProcessGroupNCCL") or device.type != "cuda":
             raise EnvironmentLackError(
                 "weights.backend nccl needs GPUs and a CUDA build of torch; use gloo or disk on CPUs"
@@ -301,12 +291,10 @@ def _process_group(meeting: Meeting, store: dist.Store, rank: int, device: torch
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             with torch.cuda.device(device):
-                group = dist.ProcessGroupNCCL(store, rank, meeting.world_size, options)
-                group.eager_connect_single_device(
-                    device
-                )  # else the first broadcast would rendezvous, without a deadline
+                group = dist.ProcessGroupNCCL(store, rank, address.world_size, options)
+                group.eager_connect_single_device(device)  # else the first broadcast would connect, without a deadline
         return group
-    raise EnvironmentLackError(f"weights.backend {meeting.backend} has no process group; gloo and nccl have")
+    raise EnvironmentLackError(f"weights.backend {address.backend} has no process group; gloo and nccl have")
 
 
 def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:

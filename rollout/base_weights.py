@@ -15,7 +15,7 @@ import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tandem.protos.errors import BaseLackError, DataError, WeightTransferError
+from tandem.protos.errors import DataError, MissingBaseWeightsError, WeightTransferError
 from tandem.protos.manifest import LORA_A, LORA_B
 from tandem.protos.types import AdapterSpec, BucketSpec, WeightManifest
 from tandem.protos.weight_group import empty_bucket, fill_bucket, merge_adapter
@@ -36,7 +36,7 @@ class BaseWeights:
         """Names and tensors of the whole model on `device`, from the checked tensors of a version's buckets.
 
         Raises:
-            BaseLackError: the base did not come along, is not held, and does not lie in the folder.
+            MissingBaseWeightsError: the base did not come along, is not held, and does not lie in the folder.
         """
         if adapters.brings_base:
             self._tensors = {t.name: arrived[t.name].cpu() for spec in adapters.base for t in spec.tensors}
@@ -67,12 +67,14 @@ class BaseWeights:
             for spec in specs:
                 part = {tensor.name: found[tensor.name].to(getattr(torch, tensor.dtype)) for tensor in spec.tensors}
                 if fill_bucket(spec, part, empty_bucket(spec, device)) != spec.digest:
-                    raise BaseLackError(
+                    raise MissingBaseWeightsError(
                         f"{self._folder} holds other weights than the trainer's base, which must be sent"
                     )
                 tensors |= part
         except (OSError, SafetensorError, KeyError, DataError) as error:
-            raise BaseLackError(f"the trainer's base weights are not in {self._folder} and must be sent") from error
+            raise MissingBaseWeightsError(
+                f"the trainer's base weights are not in {self._folder} and must be sent"
+            ) from error
         self._specs, self._tensors, self._files = specs, tensors, files
 
 
@@ -117,3 +119,13 @@ def _state(file: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes by name of what the model was loaded from; None if that is no local folder with safetensors files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
+        with safe_open(file, framework="pt") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+    # Some old checkpoints store rotary tables, which are computed, not trained.
+    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")} or None

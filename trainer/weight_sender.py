@@ -23,11 +23,10 @@ from safetensors.torch import save_file
 
 from tandem.protos.errors import EnvironmentLackError, WeightTransferError
 from tandem.protos.manifest import bucket_file, plan_buckets, with_base, with_digests
-from tandem.protos.types import AdapterSpec, BucketSpec, WeightManifest
+from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
-    Meeting,
-    Rendezvous,
     WeightGroup,
+    WeightGroupStore,
     bucket_tensors,
     empty_bucket,
     export_cuda_bucket,
@@ -70,11 +69,11 @@ class WeightCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyOffer:
-    """A late joiner's private transfer: it joins `meeting` as rank 1 …, then updates with `manifest`. `finished` tells
+    """A late joiner's private transfer: it joins `address` as rank 1 …, then updates with `manifest`. `finished` tells
     the outcome.
     """
 
-    meeting: Meeting
+    address: WeightGroupAddress
     manifest: WeightManifest
     finished: Future[None]
 
@@ -107,7 +106,7 @@ class WeightSender:
         self._base = () if adapters is None else _plan(source.parameter_specs(), bucket_bytes)
         self._base_buffers: tuple[torch.Tensor, ...] | None = None
         self._copy: WeightCopy | None = None
-        self._rendezvous: Rendezvous | None = None
+        self._group_store: WeightGroupStore | None = None
         self._group: WeightGroup | None = None
         self._exported: list[torch.Tensor] = []
 
@@ -138,20 +137,20 @@ class WeightSender:
             manifest, adapters=AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         )
 
-    def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> Meeting:
+    def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> WeightGroupAddress:
         """Rank 0: closes the group before and listens for a new one of `world_size` ranks, itself included.
 
         Returns at once, so that the samplers can be told where to join; `connect` waits for them.
         """
         self.close()
-        self._rendezvous = Rendezvous(host, f"weights-{uuid4().hex[:12]}", world_size, backend, timeout_seconds)
-        return self._rendezvous.meeting
+        self._group_store = WeightGroupStore(host, f"weights-{uuid4().hex[:12]}", world_size, backend, timeout_seconds)
+        return self._group_store.address
 
     def connect(self, timeout_seconds: float) -> None:
         """Rank 0: waits until every rank of the prepared group has come. Raises WeightTransferError at the deadline."""
-        assert self._rendezvous is not None, "prepare comes before connect"
-        device = self._device if self._rendezvous.meeting.backend == "nccl" else _CPU
-        self._group = self._rendezvous.connect(device, timeout_seconds)
+        assert self._group_store is not None, "prepare comes before connect"
+        device = self._device if self._group_store.address.backend == "nccl" else _CPU
+        self._group = self._group_store.connect(device, timeout_seconds)
 
     def broadcast(self, manifest: WeightManifest, timeout_seconds: float) -> WeightManifest:
         """All ranks: gathers every bucket; rank 0 sends it over the open group, if there is one, and keeps it.
@@ -168,7 +167,7 @@ class WeightSender:
         fault: WeightTransferError | None = None
         deadline = time.monotonic() + timeout_seconds
         exported = manifest.backend == "ipc"
-        on_gpu = exported or (self._group is not None and self._group.meeting.backend == "nccl")
+        on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
         for spec in manifest.buckets:
             with self._gather([tensor.name for tensor in spec.tensors]) as tensors:
                 if self._source.rank != 0:
@@ -203,16 +202,18 @@ class WeightSender:
     ) -> CopyOffer:
         """Rank 0: serves one late joiner from the copy, over a gloo group of its own, in a thread beside training.
 
-        Nothing here touches the trainer's communicators. Tell the sampler the meeting and the manifest, then look at
+        Nothing here touches the trainer's communicators. Tell the sampler the address and the manifest, then look at
         `finished`.
         """
         copy = self._served_copy(brings_base)
-        rendezvous = Rendezvous(host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds)
+        group_store = WeightGroupStore(
+            host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds
+        )
         finished: Future[None] = Future()
 
         def serve() -> None:
             try:
-                group = rendezvous.connect(_CPU, timeout_seconds)
+                group = group_store.connect(_CPU, timeout_seconds)
                 try:
                     for buffer in copy.buffers:
                         group.broadcast(buffer, timeout_seconds)
@@ -224,7 +225,7 @@ class WeightSender:
                 finished.set_result(None)
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
-        return CopyOffer(rendezvous.meeting, replace(copy.manifest, backend="gloo", location=""), finished)
+        return CopyOffer(group_store.address, replace(copy.manifest, backend="gloo", location=""), finished)
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
         """Rank 0: writes the copy as safetensors, one file a bucket; returns its `disk` manifest. The folder appears
@@ -257,7 +258,7 @@ class WeightSender:
         """Rank 0: closes the open group, if any; samplers still in it see its end at once."""
         if self._group is not None:
             self._group.close()
-        self._group = self._rendezvous = None
+        self._group = self._group_store = None
 
     def _send(
         self, manifest: WeightManifest, buffer: torch.Tensor, timeout_seconds: float

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,16 +23,15 @@ from tandem.protos.errors import (
     error_class,
 )
 from tandem.protos.manifest import encode_manifest
-from tandem.protos.types import SamplingParameters, Segment, Trajectory, VersionSpan, WeightManifest
+from tandem.protos.types import SamplingParameters, Segment, Trajectory, VersionSpan, WeightGroupAddress, WeightManifest
 from tandem.rollout.config import RolloutConfig
-from tandem.rollout.engine_folder import EngineFolder
+from tandem.rollout.vllm.engine_folder import EngineFolder
 from tandem.rollout.vllm.launch import one_line, start_vllm
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from tandem.protos.weight_group import Meeting
 
 _NO_VERSION = (0, -1)
 _LONGEST_POLL_SECONDS = 0.02
@@ -202,15 +201,13 @@ class SamplerEngine:
         self._figures.sampled_tokens += len(output.token_ids)
         return self._trajectory(prompt, output, sampling, trajectory_id)
 
-    async def join_weight_group(self, meeting: Meeting, first_rank: int, timeout_seconds: float) -> None:
+    async def join_weight_group(self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> None:
         """Enters a weight group as ranks `first_rank` …, one a tensor-parallel worker; leaves the one before.
 
         Raises:
             WeightTransferError: the group did not come together before the deadline.
         """
-        address = {"host": meeting.host, "port": meeting.port, "group_name": meeting.group_name}
-        address |= {"world_size": meeting.world_size, "backend": meeting.backend}
-        arguments = {"meeting": address, "first_rank": first_rank, "timeout_seconds": timeout_seconds}
+        arguments = {"address": asdict(address), "first_rank": first_rank, "timeout_seconds": timeout_seconds}
         async with self._update_lock:
             await self._weight_job("join", arguments, timeout_seconds)
 

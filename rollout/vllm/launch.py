@@ -12,7 +12,7 @@ import psutil
 
 from tandem.protos.errors import LINES_ABOVE, EnvironmentLackError, ModelError
 from tandem.rollout.config import RolloutConfig
-from tandem.rollout.engine_folder import EngineFolder
+from tandem.rollout.vllm.engine_folder import EngineFolder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,7 +68,7 @@ def start_vllm(
         gpu_memory_utilization=config.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # a step scheduled before an update but finished after it would get the wrong stamp
-        worker_extension_cls="tandem.rollout.vllm.weight_receiver.WeightReceiver",
+        worker_extension_cls="tandem.rollout.vllm.worker_extension.WeightReceiver",
         disable_log_stats=True,
     )
     try:

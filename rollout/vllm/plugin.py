@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tandem.rollout.engine_folder import name_shared_memory
+from tandem.rollout.vllm.engine_folder import name_shared_memory
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from tandem.protos.errors import ConfigError, DeadlineError
 from tandem.protos.scratch_folder import ScratchFolder
 from tandem.protos.types import Prompt
-from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child

@@ -15,8 +15,7 @@ import numpy as np
 from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
-from tandem.protos.types import SamplingParameters, Trajectory
-from tandem.protos.weight_group import Meeting
+from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress
 from tandem.rollout.vllm.engine import SamplerEngine
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -128,8 +127,10 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.JoinWeightGroupReply:
         """Enters a weight group with all tensor-parallel workers."""
-        meeting = Meeting(request.host, request.port, request.group_name, request.world_size, request.backend)
-        await self._engine.join_weight_group(meeting, request.first_rank, request.timeout_seconds)
+        address = WeightGroupAddress(
+            request.host, request.port, request.group_name, request.world_size, request.backend
+        )
+        await self._engine.join_weight_group(address, request.first_rank, request.timeout_seconds)
         return rollout_pb2.JoinWeightGroupReply()
 
     async def UpdateWeights(

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from rich.console import Console
 
 from tandem.protos.errors import TandemError
-from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child, ChildSpec

@@ -14,10 +14,9 @@ from typing import Any
 import grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
-from tandem.protos.errors import BaseLackError, UnavailableError, WeightTransferError
+from tandem.protos.errors import MissingBaseWeightsError, UnavailableError, WeightTransferError
 from tandem.protos.manifest import encode_manifest, weights_digest
-from tandem.protos.types import WeightManifest
-from tandem.protos.weight_group import Meeting
+from tandem.protos.types import WeightGroupAddress, WeightManifest
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.registry import Sampler
 from tandem.services.config import Recipe
@@ -168,12 +167,12 @@ class Publisher:
     def _meet(self, samplers: Sequence[Sampler], timeout_seconds: float) -> list[Sampler]:
         """Opens a group of all these samplers; returns those that joined, all of them if the group stands."""
         world_size = 1 + sum(sampler.tensor_parallel_size for sampler in samplers)
-        meeting = self._sender.prepare(self._host, world_size, self._backend, timeout_seconds)
-        self._group_name = meeting.group_name
+        address = self._sender.prepare(self._host, world_size, self._backend, timeout_seconds)
+        self._group_name = address.group_name
         calls = []
         first_rank = 1
         for sampler in samplers:
-            calls.append(self._join(sampler, meeting, first_rank, timeout_seconds))
+            calls.append(self._join(sampler, address, first_rank, timeout_seconds))
             first_rank += sampler.tensor_parallel_size
         connected = True
         try:
@@ -213,14 +212,14 @@ class Publisher:
             self._leave_group()
         return [(sampler, reply) for sampler, reply in zip(members, replies, strict=True) if reply is not None]
 
-    def _join(self, sampler: Sampler, meeting: Meeting, first_rank: int, timeout_seconds: float) -> Any:
+    def _join(self, sampler: Sampler, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> Any:
         request = rollout_pb2.JoinWeightGroupRequest(
-            host=meeting.host,
-            port=meeting.port,
-            group_name=meeting.group_name,
+            host=address.host,
+            port=address.port,
+            group_name=address.group_name,
             first_rank=first_rank,
-            world_size=meeting.world_size,
-            backend=meeting.backend,
+            world_size=address.world_size,
+            backend=address.backend,
             timeout_seconds=timeout_seconds,
         )
         return self._lines.rollout(sampler).JoinWeightGroup.future(request, timeout=timeout_seconds + _GRACE_SECONDS)
@@ -247,7 +246,7 @@ class Publisher:
         except grpc.RpcError as error:
             cause = from_rpc_error(error)
             self._note_failure(sampler, f"{failure}: {cause}")
-            if isinstance(cause, BaseLackError):
+            if isinstance(cause, MissingBaseWeightsError):
                 with self._lock:
                     self._lack_base.add(_member(sampler))
             return None
@@ -342,9 +341,9 @@ class Publisher:
             return self._send_folder(sampler, brings_base)
         seconds = self._deadline_seconds
         offer = self._sender.offer_copy(self._host, sampler.tensor_parallel_size, seconds, brings_base=brings_base)
-        if self._answer(sampler, self._join(sampler, offer.meeting, 1, seconds), "did not join") is None:
+        if self._answer(sampler, self._join(sampler, offer.address, 1, seconds), "did not join") is None:
             return None
-        call = self._update(sampler, offer.manifest, offer.meeting.group_name)
+        call = self._update(sampler, offer.manifest, offer.address.group_name)
         return None if self._acknowledgement(sampler, call, offer.manifest) is None else offer.manifest
 
     def _send_folder(self, sampler: Sampler, brings_base: bool) -> WeightManifest | None:

@@ -17,7 +17,7 @@ import pytest
 
 from tandem.protos.errors import EnvironmentLackError
 from tandem.protos.scratch_folder import ScratchFolder, sweep
-from tandem.rollout.engine_folder import EngineFolder, name_shared_memory, sweep_engine_folders
+from tandem.rollout.vllm.engine_folder import EngineFolder, name_shared_memory, sweep_engine_folders
 from tests.support.paths import ROOT
 from tests.support.processes import wait_until_gone
 

@@ -15,7 +15,7 @@ import torch
 
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.weight_group import bucket_digest, export_cuda_bucket, import_cuda_bucket
-from tandem.rollout.vllm.weight_receiver import StagedReceiver
+from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.commands.doctor import RECORDS, check_backends
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import TIMEOUT, Tensors, equal, wait
@@ -50,13 +50,13 @@ def test_nccl_brings_all_tensors_across_two_gpus() -> None:
     source = Tensors()
     sender = WeightSender(source, bucket_bytes=400, device=torch.device("cuda", 0))
     receiver = StagedReceiver(torch.device("cuda", 1), 0, source.shapes(), frozenset())
-    meeting = sender.prepare("127.0.0.1", 2, "nccl", START_SECONDS)
-    receiver.start_join(asdict(meeting), 1, START_SECONDS)
+    address = sender.prepare("127.0.0.1", 2, "nccl", START_SECONDS)
+    receiver.start_join(asdict(address), 1, START_SECONDS)
     sender.connect(START_SECONDS)
     assert wait(receiver, START_SECONDS + TIMEOUT)["error"] is None
     for version in range(2):
         manifest = sender.manifest(1, version, "nccl")
-        receiver.start_receive(encode_manifest(manifest), meeting.group_name, TIMEOUT)
+        receiver.start_receive(encode_manifest(manifest), address.group_name, TIMEOUT)
         sent = sender.broadcast(manifest, TIMEOUT)
         progress = wait(receiver)
         assert progress["error"] is None and progress["digests"] == [bucket.digest for bucket in sent.buckets]

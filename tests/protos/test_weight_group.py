@@ -31,15 +31,15 @@ from tandem.protos.manifest import (
 from tandem.protos.types import WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
-    Rendezvous,
     WeightGroup,
+    WeightGroupStore,
     bucket_digest,
     bucket_tensors,
     check_bucket,
     empty_bucket,
     fill_bucket,
 )
-from tandem.rollout.vllm.weight_receiver import StagedReceiver
+from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer import weight_sender
 from tandem.trainer.weight_sender import WeightSender
 
@@ -87,13 +87,13 @@ def equal(received: list[tuple[str, torch.Tensor]], source: Tensors) -> bool:
 
 
 def connected(sender: WeightSender, receivers: Sequence[StagedReceiver]) -> str:
-    meeting = sender.prepare("127.0.0.1", 1 + len(receivers), "gloo", TIMEOUT)
+    address = sender.prepare("127.0.0.1", 1 + len(receivers), "gloo", TIMEOUT)
     for number, receiver in enumerate(receivers):
-        receiver.start_join(asdict(meeting), 1 + number, TIMEOUT)
+        receiver.start_join(asdict(address), 1 + number, TIMEOUT)
     sender.connect(TIMEOUT)
     for receiver in receivers:
         assert wait(receiver)["error"] is None
-    return meeting.group_name
+    return address.group_name
 
 
 @pytest.fixture
@@ -232,9 +232,9 @@ def test_a_receiver_that_leaves_is_reported_and_the_copy_is_whole(source: Tensor
     with pytest.raises(WeightTransferError, match="broadcast"):
         sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
     offer = sender.offer_copy("127.0.0.1", 1, TIMEOUT)
-    receiver.start_join(asdict(offer.meeting), 1, TIMEOUT)
+    receiver.start_join(asdict(offer.address), 1, TIMEOUT)
     assert wait(receiver)["error"] is None
-    receiver.start_receive(encode_manifest(offer.manifest), offer.meeting.group_name, TIMEOUT)
+    receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
     assert wait(receiver)["error"] is None and equal(receiver.take(), source)
     offer.finished.result(TIMEOUT)
 
@@ -260,8 +260,8 @@ def test_a_damaged_bucket_is_refused_and_the_group_stays_usable(source: Tensors,
 
 def test_nobody_waits_beyond_the_deadline(source: Tensors, receiver: StagedReceiver) -> None:
     sender = WeightSender(source, bucket_bytes=400)
-    meeting = sender.prepare("127.0.0.1", 3, "gloo", 1.0)
-    receiver.start_join(asdict(meeting), 1, 1.0)
+    address = sender.prepare("127.0.0.1", 3, "gloo", 1.0)
+    receiver.start_join(asdict(address), 1, 1.0)
     with pytest.raises(WeightTransferError, match="3 ranks"):
         sender.connect(1.0)
     assert wait(receiver, 3.0)["error"][0] == "WeightTransferError"
@@ -314,9 +314,9 @@ def test_the_copy_does_not_change_while_training_goes_on(source: Tensors, receiv
     sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
     offer = sender.offer_copy("127.0.0.1", 1, TIMEOUT)
     source.tensors["embed"] += 1
-    receiver.start_join(asdict(offer.meeting), 1, TIMEOUT)
+    receiver.start_join(asdict(offer.address), 1, TIMEOUT)
     assert wait(receiver)["error"] is None
-    receiver.start_receive(encode_manifest(offer.manifest), offer.meeting.group_name, TIMEOUT)
+    receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
     assert wait(receiver)["error"] is None and equal(receiver.take(), Tensors())
 
 
@@ -355,12 +355,12 @@ def test_a_full_disk_is_named_and_no_unfinished_folder_is_left(
 
 
 def test_the_first_rank_may_come_after_the_others() -> None:
-    rendezvous = Rendezvous("127.0.0.1", "late", 2, "gloo", TIMEOUT)
+    group_store = WeightGroupStore("127.0.0.1", "late", 2, "gloo", TIMEOUT)
     joined: list[WeightGroup] = []
-    thread = threading.Thread(target=lambda: joined.append(WeightGroup(rendezvous.meeting, 1, CPU, TIMEOUT)))
+    thread = threading.Thread(target=lambda: joined.append(WeightGroup(group_store.address, 1, CPU, TIMEOUT)))
     thread.start()
     time.sleep(0.2)
-    group = rendezvous.connect(CPU, TIMEOUT)
+    group = group_store.connect(CPU, TIMEOUT)
     thread.join(TIMEOUT)
     assert joined
     group.close()

@@ -16,7 +16,8 @@ from tandem.protos.errors import DataError
 from tandem.protos.manifest import decode_manifest, encode_manifest, weights_digest, with_base
 from tandem.protos.types import WeightManifest
 from tandem.protos.weight_group import empty_bucket, fill_bucket
-from tandem.rollout.vllm.weight_receiver import StagedReceiver, checkpoint_shapes
+from tandem.rollout.base_weights import checkpoint_shapes
+from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.trainer.publisher import Publisher
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import connected, wait
@@ -53,9 +54,9 @@ def send(sender: WeightSender, receiver: StagedReceiver, version: int, group: st
 def catch_up(sender: WeightSender, receiver: StagedReceiver, *, brings_base: bool) -> tuple[WeightManifest, str]:
     """Serves the receiver from the copy; the manifest, and what went wrong."""
     offer = sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
-    receiver.start_join(asdict(offer.meeting), 1, TIMEOUT)
+    receiver.start_join(asdict(offer.address), 1, TIMEOUT)
     assert wait(receiver)["error"] is None
-    receiver.start_receive(encode_manifest(offer.manifest), offer.meeting.group_name, TIMEOUT)
+    receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
     return offer.manifest, str((wait(receiver)["error"] or ("", ""))[0])
 
 
@@ -144,7 +145,7 @@ def test_a_sampler_without_the_base_gets_it_once(model: Path, other: Path, tmp_p
     group = connected(sender, [receiver])
     send(sender, receiver, 0, group)
     progress = wait(receiver)
-    assert progress["error"][0] == "BaseLackError" and "must be sent" in progress["error"][1]
+    assert progress["error"][0] == "MissingBaseWeightsError" and "must be sent" in progress["error"][1]
     assert receiver.take() == []
     manifest, error = catch_up(sender, receiver, brings_base=True)
     assert not error and len(manifest.buckets) > len(sender.manifest(1, 0, "gloo").buckets)
@@ -178,7 +179,7 @@ def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: P
     with open(file, "r+b") as opened:  # in place, under the mapping
         opened.write(data)
     send(sender, receiver, 2, group)
-    assert wait(receiver)["error"][0] == "BaseLackError" and receiver.take() == []
+    assert wait(receiver)["error"][0] == "MissingBaseWeightsError" and receiver.take() == []
     assert catch_up(sender, receiver, brings_base=True)[1] == "" and carries(receiver, policy.merged())
     sender.close()
 

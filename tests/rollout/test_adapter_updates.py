@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
-from tandem.protos.errors import BaseLackError, WeightTransferError
+from tandem.protos.errors import MissingBaseWeightsError, WeightTransferError
 from tandem.protos.types import SamplingParameters
 from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.rollout.config import RolloutConfig
-from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 from tandem.trainer.weight_sender import WeightSender
 from tests.rollout.test_weight_updates import TIMEOUT, Ring
 from tests.support.adapter_policy import AdapterPolicy
@@ -43,8 +43,8 @@ class AdapterRing(Ring):
     def catch_up(self, *, brings_base: bool) -> Any:
         """Serves the engine from the copy, as a late joiner."""
         offer = self.sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
-        self.engine.submit("join_weight_group", offer.meeting, 1, TIMEOUT).result(TIMEOUT)
-        report = self.engine.submit("update_weights", offer.manifest, offer.meeting.group_name, TIMEOUT).result(TIMEOUT)
+        self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
+        report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
         assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
         return report
 
@@ -73,7 +73,7 @@ def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if found:
             ring.update()
         else:
-            with pytest.raises(BaseLackError, match="must be sent"):
+            with pytest.raises(MissingBaseWeightsError, match="must be sent"):
                 ring.update()
             assert ring.engine.call("policy_version") == -1
             ring.catch_up(brings_base=True)
@@ -90,8 +90,8 @@ def test_versions_agree_with_transformers_and_with_merged_weights(ring: AdapterR
     whole = WeightSender(ring.policy, bucket_bytes=64 << 10)
     whole.broadcast(whole.manifest(1, ring.version, "gloo"), TIMEOUT)
     offer = whole.offer_copy("127.0.0.1", 1, TIMEOUT)
-    ring.engine.submit("join_weight_group", offer.meeting, 1, TIMEOUT).result(TIMEOUT)
-    ring.engine.submit("update_weights", offer.manifest, offer.meeting.group_name, TIMEOUT).result(TIMEOUT)
+    ring.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
+    ring.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
     merged = ring.sample(range(5, 25), 4, SHORT, key="same").result(60)
     for one, other in zip(alone, merged, strict=True):
         assert np.array_equal(one.segments[0].ids, other.segments[0].ids)

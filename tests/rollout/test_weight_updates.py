@@ -64,11 +64,11 @@ class Ring:
         self.group_name = ""
 
     def join(self, tensor_parallel_size: int = 1) -> None:
-        meeting = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo", TIMEOUT)
-        joined = self.engine.submit("join_weight_group", meeting, 1, TIMEOUT)
+        address = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo", TIMEOUT)
+        joined = self.engine.submit("join_weight_group", address, 1, TIMEOUT)
         self.sender.connect(TIMEOUT)
         joined.result(TIMEOUT)
-        self.group_name = meeting.group_name
+        self.group_name = address.group_name
 
     def update(self, backend: str = "gloo", location: str = "") -> Any:
         """Trains one step, sends the version, and checks the digests the engine reports."""
@@ -235,8 +235,8 @@ def test_disk_and_a_private_copy_and_an_unchanged_version_end_with_the_same_weig
     assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
 
     offer = ring.sender.offer_copy("127.0.0.1", 1, TIMEOUT)
-    ring.engine.submit("join_weight_group", offer.meeting, 1, TIMEOUT).result(TIMEOUT)
-    report = ring.engine.submit("update_weights", offer.manifest, offer.meeting.group_name, TIMEOUT).result(TIMEOUT)
+    ring.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
+    report = ring.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
     offer.finished.result(TIMEOUT)
     assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
 

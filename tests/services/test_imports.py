@@ -81,7 +81,7 @@ LIGHT = [
     "tandem.protos.codec",
     "tandem.protos.manifest",
     "tandem.protos.scratch_folder",
-    "tandem.rollout.engine_folder",
+    "tandem.rollout.vllm.engine_folder",
     "tandem.trainer.balance",
     "tandem.trainer.packing",
     "tandem.trainer.planning",

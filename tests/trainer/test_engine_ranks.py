@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from tandem.rollout.vllm.weight_receiver import StagedReceiver
+from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.config import TrainerConfig
 from tests.protos.test_weight_group import wait
 from tests.support.engine_inputs import logprobs_of, make_micro_batches, plain_model, relative_error

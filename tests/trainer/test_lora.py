@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tandem.protos.errors import ConfigError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.weight_group import bucket_tensors
-from tandem.rollout.vllm.weight_receiver import StagedReceiver
+from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.checkpoint import CheckpointState, read_state
 from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
 from tandem.trainer.config import TrainerConfig

@@ -21,7 +21,7 @@ from tandem.protos.codec import decode_group
 from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.types import Trajectory, VersionSpan
-from tandem.rollout.engine_folder import sweep_engine_folders
+from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.rollout.server import SERVICE_NAME
@@ -124,9 +124,9 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
         )
         assert info.figures["prompts_waiting"] == 4 and "no version is published" in info.activity
 
-        meeting = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
+        address = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
         join = rollout_pb2.JoinWeightGroupRequest(
-            host=meeting.host, port=meeting.port, group_name=meeting.group_name,
+            host=address.host, port=address.port, group_name=address.group_name,
             first_rank=1, world_size=2, backend="gloo",
             timeout_seconds=TIMEOUT,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
         joining.result()
         manifest = sender.manifest(1, 0, "gloo")
         update = rollout_pb2.UpdateWeightsRequest(
-            manifest=encode_manifest(manifest), group_name=meeting.group_name, timeout_seconds=TIMEOUT
+            manifest=encode_manifest(manifest), group_name=address.group_name, timeout_seconds=TIMEOUT
         )
         updating = stub.UpdateWeights.future(update, timeout=TIMEOUT)
         sent = sender.broadcast(manifest, TIMEOUT)

@@ -19,8 +19,8 @@ import torch
 from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import FencedError, WeightTransferError, error_class
 from tandem.protos.manifest import decode_manifest
-from tandem.protos.weight_group import Meeting
-from tandem.rollout.vllm.weight_receiver import StagedReceiver
+from tandem.protos.types import WeightGroupAddress
+from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.registry import Sampler
 from tandem.services.rpc.server import ServerThread
@@ -86,8 +86,10 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.JoinWeightGroupReply:
-        meeting = Meeting(request.host, request.port, request.group_name, request.world_size, request.backend)
-        self._receiver.start_join(asdict(meeting), request.first_rank, request.timeout_seconds)
+        address = WeightGroupAddress(
+            request.host, request.port, request.group_name, request.world_size, request.backend
+        )
+        self._receiver.start_join(asdict(address), request.first_rank, request.timeout_seconds)
         await self._end_of_job()
         self.joins += 1
         return rollout_pb2.JoinWeightGroupReply()

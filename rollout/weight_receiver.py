@@ -9,7 +9,6 @@ adapters alone, the whole weights are made here, in that thread, and staged as i
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +22,8 @@ from safetensors import SafetensorError, safe_open
 
 from tandem.protos.errors import TandemError, WeightTransferError
 from tandem.protos.manifest import bucket_file, decode_manifest
-from tandem.protos.types import BucketSpec, WeightManifest
+from tandem.protos.types import BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
-    Meeting,
     WeightGroup,
     bucket_tensors,
     check_bucket,
@@ -33,7 +31,7 @@ from tandem.protos.weight_group import (
     fill_bucket,
     import_cuda_bucket,
 )
-from tandem.rollout.base_weights import BaseWeights, check_factors, local_folder
+from tandem.rollout.base_weights import BaseWeights, check_factors
 
 
 @dataclass
@@ -80,9 +78,11 @@ class StagedReceiver:
         self._base = BaseWeights(folder)
         self._staged: list[tuple[str, torch.Tensor]] = []
 
-    def start_join(self, meeting: Mapping[str, Any], first_rank: int, timeout_seconds: float) -> None:
+    def start_join(self, address: Mapping[str, Any], first_rank: int, timeout_seconds: float) -> None:
         """Enters a group as rank `first_rank` + this worker's; the group before it is left."""
-        self._start(timeout_seconds, lambda job: self._join(job, Meeting(**meeting), first_rank + self._rank))
+        self._start(
+            timeout_seconds, lambda job: self._join(job, WeightGroupAddress(**address), first_rank + self._rank)
+        )
 
     def start_receive(self, manifest: bytes, group_name: str, timeout_seconds: float) -> None:
         """Stages a version; the one staged before, if it was never applied, is dropped."""
@@ -126,12 +126,12 @@ class StagedReceiver:
         self._job = job
         job.thread.start()
 
-    def _join(self, job: Job, meeting: Meeting, rank: int) -> None:
+    def _join(self, job: Job, address: WeightGroupAddress, rank: int) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-        device = torch.device("cpu") if meeting.backend == "gloo" else self._device
-        self._group = WeightGroup(meeting, rank, device, job.seconds_left)
+        device = torch.device("cpu") if address.backend == "gloo" else self._device
+        self._group = WeightGroup(address, rank, device, job.seconds_left)
 
     def _receive(self, job: Job, manifest: WeightManifest, group_name: str) -> None:
         self._staged = []
@@ -182,7 +182,7 @@ class StagedReceiver:
         self, job: Job, manifest: WeightManifest, group_name: str
     ) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
         group = self._group
-        if manifest.buckets and (group is None or group.meeting.group_name != group_name):
+        if manifest.buckets and (group is None or group.address.group_name != group_name):
             raise WeightTransferError(f"this sampler is not in weight group {group_name}; it must join first")
         for spec in manifest.buckets:
             assert group is not None
@@ -209,85 +209,3 @@ class StagedReceiver:
     def _from_ipc(self, _job: Job, manifest: WeightManifest, _group: str) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
         for spec, handle in zip(manifest.buckets, json.loads(manifest.location), strict=True):
             yield spec, import_cuda_bucket(handle, self._device)
-
-
-class WeightReceiver:
-    """vLLM's worker extension: its methods become methods of the worker, one a tensor-parallel rank."""
-
-    def tandem_start_join(self: Any, **arguments: Any) -> None:
-        """See `StagedReceiver.start_join`."""
-        _receiver_of(self).start_join(**arguments)
-
-    def tandem_start_receive(self: Any, **arguments: Any) -> None:
-        """See `StagedReceiver.start_receive`."""
-        _receiver_of(self).start_receive(**arguments)
-
-    def tandem_progress(self: Any) -> dict[str, Any]:
-        """See `StagedReceiver.progress`."""
-        return _receiver_of(self).progress()
-
-    def tandem_apply(self: Any) -> None:
-        """Loads the staged version into the running model; called by EngineCore between two steps. No staged buckets:
-        no change.
-        """
-        staged = _receiver_of(self).take()
-        if staged:
-            load_into_running_model(self.model_runner.get_model(), staged, self.vllm_config)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-
-
-def _receiver_of(worker: Any) -> StagedReceiver:
-    receiver: StagedReceiver | None = getattr(worker, "_tandem_receiver", None)
-    if receiver is None:
-        tied = _is_tied(worker.vllm_config)
-        model = worker.vllm_config.model_config.model
-        receiver = StagedReceiver(
-            worker.device,
-            worker.rank,
-            checkpoint_shapes(Path(model)),
-            frozenset({"lm_head.weight"}) if tied else frozenset(),
-            local_folder(model),
-        )
-        worker._tandem_receiver = receiver
-    return receiver
-
-
-def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes by name of what the model was loaded from; None if that is no local folder with safetensors files."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
-        with safe_open(file, framework="pt") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a dict)
-    # Some old checkpoints store rotary tables, which are computed, not trained.
-    return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")} or None
-
-
-def load_into_running_model(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], vllm_config: Any) -> None:
-    """Loads a full set of Hugging Face tensors in place: what kernels and CUDA graphs point at keeps its address."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    # It warns of layers without weights of their own (rotary embeddings, a tied head); what must come was checked by
-    # name.
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-    with set_current_vllm_config(vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
-        model.load_weights(iter(tensors))  # type: ignore[operator]
-        finalize_layerwise_reload(model, vllm_config.model_config)
-        if _is_tied(vllm_config):
-            _repack_tied_head(model)
-
-
-def _repack_tied_head(model: torch.nn.Module) -> None:
-    # A tied head shares the embedding's tensor, so the reload passes it by, and on CPUs it would keep its old packed
-    # weights.
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and module.weight.numel():
-            module.quant_method.process_weights_after_loading(module)
-
-
-def _is_tied(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False))

@@ -1,0 +1,84 @@
+"""vLLM's worker extension: one weight receiver a tensor-parallel worker, and how staged weights enter the model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.rollout.base_weights import checkpoint_shapes, local_folder
+from tandem.rollout.weight_receiver import StagedReceiver
+
+
+class WeightReceiver:
+    """vLLM's worker extension: its methods become methods of the worker, one a tensor-parallel rank."""
+
+    def tandem_start_join(self: Any, **arguments: Any) -> None:
+        """See `StagedReceiver.start_join`."""
+        _receiver_of(self).start_join(**arguments)
+
+    def tandem_start_receive(self: Any, **arguments: Any) -> None:
+        """See `StagedReceiver.start_receive`."""
+        _receiver_of(self).start_receive(**arguments)
+
+    def tandem_progress(self: Any) -> dict[str, Any]:
+        """See `StagedReceiver.progress`."""
+        return _receiver_of(self).progress()
+
+    def tandem_apply(self: Any) -> None:
+        """Loads the staged version into the running model; called by EngineCore between two steps. No staged buckets:
+        no change.
+        """
+        staged = _receiver_of(self).take()
+        if staged:
+            load_into_running_model(self.model_runner.get_model(), staged, self.vllm_config)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+
+def _receiver_of(worker: Any) -> StagedReceiver:
+    receiver: StagedReceiver | None = getattr(worker, "_tandem_receiver", None)
+    if receiver is None:
+        tied = _is_tied(worker.vllm_config)
+        model = worker.vllm_config.model_config.model
+        receiver = StagedReceiver(
+            worker.device,
+            worker.rank,
+            checkpoint_shapes(Path(model)),
+            frozenset({"lm_head.weight"}) if tied else frozenset(),
+            local_folder(model),
+        )
+        worker._tandem_receiver = receiver
+    return receiver
+
+
+def load_into_running_model(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], vllm_config: Any) -> None:
+    """Loads a full set of Hugging Face tensors in place: what kernels and CUDA graphs point at keeps its address."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    # It warns of layers without weights of their own (rotary embeddings, a tied head); what must come was checked by
+    # name.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(tensors))  # type: ignore[operator]
+        finalize_layerwise_reload(model, vllm_config.model_config)
+        if _is_tied(vllm_config):
+            _repack_tied_head(model)
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    # A tied head shares the embedding's tensor, so the reload passes it by, and on CPUs it would keep its old packed
+    # weights.
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _is_tied(vllm_config: Any) -> bool:
+    return bool(getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False))
