@@ -6,32 +6,36 @@ ARGS ?=
 EXTRA ?=
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-system check bench bench-startup bench-reward staleness protos docs lock clean distclean
-.PHONY: check-ruff check-format check-types check-imports check-protos check-docs
+.PHONY: help setup demo test test-system check bench bench-startup bench-reward staleness protos docs lock
+.PHONY: check-ruff check-format check-types check-imports check-house check-protos check-docs clean distclean
 
-help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | while IFS=$$'\t' read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | \
+		while IFS=$$'\t' read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
 
-setup:  ## create or update .venv (no root, no compiler; does nothing when it is up to date)
+setup:  ## create or update .venv (needs no root and no compiler)
 	@EXTRA=$(EXTRA) deploy/setup.sh
 
 demo: setup  ## train a tiny model through the real services, in about five minutes
 	@$(BIN)/tandem demo $(ARGS)
 
-test: setup  ## every test that needs no whole run: at most 12 minutes on 2 cores
+test: setup  ## unit, property and service tests: at most 10 minutes on 2 cores
 	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow" --durations=10 $(ARGS)
 
-test-system: setup  ## recipes, replays and kills with real processes: at most 30 minutes on 2 cores
-	@$(BIN)/pytest -m "system or slow" --durations=10 $(ARGS) || { code=$$?; [ $$code -eq 5 ] && echo "test-system: nothing was selected"; }
+test-system: setup  ## whole runs with real processes: recipes, replays, kills: at most 20 minutes on 2 cores
+	@$(BIN)/pytest -m "system or slow" --durations=10 $(ARGS) || \
+		{ code=$$?; [ $$code -eq 5 ] && echo "test-system: no test was selected"; }
 
-check: setup  ## lint, format, types, the house's import rules, freshness of what is generated: at most a minute
-	@$(MAKE) --no-print-directory -k -j2 -O check-types check-ruff check-format check-imports check-protos check-docs
+check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute
+	@$(MAKE) --no-print-directory -k -j2 -O \
+		check-types check-ruff check-format check-imports check-house check-protos check-docs
 
 check-ruff:
 	@$(BIN)/ruff check --quiet --output-format concise .
 
 check-format:
-	@$(BIN)/ruff format --check --quiet --output-format concise . || { echo "format: run .venv/bin/ruff format ."; exit 1; }
+	@$(BIN)/ruff format --check --quiet --output-format concise . || \
+		{ echo "format: run .venv/bin/ruff format ."; exit 1; }
 
 check-types:
 	@deploy/source_links.sh
@@ -41,22 +45,25 @@ check-imports:
 	@deploy/source_links.sh && rm -rf build/copy && cp -rL build/links build/copy  # import-linter follows no links
 	@cd build/copy && ../../$(BIN)/lint-imports --no-cache --no-logo --config ../../pyproject.toml
 
+check-house:
+	@$(BIN)/python tests/project/house.py
+
 check-protos:
 	@deploy/protos.sh --check
 
 check-docs:
 	@$(BIN)/python -m services.config.docs --check
 
-bench: setup  ## how much of the time sampling and training overlap (writes JSON)
+bench: setup  ## the share of time in which sampling and training overlap (writes JSON)
 	@$(BIN)/python benchmarks/overlap.py $(ARGS)
 
-bench-startup: setup  ## how long until the first batch is trained, and until a sampler alone is ready (writes JSON)
+bench-startup: setup  ## time to the first trained batch, and to a sampler that is ready (writes JSON)
 	@$(BIN)/python benchmarks/startup.py $(ARGS)
 
-bench-reward: setup  ## what the reward service costs and withstands (writes JSON)
+bench-reward: setup  ## throughput, latency and memory of the reward service (writes JSON)
 	@$(BIN)/python benchmarks/reward.py $(ARGS)
 
-staleness: setup  ## what staleness costs, with and without off-policy correction: 60 whole runs, resumable (writes JSON)
+staleness: setup  ## the cost of staleness by correction: 60 whole runs, resumable (writes JSON)
 	@$(BIN)/python benchmarks/staleness.py $(ARGS)
 
 protos: setup  ## regenerate the stubs of protos/*.proto
@@ -68,9 +75,9 @@ docs: setup  ## regenerate docs/configuration.md from the configuration models
 lock:  ## rewrite constraints-cpu.txt from a fresh install of pyproject.toml's ranges
 	@deploy/setup.sh --lock
 
-clean:  ## remove caches and build leftovers; keeps .venv and runs/
+clean:  ## remove caches and build output; keep .venv and runs/
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
-distclean: clean  ## … and .venv
+distclean: clean  ## clean, and remove .venv
 	@rm -rf .venv
