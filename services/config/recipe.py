@@ -161,8 +161,8 @@ class Recipe(BaseModel):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a TOML file (or of a run's config.json) with dotted overrides (`trainer.learning_rate=2e-6`)
-    applied.
+    """The recipe of a TOML file (or of a run's config.json) over its `base`, with dotted overrides
+    (`trainer.learning_rate=2e-6`) applied.
 
     Raises:
         ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is named), a value does
@@ -181,7 +181,7 @@ def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) 
     Raises:
         ConfigError: see `load_recipe`.
     """
-    values = read_values(Path(path)) if path is not None else {}
+    values = read_values(Path(path), ServiceConfig) if path is not None else {}
     apply_overrides(values, overrides, ServiceConfig)
     try:
         return ServiceConfig.model_validate(values)
@@ -189,9 +189,49 @@ def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) 
         raise ConfigError(f"{path or 'overrides'}: {explain(ServiceConfig, error)}") from None
 
 
-def read_values(file: Path) -> dict[str, Any]:
-    """The nested values of a TOML file, or of a JSON file. Raises ConfigError if it is missing or malformed."""
-    return _read_values(file, f"recipe {file}", "see examples/recipes for some to start from")
+def read_values(file: Path, root: type[BaseModel] = Recipe, *, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The nested values of a TOML file, or of a JSON file, merged over those of its `base` if it names one.
+
+    `base` is a path relative to the file. A base may have a base of its own; `above` holds the files that led here.
+
+    Raises:
+        ConfigError: a file is missing or malformed, or the bases form a cycle.
+    """
+    via = "".join(f" (base of {one})" for one in above[-1:])
+    values = _read_values(file, f"recipe {file}{via}", "see examples/recipes for some to start from")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f'recipe {file}: base: should be the path of another recipe, e.g. base = "gsm8k.toml"')
+    chain = (*above, file)
+    target = file.parent / base
+    if target.resolve() in {one.resolve() for one in chain}:
+        names = " -> ".join(one.name for one in (*chain, target))
+        raise ConfigError(f"recipe {chain[0]}: its bases form a cycle ({names}); take one `base` line out")
+    return _merged(read_values(target, root, above=chain), values, root)
+
+
+def _merged(
+    base: Mapping[str, Any], values: Mapping[str, Any], root: type[BaseModel], path: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """`values` over `base`, table by table. As with overrides, another name begins a table anew."""
+    merged = dict(base)
+    for key, value in values.items():
+        shape = shape_at(root, (*path, key))
+        if shape is None or not shape.is_table or not isinstance(value, dict):
+            merged[key] = value
+            continue
+        below = merged.get(key)
+        if isinstance(below, str) and shape.bare is not None:
+            below = {shape.bare.key: below}
+        if not isinstance(below, dict):
+            below = {}
+        name = shape.naming_key
+        if name in value and below.get(name, shape.bare.default if shape.bare is not None else "") != value[name]:
+            below = {}
+        merged[key] = _merged(below, value, root, (*path, key))
+    return merged
 
 
 def _read_values(file: Path, name: str, if_missing: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tandem.protos.contracts import Scored, ScoreItem
 from tandem.protos.types import SamplingParameters
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
-from tandem.services.config import load_recipe
+from tandem.services.config import load_recipe, read_values
 from tandem.services.data.dataset import load_prompts
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.trainer.estimators.options import estimator_models
@@ -29,6 +30,7 @@ from tests.support.paths import ROOT
 
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 GSM8K_RECIPES = [file for file in RECIPES if file.stem != "arithmetic"]
+
 SECTIONS = ["run", "model", "data", "rollout", "reward", "trainer", "trainer.advantage", "trainer.loss"]
 MORE_SECTIONS = ["trainer.kl.reward", "trainer.kl.loss", "trainer.critic", "trainer.lora", "trainer.selection"]
 MORE_SECTIONS += ["trainer.selection.overlong_penalty"]
@@ -70,13 +72,39 @@ def test_every_recipe_loads(file: Path) -> None:
 def test_the_gsm8k_recipes_are_laid_out_alike(file: Path) -> None:
     recipe = load_recipe(file)
     assert recipe.run.run_id == file.stem
-    assert head(file).count(f"tandem run examples/recipes/{file.name}") == 2
+    assert f"tandem run examples/recipes/{file.name}" in head(file)
     sections = re.findall(r"^\[(.+)\]$", file.read_text(), re.MULTILINE)
-    assert sections == [*SECTIONS, *(one for one in MORE_SECTIONS if one in sections), "weights"]
-    keys = tomllib.loads(file.read_text())["trainer"].keys()
+    assert sections == [one for one in [*SECTIONS, *MORE_SECTIONS, "weights"] if one in sections]
+    assert {"run", "trainer.advantage", "trainer.loss"} <= set(sections)
+    keys = read_values(file)["trainer"].keys()
     assert {"learning_rate", "optimizer_steps_per_batch", "aggregation", "correction", "advantage", "loss"} <= keys
     assert (ROOT / recipe.reward.scorer.partition(":")[0]).is_file()
     assert recipe.rollout.max_groups_in_flight == recipe.run.groups_per_batch
+
+
+@pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
+def test_a_gsm8k_recipe_repeats_nothing_of_its_base(file: Path) -> None:
+    own, base = (tomllib.loads(one.read_text()) for one in (file, ROOT / "examples/recipes/gsm8k.toml"))
+    if file.stem == "gsm8k":
+        assert "base" not in own
+        return
+    assert own.pop("base") == "gsm8k.toml"
+    for algorithm in ("advantage", "loss"):  # an algorithm is always named, also where it is that of the base
+        own["trainer"].pop(algorithm)
+    repeated = [f"{path}.{key}" for path, key, value in keys_of(own) if lookup(base, [*path.split("."), key]) == value]
+    assert not repeated
+
+
+def keys_of(table: dict[str, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
+    for key, value in table.items():
+        inner = f"{path}.{key}" if path else key
+        yield from keys_of(value, inner) if isinstance(value, dict) else [(path, key, value)]
+
+
+def lookup(table: Any, path: list[str]) -> Any:
+    for key in path:
+        table = table.get(key) if isinstance(table, dict) else None
+    return table
 
 
 def test_every_algorithm_has_a_recipe() -> None:
