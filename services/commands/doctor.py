@@ -44,11 +44,12 @@ import torch
 device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
 found = {"device": device, "gpus": torch.cuda.device_count()}
 try:
+    from vllm.platforms import current_platform
+    found["vllm"] = current_platform.device_type
     if not found["gpus"]:
-        import vllm._C
-    import vllm.platforms
-    found["vllm"] = vllm.platforms.current_platform.device_type
-except ImportError as error:
+        current_platform.import_kernels()  # the build for this CPU's instructions; where it fails to load, vLLM only warns
+        torch.ops._C.get_scheduler_metadata
+except (ImportError, AttributeError) as error:
     found["error"] = str(error)
 print(json.dumps(found))
 """

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 
 def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "deploy").mkdir(exist_ok=True)
-    for name in ("pyproject.toml", "constraints-cpu.txt", "deploy/setup.sh"):
+    for name in ("pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh"):
         shutil.copy(ROOT / name, folder / name)
     return subprocess.run(
         [folder / "deploy/setup.sh"],

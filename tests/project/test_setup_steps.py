@@ -78,7 +78,7 @@ class Machine:
         self.venv = self.checkout / ".venv"
         self.bin.mkdir()
         (self.checkout / "deploy").mkdir(parents=True)
-        for name in ("Makefile", "pyproject.toml", "constraints-cpu.txt", "deploy/setup.sh"):
+        for name in ("Makefile", "pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh"):
             shutil.copy(ROOT / name, self.checkout / name)
         for name in TOOLS:
             self._script(name, f'exec {shutil.which(name)} "$@"')

@@ -52,7 +52,7 @@ class WholeRun:
                 "kv_cache_bytes": 64 << 20,
                 "max_groups_in_flight": 20,
             },
-            "reward": {"scorer": f"{ROOT}/tests/whole_run.py:digit_share"},
+            "reward": {"scorer": f"{ROOT}/tests/support/whole_run.py:digit_share"},
             "trainer": {"learning_rate": 1e-3, "checkpoint_every": 4},
         }
         for section, changes in sections.items():

@@ -130,7 +130,7 @@ def test_another_preset_on_top_of_a_saved_recipe_is_that_preset() -> None:
         ('correction = "icepopp"', "trainer.correction.preset: there is no 'icepopp'; did you mean icepop?"),
         (
             'aggregation = "token_mean"',
-            "tandem.trainer.aggregation: there is no 'token_mean'; did you mean token-mean?",
+            "trainer.aggregation: there is no 'token_mean'; did you mean token-mean?",
         ),
         ("clip_low = 0.1", "unknown key trainer.clip_low; did you mean trainer.loss.clip_low?"),
         (

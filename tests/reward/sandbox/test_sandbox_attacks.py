@@ -237,7 +237,11 @@ def test_everything_ends_with_a_service_that_is_killed(launcher: Launcher) -> No
         service.wait(timeout=30)
         if service.stdout is not None:
             service.stdout.close()
-    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    settles(
-        lambda: not [one for one in family if one.is_running() and one.status() not in ended], "some of it survived"
-    )
+    settles(lambda: all(has_ended(one) for one in family), "some of it survived")
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True

@@ -228,4 +228,4 @@ def test_what_runs_inside_needs_python_alone() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
-    assert set(done.stdout.split()) <= {*sys.stdlib_module_names, "reward"}
+    assert set(done.stdout.split()) <= {*sys.stdlib_module_names, "tandem"}

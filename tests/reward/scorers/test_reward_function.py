@@ -236,7 +236,7 @@ def test_a_batch_of_another_length_is_no_score(functions: Path) -> None:
 
 def test_function_by_module() -> None:
     with pytest.raises(ScorerError, match="has no function nothing"):
-        load_function("reward.function:nothing", {})
+        load_function("tandem.reward.scorers.function:nothing", {})
 
 
 @pytest.mark.parametrize(

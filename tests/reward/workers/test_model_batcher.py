@@ -20,13 +20,14 @@ from tandem.reward.workers import model_batcher as model_lane
 from tandem.reward.workers.line_process import LineProcess
 from tandem.reward.workers.model_batcher import ModelBatcher, Question
 from tests.support.judge_calls import refused
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(module: str, environment: Any) -> LineProcess:
         assert module == "tandem.reward.workers.model_process" and environment["HF_HUB_OFFLINE"] == "1"
-        return LineProcess("tests.support.stand_in_model", environment)
+        return LineProcess("tests.support.stand_in_model", {**environment, "PYTHONPATH": str(ROOT)})
 
     monkeypatch.setattr(model_lane, "LineProcess", start)
 
