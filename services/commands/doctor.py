@@ -47,7 +47,7 @@ try:
     from vllm.platforms import current_platform
     found["vllm"] = current_platform.device_type
     if not found["gpus"]:
-        current_platform.import_kernels()  # the build for this CPU's instructions; where it fails to load, vLLM only warns
+        current_platform.import_kernels()  # the build for this CPU; vLLM only warns where it does not load
         torch.ops._C.get_scheduler_metadata
 except (ImportError, AttributeError) as error:
     found["error"] = str(error)
