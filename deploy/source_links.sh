@@ -4,6 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p build/links/tandem
-for name in tandem/__init__.py tandem/py.typed protos reward rollout services trainer; do
+for name in tandem/*.py tandem/py.typed protos reward rollout services trainer; do
     ln -sfn "../../../$name" "build/links/tandem/$(basename "$name")"
 done

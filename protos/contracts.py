@@ -1,4 +1,7 @@
-"""The protocols that `services` injects into the rooms: a scorer into the reward service, a tool into an agent loop."""
+"""The contracts of plug-ins, and the values that they take and return: scores, and an environment's observations.
+
+The contract of a scorer's class is `tandem.reward.contracts`, which needs more than this module may import.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
-# Here and not beside the other nouns: a scoring process has no use for their arrays, nor for numpy's threads.
+# Not in types.py: a scoring process and a client do without numpy, which starts threads.
 UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
 
 
 class ScoreItem(NamedTuple):
-    """One answer to be judged, in the words of verl's `compute_score`. A tuple: a service makes some 100,000 of them a
-    second.
+    """One answer to score, with the field names of verl's `compute_score`.
+
+    A tuple, because a service creates some 100,000 of them a second.
     """
 
     data_source: str
@@ -21,13 +25,12 @@ class ScoreItem(NamedTuple):
     ground_truth: Any
     extra_info: Mapping[str, Any] = MappingProxyType({})
     group: str = ""
-    """Items of one call with the same group are compared with one another by group-relative judges; empty: with none.
-    """
+    """Group-relative scorers compare the items of a call that have the same group. Empty: compared with no other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward and the components it is made of."""
+    """A reward and its components."""
 
     value: float
     breakdown: Mapping[str, float] = field(default_factory=dict)
@@ -44,17 +47,76 @@ class Unscored:
 Score = Scored | Unscored
 
 
-class Scorer(Protocol):
-    """Judges answers. `score` returns one result an item, in order, and raises nothing for a bad item."""
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a scorer. `default` is JSON text, or "" for a required parameter."""
 
     name: str
+    type: str
+    default: str
+    description: str
 
-    def score(self, items: Sequence[ScoreItem]) -> list[Score]: ...
 
-
-class Tool(Protocol):
-    """Something an agent may call between two turns."""
+@dataclass(frozen=True, slots=True)
+class ScorerInfo:
+    """What a reward service says about one of its scorers."""
 
     name: str
+    version: str
+    summary: str
+    parameters: tuple[Parameter, ...]
+    isolation: str
+    """Where the scorer runs: one of `tandem.reward.contracts.Isolation`."""
 
-    async def call(self, arguments: Mapping[str, Any], *, timeout_seconds: float) -> str: ...
+
+Message = Mapping[str, Any]
+"""A chat message: `role`, `content` and what the chat template reads besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows the policy at the start of an episode."""
+
+    messages: Sequence[Message]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one action led to."""
+
+    messages: Sequence[Message]
+    """The environment's answer; empty if the episode has ended."""
+    reward: float = 0.0
+    """Earned by this action, not since the start of the episode."""
+    terminated: bool = False
+    """The episode reached an end state."""
+    truncated: bool = False
+    """The episode was cut off, e.g. by a limit on its turns."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """An environment that a policy acts in for several turns. One object runs one episode at a time.
+
+    No service runs environments yet. The contract is published first so that environments can be written against it.
+
+    An environment that can be interrupted also has `snapshot() -> bytes` and `restore(state: bytes) -> None`.
+    """
+
+    async def reset(self, task: Mapping[str, Any], *, seed: int, episode_id: str) -> Observation:
+        """Starts an episode of a task. The same task and seed lead to the same episode."""
+        ...
+
+    async def step(self, action: Message, *, deadline: float, idempotency_key: str) -> StepResult:
+        """Applies the policy's message.
+
+        Args:
+            deadline: Unix time in seconds by which the result must be there.
+            idempotency_key: the same for every attempt at this step; a repeated step must not act twice.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Frees what the environment holds. Called once, also in the middle of an episode."""
+        ...

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from tandem.protos.contracts import Parameter, ScorerInfo
 from tandem.protos.errors import ScorerError
 from tandem.reward.contracts import AnyJudge, Isolation
 from tandem.reward.docstrings import attribute_docs, summary
@@ -72,27 +73,6 @@ RUBRIC = "rubric"
 """As a component's scorer: another rubric of the same file."""
 
 _REQUIRED = dataclasses.MISSING
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of a scorer. `default` is JSON text, "" if it has to be given."""
-
-    name: str
-    type: str
-    default: str
-    description: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScorerInfo:
-    """What ListScorers tells of a scorer."""
-
-    name: str
-    version: str
-    summary: str
-    parameters: tuple[Parameter, ...]
-    isolation: Isolation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

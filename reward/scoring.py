@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.contracts import Score, ScoreItem, ScorerInfo, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.contracts import AnyJudge, BatchJudge, Judge
 from tandem.reward.endpoints.remote_judges import RemoteJudges, named_specs
 from tandem.reward.judging import judge_each, judge_together, wait_in_pool
-from tandem.reward.registry import ScorerInfo, ScorerSpec, describe
+from tandem.reward.registry import ScorerSpec, describe
 from tandem.reward.rubric.catalogue import Catalogue
 from tandem.reward.rubric.rubric import Rubric
 from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from tandem.protos.errors import EnvironmentLackError, TandemError, UserError
+from tandem.services.extras import missing_extra_named
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +35,7 @@ def complain(line: str) -> None:
 def finish(work: Callable[[], int]) -> NoReturn:
     """Ends the command with its exit code; what the user can mend is one line and exit code 2, never a traceback."""
     try:
-        with full_disk_named(Path.cwd()):
+        with full_disk_named(Path.cwd()), missing_extra_named():
             code = work()
             print(end="", flush=True)
     except UserError as error:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from tandem.protos.errors import TandemError, UserError
+from tandem.services.extras import missing_extra_named
 
 _PR_SET_PDEATHSIG = 1
 
@@ -64,7 +65,8 @@ def run_service(main: Callable[[], None]) -> NoReturn:
     service.
     """
     try:
-        main()
+        with missing_extra_named():
+            main()
     except UserError as error:
         print(f"tandem: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

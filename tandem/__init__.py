@@ -1,1 +1,61 @@
-"""Tandem: asynchronous reinforcement learning for language models."""
+"""Tandem: asynchronous reinforcement learning for language models.
+
+    from tandem import RewardClient, ScoreItem
+
+    with RewardClient("127.0.0.1:50051") as client:
+        scores = client.score([ScoreItem("openai/gsm8k", "... #### 72", "72")])
+
+This package has what other programs import: the reward service's clients, and the contracts of plug-ins. A name is
+imported when it is first used, so `import tandem` loads nothing else.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tandem.protos.contracts import (
+        Environment,
+        Observation,
+        Score,
+        Scored,
+        ScoreItem,
+        StepResult,
+        Unscored,
+    )
+    from tandem.protos.errors import TandemError, UserError
+    from tandem.reward.contracts import BatchJudge, Judge
+    from tandem.services.clients import AsyncRewardClient, RewardClient
+
+__all__ = [
+    "AsyncRewardClient",
+    "BatchJudge",
+    "Environment",
+    "Judge",
+    "Observation",
+    "RewardClient",
+    "Score",
+    "ScoreItem",
+    "Scored",
+    "StepResult",
+    "TandemError",
+    "Unscored",
+    "UserError",
+]
+
+_MODULES = {
+    "tandem.protos.contracts": ("Environment", "Observation", "Score", "ScoreItem", "Scored", "StepResult", "Unscored"),
+    "tandem.protos.errors": ("TandemError", "UserError"),
+    "tandem.reward.contracts": ("BatchJudge", "Judge"),
+    "tandem.services.clients": ("AsyncRewardClient", "RewardClient"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -7,13 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 from tandem.protos import reward_pb2
-from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.contracts import Parameter, Score, ScoreItem, ScorerInfo, Unscored
 from tandem.protos.errors import DataError
-from tandem.reward.contracts import Isolation
-from tandem.reward.registry import Parameter, ScorerInfo
 from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES, score_of
 
 JobState = Literal["open", "running", "done", "cancelled", "expired"]
@@ -121,7 +119,7 @@ def scorers_of(message: reward_pb2.ListScorersReply) -> Scorers:
             name=one.name,
             version=one.version,
             summary=one.summary,
-            isolation=cast(Isolation, one.isolation),
+            isolation=one.isolation,
             parameters=tuple(Parameter(p.name, p.type, p.default, p.description) for p in one.parameters),
         )
         for one in message.scorers

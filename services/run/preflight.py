@@ -18,6 +18,7 @@ from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsErr
 from tandem.services.command_line import complain
 from tandem.services.config import Recipe
 from tandem.services.config.jobs import JobsConfig
+from tandem.services.extras import require_installed
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running
 from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model
 from tandem.services.run.placement import gpu_ids, gpus_wanted
@@ -36,6 +37,8 @@ REDIS_SECONDS = 2.0
 _PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4
 _LOG_COPIES = 3  # what Redis' log holds of its memory when it has doubled and is being rewritten
 _PROBE_BYTES = 1 << 20
+TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
+SAMPLER_PACKAGES = ("vllm",)
 
 
 def check_recipe(recipe: Recipe, *, resume: bool) -> None:
@@ -44,6 +47,7 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
     Raises:
         UserError: the first fault found, in one line.
     """
+    require_installed(*TRAINER_PACKAGES, *SAMPLER_PACKAGES)
     check_run_folder(recipe, resume=resume)
     check_engine(recipe.trainer)
     check_dataset(recipe)
@@ -62,6 +66,7 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
     Raises:
         UserError: as `check_recipe`.
     """
+    require_installed(*{"trainer": TRAINER_PACKAGES, "rollout": SAMPLER_PACKAGES}.get(service, ()))
     if service in ("feed", "trainer"):
         check_dataset(recipe)
     if service == "trainer":

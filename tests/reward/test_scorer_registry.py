@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.contracts import Parameter, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.contracts import BatchJudge, Closable, Isolation, Judge
-from tandem.reward.registry import BUILT_IN, Parameter, check_arguments, describe, make_judge, make_spec
+from tandem.reward.registry import BUILT_IN, check_arguments, describe, make_judge, make_spec
 from tests.support.paths import ROOT
 
 

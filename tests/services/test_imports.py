@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+import tandem
 from tests.support.paths import ROOT
 
 DEADLINE_SECONDS = 60.0
@@ -103,6 +104,21 @@ def test_the_contract_and_every_configuration_are_light(modules: list[str], heav
     if loaded_by(f"import {', '.join(modules)}") & heavy:
         found = {module: sorted(loaded_by(f"import {module}") & heavy) for module in modules}
         assert not any(found.values()), {module: names for module, names in found.items() if names}
+
+
+def test_a_client_loads_grpc_and_protobuf_and_none_of_the_service() -> None:
+    assert not {name for name in loaded_by("import tandem") if name.startswith("tandem.")}
+    loaded = loaded_by("from tandem import AsyncRewardClient, RewardClient, ScoreItem")
+    heavy = LEARNING | LIBRARIES | {"pydantic", "redis", "sympy", "typer", "tandem.services.rpc.server"}
+    assert not loaded & heavy
+    assert not {name for name in loaded if name.startswith(("tandem.reward", "tandem.rollout", "tandem.trainer"))}
+
+
+def test_every_name_that_tandem_exports_is_there() -> None:
+    assert [name for name in tandem.__all__ if getattr(tandem, name, None) is None] == []
+    assert set(tandem.__all__) <= set(dir(tandem))
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = tandem.Nothing
 
 
 def test_a_run_is_checked_without_torch() -> None:

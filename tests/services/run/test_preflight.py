@@ -292,6 +292,15 @@ def test_no_redis_server_to_start(values: Values, monkeypatch: pytest.MonkeyPatc
         preflight.check_redis(recipe_of(values))
 
 
+@pytest.mark.parametrize("package", ["torch", "vllm"])
+def test_a_package_that_is_not_installed_is_named_with_its_pip_command(
+    values: Values, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    refused(EnvironmentLackError, recipe_of(values), f"{package} is not installed", "pip install 'tandem-rl[cpu]'")
+
+
 def test_too_little_memory_for_the_engine(values: Values) -> None:
     recipe = recipe_of(values, rollout={"kv_cache_bytes": 1 << 50})
     refused(EnvironmentLackError, recipe, "rollout.kv_cache_bytes", "GB")
