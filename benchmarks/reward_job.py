@@ -1,14 +1,13 @@
-"""A job of a million items: how fast it goes through the reward service, and what memory service, Redis and client take
-for it.
+"""Measures a reward job of a million items: its throughput, and the memory of service, Redis and client.
 
     python benchmarks/reward_job.py [--items 1000000] [--output benchmarks/records/reward_job.json]
 
-The client is the command line: `tandem reward submit FILE --watch` reads a Parquet file and stays until the job has
-ended, `tandem reward results ID --out FILE` writes another. One service with its embedded Redis scores a job of a tenth
-of the items first, then the whole: every item must have one result, the right one, and ten times the items must not
+The client is the command line: `tandem reward submit FILE --watch` reads a Parquet file and waits for the job to end,
+`tandem reward results ID --out FILE` writes the results. One service with its embedded Redis scores a job of a tenth of
+the items, then the whole. Every item must have exactly one result, the correct one, and ten times the items must not
 take more memory of the service or of a client.
 
-Exit code 1 if a demand is not met; the last lines say which.
+The exit code is 1 if a requirement is missed; the last lines name it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ import pyarrow.parquet as pq
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.service_process import TANDEM, environment, listening  # noqa: E402
 from tandem.services.config.jobs import JobsConfig  # noqa: E402
 
 BLOCK_ROWS = 1 << 16
 LOOK_SECONDS = 0.05
-START_SECONDS = 120.0
 STEP_SECONDS = 3600.0
 MOST_GROWTH = 1.4
-"""Of the memory of service and clients, when there are ten times the items."""
+"""Highest accepted growth of the memory of service and clients for ten times the items."""
 REDIS_ITSELF_MIB = 64.0
 
 
@@ -66,7 +65,7 @@ def main() -> int:
 
 
 def measure(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """What became of a job of every size, one after the other in one service."""
+    """Runs one job of each size in the same service and returns their figures."""
     jobs = []
     with _service(folder) as (address, pids):
         for number in sizes:
@@ -78,7 +77,7 @@ def measure(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def demands(jobs: list[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Every demand, and whether it is met."""
+    """The requirements, and whether each is met."""
     for job in jobs:
         yield (
             f"{job['items']:,} items have a result each, in their order",
@@ -130,9 +129,7 @@ def _write_answers(path: Path, number: int) -> None:
 
 
 def _compared(scores: Path) -> tuple[int, int, int]:
-    """Rows of a file of scores, how many are not those of the next item, and how many have another score than they
-    should.
-    """
+    """The number of rows in a file of scores, of rows out of order, and of wrong scores."""
     rows = out_of_place = wrong = 0
     with pq.ParquetFile(scores) as file:
         for batch in file.iter_batches(columns=["index", "value"]):
@@ -148,9 +145,7 @@ def _compared(scores: Path) -> tuple[int, int, int]:
 
 
 class Peaks:
-    """Context manager: the most private memory that processes had while it was open, looked at twenty times a
-    second.
-    """
+    """Context manager that records the peak private memory of processes, sampled twenty times a second."""
 
     def __init__(self, pids: dict[str, int]) -> None:
         self._pids = dict(pids)
@@ -167,7 +162,7 @@ class Peaks:
         self._thread.join(10 * LOOK_SECONDS)
 
     def add(self, name: str, pid: int) -> None:
-        """Looks at this process, too."""
+        """Includes another process."""
         self._pids = {**self._pids, name: pid}
 
     def _look(self) -> None:
@@ -177,7 +172,7 @@ class Peaks:
 
 
 def _private_mebibytes(pid: int) -> float:
-    """Memory of its own, mapped files left out; 0 once it has ended."""
+    """Anonymous resident memory; 0 once the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -187,10 +182,10 @@ def _private_mebibytes(pid: int) -> float:
 
 
 def _command(folder: Path, address: str, peaks: Peaks, name: str, *arguments: str) -> tuple[float, str]:
-    """Runs `tandem reward …` to its end: the seconds it took, and what it printed."""
-    command = [sys.executable, "-m", "tandem.services.cli", "reward", *arguments, "--address", address]
+    """Runs `tandem reward …` to its end; returns its duration in seconds and its output."""
+    command = [*TANDEM, "reward", *arguments, "--address", address]
     began = time.perf_counter()
-    with subprocess.Popen(command, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True) as process:
         peaks.add(name, process.pid)
         try:
             said, _ = process.communicate(timeout=STEP_SECONDS)
@@ -204,40 +199,10 @@ def _command(folder: Path, address: str, peaks: Peaks, name: str, *arguments: st
 
 @contextmanager
 def _service(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
-    """The address of a service that stands alone, and the process ids of it and of its Redis."""
-    command = [
-        sys.executable,
-        "-m",
-        "tandem.services.cli",
-        "reward",
-        "serve",
-        "--port",
-        "0",
-        "--folder",
-        str(folder / "service"),
-    ]
-    with subprocess.Popen(command, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True) as process:
-        watch = threading.Timer(START_SECONDS, process.kill)
-        watch.start()
-        try:
-            assert process.stdout is not None
-            address = next((line.split()[-1] for line in process.stdout if "listens on " in line), "")
-            watch.cancel()
-            if not address:
-                raise SystemExit("the service did not start; its own lines above say why")
-            (redis,) = [one for one in psutil.Process(process.pid).children() if "redis" in one.name()]
-            yield address, {"service": process.pid, "redis": redis.pid}
-        finally:
-            watch.cancel()
-            process.terminate()
-            try:
-                process.wait(timeout=20.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": ""}
+    """The address of a standalone reward service, and the process ids of it and of its Redis."""
+    with listening([*TANDEM, "reward", "serve", "--port", "0", "--folder", str(folder / "service")]) as (address, pid):
+        (redis,) = [one for one in psutil.Process(pid).children() if "redis" in one.name()]
+        yield address, {"service": pid, "redis": redis.pid}
 
 
 if __name__ == "__main__":

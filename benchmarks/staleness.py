@@ -1,31 +1,31 @@
-"""What does staleness cost, and what does off-policy correction give back? Whole runs at S = 0, 1, 4, 8, some seeds
-each.
+"""Measures what staleness costs and what off-policy correction recovers, by whole runs at S = 0, 1, 4 and 8.
 
     python benchmarks/staleness.py [--problem demo] [--seeds 5] [--cells 4/token_clip 8/none …] [--batches 200]
     [--minutes 60]
 
-Every cell `S/correction` is the same recipe with another `run.staleness_budget` and `trainer.correction`: as many
-batches and optimizer steps, from the same warm start of its seed, through the real services on this machine. Accuracy
-is over 2,000 sums that neither the warm start nor the training has seen, answered greedily by the last version.
-Intervals are 95 %, t-distribution over seeds.
+A cell `S/correction` is one value of `run.staleness_budget` and one of `trainer.correction`. All cells of a seed start
+from the same model and take the same number of batches and optimizer steps, through the real services on this machine.
+Accuracy is measured on 2,000 sums that neither the warm start nor the training has seen, answered greedily by the last
+version. Intervals are 95 % t-intervals over seeds.
 
-demo       the demo as it stands, examples/recipes/arithmetic.toml, but for the number of questions: nothing in it was
-chosen for
-           this study
-forgotten  made to be hard: the demo's pupil is taught to forget 9 of 10 carries, so that the right answer is a rare one
-whose
-           probability must rise tenfold, in 70 batches of two steps. A loss that is clipped around the sampler's policy
-           (`none`) can raise it by a fifth for every version the sampler gets, and that is what staleness delays. A
-           loss that is clipped around the trainer's own latest policy only (`token_tis`) meets the same few versions'
-           wrong answers batch after batch and pushes them down each time, long after they were left, so that the
-           probability goes anywhere but to the right ones before a sampler shows it; `token_clip` weighs as `token_tis`
-           does and stops where a token has moved far enough from the sampler's policy
+There are two problems:
 
-Trials, in one process with exact staleness, were made on seeds 0 to 3. The study's begin at 10.
+demo       examples/recipes/arithmetic.toml as it stands, with more evaluation questions. Nothing in it was chosen for
+           this study.
+forgotten  A harder version. The initial model is trained to forget 9 of 10 carries, so a correct answer is rare and its
+           probability must rise tenfold in 70 batches of two steps. `none` clips around the sampler's policy, so the
+           probability rises by at most a fifth for each version that the sampler receives; staleness delays those
+           versions. `token_tis` clips around the trainer's latest policy only. It keeps lowering the wrong answers of
+           old versions after the policy has left them, and the probability can move to other wrong answers before a
+           sampler shows it. `token_clip` weighs tokens as `token_tis` does, and stops where a token has moved far
+           enough from the sampler's policy.
 
-The record is written after every run. Started again with the same settings, the study goes on where it stopped, and
-`--seeds` and `--cells` add to it. Exit code 1 if the default correction at S = 4 may lose 3 points or more against S =
-0, staleness was not reached, or --minutes were over before every run was made.
+Trials in one process with exact staleness used seeds 0 to 3. The study's seeds begin at 10.
+
+The summary is written after every run. The same command continues where it stopped; more `--seeds` and `--cells` add to
+the study. Every figure of every run, with its reward by batch, is appended to runs.jsonl in `--folder`. The exit code
+is 1 if the default correction may lose 3 points or more at S = 4, if the mean staleness was too low, or if `--minutes`
+passed before all runs were made.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BUDGETS = (0, 1, 4, 8)
 
 FIRST_SEED = 10
 QUESTIONS = 2000
-DEMONSTRATED_SHARE = 0.675  # as many demonstrations as the demo has, though twice as many sums are evaluated
+DEMONSTRATED_SHARE = 0.675  # keeps the demo's number of demonstrations with twice as many evaluation sums
 FORGETFUL_SHARE = 0.9
 FORGETTING_STEPS = 300
 RECIPE = ROOT / "examples" / "recipes" / "arithmetic.toml"
@@ -71,8 +71,24 @@ PROBLEMS: dict[str, dict[str, Any]] = {
         "trainer.warmup_batches": 5,
     },
 }
-"""What each changes in the recipe."""
+"""The changes that each problem makes to the recipe."""
 DEADLINE_SECONDS = 900.0
+SUMMARY = (
+    "seed",
+    "staleness_budget",
+    "correction",
+    "accuracy",
+    "initial_accuracy",
+    "mean_staleness",
+    "max_staleness",
+    "optimizer_steps",
+    "seconds",
+    "train_seconds",
+    "behavior_proximal_kl",
+    "effective_sample_size",
+    "clipped_fraction",
+)
+"""The figures of a run that the summary keeps."""
 FIGURES = (
     "behavior_proximal_kl",
     "effective_sample_size",
@@ -99,19 +115,21 @@ def main() -> int:
     clock = _Clock(len(todo), arguments.minutes)
     for seed, cell in todo:
         if not clock.has_time():
-            print(f"{arguments.minutes:g} minutes are over; the same command goes on from here", flush=True)
+            print(f"{arguments.minutes:g} minutes have passed; run the same command to continue", flush=True)
             break
         start = arguments.folder / arguments.problem / f"seed-{seed}"
         clock.begin(warm_start=not (start / "model").exists())
         _warm_start(start, seed, forgets=arguments.problem == FORGOTTEN)
         clock.warmed()
         run = _run(arguments.folder / "run", start, seed, cell, settings)
-        record["runs"].append(run)
+        with (arguments.folder / "runs.jsonl").open("a") as lines:
+            lines.write(json.dumps({"problem": arguments.problem, **run}) + "\n")
+        record["runs"].append({name: run[name] for name in SUMMARY})
         _write(arguments.output, record)
         print(clock.end() + _told(run, settings), flush=True)
     record["verdicts"], passed = verdicts(record, planned)
     _write(arguments.output, record)
-    arguments.output.with_suffix(".md").write_text(page(record))
+    arguments.output.with_suffix(".md").write_text(page(record), encoding="utf-8")
     print("\n" + "\n".join([*table(record), "", *record["verdicts"]]))
     print(f"\nwritten to {arguments.output} and {arguments.output.with_suffix('.md').name}")
     return 0 if passed else 1
@@ -120,15 +138,15 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--problem", choices=PROBLEMS, default=DEMO)
-    parser.add_argument("--seeds", type=int, default=5, help="so many, from 10 on")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, counted from 10")
     parser.add_argument("--cells", nargs="+", type=_cell, default=CELLS, metavar="S/CORRECTION")
-    parser.add_argument("--batches", type=int, help="in place of the problem's own number")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would end later")
+    parser.add_argument("--batches", type=int, help="batches of each run; the default depends on the problem")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run that would end after this time")
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "staleness", help="warm starts and the run under way"
+        "--folder", type=Path, default=ROOT / "runs" / "staleness", help="warm starts, the current run, runs.jsonl"
     )
     parser.add_argument(
-        "--output", type=Path, help="benchmarks/records/staleness.json; staleness_forgotten.json for that problem"
+        "--output", type=Path, help="the summary; default benchmarks/records/staleness[_forgotten].json"
     )
     arguments = parser.parse_args()
     if arguments.output is None:
@@ -139,7 +157,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _settings(problem: str, batches: int | None) -> dict[str, Any]:
-    """What the runs have in common, as the recipe says it."""
+    """The settings that all runs of the study share."""
     changed = PROBLEMS[problem] | ({"run.total_batches": batches} if batches else {})
     recipe = load_recipe(RECIPE, [f"{key}={value}" for key, value in changed.items()])
     return {
@@ -159,13 +177,13 @@ def _cell(text: str) -> Cell:
     budget, _, correction = text.partition("/")
     if not budget.isdecimal() or correction not in PRESETS:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: write S/correction, e.g. 4/token_clip; there are {', '.join(PRESETS)}"
+            f"{text!r}: expected S/correction, e.g. 4/token_clip; corrections: {', '.join(PRESETS)}"
         )
     return Cell(int(budget), correction)
 
 
 def _rotated(cells: Sequence[Cell], seed: int) -> tuple[Cell, ...]:
-    """Another order for every seed, so that a busy hour of the machine does not fall on one cell alone."""
+    """The cells in a different order for every seed, to spread other load on the machine over the cells."""
     turn = seed * 5 % len(cells)
     return (*cells[turn:], *cells[:turn])
 
@@ -177,19 +195,22 @@ def _open_record(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     command = shlex.join(["python", "benchmarks/staleness.py", *sys.argv[1:]])
     record: dict[str, Any] = {"commands": [], "cores": os.cpu_count(), "settings": settings, "runs": []}
     if file.exists():
-        record = json.loads(file.read_text())
+        record = json.loads(file.read_text("utf-8"))
         if record["settings"] != settings:
             raise SystemExit(
-                f"{file} is of other settings: {record['settings']}, now {settings}; name another --output"
+                f"{file} was made with other settings ({record['settings']}, now {settings}); choose another --output"
             )
     record["commands"] = list(dict.fromkeys([*record["commands"], command]))
     return record
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
+    """Writes the summary with one line for each run."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    head = json.dumps({name: value for name, value in record.items() if name != "runs"}, indent=1, ensure_ascii=False)
+    runs = ",\n".join("  " + json.dumps(run) for run in record["runs"])
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.write_text(f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n', encoding="utf-8")
     os.replace(temporary, file)
 
 
@@ -197,7 +218,7 @@ def _write(file: Path, record: dict[str, Any]) -> None:
 
 
 def _warm_start(folder: Path, seed: int, *, forgets: bool) -> None:
-    """The seed's data and the model that all of its cells start from; nothing if they are there."""
+    """Makes the seed's data and the model that all of its cells start from, unless they exist."""
     model = folder / "model"
     if model.exists():
         return
@@ -231,7 +252,7 @@ def _data(folder: Path) -> dict[str, Path]:
 
 
 def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]) -> dict[str, Any]:
-    """A whole run from the warm start, and its figures."""
+    """Makes one run from the warm start and returns its figures."""
     shutil.rmtree(run, ignore_errors=True)
     overrides = {
         **PROBLEMS[settings["problem"]],
@@ -254,7 +275,7 @@ def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
     if (last["version"], last["num_scored"]) != (settings["batches"], QUESTIONS):
-        raise SystemExit(f"the last evaluation is of another version, or not of all questions: {last}")
+        raise SystemExit(f"the last evaluation has another version, or lacks questions: {last}")
     return {
         "seed": seed,
         "staleness_budget": cell.budget,
@@ -276,7 +297,7 @@ def _run(run: Path, start: Path, seed: int, cell: Cell, settings: dict[str, Any]
 
 
 def _python(*arguments: str) -> None:
-    """A Python of this tree, to its end; it dies with the study."""
+    """Runs a Python process of this checkout to its end; it is killed if the study is."""
     command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TANDEM_REDIS_URL": ""}
     done = subprocess.run(
@@ -296,7 +317,7 @@ def _python(*arguments: str) -> None:
 
 
 class _Clock:
-    """What is left of the study, from what its runs took so far."""
+    """Estimates the remaining time from the runs made so far."""
 
     def __init__(self, num_runs: int, minutes: float) -> None:
         self._num_runs = num_runs
@@ -306,7 +327,7 @@ class _Clock:
         self._warming = False
 
     def has_time(self) -> bool:
-        """Whether one more run would end in time."""
+        """Whether another run is expected to end in time."""
         return time.monotonic() + (statistics.fmean(self._seconds) if self._seconds else 0.0) <= self._end
 
     def begin(self, *, warm_start: bool) -> None:

@@ -1,15 +1,14 @@
-"""What a study of staleness came to: intervals, a Markdown table, verdicts. `record` is what benchmarks/staleness.py
-writes.
-"""
+"""Evaluates the record that benchmarks/staleness.py writes: intervals, a Markdown table, verdicts."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-NAIVE, TRUNCATED, DEFAULT = "none", "token_tis", "token_clip"  # the default is the best preset there is so far
+NAIVE, TRUNCATED, DEFAULT = "none", "token_tis", "token_clip"
 REALISED_SHARE = 0.7
 LOSS_POINTS = 3.0
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -54,8 +53,8 @@ def _points(record: Record, cell: Cell) -> tuple[float, float]:
 
 
 def difference(record: Record, cell: Cell, other: Cell) -> tuple[float, float] | None:
-    """Points that the first has more than the second, by the seeds both have: paired, for they share the warm start and
-    the questions.
+    """Accuracy of the first cell minus that of the second in points, paired by seed: cells of a seed share the initial
+    model and the questions.
     """
     first, second = ({run["seed"]: run["accuracy"] for run in runs_of(record, one)} for one in (cell, other))
     shared = first.keys() & second.keys()
@@ -63,7 +62,7 @@ def difference(record: Record, cell: Cell, other: Cell) -> tuple[float, float] |
 
 
 def table(record: Record) -> list[str]:
-    """Markdown; a line a cell that has runs."""
+    """A Markdown table with a row for each cell that has runs."""
     lines = [
         "| S | correction | accuracy, % | points against S = 0 | mean staleness (least) | KL | ESS | clipped | seeds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -102,9 +101,9 @@ def _signed(found: tuple[float, float]) -> str:
 
 
 def verdicts(record: Record, planned: Sequence[tuple[int, Cell]] = ()) -> tuple[list[str], bool]:
-    """What is to be said of the study, and whether nothing in it failed and no planned run (seed, cell) is missing.
+    """The study's conclusions, and whether it passed: no check failed and no planned run (seed, cell) is missing.
 
-    A plan may leave out the cells that the default is judged by: what was never to be measured has not failed.
+    A plan without the cells that the default is judged by can pass.
     """
     lines, passed = [], True
     found = difference(record, Cell(4, DEFAULT), SYNCHRONOUS)
@@ -137,16 +136,18 @@ def verdicts(record: Record, planned: Sequence[tuple[int, Cell]] = ()) -> tuple[
 def page(record: Record) -> str:
     """The study as a Markdown page."""
     settings = ", ".join(f"{name} {value}" for name, value in record["settings"].items())
+    legend = (
+        f"± and [] are 95 % intervals over seeds. Differences are paired by seed with `{DEFAULT}` at S = 0. "
+        "KL is that of behavior and proximal policy (k3, per token), ESS the effective sample size of the weights, "
+        "clipped the share of tokens whose gradient the loss bounded; all three are means over a run's batches."
+    )
     parts = [
         "# Staleness and correction",
-        "\n".join(f"    {command}" for command in record["commands"]),
-        f"{settings}; {record['cores']} cores.",
-        *record.get("notes", ()),
-        "± and [] are 95 % intervals over seeds, differences paired by seed with "
-        f"`{DEFAULT}` at S = 0. KL: of behavior and proximal\n"
-        "policy, k3, a token; ESS: effective sample size of the weights; clipped: "
-        "tokens whose gradient the loss bounded; all three\n"
-        "are means over a run's batches.",
+        "\n".join("    " + " \\\n        ".join(textwrap.wrap(command, 100)) for command in record["commands"]),
+        *(
+            textwrap.fill(text, 120)
+            for text in (f"{settings}; {record['cores']} cores.", *record.get("notes", ()), legend)
+        ),
         "\n".join(table(record)),
         "\n".join(f"- {line}" for line in record["verdicts"]),
     ]
