@@ -33,8 +33,8 @@ linear in the answer's length, it can neither hang nor crash.
 `worker`: in a worker process with limits; it may hang or crash, which costs its item and no other.
 `sandbox`: as `worker`, and it starts sandboxes for untrusted code itself; killed with all it started.
 `remote`: on the service's threads, because it waits for the network or for a process of its own. It has `judge_batch`
-with a `lane` (`RemoteJudge`) and `close`, may be called by several threads at once, raises nothing, and keeps its own
-time limits.
+with a `priority` (`RemoteJudge`) and `close`, may be called by several threads at once, raises nothing, and keeps its
+own time limits.
 """
 
 
@@ -59,11 +59,11 @@ class BatchJudge(Protocol):
 
 
 class RemoteJudge(BatchJudge, Protocol):
-    """A judge whose answers wait for something scarce: those of a higher lane go first, and none starves
+    """A judge with limited capacity: requests of a higher priority go first, and none starves
     (`tandem.reward.scheduling.priority_queue`).
     """
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order."""
         ...
 

@@ -1,5 +1,5 @@
-"""How a scorer judges the items of one call, wherever it runs, until it has or the cutoff ends: then what is not
-settled is `CUT_OFF`.
+"""Runs one scorer on the items of one call, wherever the scorer runs. Items without a score when the call is cancelled
+are `CANCELLED`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.contracts import BatchJudge, RemoteJudge
 from tandem.reward.endpoints.loop_thread import CLOSING
-from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.workers.pool import ScorerPool
@@ -22,61 +22,61 @@ from tandem.reward.workers.requests import Request
 def judge_each(
     judge: Callable[[ScoreItem], Score],
     items: Sequence[ScoreItem],
-    lane: Priority,
-    cutoff: CancellationToken | None,
-    turns: InterpreterScheduler | None,
+    priority: Priority,
+    cancellation: CancellationToken | None,
+    scheduler: InterpreterScheduler | None,
 ) -> list[Score]:
-    """In this thread, in the turns of its lane; here and now for None."""
+    """Judges in this thread, in time slices by priority; without a scheduler at once."""
 
     def judge_wanted(item: ScoreItem) -> Score:
-        return CUT_OFF if cutoff is not None and cutoff.ended else judge(item)
+        return CANCELLED if cancellation is not None and cancellation.cancelled else judge(item)
 
-    one = judge if cutoff is None else judge_wanted
-    return [one(item) for item in items] if turns is None else turns.each(lane, one, items)
+    one = judge if cancellation is None else judge_wanted
+    return [one(item) for item in items] if scheduler is None else scheduler.run_each(priority, one, items)
 
 
 def judge_together(
-    judge: BatchJudge, items: Sequence[ScoreItem], lane: Priority, turns: InterpreterScheduler | None
+    judge: BatchJudge, items: Sequence[ScoreItem], priority: Priority, scheduler: InterpreterScheduler | None
 ) -> list[Score]:
-    """The same for a judge that compares the items: all in one turn."""
-    return judge.judge_batch(items) if turns is None else turns.each(lane, judge.judge_batch, [items])[0]
+    """The same for a judge that compares the items: all of them in one time slice."""
+    return (
+        judge.judge_batch(items) if scheduler is None else scheduler.run_each(priority, judge.judge_batch, [items])[0]
+    )
 
 
-def wait_in_pool(pool: ScorerPool, request: Request, cutoff: CancellationToken) -> list[Score]:
-    """What worker processes make of a request that was submitted."""
-    with cutoff.hooked(partial(pool.withdraw, request)):
+def wait_in_pool(pool: ScorerPool, request: Request, cancellation: CancellationToken) -> list[Score]:
+    """Waits for the scores of a request that was submitted to the worker processes."""
+    with cancellation.on_cancel(partial(pool.withdraw, request)):
         return request.wait()
 
 
 def judge_remotely(
-    judge: RemoteJudge, items: Sequence[ScoreItem], lane: Priority, cutoff: CancellationToken, grouped: bool
+    judge: RemoteJudge, items: Sequence[ScoreItem], priority: Priority, cancellation: CancellationToken, grouped: bool
 ) -> list[Score]:
-    """In this thread, which waits. `grouped`: the judge compares the items of a group."""
-    if cutoff.ended:
-        return [CUT_OFF] * len(items)
-    with cutoff.in_force():
-        scores = judge.judge_batch(items, lane=lane)
+    """Asks a remote judge and blocks. `grouped`: the judge compares the items of a group."""
+    if cancellation.cancelled:
+        return [CANCELLED] * len(items)
+    with cancellation.as_current():
+        scores = judge.judge_batch(items, priority=priority)
     assert len(scores) == len(items), f"a scorer gave {len(scores)} results for {len(items)} items"
-    return [_finite(score) for score in (_cut(scores, items, grouped) if cutoff.ended else scores)]
+    return [_finite(score) for score in (_cut(scores, items, grouped) if cancellation.cancelled else scores)]
 
 
-def wait_aside(judging: Future[list[Score]], cutoff: CancellationToken, number: int) -> list[Score]:
-    """The same in another thread, for so many items."""
+def wait_aside(judging: Future[list[Score]], cancellation: CancellationToken, number: int) -> list[Score]:
+    """Waits for `judge_remotely` in another thread. `number`: how many items it has."""
     try:
-        with cutoff.hooked(judging.cancel):  # for one that no thread has taken up; the others end by themselves
+        with cancellation.on_cancel(judging.cancel):  # if no thread has begun it; else it ends by itself
             return judging.result()
     except CancelledError:
-        return [CUT_OFF if cutoff.ended else CLOSING] * number
+        return [CANCELLED if cancellation.cancelled else CLOSING] * number
 
 
 def _cut(scores: Sequence[Score], items: Sequence[ScoreItem], grouped: bool) -> list[Score]:
-    """Without what the judge ended early, and without whatever was compared with that: a rank among fewer is not the
-    rank.
-    """
+    """Cancels what the judge gave up, and the rest of those groups: a rank among fewer answers is another rank."""
     closed = [isinstance(score, Unscored) and score.reason == CLOSING.reason for score in scores]
     groups = {item.group for item, gone in zip(items, closed, strict=True) if gone} if grouped else set()
     return [
-        CUT_OFF if score == CLOSING or item.group in groups else score
+        CANCELLED if score == CLOSING or item.group in groups else score
         for item, score in zip(items, scores, strict=True)
     ]
 

@@ -1,6 +1,6 @@
 """The one worker core of the service: groups of the ring, calls and jobs are scored here, by any rubric.
 
-Cheap scorers run where they are called, those that may hang or crash in one pool of processes with a lane a caller,
+Cheap scorers run where they are called, those that may hang or crash in one pool of processes with a priority a caller,
 remote ones on threads. Nothing here raises for a bad item.
 """
 
@@ -26,7 +26,7 @@ from tandem.reward.judging import judge_each, judge_together, wait_in_pool
 from tandem.reward.registry import ScorerSpec, describe
 from tandem.reward.rubric.catalogue import Catalogue
 from tandem.reward.rubric.rubric import Rubric
-from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.workers.pool import ScorerPool
@@ -42,9 +42,9 @@ Wait = Callable[[], list[Score]]
 
 
 class _Caller(NamedTuple):
-    lane: Priority
-    cutoff: CancellationToken
-    turns: InterpreterScheduler | None
+    priority: Priority
+    cancellation: CancellationToken
+    scheduler: InterpreterScheduler | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ScoringCore:
         self._judges: OrderedDict[str, AnyJudge] = OrderedDict()
         self._remote = RemoteJudges()
         self._rubrics: OrderedDict[str, CompiledRubric] = OrderedDict()
-        self._turns = InterpreterScheduler()
+        self._scheduler = InterpreterScheduler()
         self._closing = False
         try:
             self._catalogue = Catalogue.of(config)
@@ -117,23 +117,28 @@ class ScoringCore:
         self,
         rubric: CompiledRubric,
         items: Sequence[ScoreItem],
-        lane: Priority,
-        cutoff: CancellationToken | None = None,
+        priority: Priority,
+        cancellation: CancellationToken | None = None,
         *,
         at_once: bool = False,
     ) -> list[Score]:
         """One result an item, in order. Blocks; raises nothing for a bad item.
 
-        `at_once`: scorers of this process wait for no turn among the lanes, for an event loop with what takes it some
-        milliseconds.
+        `at_once`: scorers of this process run without waiting for a time slice. For an event loop whose request takes
+        only some milliseconds.
 
-        When the cutoff ends it returns with what is settled and `CUT_OFF` for the rest, which leaves every queue; what
-        a worker has begun for it may run on for a second, what waits for the network is cancelled.
+        When the call is cancelled it returns the scores that there are, and `CANCELLED` for the rest. Those items leave
+        every queue; an item that a worker process has begun may run for another second, and requests over the network
+        are cancelled.
         """
-        turns = None if at_once else self._turns
+        scheduler = None if at_once else self._scheduler
         if rubric.sole is not None:
-            return judge_each(rubric.sole, items, lane, cutoff, turns)
-        return self._begin(rubric.rubric, items, _Caller(lane, cutoff or CancellationToken(), turns))() if items else []
+            return judge_each(rubric.sole, items, priority, cancellation, scheduler)
+        return (
+            self._begin(rubric.rubric, items, _Caller(priority, cancellation or CancellationToken(), scheduler))()
+            if items
+            else []
+        )
 
     def scorers(self) -> list[ScorerInfo]:
         """What a client's rubric may name: built-in scorers that need no recipe, and declared ones."""
@@ -264,9 +269,9 @@ class ScoringCore:
                         columns[component][place] = score
                 if number + 1 < len(stages):
                     open_ones = [n for n in open_ones if not _is_over(rubric, stage, [column[n] for column in columns])]
-            cut = caller.cutoff.ended
+            cut = caller.cancellation.cancelled
             return [
-                CUT_OFF if cut and _is_cut(scores) else rubric.combine(scores, item.data_source)
+                CANCELLED if cut and _is_cut(scores) else rubric.combine(scores, item.data_source)
                 for item, scores in zip(items, zip(*columns, strict=True), strict=True)
             ]
 
@@ -301,16 +306,16 @@ class ScoringCore:
         return running
 
     def _begin_scorer(self, spec: ScorerSpec, items: Sequence[ScoreItem], caller: _Caller, aside: bool) -> Wait:
-        lane, cutoff, turns = caller
+        priority, cancellation, scheduler = caller
         if spec.runs_in_pool:
             pool = self._the_pool()
-            return partial(wait_in_pool, pool, pool.submit(spec, items, lane), cutoff)
+            return partial(wait_in_pool, pool, pool.submit(spec, items, priority), cancellation)
         if spec.isolation == "remote":
-            return self._remote.begin(spec, items, lane, cutoff, aside=aside)
+            return self._remote.begin(spec, items, priority, cancellation, aside=aside)
         judge = self._judge(spec)
         if isinstance(judge, BatchJudge):
-            return partial(judge_together, judge, items, lane, turns)
-        return partial(judge_each, judge.judge, items, lane, cutoff, turns)
+            return partial(judge_together, judge, items, priority, scheduler)
+        return partial(judge_each, judge.judge, items, priority, cancellation, scheduler)
 
 
 def validate(config: RewardConfig) -> Rubric:
@@ -324,7 +329,7 @@ def validate(config: RewardConfig) -> Rubric:
 
 def _is_cut(scores: Sequence[Score | None]) -> bool:
     """Whether a judge had no time for the item: then it has no score, not even one that would do without that judge."""
-    return any(score is CUT_OFF for score in scores)
+    return any(score is CANCELLED for score in scores)
 
 
 def _is_over(rubric: Rubric, stage: Sequence[int], scores: Sequence[Score | None]) -> bool:

@@ -18,10 +18,10 @@ from tandem.reward.endpoints.http_client import (
     Fault,
     HttpClient,
     check_url,
-    in_line,
     open_client,
     read_json,
     read_key,
+    wait_in_queue,
     with_retries,
 )
 from tandem.reward.endpoints.loop_thread import CLOSING, ClosedError, LoopThread
@@ -47,18 +47,18 @@ class EndpointSession:
     client: HttpClient
     limiter: RateLimiter
     meter: SpendMeter
-    places: PrioritySemaphore
+    slots: PrioritySemaphore
     """As many as questions may be under way."""
-    lane: Priority = "calls"
+    priority: Priority = "calls"
     """Of those who ask here."""
 
-    def of(self, lane: Priority) -> EndpointSession:
-        """The same desk for those of a lane."""
-        return replace(self, lane=lane)
+    def of(self, priority: Priority) -> EndpointSession:
+        """The same session for those of a lane."""
+        return replace(self, priority=priority)
 
-    def waiting(self, lane: Priority) -> int:
-        """Questions of a lane that wait for a place or for room in the rates."""
-        return self.places.waiting(lane) + self.limiter.waiting(lane)
+    def waiting(self, priority: Priority) -> int:
+        """Number of questions of one priority that wait for a slot or for the rate limits."""
+        return self.slots.waiting(priority) + self.limiter.waiting(priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +147,18 @@ class ChatEndpoint:
         if own := sorted(_OWN_FIELDS & set(self.extra_body)):
             raise ValueError(f"extra_body must not hold {own[0]}")
         read_key(self.api_key_env)
-        object.__setattr__(self, "_loop", LoopThread("judge", self._open_desk))
+        object.__setattr__(self, "_loop", LoopThread("judge", self._open_session))
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [CLOSING] * len(items)
         if not items:
             return scores
         with suppress(ClosedError):
-            self._loop.run(lambda desk: self._judge_all(desk.of(lane), items, scores))
+            self._loop.run(lambda session: self._judge_all(session.of(priority), items, scores))
         return scores
 
-    async def _judge_all(self, desk: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
+    async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
         """Puts each item's result in its place in `scores` as soon as there is one; what is not there yet when the loop
         closes stays.
         """
@@ -170,15 +170,18 @@ class ChatEndpoint:
 
     def figures(self) -> dict[str, float]:
         """Requests sent and money spent since the start, and questions that wait now."""
-        desk = self._loop.shared
+        session = self._loop.shared
         return {
-            "judge_requests": 0.0 if desk is None else float(desk.client.num_requests),
-            "judge_spent": 0.0 if desk is None else desk.meter.spent,
-            **{f"judge_waiting_{lane}": 0.0 if desk is None else float(desk.waiting(lane)) for lane in PRIORITIES},
+            "judge_requests": 0.0 if session is None else float(session.client.num_requests),
+            "judge_spent": 0.0 if session is None else session.meter.spent,
+            **{
+                f"judge_waiting_{priority}": 0.0 if session is None else float(session.waiting(priority))
+                for priority in PRIORITIES
+            },
         }
 
     @asynccontextmanager
-    async def _open_desk(self) -> AsyncIterator[EndpointSession]:
+    async def _open_session(self) -> AsyncIterator[EndpointSession]:
         limits = [RateLimit(most) for most in (self.requests_per_minute, self.tokens_per_minute) if most]
         async with open_client(
             f"{self.base_url.rstrip('/')}/chat/completions",
@@ -189,19 +192,23 @@ class ChatEndpoint:
             meter = SpendMeter(self.max_spend or None)
             yield EndpointSession(client, RateLimiter(limits), meter, PrioritySemaphore(self.max_concurrent))
 
-    async def ask(self, desk: EndpointSession, messages: Sequence[Message], read: Callable[[str], T]) -> T | Unscored:
+    async def ask(
+        self, session: EndpointSession, messages: Sequence[Message], read: Callable[[str], T]
+    ) -> T | Unscored:
         """What `read` makes of the endpoint's answer; unscored if there is none. `read` raises NoVerdictError.
 
-        Waits for its turn first: at a place, then at the rates and at the money that is left, at each by the desk's
+        Waits for its turn first: at a place, then at the rates and at the money that is left, at each by the session's
         lane.
         """
-        if fault := await in_line("a place at the judge", desk.places.enter(desk.lane)):
+        if fault := await wait_in_queue("a place at the judge", session.slots.acquire(session.priority)):
             return fault.unscored
         try:
             quote = self._quote(messages)
-            outcome: T | Fault | Unscored = quote if isinstance(quote, Unscored) else await self._put(desk, quote, read)
+            outcome: T | Fault | Unscored = (
+                quote if isinstance(quote, Unscored) else await self._put(session, quote, read)
+            )
         finally:
-            desk.places.leave()
+            session.slots.release()
         return outcome.unscored if isinstance(outcome, Fault) else outcome
 
     def _quote(self, messages: Sequence[Message]) -> Quote | Unscored:
@@ -229,52 +236,52 @@ class ChatEndpoint:
     def _price(self, prompt_tokens: float, completion_tokens: float) -> float:
         return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
 
-    async def _put(self, desk: EndpointSession, quote: Quote, read: Callable[[str], T]) -> T | Fault:
+    async def _put(self, session: EndpointSession, quote: Quote, read: Callable[[str], T]) -> T | Fault:
         """Asks until there is an answer. The deadline runs from the first admission."""
         clock = asyncio.get_running_loop().time
-        if fault := await desk.client.wait_until_open(clock() + self.deadline_seconds):
+        if fault := await session.client.wait_until_open(clock() + self.deadline_seconds):
             return fault
-        first = await in_line("room in the judge's rates", self._admit(desk, quote, again=False))
+        first = await wait_in_queue("room in the judge's rates", self._admit(session, quote, again=False))
         if isinstance(first, Fault):
             return first
         admitted = [first]
 
         async def attempt(deadline: float) -> T | Fault:
-            taken = admitted.pop() if admitted else await self._admit_again(desk, quote, deadline)
-            return taken if isinstance(taken, Fault) else await self._send(desk, quote, read, taken, deadline)
+            taken = admitted.pop() if admitted else await self._admit_again(session, quote, deadline)
+            return taken if isinstance(taken, Fault) else await self._send(session, quote, read, taken, deadline)
 
         deadline = clock() + self.deadline_seconds
         return await with_retries(attempt, max_attempts=self.max_attempts, deadline=deadline)
 
-    async def _admit(self, desk: EndpointSession, quote: Quote, *, again: bool) -> list[Taken] | Fault:
+    async def _admit(self, session: EndpointSession, quote: Quote, *, again: bool) -> list[Taken] | Fault:
         """Sets the highest price aside and takes room in the rates: for `_send` to settle."""
-        if not await desk.meter.reserve(quote.highest_price, desk.lane, again=again):
-            spent = f"{desk.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
+        if not await session.meter.reserve(quote.highest_price, session.priority, again=again):
+            spent = f"{session.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
             return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
         try:
-            return await desk.limiter.take(self._amounts(quote.tokens), desk.lane, again=again)
+            return await session.limiter.take(self._amounts(quote.tokens), session.priority, again=again)
         except BaseException:
-            desk.meter.charge(quote.highest_price, 0.0)
+            session.meter.charge(quote.highest_price, 0.0)
             raise
 
-    async def _admit_again(self, desk: EndpointSession, quote: Quote, deadline: float) -> list[Taken] | Fault:
-        if fault := await desk.client.wait_until_open(deadline):
+    async def _admit_again(self, session: EndpointSession, quote: Quote, deadline: float) -> list[Taken] | Fault:
+        if fault := await session.client.wait_until_open(deadline):
             return fault
         try:
             async with asyncio.timeout_at(deadline):
-                return await self._admit(desk, quote, again=True)
+                return await self._admit(session, quote, again=True)
         except TimeoutError:
             return Fault("timeout", "the deadline passed while it waited for room in the rate limit", retry=False)
 
     async def _send(
-        self, desk: EndpointSession, quote: Quote, read: Callable[[str], T], taken: Sequence[Taken], deadline: float
+        self, session: EndpointSession, quote: Quote, read: Callable[[str], T], taken: Sequence[Taken], deadline: float
     ) -> T | Fault:
         """One request that was admitted, and its bill."""
         # Until there is a reply, were it because nobody waits for one any more: the cap holds even if such requests are
         # billed.
         tokens, price = quote.tokens, quote.highest_price
         try:
-            data = await desk.client.post(quote.body, deadline)
+            data = await session.client.post(quote.body, deadline)
             if isinstance(data, Fault):
                 if not data.perhaps_done:
                     tokens, price = 0, 0.0
@@ -283,8 +290,8 @@ class ChatEndpoint:
             tokens, price = self._used(reply, quote)
             return self._read(reply, read)
         finally:
-            desk.meter.charge(quote.highest_price, price)
-            desk.limiter.settle(taken, self._amounts(tokens))
+            session.meter.charge(quote.highest_price, price)
+            session.limiter.settle(taken, self._amounts(tokens))
 
     def _amounts(self, tokens: int) -> list[int]:
         return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]

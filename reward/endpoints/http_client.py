@@ -36,9 +36,9 @@ T = TypeVar("T")
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 LARGEST_REPLY_BYTES = 16 << 20
-LONGEST_LINE_SECONDS = 3600.0
-"""Longest wait for a turn at an endpoint. No item's own time runs meanwhile: who is overtaken by a higher lane loses
-none of it.
+MAX_QUEUE_SECONDS = 3600.0
+"""Longest wait for admission to an endpoint. It does not count towards the deadline of an item, so requests of a
+higher priority cost the others none of their time.
 """
 _LONGEST_RETRY_AFTER_SECONDS = 86400.0
 _DETAIL_CHARACTERS = 200
@@ -180,13 +180,13 @@ async def open_client(url: str, *, key: str, max_connections: int, attempt_secon
         yield HttpClient(client, url, key, attempt_seconds)
 
 
-async def in_line(what: str, wait: Awaitable[T]) -> T | Fault:
-    """The awaited turn; a fault if it does not come within LONGEST_LINE_SECONDS."""
+async def wait_in_queue(what: str, wait: Awaitable[T]) -> T | Fault:
+    """The result of `wait`; a fault if there is none within MAX_QUEUE_SECONDS."""
     try:
-        async with asyncio.timeout(LONGEST_LINE_SECONDS):
+        async with asyncio.timeout(MAX_QUEUE_SECONDS):
             return await wait
     except TimeoutError:
-        return Fault("infrastructure", f"it waited {LONGEST_LINE_SECONDS:g} s for {what}", retry=False)
+        return Fault("infrastructure", f"it waited {MAX_QUEUE_SECONDS:g} s for {what}", retry=False)
 
 
 async def with_retries(

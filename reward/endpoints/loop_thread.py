@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar
 
 from tandem.protos.contracts import Unscored
-from tandem.reward.scheduling.cancellation import current
+from tandem.reward.scheduling.cancellation import current_token
 
 T = TypeVar("T")
 Shared = TypeVar("Shared")
@@ -45,7 +45,7 @@ class LoopThread(Generic[Shared]):
     def run(self, work: Callable[[Shared], Coroutine[Any, Any, T]]) -> T:
         """Runs the coroutine to its end and returns its result; blocks the caller. The coroutine bounds its own waits.
 
-        If the caller's cutoff ends first (`tandem.reward.scheduling.cancellation`), the coroutine is cancelled.
+        If the caller's cancellation token is cancelled first, so is the coroutine.
 
         Raises:
             ClosedError: that, or `close` was called before, or meanwhile.
@@ -58,7 +58,7 @@ class LoopThread(Generic[Shared]):
                 self._thread.start()
             loop, _, shared = self._ready.result(_OPEN_SECONDS)
             future = asyncio.run_coroutine_threadsafe(work(shared), loop)
-        with current().hooked(future.cancel):
+        with current_token().on_cancel(future.cancel):
             return self._result_of(future)
 
     def _result_of(self, future: Future[T]) -> T:

@@ -90,18 +90,18 @@ class RateLimiter:
 
     def __init__(self, limits: Sequence[RateLimit]) -> None:
         self._limits = tuple(limits)
-        self._gate = AdmissionQueue()
+        self._queue = AdmissionQueue()
 
-    def waiting(self, lane: Priority) -> int:
+    def waiting(self, priority: Priority) -> int:
         """How many wait for room, in a lane."""
-        return self._gate.waiting(lane)
+        return self._queue.waiting(priority)
 
-    async def take(self, amounts: Sequence[int], lane: Priority = "calls", *, again: bool = False) -> list[Taken]:
+    async def take(self, amounts: Sequence[int], priority: Priority = "calls", *, again: bool = False) -> list[Taken]:
         """Waits for room in every limit, and takes it. The caller's time-out bounds the wait.
 
         Args:
             amounts: what is needed of each limit.
-            lane: whose turn it is is as `tandem.reward.scheduling.admission_queue` says.
+            priority: decides who is next, see `tandem.reward.scheduling.admission_queue`.
             again: for a further attempt: before the others of its lane.
 
         Raises:
@@ -122,11 +122,11 @@ class RateLimiter:
             return seconds
 
         delay(clock())  # what never has room is refused here, not when its turn comes
-        await self._gate.enter(lane, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
+        await self._queue.acquire(priority, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
         return taken
 
     def settle(self, taken: Sequence[Taken], amounts: Sequence[int]) -> None:
         """Corrects what `take` estimated."""
         for limit, one, amount in zip(self._limits, taken, amounts, strict=True):
             limit.settle(one, amount)
-        self._gate.look()
+        self._queue.wake()

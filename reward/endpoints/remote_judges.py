@@ -1,4 +1,4 @@
-"""The judges of a service that wait for others: built once, asked by lane, told apart in what they report."""
+"""The judges of a service that wait for others: built once, asked by priority, told apart in what they report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.reward.rubric.rubric import Rubric
 from tandem.reward.scheduling.cancellation import CancellationToken
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 
-_THREADS = 32  # of each lane, that wait for a second remote scorer of one rubric; the first has the caller's
+_THREADS = 32  # of each priority, that wait for a second remote scorer of one rubric; the first has the caller's
 
 
 class RemoteJudges:
@@ -24,8 +24,8 @@ class RemoteJudges:
     def __init__(self) -> None:
         self._judges: dict[str, RemoteJudge] = {}
         self._names: dict[str, str] = {}
-        # By lane: threads that wait for the answers of jobs are none that the ring could need.
-        self._threads = {lane: ThreadPoolExecutor(_THREADS, f"remote-scorer-{lane}") for lane in PRIORITIES}
+        # By priority: threads that wait for the answers of jobs are none that the ring could need.
+        self._threads = {priority: ThreadPoolExecutor(_THREADS, f"remote-scorer-{priority}") for priority in PRIORITIES}
         self._closing = False
 
     def __contains__(self, spec: ScorerSpec) -> bool:
@@ -46,12 +46,18 @@ class RemoteJudges:
             judge.start()
 
     def begin(
-        self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Priority, cutoff: CancellationToken, *, aside: bool
+        self,
+        spec: ScorerSpec,
+        items: Sequence[ScoreItem],
+        priority: Priority,
+        cancellation: CancellationToken,
+        *,
+        aside: bool,
     ) -> Callable[[], list[Score]]:
         """What waits for the scores. `aside`: another thread begins to wait for them now."""
-        judge_all = partial(judge_remotely, self._judges[spec.key], items, lane, cutoff, spec.grouped)
+        judge_all = partial(judge_remotely, self._judges[spec.key], items, priority, cancellation, spec.grouped)
         if aside and not self._closing:
-            return partial(wait_aside, self._threads[lane].submit(judge_all), cutoff, len(items))
+            return partial(wait_aside, self._threads[priority].submit(judge_all), cancellation, len(items))
         return judge_all
 
     def figures(self) -> dict[str, float]:

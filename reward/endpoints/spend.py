@@ -23,7 +23,7 @@ class SpendMeter:
         self._most = None if most is None else round(most * _NANO)  # None: it only counts
         self._spent = 0
         self._reserved = 0
-        self._gate = AdmissionQueue()
+        self._queue = AdmissionQueue()
 
     @property
     def spent(self) -> float:
@@ -48,8 +48,8 @@ class SpendMeter:
         self._reserved += price
         return "granted"
 
-    async def reserve(self, highest: float, lane: Priority = "calls", *, again: bool = False) -> bool:
-        """Sets the price aside, first come first served within a lane; False: it does not fit under the cap.
+    async def reserve(self, highest: float, priority: Priority = "calls", *, again: bool = False) -> bool:
+        """Sets the price aside, first come first served within a priority; False: it exceeds the cap.
 
         The caller's time-out bounds the wait. `again`: for a further attempt, before the others of its lane.
         """
@@ -65,14 +65,14 @@ class SpendMeter:
             if granted:
                 self.charge(highest, 0.0)
 
-        await self._gate.enter(lane, take, give_back, again=again)
+        await self._queue.acquire(priority, take, give_back, again=again)
         return granted
 
     def charge(self, reserved: float, price: float) -> None:
         """Ends a reservation, and charges what the request cost."""
         self._reserved -= _up(reserved)
         self._spent += _up(price)
-        self._gate.look()
+        self._queue.wake()
 
 
 def _up(price: float) -> int:

@@ -1,4 +1,4 @@
-"""What is scarce on an event loop, handed out by lane: places, rates, money."""
+"""Admission by priority to what is scarce on an event loop: concurrent requests, rates, money."""
 
 from __future__ import annotations
 
@@ -13,94 +13,93 @@ from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, Priori
 @dataclass(slots=True, eq=False)
 class _Waiter:
     take: Callable[[], float]
-    passed: asyncio.Future[None]
+    admitted: asyncio.Future[None]
     again: bool
 
 
 class AdmissionQueue:
-    """A line of coroutines by lane: whoever is next takes what it needs as soon as that is there, and the others wait
-    behind it.
+    """Coroutines wait here, ordered by priority, until there is room for them.
 
-    Who is next is found whenever there may be room, and not before: one of a higher lane passes those who came earlier,
-    up to the share that lower lanes have (`tandem.reward.scheduling.priority_queue`). One that is next is not passed by
-    one that needs less, or those that need much would never come. Used by the coroutines of one event loop.
+    The next waiter is chosen when there may be room, not earlier, so a later one of a higher priority passes it. A
+    waiter that is next and needs much is not passed by one that needs less; else it might never be admitted. Used by
+    the coroutines of one event loop.
     """
 
     def __init__(self) -> None:
-        self._line: PriorityQueue[_Waiter] = PriorityQueue()
-        self._num_again = dict.fromkeys(PRIORITIES, 0)  # the first of each lane
+        self._queue: PriorityQueue[_Waiter] = PriorityQueue()
+        self._num_again = dict.fromkeys(PRIORITIES, 0)  # they are the first of each priority
         self._timer: asyncio.TimerHandle | None = None
 
-    def waiting(self, lane: Priority) -> int:
-        """How many wait in a lane."""
-        return self._line.waiting(lane)
+    def waiting(self, priority: Priority) -> int:
+        """Number of waiters of one priority."""
+        return self._queue.waiting(priority)
 
-    async def enter(
-        self, lane: Priority, take: Callable[[], float], give_back: Callable[[], None], *, again: bool = False
+    async def acquire(
+        self, priority: Priority, take: Callable[[], float], give_back: Callable[[], None], *, again: bool = False
     ) -> None:
-        """Waits for its turn until `take` has taken. The caller's time-out bounds the wait.
+        """Waits until it is this caller's turn and `take` succeeds. The caller bounds the wait with a timeout.
 
         Args:
-            take: takes what is needed and returns 0; or takes nothing and returns the seconds after which it is worth
-                another try,
-                infinite if only a `look` can tell. It raises nothing.
-            give_back: undoes it, for one that is cancelled just as it was let through.
-            again: it was let through before for the same thing: it goes before those of its lane that were not.
+            take: takes what is needed and returns 0; or takes nothing and returns the seconds after which to try
+                again, infinity if only `wake` can tell. Must not raise.
+            give_back: undoes `take`, for a caller that is cancelled just as it was admitted.
+            again: a further attempt of a request that was admitted before; it goes before first attempts of the same
+                priority.
         """
         waiter = _Waiter(take, asyncio.get_running_loop().create_future(), again)
         if again:
-            self._line.put_back(lane, waiter, self._num_again[lane])
-            self._num_again[lane] += 1
+            self._queue.push_front(priority, waiter, self._num_again[priority])
+            self._num_again[priority] += 1
         else:
-            self._line.add(lane, waiter)
-        self.look()
+            self._queue.add(priority, waiter)
+        self.wake()
         try:
-            await waiter.passed
+            await waiter.admitted
         except asyncio.CancelledError:
-            if self._line.remove(lane, waiter):
-                self._num_again[lane] -= again
+            if self._queue.remove(priority, waiter):
+                self._num_again[priority] -= again
             else:
                 give_back()
-            self.look()  # it may have been next
+            self.wake()  # it may have been next
             raise
 
-    def look(self) -> None:
-        """Lets through whom there is room for. For those who make room."""
+    def wake(self) -> None:
+        """Admits all for whom there is room. Call it after making room."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while (found := self._line.peek()) is not None:
-            lane, waiter = found
+        while (found := self._queue.peek()) is not None:
+            priority, waiter = found
             delay = waiter.take()
             if delay > 0.0:
                 if delay < math.inf:
-                    self._timer = asyncio.get_running_loop().call_later(delay, self.look)
+                    self._timer = asyncio.get_running_loop().call_later(delay, self.wake)
                 return
-            self._line.next()
-            self._num_again[lane] -= waiter.again
-            if not waiter.passed.done():  # else it is being cancelled, and gives back
-                waiter.passed.set_result(None)
+            self._queue.pop()
+            self._num_again[priority] -= waiter.again
+            if not waiter.admitted.done():  # else it is being cancelled, and gives back what was taken
+                waiter.admitted.set_result(None)
 
 
 class PrioritySemaphore:
-    """So many may be at it at once, by lane. Used by the coroutines of one event loop."""
+    """A semaphore whose waiters are served by priority. Used by the coroutines of one event loop."""
 
     def __init__(self, number: int) -> None:
         self._free = number
-        self._gate = AdmissionQueue()
+        self._queue = AdmissionQueue()
 
-    def waiting(self, lane: Priority) -> int:
-        """How many wait for a place, in a lane."""
-        return self._gate.waiting(lane)
+    def waiting(self, priority: Priority) -> int:
+        """Number of waiters of one priority."""
+        return self._queue.waiting(priority)
 
-    async def enter(self, lane: Priority) -> None:
-        """Waits for a place, and takes it until `leave`. The caller's time-out bounds the wait."""
-        await self._gate.enter(lane, self._take, self._put)
+    async def acquire(self, priority: Priority) -> None:
+        """Waits for a slot. The caller bounds the wait with a timeout."""
+        await self._queue.acquire(priority, self._take, self._give_back)
 
-    def leave(self) -> None:
-        """Gives the place to who is next."""
-        self._put()
-        self._gate.look()
+    def release(self) -> None:
+        """Frees a slot for the next waiter."""
+        self._give_back()
+        self._queue.wake()
 
     def _take(self) -> float:
         if not self._free:
@@ -108,5 +107,5 @@ class PrioritySemaphore:
         self._free -= 1
         return 0.0
 
-    def _put(self) -> None:
+    def _give_back(self) -> None:
         self._free += 1

@@ -1,4 +1,4 @@
-"""Until when somebody wants scores: whoever asked ends it, and what works for him stops."""
+"""Cancellation token of one scoring call."""
 
 from __future__ import annotations
 
@@ -9,61 +9,61 @@ from contextvars import ContextVar
 
 from tandem.protos.contracts import Unscored
 
-CUT_OFF = Unscored("timeout", "it had no score shortly before the call's deadline")
-"""For items without a score when a cutoff ends. Known by its identity: no judge has spoken, so no rubric may go on
-without it.
+CANCELLED = Unscored("timeout", "it had no score shortly before the call's deadline")
+"""Result of an item that had no score when its call was cancelled. It is compared by identity: a rubric must not
+treat it as the verdict of a judge.
 """
 
 
 class CancellationToken:
-    """Ends once. Thread-safe."""
+    """Can be cancelled once. Thread-safe."""
 
     def __init__(self) -> None:
-        self.ended = False
+        self.cancelled = False
         self._lock = threading.Lock()
-        self._hooks: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
-    def end(self) -> None:
-        """From now on nobody wants what is not done. May be called again."""
+    def cancel(self) -> None:
+        """Stops the work of the call as soon as possible. May be called again."""
         with self._lock:
-            self.ended = True
-            hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook()
+            self.cancelled = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     @contextmanager
-    def hooked(self, hook: Callable[[], object]) -> Iterator[None]:
-        """Calls `hook` if it ends within the block, in the thread that ends it; at once if it has ended. The hook must
-        not wait.
+    def on_cancel(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Calls `callback` if the token is cancelled inside the block, in the cancelling thread; at once if it already
+        is. The callback must not block.
         """
         with self._lock:
-            ended = self.ended
-            if not ended:
-                self._hooks.append(hook)
-        if ended:
-            hook()
+            cancelled = self.cancelled
+            if not cancelled:
+                self._callbacks.append(callback)
+        if cancelled:
+            callback()
         try:
             yield
         finally:
             with self._lock:
-                if hook in self._hooks:
-                    self._hooks.remove(hook)
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Within the block, in this thread, `current` is this one: for judges, whose protocol is the user's too and
-        knows no cutoff.
+    def as_current(self) -> Iterator[None]:
+        """Makes this the `current_token` of the thread. Judges find it there, because their protocol has no parameter
+        for it.
         """
-        token = _CURRENT.set(self)
+        previous = _CURRENT.set(self)
         try:
             yield
         finally:
-            _CURRENT.reset(token)
+            _CURRENT.reset(previous)
 
 
-_CURRENT: ContextVar[CancellationToken] = ContextVar("cutoff")
+_CURRENT: ContextVar[CancellationToken] = ContextVar("cancellation")
 
 
-def current() -> CancellationToken:
-    """The cutoff of the call that this thread judges for; one that never ends for whoever has none."""
+def current_token() -> CancellationToken:
+    """The token of the call that this thread works for; one that is never cancelled if there is none."""
     return _CURRENT.get(None) or CancellationToken()

@@ -1,9 +1,9 @@
-"""Turns at the interpreter, by lane, for scorers that run in the threads of their callers.
+"""Time slices of the Python interpreter, by priority, for scorers that run in their callers' threads.
 
-Python runs one thread at a time. Scorers of this process cannot hang, but a job's threads and those of sixty calls, all
-of them scoring, would leave the ring's one a share of as many parts. So one scores at a time, for some milliseconds,
-and then who is next (`tandem.reward.scheduling.priority_queue`). It costs nothing that scoring at the same time could
-have given.
+Python runs one thread at a time (the GIL). Scorers of this process cannot hang, but without a scheduler the ring's
+thread would get an equal share beside a job's threads and those of sixty calls. So one thread scores at a time, for
+some milliseconds, and then the next by `tandem.reward.scheduling.priority_queue`. Nothing is lost by this: the threads
+could not have scored in parallel.
 """
 
 from __future__ import annotations
@@ -15,77 +15,74 @@ from typing import TypeVar
 
 from tandem.reward.scheduling.priority_queue import Priority, PriorityQueue
 
-TURN_SECONDS = 0.01
-"""Of one turn, the item that it ends with aside."""
-PATIENCE_SECONDS = 1.0
-"""Whoever has waited so long (an answer may have megabytes) goes on beside the one whose turn it is."""
+SLICE_SECONDS = 0.01
+"""Length of a time slice. The item under way at its end is finished."""
+MAX_WAIT_SECONDS = 1.0
+"""A thread that has waited this long runs beside the one whose turn it is: an answer may have megabytes."""
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 
 class InterpreterScheduler:
-    """One thread at a time, the next by lane. Thread-safe."""
+    """Lets one thread run at a time, the next by priority. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._line: PriorityQueue[threading.Event] = PriorityQueue()
-        self._taken = False
+        self._queue: PriorityQueue[threading.Event] = PriorityQueue()
+        self._busy = False
 
-    def waiting(self, lane: Priority) -> int:
-        """How many threads wait for their turn, in a lane."""
-        return self._line.waiting(lane)
+    def waiting(self, priority: Priority) -> int:
+        """Number of threads that wait at this priority."""
+        return self._queue.waiting(priority)
 
-    def each(self, lane: Priority, work: Callable[[Given], Made], given: Sequence[Given]) -> list[Made]:
-        """What `work` makes of each, in order. Blocks while it is the turn of others."""
+    def run_each(self, priority: Priority, work: Callable[[Given], Made], given: Sequence[Given]) -> list[Made]:
+        """Applies `work` to each, in order. Blocks while other threads have their turns."""
         made: list[Made] = []
-        mine = self._begin(lane)
+        scheduled = self._begin(priority)
         try:
-            until = time.monotonic() + TURN_SECONDS
+            slice_end = time.monotonic() + SLICE_SECONDS
             for one in given:
-                if made and time.monotonic() >= until:
-                    mine = self._again(lane, mine)
-                    until = time.monotonic() + TURN_SECONDS
+                if made and time.monotonic() >= slice_end:
+                    scheduled = self._requeue(priority, scheduled)
+                    slice_end = time.monotonic() + SLICE_SECONDS
                 made.append(work(one))
         finally:
-            if mine:
-                self._pass_on()
+            if scheduled:
+                with self._lock:
+                    self._start_next()
         return made
 
-    def _begin(self, lane: Priority) -> bool:
-        """Waits for a turn. Whether it is one: False, if patience was at an end."""
+    def _begin(self, priority: Priority) -> bool:
+        """Waits for a turn. False if none came in time and the thread runs beside the others."""
         with self._lock:
-            if not self._taken:
-                self._taken = True
+            if not self._busy:
+                self._busy = True
                 return True
             turn = threading.Event()
-            self._line.add(lane, turn)
-        return self._wait(lane, turn)
+            self._queue.add(priority, turn)
+        return self._wait(priority, turn)
 
-    def _again(self, lane: Priority, mine: bool) -> bool:
-        """The next turn of one who has more to do: behind the others of its lane."""
-        if not mine:
-            return self._begin(lane)
+    def _requeue(self, priority: Priority, scheduled: bool) -> bool:
+        """Waits for a further turn, behind the others of the same priority."""
+        if not scheduled:
+            return self._begin(priority)
         with self._lock:
-            if not self._line:
+            if not self._queue:
                 return True
             turn = threading.Event()
-            self._line.add(lane, turn)
-            self._hand_over()
-        return self._wait(lane, turn)
+            self._queue.add(priority, turn)
+            self._start_next()
+        return self._wait(priority, turn)
 
-    def _wait(self, lane: Priority, turn: threading.Event) -> bool:
-        if turn.wait(PATIENCE_SECONDS):
+    def _wait(self, priority: Priority, turn: threading.Event) -> bool:
+        if turn.wait(MAX_WAIT_SECONDS):
             return True
         with self._lock:
-            return not self._line.remove(lane, turn)  # it may have come just now
+            return not self._queue.remove(priority, turn)  # not in the queue: the turn came just now
 
-    def _pass_on(self) -> None:
-        with self._lock:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        found = self._line.next()
-        self._taken = found is not None
+    def _start_next(self) -> None:
+        found = self._queue.pop()
+        self._busy = found is not None
         if found is not None:
             found[1].set()

@@ -1,4 +1,4 @@
-"""Who is served next: three lanes with weights, and turns within a lane."""
+"""A weighted priority queue: who is served next."""
 
 from __future__ import annotations
 
@@ -8,109 +8,103 @@ from typing import Generic, Literal, TypeVar
 
 Priority = Literal["ring", "calls", "jobs"]
 PRIORITIES: tuple[Priority, ...] = ("ring", "calls", "jobs")
-"""In the order of their priority: groups that training waits for, calls that somebody waits for, jobs that run for
-hours.
-"""
+"""Highest first: groups that training waits for, calls that a client waits for, jobs that run for hours."""
 
 SHARE = 4
-"""Of so many turns taken while a lower lane waits, one is the lower lanes'."""
+"""While a lower priority waits, every fourth turn goes to it."""
 
 T = TypeVar("T")
 
 
 class PriorityQueue(Generic[T]):
-    """Queues by lane. The higher lane goes first, but not always, so that none starves. Not thread-safe.
+    """One first-in-first-out queue per priority. The highest priority goes first, except for the share of turns that
+    goes to lower ones, so none starves. Not thread-safe.
 
-    The one rule of all that is scarce: the pool's processes, the interpreter
-    (`tandem.reward.scheduling.interpreter_scheduler`), a judge's requests, rates and money
-    (`tandem.reward.scheduling.admission_queue`), the batches of a reward model (`tandem.reward.workers.model_batcher`).
+    Every scarce resource of the reward service uses this rule: worker processes, the interpreter
+    (`tandem.reward.scheduling.interpreter_scheduler`), requests, rates and money of a judge
+    (`tandem.reward.scheduling.admission_queue`), batches of a reward model (`tandem.reward.workers.model_batcher`).
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Priority, deque[T]] = {lane: deque() for lane in PRIORITIES}
+        self._waiting: dict[Priority, deque[T]] = {priority: deque() for priority in PRIORITIES}
         self._turns = dict.fromkeys(PRIORITIES, 0)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def waiting(self, lane: Priority) -> int:
-        """How many wait in a lane."""
-        return len(self._waiting[lane])
+    def waiting(self, priority: Priority) -> int:
+        """Number of entries that wait at this priority."""
+        return len(self._waiting[priority])
 
-    def add(self, lane: Priority, one: T) -> None:
-        """To the lane's end: those in a lane take turns."""
-        self._waiting[lane].append(one)
+    def add(self, priority: Priority, entry: T) -> None:
+        """Appends an entry to the queue of its priority."""
+        self._waiting[priority].append(entry)
 
-    def put_back(self, lane: Priority, one: T, behind: int = 0) -> None:
-        """To the lane's head, or behind so many there."""
-        self._waiting[lane].insert(behind, one)
+    def push_front(self, priority: Priority, entry: T, index: int = 0) -> None:
+        """Inserts an entry at the front of the queue of its priority, behind the first `index` entries."""
+        self._waiting[priority].insert(index, entry)
 
-    def remove(self, lane: Priority, one: T) -> bool:
-        """Takes it out of its lane; False if it is not there."""
+    def remove(self, priority: Priority, entry: T) -> bool:
+        """Removes an entry; False if it is not in the queue."""
         try:
-            self._waiting[lane].remove(one)
+            self._waiting[priority].remove(entry)
         except ValueError:
             return False
         return True
 
-    def head(self, lane: Priority) -> T | None:
-        """Who is first in a lane; None if nobody waits in it."""
-        return self._waiting[lane][0] if self._waiting[lane] else None
+    def first(self, priority: Priority) -> T | None:
+        """The first entry of one priority; None if there is none."""
+        return self._waiting[priority][0] if self._waiting[priority] else None
 
     def peek(self) -> tuple[Priority, T] | None:
-        """Who is next, and stays in its lane; None if nobody waits. If another comes in a higher lane, that one may be
-        next.
-        """
+        """The next entry, left in the queue; None if the queue is empty."""
         busy = self._busy()
         if not busy:
             return None
-        lane = busy[self._place(busy)]
-        return lane, self._waiting[lane][0]
+        priority = busy[self._next_index(busy)]
+        return priority, self._waiting[priority][0]
 
-    def next(self) -> tuple[Priority, T] | None:
-        """Takes out who is next; None if nobody waits."""
+    def pop(self) -> tuple[Priority, T] | None:
+        """Removes and returns the next entry; None if the queue is empty."""
         busy = self._busy()
         if not busy:
             return None
-        lane = self._turn(busy)
-        return lane, self._waiting[lane].popleft()
+        priority = self._take_turn(busy)
+        return priority, self._waiting[priority].popleft()
 
-    def next_of(self, lane: Priority) -> T:
-        """Takes out who is first in a lane, as part of the turn that `next` gave it."""
-        return self._waiting[lane].popleft()
+    def pop_from(self, priority: Priority) -> T:
+        """Removes and returns the first entry of one priority, as part of the turn that `pop` gave to it."""
+        return self._waiting[priority].popleft()
 
-    def goes_on(self, lane: Priority) -> bool:
-        """Whether one that was taken out of this lane and has more to do has the next turn as well. If so, it
-        is taken.
-        """
-        busy = [one for one in PRIORITIES if one == lane or self._waiting[one]]
-        mine = busy[self._place(busy)] == lane
-        if mine:
-            self._turn(busy)
-        return mine
+    def try_continue(self, priority: Priority) -> bool:
+        """Takes one more turn for an entry that was popped and has work left; False if another priority is next."""
+        busy = [other for other in PRIORITIES if other == priority or self._waiting[other]]
+        is_next = busy[self._next_index(busy)] == priority
+        if is_next:
+            self._take_turn(busy)
+        return is_next
 
     def clear(self) -> list[T]:
-        """Empties every lane."""
-        everything = [one for lane in PRIORITIES for one in self._waiting[lane]]
+        """Removes and returns all entries."""
+        everything = [entry for priority in PRIORITIES for entry in self._waiting[priority]]
         for queue in self._waiting.values():
             queue.clear()
         return everything
 
     def _busy(self) -> list[Priority]:
-        return [lane for lane in PRIORITIES if self._waiting[lane]]
+        return [priority for priority in PRIORITIES if self._waiting[priority]]
 
-    def _place(self, busy: Sequence[Priority]) -> int:
-        """Which of these lanes has the next turn: one that has had all but one of SHARE leaves it to those below."""
-        place = 0
-        while place + 1 < len(busy) and self._turns[busy[place]] + 1 >= SHARE:
-            place += 1
-        return place
+    def _next_index(self, busy: Sequence[Priority]) -> int:
+        """Index of the priority that has the next turn: one that took SHARE - 1 turns leaves the next to lower ones."""
+        index = 0
+        while index + 1 < len(busy) and self._turns[busy[index]] + 1 >= SHARE:
+            index += 1
+        return index
 
-    def _turn(self, busy: Sequence[Priority]) -> Priority:
-        """The same, and counts it."""
-        place = self._place(busy)
-        for passed in busy[:place]:
+    def _take_turn(self, busy: Sequence[Priority]) -> Priority:
+        index = self._next_index(busy)
+        for passed in busy[:index]:
             self._turns[passed] = 0
-        if place + 1 < len(busy):
-            self._turns[busy[place]] += 1
-        return busy[place]
+        if index + 1 < len(busy):
+            self._turns[busy[index]] += 1
+        return busy[index]

@@ -56,12 +56,12 @@ class GroupRank:
         object.__setattr__(self, "_judge", make_judge(self.scorer, self.arguments))
         object.__setattr__(self, "_remote", kind.ISOLATION == "remote")
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [Unscored("invalid_input", "not compared")] * len(items)
         groups = split_groups(items, scores)
         wanted = [number for numbers in groups for number in numbers]
-        values = dict(zip(wanted, self._values([items[number] for number in wanted], lane), strict=True))
+        values = dict(zip(wanted, self._values([items[number] for number in wanted], priority), strict=True))
         for numbers in groups:
             for number, score in zip(numbers, ranked([values[number] for number in numbers]), strict=True):
                 scores[number] = score
@@ -78,10 +78,10 @@ class GroupRank:
         figures: dict[str, float] = own() if own is not None else {}
         return figures
 
-    def _values(self, items: Sequence[ScoreItem], lane: Priority) -> list[Score]:
+    def _values(self, items: Sequence[ScoreItem], priority: Priority) -> list[Score]:
         judge = self._judge
         if self._remote:
-            return cast(RemoteJudge, judge).judge_batch(items, lane=lane)
+            return cast(RemoteJudge, judge).judge_batch(items, priority=priority)
         return judge.judge_batch(items) if isinstance(judge, BatchJudge) else [judge.judge(item) for item in items]
 
 

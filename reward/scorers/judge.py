@@ -90,20 +90,20 @@ class GenerativeJudge(ChatEndpoint):
         object.__setattr__(self, "_reader", reader)
         object.__setattr__(self, "_prompt", PromptTemplate(self.template))
 
-    async def _judge_all(self, desk: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
+    async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
         async def fill(number: int) -> None:
-            scores[number] = await self._judge_one(desk, items[number])
+            scores[number] = await self._judge_one(session, items[number])
 
         async with asyncio.TaskGroup() as group:
             for number in range(len(items)):
                 group.create_task(fill(number))
 
-    async def _judge_one(self, desk: EndpointSession, item: ScoreItem) -> Score:
+    async def _judge_one(self, session: EndpointSession, item: ScoreItem) -> Score:
         values = item_values(item, self._prompt.names, self.question_field)
         if isinstance(values, Unscored):
             return values
         messages = [{"role": "user", "content": self._prompt.fill(values)}]
-        votes = await asyncio.gather(*(self.ask(desk, messages, self._reader.read) for _ in range(self.votes)))
+        votes = await asyncio.gather(*(self.ask(session, messages, self._reader.read) for _ in range(self.votes)))
         numbers: list[float] = []
         for vote in votes:
             if isinstance(vote, Unscored):

@@ -98,43 +98,45 @@ class Pairwise(ChatEndpoint):
         object.__setattr__(self, "_reader", reader)
         object.__setattr__(self, "_prompt", template)
 
-    async def _judge_all(self, desk: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
+    async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
         async with asyncio.TaskGroup() as tasks:
             for numbers in split_groups(items, scores):
-                tasks.create_task(self._judge_group(desk, items, numbers, scores))
+                tasks.create_task(self._judge_group(session, items, numbers, scores))
 
     async def _judge_group(
-        self, desk: EndpointSession, items: Sequence[ScoreItem], numbers: Sequence[int], scores: list[Score]
+        self, session: EndpointSession, items: Sequence[ScoreItem], numbers: Sequence[int], scores: list[Score]
     ) -> None:
         answers = [items[number] for number in numbers]
         seed = _seed(answers)
         pairs = choose_pairs(len(answers), self.opponents, seed)
-        results = await asyncio.gather(*(self._compare(desk, answers[i], answers[j], (seed, i, j)) for i, j in pairs))
+        results = await asyncio.gather(
+            *(self._compare(session, answers[i], answers[j], (seed, i, j)) for i, j in pairs)
+        )
         for number, score in zip(numbers, win_rates(len(answers), pairs, results), strict=True):
             scores[number] = score
 
     async def _compare(
-        self, desk: EndpointSession, one: ScoreItem, other: ScoreItem, seed: tuple[int, int, int]
+        self, session: EndpointSession, one: ScoreItem, other: ScoreItem, seed: tuple[int, int, int]
     ) -> float | Unscored:
         """What the pair is worth to `one`: 1 it wins, 0 the other does."""
         if one.solution == other.solution:
             return 0.5
         if not self.swap:
             if random.Random(repr(seed)).random() < 0.5:
-                return await self._show(desk, one, other)
-            return _turned(await self._show(desk, other, one))
-        first, second = await asyncio.gather(self._show(desk, one, other), self._show(desk, other, one))
+                return await self._show(session, one, other)
+            return _turned(await self._show(session, other, one))
+        first, second = await asyncio.gather(self._show(session, one, other), self._show(session, other, one))
         if isinstance(first, Unscored):
             return first
         second = _turned(second)
         return second if isinstance(second, Unscored) else (first + second) / 2
 
-    async def _show(self, desk: EndpointSession, a: ScoreItem, b: ScoreItem) -> float | Unscored:
+    async def _show(self, session: EndpointSession, a: ScoreItem, b: ScoreItem) -> float | Unscored:
         values = item_values(a, self._prompt.names, self.question_field)
         if isinstance(values, Unscored):
             return values
         values |= {"answer_a": a.solution, "answer_b": b.solution}
-        return await self.ask(desk, [{"role": "user", "content": self._prompt.fill(values)}], self._reader.read)
+        return await self.ask(session, [{"role": "user", "content": self._prompt.fill(values)}], self._reader.read)
 
 
 def split_groups(items: Sequence[ScoreItem], scores: list[Score]) -> list[list[int]]:

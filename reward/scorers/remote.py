@@ -16,10 +16,10 @@ from tandem.reward.endpoints.http_client import (
     Fault,
     HttpClient,
     check_url,
-    in_line,
     open_client,
     read_json,
     read_key,
+    wait_in_queue,
     with_retries,
 )
 from tandem.reward.endpoints.loop_thread import CLOSING, ClosedError, LoopThread
@@ -37,9 +37,9 @@ class EndpointSession:
     """What the requests to one service share; lives on one event loop."""
 
     client: HttpClient
-    places: PrioritySemaphore
+    slots: PrioritySemaphore
     """As many as requests may be under way."""
-    lane: Priority = "calls"
+    priority: Priority = "calls"
     """Of those who ask here."""
 
 
@@ -127,9 +127,9 @@ class RemoteScorer:
         if not all(math.isfinite(value) for value in self.labels.values()):
             raise ValueError("labels must have finite values")
         read_key(self.api_key_env)
-        object.__setattr__(self, "_loop", LoopThread("remote-scorer", self._open_desk))
+        object.__setattr__(self, "_loop", LoopThread("remote-scorer", self._open_session))
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [CLOSING] * len(items)
         bodies: dict[int, str] = {}
@@ -141,7 +141,7 @@ class RemoteScorer:
                 bodies[number] = body
         if bodies:
             with suppress(ClosedError):
-                self._loop.run(lambda desk: self._judge_all(replace(desk, lane=lane), bodies, scores))
+                self._loop.run(lambda session: self._judge_all(replace(session, priority=priority), bodies, scores))
         return scores
 
     def close(self) -> None:
@@ -150,17 +150,17 @@ class RemoteScorer:
 
     def figures(self) -> dict[str, float]:
         """Requests sent since the start, and those that wait now."""
-        desk = self._loop.shared
+        session = self._loop.shared
         return {
-            "remote_requests": 0.0 if desk is None else float(desk.client.num_requests),
+            "remote_requests": 0.0 if session is None else float(session.client.num_requests),
             **{
-                f"remote_waiting_{lane}": 0.0 if desk is None else float(desk.places.waiting(lane))
-                for lane in PRIORITIES
+                f"remote_waiting_{priority}": 0.0 if session is None else float(session.slots.waiting(priority))
+                for priority in PRIORITIES
             },
         }
 
     @asynccontextmanager
-    async def _open_desk(self) -> AsyncIterator[EndpointSession]:
+    async def _open_session(self) -> AsyncIterator[EndpointSession]:
         async with open_client(
             self.url,
             key=read_key(self.api_key_env),
@@ -169,18 +169,18 @@ class RemoteScorer:
         ) as client:
             yield EndpointSession(client, PrioritySemaphore(self.max_concurrent))
 
-    async def _judge_all(self, desk: EndpointSession, bodies: Mapping[int, str], scores: list[Score]) -> None:
+    async def _judge_all(self, session: EndpointSession, bodies: Mapping[int, str], scores: list[Score]) -> None:
         numbers = list(bodies)
         async with asyncio.TaskGroup() as tasks:
             for start in range(0, len(numbers), self.batch_size):
-                tasks.create_task(self._judge_some(desk, numbers[start : start + self.batch_size], bodies, scores))
+                tasks.create_task(self._judge_some(session, numbers[start : start + self.batch_size], bodies, scores))
 
     async def _judge_some(
-        self, desk: EndpointSession, numbers: Sequence[int], bodies: Mapping[int, str], scores: list[Score]
+        self, session: EndpointSession, numbers: Sequence[int], bodies: Mapping[int, str], scores: list[Score]
     ) -> None:
         alone = len(numbers) == 1
         seconds = self.deadline_seconds if alone else self.deadline_seconds / 2
-        found = await self._ask(desk, [bodies[number] for number in numbers], self.max_attempts, seconds)
+        found = await self._ask(session, [bodies[number] for number in numbers], self.max_attempts, seconds)
         if not isinstance(found, Fault):
             for number, score in zip(numbers, found, strict=True):
                 scores[number] = score
@@ -192,33 +192,33 @@ class RemoteScorer:
             attempts = self.max_attempts if found.reason == "invalid_input" else 1
             async with asyncio.TaskGroup() as tasks:
                 for number in numbers:
-                    tasks.create_task(self._judge_alone(desk, number, bodies[number], attempts, scores))
+                    tasks.create_task(self._judge_alone(session, number, bodies[number], attempts, scores))
 
     async def _judge_alone(
-        self, desk: EndpointSession, number: int, body: str, attempts: int, scores: list[Score]
+        self, session: EndpointSession, number: int, body: str, attempts: int, scores: list[Score]
     ) -> None:
-        found = await self._ask(desk, [body], attempts, self.deadline_seconds / 2)
+        found = await self._ask(session, [body], attempts, self.deadline_seconds / 2)
         scores[number] = found.unscored if isinstance(found, Fault) else found[0]
 
     async def _ask(
-        self, desk: EndpointSession, bodies: Sequence[str], attempts: int, seconds: float
+        self, session: EndpointSession, bodies: Sequence[str], attempts: int, seconds: float
     ) -> list[Score] | Fault:
-        """One result an item, once it was the lane's turn at a place."""
+        """One result an item, after waiting for one of the `max_concurrent` slots."""
         request = f"{{{json.dumps(self.items_key)}: [{', '.join(bodies)}]}}" if self.items_key else bodies[0]
 
         async def attempt(deadline: float) -> list[Score] | Fault:
-            if fault := await desk.client.wait_until_open(deadline):
+            if fault := await session.client.wait_until_open(deadline):
                 return fault
-            data = await desk.client.post(request.encode(), deadline)
+            data = await session.client.post(request.encode(), deadline)
             return data if isinstance(data, Fault) else self._results(read_json(data), len(bodies))
 
-        if fault := await in_line("a place at the remote scorer", desk.places.enter(desk.lane)):
+        if fault := await wait_in_queue("a place at the remote scorer", session.slots.acquire(session.priority)):
             return fault
         try:
             deadline = asyncio.get_running_loop().time() + seconds
             return await with_retries(attempt, max_attempts=attempts, deadline=deadline)
         finally:
-            desk.places.leave()
+            session.slots.release()
 
     def _written(self, item: ScoreItem) -> str | Unscored:
         sources = self.fields or {name: name for name in _ITEM_FIELDS}

@@ -20,7 +20,7 @@ class RewardModel:
     """The value that a sequence classifier gives to an answer in its conversation: one of its logits.
 
     With a chat template, prompt and answer are one conversation in it; without, they are the tokenizer's pair of texts.
-    Answers of all callers in a lane are batched by length, so a score may differ in its last bits with its company. The
+    Answers of one priority are batched by length, so the last bits of a score may depend on the rest of its batch. The
     folder holds safetensors and needs no code of its own: none is run, and nothing is fetched. A process that hangs or
     dies is replaced, and its batch is tried again one by one, so that only the culprit is unscored (`timeout`,
     `crashed`); a text longer than the model takes is unscored (`limit`).
@@ -58,7 +58,7 @@ class RewardModel:
     """Longest silence of the process while it works: the time for one forward."""
     startup_seconds: float = 300.0
     """Longest time to load the model."""
-    _lane: ModelBatcher = field(init=False, repr=False, compare=False)
+    _batcher: ModelBatcher = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (Path(self.path) / "config.json").is_file():
@@ -71,8 +71,8 @@ class RewardModel:
             raise ValueError("timeout_seconds and startup_seconds must be finite and above 0")
         names = ("device", "dtype", "label", "activation", "max_batch_tokens", "max_length", "truncate", "num_threads")
         setup = {name: getattr(self, name) for name in names} | {"path": str(Path(self.path).resolve())}
-        lane = ModelBatcher(setup, startup_seconds=self.startup_seconds, timeout_seconds=self.timeout_seconds)
-        object.__setattr__(self, "_lane", lane)
+        priority = ModelBatcher(setup, startup_seconds=self.startup_seconds, timeout_seconds=self.timeout_seconds)
+        object.__setattr__(self, "_batcher", priority)
 
     def start(self) -> None:
         """Loads the model now instead of with the first answer.
@@ -80,29 +80,31 @@ class RewardModel:
         Raises:
             ScorerError: it cannot be loaded.
         """
-        self._lane.start()
+        self._batcher.start()
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
         read = [self._question(item) for item in items]
-        answers = iter(self._lane.ask([one for one in read if isinstance(one, Question)], lane))
+        answers = iter(self._batcher.ask([one for one in read if isinstance(one, Question)], priority))
         return [next(answers) if isinstance(one, Question) else one for one in read]
 
     def close(self) -> None:
         """Ends the process: what is under way comes back unscored (`infrastructure`), and so does all that is asked
         later.
         """
-        self._lane.close()
+        self._batcher.close()
 
     def figures(self) -> dict[str, float]:
         """How often the process was started, and the questions that wait now."""
-        waiting = {f"reward_model_waiting_{lane}": float(self._lane.waiting(lane)) for lane in PRIORITIES}
-        return {"reward_model_starts": float(self._lane.num_starts), **waiting}
+        waiting = {
+            f"reward_model_waiting_{priority}": float(self._batcher.waiting(priority)) for priority in PRIORITIES
+        }
+        return {"reward_model_starts": float(self._batcher.num_starts), **waiting}
 
     @property
     def pid(self) -> int:
         """Of the model's process, 0 if there is none."""
-        return self._lane.pid
+        return self._batcher.pid
 
     def _question(self, item: ScoreItem) -> Question | Unscored:
         if not self.prompt_field:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.endpoints.loop_thread import CLOSING
-from tandem.reward.scheduling.cancellation import current
+from tandem.reward.scheduling.cancellation import current_token
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
 from tandem.reward.workers.line_process import DiedError, HungError, LineProcess
 
 T = TypeVar("T")
 
-_CHUNK_QUESTIONS = 256  # among so many of one lane, rows of similar length are found
+_CHUNK_QUESTIONS = 256  # of one priority: enough to find rows of similar length
 _CHUNK_CHARACTERS = 1 << 20
 _LOOK_SECONDS = 5.0  # how often a caller makes sure that the thread still lives
 _END_SECONDS = 20.0
@@ -53,10 +53,9 @@ class Question:
 class ModelBatcher:
     """Scores questions in one process, which starts with the first. Thread-safe.
 
-    A turn of a lane (`tandem.reward.scheduling.priority_queue`) is one forward: before each further one the process
-    asks whether to go on with its chunk, and gives up the rest of it if another lane is next. A forward that hangs or
-    crashes costs the process; the questions of that batch go one by one to the next, so that the culprit alone is
-    unscored.
+    A turn in the priority queue is one forward pass: before each further one the process asks whether to continue with
+    its chunk, and returns the rest of it if another priority is next. A forward pass that hangs or crashes costs the
+    process; the questions of that batch are then asked one by one, so that only the culprit is unscored.
     """
 
     def __init__(self, setup: Mapping[str, Any], *, startup_seconds: float, timeout_seconds: float) -> None:
@@ -91,18 +90,18 @@ class ModelBatcher:
         if problem := self._await(wanted, CLOSING.detail):
             raise ScorerError(problem)
 
-    def ask(self, questions: Sequence[Question], lane: Priority = "calls") -> list[Score]:
-        """One score a question, in order; blocks until all are known, or the caller's cutoff ends
+    def ask(self, questions: Sequence[Question], priority: Priority = "calls") -> list[Score]:
+        """One score a question, in order; blocks until all are known, or the caller's cancellation ends
         (`tandem.reward.scheduling.cancellation`).
         """
-        if not self._hand_over(questions, [], lane):
+        if not self._hand_over(questions, [], priority):
             return [CLOSING] * len(questions)
-        with current().hooked(partial(_withdraw, questions)):
+        with current_token().on_cancel(partial(_withdraw, questions)):
             return [self._await(question.score, CLOSING) for question in questions]
 
-    def waiting(self, lane: Priority) -> int:
-        """How many questions of a lane are not with the process."""
-        return self._queue.waiting(lane)
+    def waiting(self, priority: Priority) -> int:
+        """Number of questions of one priority that wait for the process."""
+        return self._queue.waiting(priority)
 
     def close(self) -> None:
         """Ends the process; what is under way comes back unscored (`infrastructure`). May be called again."""
@@ -115,12 +114,14 @@ class ModelBatcher:
         if thread is not None:
             thread.join(_END_SECONDS)
 
-    def _hand_over(self, questions: Sequence[Question], starts: Sequence[Future[str]], lane: Priority = "ring") -> bool:
+    def _hand_over(
+        self, questions: Sequence[Question], starts: Sequence[Future[str]], priority: Priority = "ring"
+    ) -> bool:
         with self._wake:
             if self._closing:
                 return False
             for question in questions:
-                self._queue.add(lane, question)
+                self._queue.add(priority, question)
             self._starts.extend(starts)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="reward-model", daemon=True)
@@ -129,7 +130,7 @@ class ModelBatcher:
         return True
 
     def _await(self, future: Future[T], otherwise: T) -> T:
-        """The result; `otherwise` if the lane ended without one."""
+        """The result; `otherwise` if the thread ended without one."""
         while True:
             alive = self._thread is not None and self._thread.is_alive()
             try:
@@ -139,8 +140,8 @@ class ModelBatcher:
                     return otherwise
 
     def _serve(self) -> None:
-        """The lane's thread. The kernel ends the process with it."""
-        lane: Priority = "ring"
+        """Main function of the thread. The kernel ends the process with it."""
+        priority: Priority = "ring"
         chunk: list[Question] = []
         try:
             while not self._closing:
@@ -148,7 +149,7 @@ class ModelBatcher:
                     if not (self._queue or self._starts or self._closing):
                         self._wake.wait(_LOOK_SECONDS)
                     starts, self._starts = self._starts, []
-                    lane, chunk = self._next_chunk()
+                    priority, chunk = self._next_chunk()
                 if not starts and not chunk:
                     continue
                 problem = self._ensure_process()
@@ -158,7 +159,7 @@ class ModelBatcher:
                     for question in chunk:
                         question.settle(Unscored("infrastructure", problem))
                 else:
-                    self._converse(lane, chunk)
+                    self._converse(priority, chunk)
         except BaseException as error:  # a bug: whoever waits raises it
             with self._wake:
                 waiting = self._queue.clear()
@@ -174,39 +175,39 @@ class ModelBatcher:
             _withdraw(waiting)
 
     def _next_chunk(self) -> tuple[Priority, list[Question]]:
-        """Of the lane that is next as many as find similar ones among them; none if nobody waits. Called with
+        """Of the priority that is next as many as find similar ones among them; none if nobody waits. Called with
         the lock.
         """
         self._forget_settled()
-        found = self._queue.next()
+        found = self._queue.pop()
         if found is None:
             return "ring", []
-        lane, question = found
+        priority, question = found
         chunk = [question]
         characters = question.size
-        while not question.alone and len(chunk) < _CHUNK_QUESTIONS and (head := self._head(lane)) is not None:
+        while not question.alone and len(chunk) < _CHUNK_QUESTIONS and (head := self._head(priority)) is not None:
             characters += head.size
             if head.alone or characters > _CHUNK_CHARACTERS:
                 break
-            chunk.append(self._queue.next_of(lane))
-        return lane, chunk
+            chunk.append(self._queue.pop_from(priority))
+        return priority, chunk
 
-    def _goes_on(self, lane: Priority, rest: Iterable[Question]) -> bool:
-        """Whether the next forward is the lane's, and somebody wants the rest of its chunk."""
+    def _continues(self, priority: Priority, rest: Iterable[Question]) -> bool:
+        """Whether the next forward pass is this priority's turn, and the rest of the chunk is still wanted."""
         with self._wake:
             self._forget_settled()
-            return not all(question.score.done() for question in rest) and self._queue.goes_on(lane)
+            return not all(question.score.done() for question in rest) and self._queue.try_continue(priority)
 
-    def _head(self, lane: Priority) -> Question | None:
-        """The first of a lane that somebody wants; those before it are forgotten."""
-        while (head := self._queue.head(lane)) is not None and head.score.done():
-            self._queue.next_of(lane)
+    def _head(self, priority: Priority) -> Question | None:
+        """The first question of a priority that has no score yet; drops those before it."""
+        while (head := self._queue.first(priority)) is not None and head.score.done():
+            self._queue.pop_from(priority)
         return head
 
     def _forget_settled(self) -> None:
-        """The same in every lane: what nobody wants has no turn."""
-        for lane in PRIORITIES:
-            self._head(lane)
+        """Drops settled questions of every priority, so that they take no turn."""
+        for priority in PRIORITIES:
+            self._head(priority)
 
     def _ensure_process(self) -> str:
         """Starts the process if it is not there; returns why it cannot be had, "" if it can."""
@@ -251,9 +252,9 @@ class ModelBatcher:
             return f"{name}: {reply['error']}"
         return ""
 
-    def _converse(self, lane: Priority, chunk: Sequence[Question]) -> None:
-        """Asks the process and enters what it answers. What gives way to another lane goes back to the head of its own;
-        if the process hangs or dies, so do the suspects, to be asked one by one.
+    def _converse(self, priority: Priority, chunk: Sequence[Question]) -> None:
+        """Asks the process and stores its answers. Questions that gave way to another priority go back to the front of
+        their queue. If the process hangs or dies, the questions it was working on do too, to be asked one by one.
         """
         assert self._process is not None, "it was just started"
         pending = dict(enumerate(chunk))
@@ -266,10 +267,10 @@ class ModelBatcher:
                 for message in self._process.hear(self._timeout_seconds):
                     if "done" in message:
                         if gave_way:
-                            self._put_back(lane, pending.values())
+                            self._put_back(priority, pending.values())
                         return
                     if "next" in message:
-                        gave_way = not self._goes_on(lane, pending.values())
+                        gave_way = not self._continues(priority, pending.values())
                         self._process.say({"go_on": not gave_way})
                     suspects = message.get("working", suspects)
                     for number, value in message.get("scores", ()):
@@ -281,9 +282,11 @@ class ModelBatcher:
             fault = Unscored("timeout", f"the reward model gave no answer within {self._timeout_seconds:g} s")
         except DiedError:
             fault = Unscored("crashed", f"the reward model's process {self._process.exit_reason()}")
-        self._sort_out(lane, pending, [number for number in suspects if number in pending], fault)
+        self._sort_out(priority, pending, [number for number in suspects if number in pending], fault)
 
-    def _sort_out(self, lane: Priority, pending: dict[int, Question], suspects: Sequence[int], fault: Unscored) -> None:
+    def _sort_out(
+        self, priority: Priority, pending: dict[int, Question], suspects: Sequence[int], fault: Unscored
+    ) -> None:
         with self._wake:
             if self._closing:  # it was killed by `close`
                 _withdraw(pending.values())
@@ -293,13 +296,13 @@ class ModelBatcher:
                 suspects = []
             for number in suspects or pending:
                 pending[number].alone = True
-        self._put_back(lane, pending.values())
+        self._put_back(priority, pending.values())
 
-    def _put_back(self, lane: Priority, questions: Iterable[Question]) -> None:
-        """To the head of their lane, in their order."""
+    def _put_back(self, priority: Priority, questions: Iterable[Question]) -> None:
+        """Returns questions to the front of their queue, in order."""
         with self._wake:
             for place, question in enumerate(questions):
-                self._queue.put_back(lane, question, place)
+                self._queue.push_front(priority, question, place)
 
 
 def _withdraw(questions: Iterable[Question]) -> None:

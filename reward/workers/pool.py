@@ -15,7 +15,7 @@ from tandem.protos.contracts import Score, ScoreItem
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import ScorerSpec
-from tandem.reward.scheduling.cancellation import CUT_OFF
+from tandem.reward.scheduling.cancellation import CANCELLED
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
 from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.requests import MAX_CHUNK_ITEMS, Request
@@ -24,7 +24,7 @@ from tandem.reward.workers.worker_thread import WorkerThread
 
 STARTUP_SECONDS = 60.0
 """How long a judge may take to be built: user's modules import much."""
-_CHUNK_SECONDS = 0.02  # what a chunk should take: bounds how long a higher lane waits for a lower one's
+_CHUNK_SECONDS = 0.02  # what a chunk should take: bounds how long a higher priority waits for a lower one's
 _FIRST_CHUNK_ITEMS = 8  # of a scorer whose pace is not known yet
 _SHARED_SECONDS = 0.001  # a chunk of less is not made smaller for the sake of sharing it among workers
 _BATCH_ITEMS = 64  # for a judge of batches: it is the faster the more it gets …
@@ -44,7 +44,7 @@ class ScorerPool:
         self.replaced_workers = 0
         self._num_workers = config.num_workers
         self._work = threading.Condition()
-        self._lanes: PriorityQueue[Request] = PriorityQueue()
+        self._queue: PriorityQueue[Request] = PriorityQueue()
         self._open: set[Request] = set()
         self._paces: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # seconds an item, and whether in batches
         self._figures: Counter[str] = Counter()
@@ -64,43 +64,41 @@ class ScorerPool:
         if request.refusal:
             raise ScorerError(request.refusal)
 
-    def submit(self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Priority) -> Request:
+    def submit(self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority) -> Request:
         """Begins to score; `wait` of what it returns ends it. What hangs, crashes or breaks a limit is unscored
         alone.
         """
-        request = Request(spec, items, lane, self._check)
+        request = Request(spec, items, priority, self._check)
         with self._work:
             if self.closing:
                 request.end("the scorer is closing")
                 return request
             self._open.add(request)
-            self._lanes.add(lane, request)
+            self._queue.add(priority, request)
             self._work.notify(min(max(1, len(items)), self._num_workers))
         return request
 
-    def score(self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Priority = "calls") -> list[Score]:
+    def score(self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Blocks."""
-        return self.submit(spec, items, lane).wait() if items else []
+        return self.submit(spec, items, priority).wait() if items else []
 
     def withdraw(self, request: Request) -> None:
-        """Nobody wants the rest of it (`CUT_OFF`): what no worker has begun leaves the lane now, and what one has is
-        given up soon.
-        """
+        """Cancels a request. Items that no worker has begun leave the queue now, the others end soon after."""
         with self._work:
             if request.over:
                 return
             if request.queued:
-                self._lanes.remove(request.lane, request)
+                self._queue.remove(request.priority, request)
                 request.queued = False
-            request.end(reason=CUT_OFF)
+            request.end(reason=CANCELLED)
             self._open.discard(request)
 
     def figures(self) -> dict[str, float]:
         """Sums since the start, and what waits now."""
         with self._work:
             return {
-                **{f"worker_items_{lane}": float(self._figures[lane]) for lane in PRIORITIES},
-                **{f"calls_waiting_{lane}": float(self._lanes.waiting(lane)) for lane in PRIORITIES},
+                **{f"worker_items_{priority}": float(self._figures[priority]) for priority in PRIORITIES},
+                **{f"calls_waiting_{priority}": float(self._queue.waiting(priority)) for priority in PRIORITIES},
                 "workers_replaced": float(self.replaced_workers),
             }
 
@@ -120,22 +118,22 @@ class ScorerPool:
         """The next chunk; None when the pool closes."""
         with self._work:
             while not self.closing:
-                found = self._lanes.next()
+                found = self._queue.pop()
                 if found is None:
                     self._work.wait(_WAIT_SECONDS)
                     continue
-                lane, request = found
+                priority, request = found
                 numbers = request.cut(self._size(request))
                 request.queued = bool(request.todo)
                 if request.queued:
-                    self._lanes.add(lane, request)
+                    self._queue.add(priority, request)
                 return request, numbers
         return None
 
     def settle(self, request: Request, numbers: Sequence[int], scores: Sequence[Score]) -> None:
         """Enters the results of some items."""
         with self._work:
-            self._figures[request.lane] += len(numbers)
+            self._figures[request.priority] += len(numbers)
             if request.settle(numbers, scores):
                 self._open.discard(request)
 
@@ -149,7 +147,7 @@ class ScorerPool:
             request.put_back(numbers)
             if not request.queued and not self.closing:
                 request.queued = True
-                self._lanes.put_back(request.lane, request)
+                self._queue.push_front(request.priority, request)
                 self._work.notify()
 
     def loaded(self, request: Request, refusal: str) -> None:
@@ -205,4 +203,4 @@ class ScorerPool:
             for request in self._open:
                 request.end("the scorer is closing")
             self._open.clear()
-            self._lanes.clear()
+            self._queue.clear()

@@ -25,8 +25,10 @@ _LATE_SECONDS = 1.0  # for what a worker has begun when nobody wants it any more
 class Request:
     """What is asked of the pool at once. The pool's lock is held wherever `todo`, `scores` and `queued` change."""
 
-    def __init__(self, spec: ScorerSpec, items: Sequence[ScoreItem], lane: Priority, check: Callable[[], None]) -> None:
-        self.spec, self.items, self.lane = spec, items, lane
+    def __init__(
+        self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority, check: Callable[[], None]
+    ) -> None:
+        self.spec, self.items, self.priority = spec, items, priority
         self.scores: list[Score | None] = [None] * len(items)
         self.todo: deque[tuple[int, ...]] = deque(_units(spec, items))
         self.queued = True

@@ -66,15 +66,17 @@ class ScoreCalls:
             return self._score(rubric, request, None)
         if self._bytes_in_flight + num_bytes > _MOST_BYTES_IN_FLIGHT:
             raise UnavailableError(f"{self._bytes_in_flight >> 20} MiB of requests are being scored; try again")
-        cutoff = CancellationToken()
+        cancellation = CancellationToken()
         margin = min(DEADLINE_MARGIN_SECONDS, _MARGIN_SHARE * seconds)
-        answering = asyncio.get_running_loop().call_later(seconds - margin, cutoff.end)
+        answering = asyncio.get_running_loop().call_later(seconds - margin, cancellation.cancel)
         self._bytes_in_flight += num_bytes
         try:
-            return await self._waits.in_thread(self._scoring, self._score, rubric, request, cutoff, seconds=seconds)
+            return await self._waits.in_thread(
+                self._scoring, self._score, rubric, request, cancellation, seconds=seconds
+            )
         finally:
             answering.cancel()
-            cutoff.end()  # the caller may have gone
+            cancellation.cancel()  # the caller may have gone
             self._bytes_in_flight -= num_bytes
 
     async def rubric(self, text: str) -> CompiledRubric:
@@ -96,13 +98,13 @@ class ScoreCalls:
         return await self._waits.in_thread(self._compiling, call, *arguments)
 
     def _score(
-        self, rubric: CompiledRubric, request: reward_pb2.ScoreRequest, cutoff: CancellationToken | None
+        self, rubric: CompiledRubric, request: reward_pb2.ScoreRequest, cancellation: CancellationToken | None
     ) -> reward_pb2.ScoreReply:
         items, faults = read_items(request.items)
-        if cutoff is None:
+        if cancellation is None:
             scores = self._core.score(rubric, items, "calls", at_once=True)
         else:
-            scores = score_in_slices(self._core, rubric, items, "calls", cutoff)
+            scores = score_in_slices(self._core, rubric, items, "calls", cancellation)
         if self._core.closing and any(one.reason == "infrastructure" for one in scores if isinstance(one, Unscored)):
             raise UnavailableError(SHUTTING_DOWN)  # and not of the items' own accord
         return reply_of(with_faults(scores, faults) if faults else scores)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from tandem.protos.contracts import Score, ScoreItem
-from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
 
 _FIRST_SLICE_ITEMS = 64
@@ -18,7 +18,11 @@ _SLICE_SECONDS = (
 
 
 def score_in_slices(
-    core: ScoringCore, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Priority, cutoff: CancellationToken
+    core: ScoringCore,
+    rubric: CompiledRubric,
+    items: Sequence[ScoreItem],
+    priority: Priority,
+    cancellation: CancellationToken,
 ) -> list[Score]:
     """One result an item, in order. Items of a group are never parted.
 
@@ -27,12 +31,12 @@ def score_in_slices(
     """
     remote = any(spec.isolation == "remote" for spec in rubric.rubric.specs())
     if not remote or (rubric.grouped and any(item.group for item in items)):
-        return core.score(rubric, items, lane, cutoff)
+        return core.score(rubric, items, priority, cancellation)
     scores: list[Score] = []
     length = _FIRST_SLICE_ITEMS
-    while len(scores) < len(items) and not cutoff.ended:
+    while len(scores) < len(items) and not cancellation.cancelled:
         started = time.monotonic()
-        scores += core.score(rubric, items[len(scores) : len(scores) + length], lane, cutoff)
+        scores += core.score(rubric, items[len(scores) : len(scores) + length], priority, cancellation)
         if time.monotonic() - started < _SLICE_SECONDS:
             length *= 2
-    return scores + [CUT_OFF] * (len(items) - len(scores))
+    return scores + [CANCELLED] * (len(items) - len(scores))

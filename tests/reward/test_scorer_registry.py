@@ -31,7 +31,7 @@ def test_a_scorer_keeps_the_contract(name: str) -> None:
     assert issubclass(kind, Judge) != issubclass(kind, BatchJudge) or name == "code"
     if kind.ISOLATION == "remote":
         assert issubclass(kind, BatchJudge) and issubclass(kind, Closable)
-        assert inspect.signature(kind.judge_batch).parameters["lane"].kind is inspect.Parameter.KEYWORD_ONLY
+        assert inspect.signature(kind.judge_batch).parameters["priority"].kind is inspect.Parameter.KEYWORD_ONLY
     names = {field.name for field in fields(kind) if field.init}
     assert set(getattr(kind, "RECIPE_ONLY", ())) <= names
 

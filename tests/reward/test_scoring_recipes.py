@@ -83,7 +83,7 @@ def test_remote_scorers_of_one_rubric_wait_at_the_same_time(make_core: Make, mon
 
 def test_a_remote_number_that_is_none(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(scorer="far")
-    monkeypatch.setattr(Far, "judge_batch", lambda self, items, lane: [Scored(math.nan) for _ in items])
+    monkeypatch.setattr(Far, "judge_batch", lambda self, items, priority: [Scored(math.nan) for _ in items])
     assert score(core, core.default, item("x")) == [
         Unscored("infrastructure", "the scorer answered nan, not a finite number")
     ]

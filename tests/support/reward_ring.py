@@ -89,8 +89,8 @@ class ScriptedCore(ScoringCore):
             Rubric(()), text="", digest="", in_process=False, grouped=grouped, num_callers=num_callers
         )
 
-    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], lane: Priority) -> list[Score]:
-        assert rubric is self.default and lane == "ring"
+    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], priority: Priority) -> list[Score]:
+        assert rubric is self.default and priority == "ring"
         self.calls.append(list(items))
         return [self._judge(item) for item in items]
 

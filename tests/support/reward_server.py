@@ -21,7 +21,7 @@ import grpc
 from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
-from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken
+from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import JobStore
@@ -62,22 +62,22 @@ class ScriptedCore(ScoringCore):
         self,
         rubric: CompiledRubric,
         items: Sequence[ScoreItem],
-        lane: Priority,
-        cutoff: CancellationToken | None = None,
+        priority: Priority,
+        cancellation: CancellationToken | None = None,
         *,
         at_once: bool = False,
     ) -> list[Score]:
-        self.batches.append((lane, len(items)))
-        return [self._answer_to(item, len(items), cutoff or CancellationToken()) for item in items]
+        self.batches.append((priority, len(items)))
+        return [self._answer_to(item, len(items), cancellation or CancellationToken()) for item in items]
 
-    def _answer_to(self, item: ScoreItem, together: int, cutoff: CancellationToken) -> Score:
-        if cutoff.ended:
-            return CUT_OFF
+    def _answer_to(self, item: ScoreItem, together: int, cancellation: CancellationToken) -> Score:
+        if cancellation.cancelled:
+            return CANCELLED
         self.asked.append(item.solution)
         if item.solution == "wait":
-            until(lambda: cutoff.ended or self.go_on.is_set())
-            if cutoff.ended:
-                return CUT_OFF
+            until(lambda: cancellation.cancelled or self.go_on.is_set())
+            if cancellation.cancelled:
+                return CANCELLED
         if item.solution == "bug":
             raise ZeroDivisionError("a bug of ours")
         if self.closing and item.solution == "wait":

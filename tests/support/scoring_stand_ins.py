@@ -41,7 +41,7 @@ class Far:
         if self.at_start:
             raise ScorerError(self.at_start[0])
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority = "calls") -> list[Score]:
+    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         if self.meeting is not None:
             self.meeting.wait(timeout=30.0)
         self.seen.append(f"judge {self.name} {len(items)}")

@@ -97,7 +97,7 @@ def test_what_the_rate_leaves_no_time_for_is_a_timeout() -> None:
 
 
 def test_a_turn_that_does_not_come_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "LONGEST_LINE_SECONDS", 0.1)
+    monkeypatch.setattr(http_client, "MAX_QUEUE_SECONDS", 0.1)
     options = {"max_concurrent": 1, "max_attempts": 1, "timeout_seconds": 1.0}
     scores, asked = ask(Answer(hangs=True), [item("a")] * 2, **options)
     assert [refused(score)[0] for score in scores] == ["timeout", "infrastructure"] and len(asked) == 1

@@ -150,9 +150,9 @@ def test_the_ring_passes_jobs_that_came_before_and_they_get_their_share() -> Non
     async def work() -> None:
         limiter = RateLimiter([RateLimit(60), RateLimit(1000)])
 
-        async def one(lane: Priority) -> None:
-            await limiter.take([1, 1], lane)
-            order.append(lane)
+        async def one(priority: Priority) -> None:
+            await limiter.take([1, 1], priority)
+            order.append(priority)
 
         await limiter.take([60, 1])  # there is no room for a minute
         jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
@@ -161,7 +161,7 @@ def test_the_ring_passes_jobs_that_came_before_and_they_get_their_share() -> Non
         await asyncio.gather(*jobs, *(asyncio.create_task(one("ring")) for _ in range(9)))
 
     run(work)
-    assert "".join(lane[0] for lane in order) == "rrrjrrrjrrrjjjj"
+    assert "".join(priority[0] for priority in order) == "rrrjrrrjrrrjjjj"
 
 
 def test_further_attempts_go_before_first_ones_of_their_lane_in_their_order() -> None:
@@ -170,8 +170,8 @@ def test_further_attempts_go_before_first_ones_of_their_lane_in_their_order() ->
     async def work() -> None:
         limiter = RateLimiter([RateLimit(60)])
 
-        async def one(name: str, lane: Priority, again: bool) -> None:
-            await limiter.take([1], lane, again=again)
+        async def one(name: str, priority: Priority, again: bool) -> None:
+            await limiter.take([1], priority, again=again)
             order.append(name)
 
         await limiter.take([60])

@@ -17,7 +17,7 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
 from tandem.reward.endpoints.loop_thread import CLOSING
 from tandem.reward.judging import _cut, judge_each, judge_remotely, wait_aside
-from tandem.reward.scheduling.cancellation import CUT_OFF, CancellationToken, current
+from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken, current_token
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.remote import RemoteScorer
@@ -55,17 +55,17 @@ class Scoring:
         self._threads = ThreadPoolExecutor(4)
 
     def begin(
-        self, cutoff: CancellationToken, *texts: str, rubric: CompiledRubric | None = None
+        self, cancellation: CancellationToken, *texts: str, rubric: CompiledRubric | None = None
     ) -> Future[list[Score]]:
-        return self._threads.submit(self.core.score, rubric or self.core.default, items(*texts), "calls", cutoff)
+        return self._threads.submit(self.core.score, rubric or self.core.default, items(*texts), "calls", cancellation)
 
     def soon(self, *texts: str) -> list[Score]:
         """The scores, if they come before patience is at an end."""
-        cutoff = CancellationToken()
-        timer = threading.Timer(PATIENCE_SECONDS, cutoff.end)
+        cancellation = CancellationToken()
+        timer = threading.Timer(PATIENCE_SECONDS, cancellation.cancel)
         timer.start()
         try:
-            return self.begin(cutoff, *texts).result(timeout=2 * PATIENCE_SECONDS)
+            return self.begin(cancellation, *texts).result(timeout=2 * PATIENCE_SECONDS)
         finally:
             timer.cancel()
 
@@ -89,38 +89,38 @@ def scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scoring
         yield one
 
 
-# ---- the cutoff itself ----
+# ---- the cancellation itself ----
 
 
 def test_hooks_are_called_once_and_only_within_their_block() -> None:
-    cutoff, called = CancellationToken(), list[str]()
-    with cutoff.hooked(lambda: called.append("left before")):
+    cancellation, called = CancellationToken(), list[str]()
+    with cancellation.on_cancel(lambda: called.append("left before")):
         pass
-    with cutoff.hooked(lambda: called.append("within")):
-        assert called == [] and not cutoff.ended
-        cutoff.end()
-        cutoff.end()
-        assert called == ["within"] and cutoff.ended
-    with cutoff.hooked(lambda: called.append("after")):
+    with cancellation.on_cancel(lambda: called.append("within")):
+        assert called == [] and not cancellation.cancelled
+        cancellation.cancel()
+        cancellation.cancel()
+        assert called == ["within"] and cancellation.cancelled
+    with cancellation.on_cancel(lambda: called.append("after")):
         assert called == ["within", "after"]
 
 
 def test_a_threads_cutoff_is_that_of_the_call_it_judges_for() -> None:
-    cutoff = CancellationToken()
-    with cutoff.in_force():
-        assert current() is cutoff
-    assert not current().ended and current() is not cutoff
+    cancellation = CancellationToken()
+    with cancellation.as_current():
+        assert current_token() is cancellation
+    assert not current_token().cancelled and current_token() is not cancellation
 
 
 # ---- in worker processes ----
 
 
 def test_what_is_settled_stays_and_the_worker_is_free_soon(scoring: Scoring) -> None:
-    cutoff = CancellationToken()
-    call = scoring.begin(cutoff, "1", "0", "hang", "1")
+    cancellation = CancellationToken()
+    call = scoring.begin(cancellation, "1", "0", "hang", "1")
     until(lambda: "hang" in scoring.judged() and scoring.answered() == 2)
-    cutoff.end()
-    assert call.result(timeout=PATIENCE_SECONDS) == [Scored(1.0), Scored(0.0), CUT_OFF, CUT_OFF]
+    cancellation.cancel()
+    assert call.result(timeout=PATIENCE_SECONDS) == [Scored(1.0), Scored(0.0), CANCELLED, CANCELLED]
     assert scoring.soon("1") == [Scored(1.0)], "the time of the one that hangs is 60 s"
     assert scoring.core.replaced_workers == 1 and scoring.judged().count("1") == 2
 
@@ -131,18 +131,18 @@ def test_what_waits_leaves_the_queue_at_once_and_others_go_on(scoring: Scoring) 
     until(lambda: "hang" in scoring.judged())
     waiting = scoring.begin(second, *["1"] * 500)
     until(lambda: scoring.core.figures()["calls_waiting_calls"] == 1)
-    second.end()
-    assert waiting.result(timeout=PATIENCE_SECONDS) == [CUT_OFF] * 500
+    second.cancel()
+    assert waiting.result(timeout=PATIENCE_SECONDS) == [CANCELLED] * 500
     assert scoring.core.figures()["calls_waiting_calls"] == 0
     assert not hanging.done() and scoring.judged() == ["hang"]
-    first.end()
-    assert hanging.result(timeout=PATIENCE_SECONDS) == [CUT_OFF]
+    first.cancel()
+    assert hanging.result(timeout=PATIENCE_SECONDS) == [CANCELLED]
 
 
 def test_a_call_that_ended_before_it_began_costs_nothing(scoring: Scoring) -> None:
-    cutoff = CancellationToken()
-    cutoff.end()
-    assert scoring.begin(cutoff, "1", "1").result(timeout=PATIENCE_SECONDS) == [CUT_OFF] * 2
+    cancellation = CancellationToken()
+    cancellation.cancel()
+    assert scoring.begin(cancellation, "1", "1").result(timeout=PATIENCE_SECONDS) == [CANCELLED] * 2
     assert scoring.core.figures()["calls_waiting_calls"] == 0
 
 
@@ -161,7 +161,7 @@ def test_a_judge_that_is_being_built_is_built(
     request = pool.submit(spec, items("a"), "calls")
     until(loads.exists)
     pool.withdraw(request)
-    assert request.wait() == [CUT_OFF]
+    assert request.wait() == [CANCELLED]
     threading.Timer(2.0, loaded.touch).start()  # past the time that a withdrawn item has
     assert pool.score(spec, items("b")) == [Scored(1.0)]
     assert loads.read_text() == "x" and pool.replaced_workers == 0
@@ -172,46 +172,46 @@ def test_a_judge_that_is_being_built_is_built(
 
 def test_a_component_that_may_be_left_out_is_not_left_out_for_lack_of_time(scoring: Scoring) -> None:
     text = "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'slow'\noptional = true\n"
-    cutoff = CancellationToken()
-    call = scoring.begin(cutoff, "hang", "0", rubric=scoring.core.compile(text))
+    cancellation = CancellationToken()
+    call = scoring.begin(cancellation, "hang", "0", rubric=scoring.core.compile(text))
     until(lambda: "hang" in scoring.judged())
-    cutoff.end()
+    cancellation.cancel()
     found = call.result(timeout=PATIENCE_SECONDS)
-    assert all(score is CUT_OFF for score in found), "a number without the second component would be another number"
+    assert all(score is CANCELLED for score in found), "a number without the second component would be another number"
 
 
 def test_an_item_behind_a_closed_gate_is_settled(scoring: Scoring) -> None:
     inner = "[rubrics.inner]\n[[rubrics.inner.components]]\nscorer = 'slow'\n"
     text = "[[components]]\nscorer = 'exact'\narguments = {ignore_case = true}\ngate = true\n"
     text += "[[components]]\nscorer = 'rubric'\narguments = {name = 'inner'}\n" + inner
-    cutoff = CancellationToken()
+    cancellation = CancellationToken()
     rubric = scoring.core.compile(text)
     call = scoring._threads.submit(
         scoring.core.score,
         rubric,
         [ScoreItem("", "wrong", "right"), ScoreItem("", "hang", "HANG")],
         "calls",
-        cutoff,
+        cancellation,
     )
     until(lambda: "hang" in scoring.judged())
-    cutoff.end()
+    cancellation.cancel()
     closed, cut = call.result(timeout=PATIENCE_SECONDS)
-    assert isinstance(closed, Scored) and closed.value == 0.0 and cut is CUT_OFF
+    assert isinstance(closed, Scored) and closed.value == 0.0 and cut is CANCELLED
 
 
 # ---- here, and on other machines ----
 
 
 def test_scorers_of_this_process_stop_between_two_items() -> None:
-    cutoff = CancellationToken()
+    cancellation = CancellationToken()
 
     def judge(item: ScoreItem) -> Score:
         if item.solution == "last":
-            cutoff.end()
+            cancellation.cancel()
         return Scored(1.0)
 
-    found = judge_each(judge, items("a", "last", "b", "c"), "calls", cutoff, None)
-    assert found == [Scored(1.0), Scored(1.0), CUT_OFF, CUT_OFF]
+    found = judge_each(judge, items("a", "last", "b", "c"), "calls", cancellation, None)
+    assert found == [Scored(1.0), Scored(1.0), CANCELLED, CANCELLED]
 
 
 def in_thread(work: Callable[[], list[Score]]) -> Future[list[Score]]:
@@ -228,33 +228,33 @@ def test_requests_to_a_remote_scorer_are_cancelled_and_their_places_free(monkeyp
         (item,) = asked.body["items"]
         return Answer(hangs=True) if item["solution"] == "hang" else Answer({"results": [{"score": 0.5}]})
 
-    cutoff = CancellationToken()
+    cancellation = CancellationToken()
     with (
         MisbehavingServer(answer) as server,
         closing(RemoteScorer(url=server.url, max_concurrent=1, timeout_seconds=50.0)) as judge,
     ):
-        call = in_thread(lambda: judge_remotely(judge, items("a", "hang", "b", "c"), "calls", cutoff, False))
+        call = in_thread(lambda: judge_remotely(judge, items("a", "hang", "b", "c"), "calls", cancellation, False))
         until(lambda: len(server.asked) == 2)
-        cutoff.end()
-        assert call.result(timeout=PATIENCE_SECONDS) == [Scored(0.5), CUT_OFF, CUT_OFF, CUT_OFF]
+        cancellation.cancel()
+        assert call.result(timeout=PATIENCE_SECONDS) == [Scored(0.5), CANCELLED, CANCELLED, CANCELLED]
         assert judge.judge_batch(items("d")) == [Scored(0.5)], "the only place is free again"
         assert [asked.body["items"][0]["solution"] for asked in server.asked] == ["a", "hang", "d"]
-        assert judge_remotely(judge, items("e"), "calls", cutoff, False) == [CUT_OFF] and len(server.asked) == 3
+        assert judge_remotely(judge, items("e"), "calls", cancellation, False) == [CANCELLED] and len(server.asked) == 3
 
 
 def test_nothing_is_asked_for_a_call_that_has_ended() -> None:
     class NeverAsked:
-        def judge_batch(self, items: Sequence[ScoreItem], *, lane: Priority) -> list[Score]:
+        def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority) -> list[Score]:
             raise AssertionError("it was asked")
 
-    cutoff = CancellationToken()
-    cutoff.end()
-    assert judge_remotely(NeverAsked(), items("a", "b"), "calls", cutoff, False) == [CUT_OFF] * 2
+    cancellation = CancellationToken()
+    cancellation.cancel()
+    assert judge_remotely(NeverAsked(), items("a", "b"), "calls", cancellation, False) == [CANCELLED] * 2
 
 
 def test_a_question_that_nobody_waits_for_may_be_billed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    cutoff = CancellationToken()
+    cancellation = CancellationToken()
     with (
         MisbehavingServer(lambda asked: Answer(hangs=True)) as server,
         closing(
@@ -268,17 +268,17 @@ def test_a_question_that_nobody_waits_for_may_be_billed(monkeypatch: pytest.Monk
             )
         ) as judge,
     ):
-        call = in_thread(lambda: judge_remotely(judge, items("a"), "calls", cutoff, False))
+        call = in_thread(lambda: judge_remotely(judge, items("a"), "calls", cancellation, False))
         until(lambda: len(server.asked) == 1)
         assert judge.figures()["judge_spent"] == 0.0
-        cutoff.end()
-        assert call.result(timeout=PATIENCE_SECONDS) == [CUT_OFF]
+        cancellation.cancel()
+        assert call.result(timeout=PATIENCE_SECONDS) == [CANCELLED]
         until(lambda: judge.figures()["judge_spent"] == 1000.0)
 
 
 def test_money_set_aside_for_a_question_that_was_never_asked_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    cutoff = CancellationToken()
+    cancellation = CancellationToken()
     prices: dict[str, Any] = {"completion_price": 1.0, "max_spend": 1.0}
     with (
         MisbehavingServer(lambda asked: chat('{"score": 7}', prompt_tokens=0, completion_tokens=0)) as server,
@@ -286,31 +286,31 @@ def test_money_set_aside_for_a_question_that_was_never_asked_is_free_again(monke
             GenerativeJudge(base_url=server.url, model="m", template="{answer}", requests_per_minute=1, **prices)
         ) as judge,
     ):
-        call = in_thread(lambda: judge_remotely(judge, items("a", "b"), "calls", cutoff, False))
+        call = in_thread(lambda: judge_remotely(judge, items("a", "b"), "calls", cancellation, False))
         until(lambda: len(server.asked) == 1 and judge.figures()["judge_waiting_calls"] == 1.0)
-        desk = judge._loop.shared
-        assert desk is not None and desk.meter.reserved > 0.0
-        cutoff.end()
-        assert CUT_OFF in call.result(timeout=PATIENCE_SECONDS)
-        until(lambda: desk.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
+        session = judge._loop.shared
+        assert session is not None and session.meter.reserved > 0.0
+        cancellation.cancel()
+        assert CANCELLED in call.result(timeout=PATIENCE_SECONDS)
+        until(lambda: session.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
 
 
 def test_what_no_thread_has_taken_up_is_not_waited_for() -> None:
-    cutoff, go_on = CancellationToken(), threading.Event()
+    cancellation, go_on = CancellationToken(), threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(go_on.wait)
         queued: Future[list[Score]] = threads.submit(list)
-        waiting = in_thread(lambda: wait_aside(queued, cutoff, 2))
+        waiting = in_thread(lambda: wait_aside(queued, cancellation, 2))
         assert not waiting.done()
-        cutoff.end()
-        assert waiting.result(timeout=PATIENCE_SECONDS) == [CUT_OFF] * 2
+        cancellation.cancel()
+        assert waiting.result(timeout=PATIENCE_SECONDS) == [CANCELLED] * 2
         go_on.set()
 
 
 def test_those_compared_with_one_that_is_cut_off_have_no_score_either() -> None:
     group = [*items("a", "b", group="g"), *items("c", "d", group="h")]
     scores: list[Score] = [Scored(1.0), CLOSING, Scored(0.0), Unscored("crashed", "by itself")]
-    assert _cut(scores, group, True) == [CUT_OFF, CUT_OFF, *scores[2:]]
-    assert _cut(scores, group, False) == [scores[0], CUT_OFF, *scores[2:]]
+    assert _cut(scores, group, True) == [CANCELLED, CANCELLED, *scores[2:]]
+    assert _cut(scores, group, False) == [scores[0], CANCELLED, *scores[2:]]
     alone = Unscored("infrastructure", "no other answer of the group has a score: the scorer is closing")
-    assert _cut([alone, alone, *scores[2:]], group, True) == [CUT_OFF, CUT_OFF, *scores[2:]]
+    assert _cut([alone, alone, *scores[2:]], group, True) == [CANCELLED, CANCELLED, *scores[2:]]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import BUILT_IN
-from tandem.reward.scheduling import interpreter_scheduler as turns
+from tandem.reward.scheduling import interpreter_scheduler
 from tandem.reward.scheduling.admission_queue import AdmissionQueue, PrioritySemaphore
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
@@ -46,35 +46,35 @@ def eventually(condition: Callable[[], bool]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PRIORITIES), st.none()), max_size=200))
 def test_who_is_said_to_be_next_is_next(steps: list[Priority | None]) -> None:
-    """Some come and, for None, one goes; a lane that goes on has as many turns as one that comes again."""
-    lanes: PriorityQueue[int] = PriorityQueue()
-    for number, lane in enumerate(steps):
-        if lane is not None:
-            lanes.add(lane, number)
+    """Some come and, for None, one goes; a priority that goes on has as many turns as one that comes again."""
+    priorities: PriorityQueue[int] = PriorityQueue()
+    for number, priority in enumerate(steps):
+        if priority is not None:
+            priorities.add(priority, number)
             continue
-        seen = lanes.peek()
-        assert seen == lanes.peek() == lanes.next()
+        seen = priorities.peek()
+        assert seen == priorities.peek() == priorities.pop()
         if seen is None:
             continue
-        goes_on = lanes.goes_on(seen[0])
-        assert goes_on or (found := lanes.peek()) is None or found[0] != seen[0], "it is another lane's turn"
+        goes_on = priorities.try_continue(seen[0])
+        assert goes_on or (found := priorities.peek()) is None or found[0] != seen[0], "it is another priority's turn"
 
 
 @given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 100))
 def test_one_that_goes_on_has_the_turns_of_one_that_comes_again(busy: set[Priority], number: int) -> None:
     again: PriorityQueue[Priority] = PriorityQueue()
     on: PriorityQueue[Priority] = PriorityQueue()
-    for lane in busy:
-        again.add(lane, lane)
-        on.add(lane, lane)
-    first, working, served = again.next(), on.next(), []
+    for priority in busy:
+        again.add(priority, priority)
+        on.add(priority, priority)
+    first, working, served = again.pop(), on.pop(), []
     for _ in range(number):
         assert first is not None and working is not None
         again.add(*first)
-        first = again.next()
-        if not on.goes_on(working[0]):
-            on.put_back(*working)
-            working = on.next()
+        first = again.pop()
+        if not on.try_continue(working[0]):
+            on.push_front(*working)
+            working = on.pop()
         served.append((first, working))
     assert all(one == other for one, other in served)
 
@@ -86,57 +86,57 @@ def test_places_go_to_the_ring_first_and_jobs_get_their_share() -> None:
     order: list[Priority] = []
 
     async def work() -> None:
-        places = PrioritySemaphore(2)
+        slots = PrioritySemaphore(2)
 
-        async def one(lane: Priority) -> None:
-            await places.enter(lane)
-            order.append(lane)
-            places.leave()
+        async def one(priority: Priority) -> None:
+            await slots.acquire(priority)
+            order.append(priority)
+            slots.release()
 
         for _ in range(2):
-            await places.enter("jobs")
+            await slots.acquire("jobs")
         jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
         await asyncio.sleep(1.0)
         ring = [asyncio.create_task(one("ring")) for _ in range(9)]
         await asyncio.sleep(1.0)
-        assert not order and [places.waiting(lane) for lane in PRIORITIES] == [9, 0, 6]
-        places.leave()
+        assert not order and [slots.waiting(priority) for priority in PRIORITIES] == [9, 0, 6]
+        slots.release()
         await asyncio.gather(*jobs, *ring)
 
     run(work)
-    assert "".join(lane[0] for lane in order) == "rrrjrrrjrrrjjjj"
+    assert "".join(priority[0] for priority in order) == "rrrjrrrjrrrjjjj"
 
 
 def test_a_place_is_lost_by_no_end() -> None:
     """Those who wait are cancelled, by time-outs too, and one is cancelled just as it was let through."""
 
     async def work() -> list[int]:
-        places = PrioritySemaphore(1)
+        slots = PrioritySemaphore(1)
 
         async def hold() -> None:
-            await places.enter("calls")
+            await slots.acquire("calls")
             try:
                 await asyncio.sleep(3600.0)
             finally:
-                places.leave()
+                slots.release()
 
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
-                await places.enter("calls")
-                await places.enter("calls")
+                await slots.acquire("calls")
+                await slots.acquire("calls")
         tasks = [asyncio.create_task(hold()) for _ in range(5)]
         await asyncio.sleep(1.0)
-        places.leave()  # lets the first of them through …
+        slots.release()  # lets the first of them through …
         tasks[0].cancel()  # … which never hears of it
         tasks[3].cancel()
         left = []
         for task in (tasks[1], tasks[2], tasks[4]):
             await asyncio.sleep(1.0)
-            left.append(places.waiting("calls"))
+            left.append(slots.waiting("calls"))
             task.cancel()
         await asyncio.sleep(1.0)
         async with asyncio.timeout(1.0):
-            await places.enter("jobs")
+            await slots.acquire("jobs")
         return left
 
     assert run(work) == [2, 1, 0]
@@ -147,9 +147,9 @@ def test_one_that_needs_much_is_not_passed_for_ever() -> None:
     order: list[str] = []
 
     async def work() -> None:
-        gate, free = AdmissionQueue(), 0
+        queue, free = AdmissionQueue(), 0
 
-        async def one(name: str, lane: Priority, need: int) -> None:
+        async def one(name: str, priority: Priority, need: int) -> None:
             def take() -> float:
                 nonlocal free
                 if free < need:
@@ -157,7 +157,7 @@ def test_one_that_needs_much_is_not_passed_for_ever() -> None:
                 free -= need
                 return 0.0
 
-            await gate.enter(lane, take, lambda: None)
+            await queue.acquire(priority, take, lambda: None)
             order.append(name)
 
         tasks = [asyncio.create_task(one("much", "jobs", 3))]
@@ -166,7 +166,7 @@ def test_one_that_needs_much_is_not_passed_for_ever() -> None:
         for _ in range(10):
             await asyncio.sleep(1.0)
             free += 1
-            gate.look()
+            queue.wake()
         await asyncio.gather(*tasks)
 
     run(work)
@@ -178,8 +178,8 @@ def test_one_that_needs_much_is_not_passed_for_ever() -> None:
 
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(interpreter_scheduler, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 30.0)
 
 
 @contextmanager
@@ -196,52 +196,54 @@ def threads(*work: Callable[[], object]) -> Iterator[None]:
 
 @pytest.mark.usefixtures("short_turns")
 def test_one_thread_scores_at_a_time_and_the_rings_goes_first() -> None:
-    taken, order, go_on = InterpreterScheduler(), list[Priority](), threading.Event()
+    scheduler, order, go_on = InterpreterScheduler(), list[Priority](), threading.Event()
 
-    def one(lane: Priority) -> Priority:
-        order.append(lane)
+    def one(priority: Priority) -> Priority:
+        order.append(priority)
         assert go_on.wait(30.0)
-        return lane
+        return priority
 
-    with threads(lambda: taken.each("jobs", one, ["jobs"] * 10)):
+    with threads(lambda: scheduler.run_each("jobs", one, ["jobs"] * 10)):
         eventually(lambda: order == ["jobs"])
-        with threads(lambda: taken.each("calls", one, ["calls"]), lambda: taken.each("ring", one, ["ring"] * 6)):
-            eventually(lambda: [taken.waiting(lane) for lane in PRIORITIES] == [1, 1, 0])
+        with threads(
+            lambda: scheduler.run_each("calls", one, ["calls"]), lambda: scheduler.run_each("ring", one, ["ring"] * 6)
+        ):
+            eventually(lambda: [scheduler.waiting(priority) for priority in PRIORITIES] == [1, 1, 0])
             go_on.set()
-    assert "".join(lane[0] for lane in order) == "jrrrcrrr" + "j" * 9
-    assert taken.each("calls", one, ["calls"]) == ["calls"] and not any(map(taken.waiting, PRIORITIES))
+    assert "".join(priority[0] for priority in order) == "jrrrcrrr" + "j" * 9
+    assert scheduler.run_each("calls", one, ["calls"]) == ["calls"] and not any(map(scheduler.waiting, PRIORITIES))
 
 
 @pytest.mark.usefixtures("short_turns")
 def test_those_in_a_lane_take_turns_at_the_interpreter() -> None:
-    taken, order, go_on = InterpreterScheduler(), list[str](), threading.Event()
+    scheduler, order, go_on = InterpreterScheduler(), list[str](), threading.Event()
 
     def one(name: str) -> bool:
         order.append(name)
         return go_on.wait(30.0)
 
-    with threads(lambda: taken.each("calls", one, "aaaa")):
+    with threads(lambda: scheduler.run_each("calls", one, "aaaa")):
         eventually(lambda: order == ["a"])
-        with threads(lambda: taken.each("calls", one, "bb")):
-            eventually(lambda: taken.waiting("calls") == 1)
+        with threads(lambda: scheduler.run_each("calls", one, "bb")):
+            eventually(lambda: scheduler.waiting("calls") == 1)
             go_on.set()
     assert "".join(order) == "ababaa"
 
 
 def test_whoever_has_waited_for_long_goes_on_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.01)
-    taken, begun, go_on, more = InterpreterScheduler(), threading.Event(), threading.Event(), list[int]()
+    monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 0.01)
+    scheduler, begun, go_on, more = InterpreterScheduler(), threading.Event(), threading.Event(), list[int]()
 
     def long_one(number: int) -> bool:
         begun.set()
         return go_on.wait(30.0)
 
-    with threads(lambda: taken.each("jobs", long_one, [1])):
+    with threads(lambda: scheduler.run_each("jobs", long_one, [1])):
         assert begun.wait(30.0)
-        assert taken.each("ring", abs, [-1, -2]) == [1, 2] and not taken.waiting("ring")
-        monkeypatch.setattr(turns, "PATIENCE_SECONDS", 30.0)
-        with threads(lambda: more.extend(taken.each("ring", abs, [-3]))):
-            eventually(lambda: taken.waiting("ring") == 1)  # the turn is still the other's
+        assert scheduler.run_each("ring", abs, [-1, -2]) == [1, 2] and not scheduler.waiting("ring")
+        monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 30.0)
+        with threads(lambda: more.extend(scheduler.run_each("ring", abs, [-3]))):
+            eventually(lambda: scheduler.waiting("ring") == 1)  # the turn is still the other's
             go_on.set()
     assert more == [3]
 
@@ -252,27 +254,27 @@ def test_a_turn_that_comes_at_the_last_moment_is_not_lost(monkeypatch: pytest.Mo
             assert super().wait(30.0)
             return False  # its time was over, and then the turn came
 
-    monkeypatch.setattr(turns, "threading", SimpleNamespace(Lock=threading.Lock, Event=Late))
-    taken, begun, go_on = InterpreterScheduler(), threading.Event(), threading.Event()
+    monkeypatch.setattr(interpreter_scheduler, "threading", SimpleNamespace(Lock=threading.Lock, Event=Late))
+    scheduler, begun, go_on = InterpreterScheduler(), threading.Event(), threading.Event()
 
     def long_one(number: int) -> bool:
         begun.set()
         return go_on.wait(30.0)
 
-    with threads(lambda: taken.each("jobs", long_one, [1])):
+    with threads(lambda: scheduler.run_each("jobs", long_one, [1])):
         assert begun.wait(30.0)
-        with threads(lambda: taken.each("ring", abs, [-1])):
-            eventually(lambda: taken.waiting("ring") == 1)
+        with threads(lambda: scheduler.run_each("ring", abs, [-1])):
+            eventually(lambda: scheduler.waiting("ring") == 1)
             go_on.set()
-    assert not taken._taken
+    assert not scheduler._busy
 
 
 def test_a_bug_in_a_scorer_gives_the_turn_back() -> None:
-    taken = InterpreterScheduler()
+    scheduler = InterpreterScheduler()
     with pytest.raises(ZeroDivisionError):
-        taken.each("ring", lambda one: one / 0, [1])
-    assert not taken._taken  # else the next would wait for it, and go on beside
-    assert taken.each("jobs", abs, []) == [] and taken.each("jobs", abs, [1]) == [1]
+        scheduler.run_each("ring", lambda one: one / 0, [1])
+    assert not scheduler._busy  # else the next would wait for it, and go on beside
+    assert scheduler.run_each("jobs", abs, []) == [] and scheduler.run_each("jobs", abs, [1]) == [1]
 
 
 @pytest.mark.usefixtures("short_turns")
@@ -291,13 +293,13 @@ def test_scorers_of_this_process_are_asked_in_turns(alone: bool, monkeypatch: py
     with closing(ScoringCore(RewardConfig())) as core:
         rubric = core.default if alone else core.compile("[[components]]\nscorer = 'exact'\n")
 
-        def score(lane: Priority, number: int) -> None:
-            results[lane] = core.score(rubric, [ScoreItem("", lane[0], "r")] * number, lane)
+        def score(priority: Priority, number: int) -> None:
+            results[priority] = core.score(rubric, [ScoreItem("", priority[0], "r")] * number, priority)
 
         with threads(lambda: score("jobs", 6)):
             eventually(lambda: order == ["j"])
             with threads(lambda: score("ring", 4)):
-                eventually(lambda: core._turns.waiting("ring") == 1)
+                eventually(lambda: core._scheduler.waiting("ring") == 1)
                 assert len(core.score(rubric, [ScoreItem("", "c", "r")], "calls", at_once=True)) == 1
                 go_on.set()
     assert "".join(order) == "jcrrrjr" + "j" * 4
@@ -347,9 +349,11 @@ def test_the_ring_passes_a_job_at_a_judge_and_the_job_goes_on(
         with closing(ScoringCore(config)) as core:
             rubric = core.compile("[[components]]\nscorer = 'far'\n")
 
-            def score(lane: Priority, number: int) -> None:
-                items = [ScoreItem("", f"{lane[0]}{n}", None, {"prompt": "?"}, group=lane) for n in range(number)]
-                results[lane] = core.score(rubric, items, lane)
+            def score(priority: Priority, number: int) -> None:
+                items = [
+                    ScoreItem("", f"{priority[0]}{n}", None, {"prompt": "?"}, group=priority) for n in range(number)
+                ]
+                results[priority] = core.score(rubric, items, priority)
 
             with threads(lambda: score("jobs", 6)):
                 eventually(lambda: order == ["j"] and core.figures()[f"{waiting}_jobs:far"] == 5.0)
@@ -357,8 +361,8 @@ def test_the_ring_passes_a_job_at_a_judge_and_the_job_goes_on(
                     eventually(lambda: core.figures()[f"{waiting}_ring:far"] == 9.0)
                     go_on.set()
     assert "".join(order) == "j" + "rrrj" * 3 + "jj"
-    for lane, number in (("ring", 9), ("jobs", 6)):
-        values = [one.value for one in results[lane] if isinstance(one, Scored)]  # type: ignore[index]
+    for priority, number in (("ring", 9), ("jobs", 6)):
+        values = [one.value for one in results[priority] if isinstance(one, Scored)]  # type: ignore[index]
         assert values == [n / (number - 1) if declared is by_rank else n for n in range(number)]
 
 

@@ -16,7 +16,7 @@ from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.scheduling.cancellation import CancellationToken
 from tandem.reward.scheduling.priority_queue import Priority
-from tandem.reward.workers import model_batcher as model_lane
+from tandem.reward.workers import model_batcher
 from tandem.reward.workers.line_process import LineProcess
 from tandem.reward.workers.model_batcher import ModelBatcher, Question
 from tests.support.judge_calls import refused
@@ -29,10 +29,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         assert module == "tandem.reward.workers.model_process" and environment["HF_HUB_OFFLINE"] == "1"
         return LineProcess("tests.support.stand_in_model", {**environment, "PYTHONPATH": str(ROOT)})
 
-    monkeypatch.setattr(model_lane, "LineProcess", start)
+    monkeypatch.setattr(model_batcher, "LineProcess", start)
 
 
-def lane(path: str = "fine", batch: int = 4, timeout_seconds: float = 2.0) -> ModelBatcher:
+def make_batcher(path: str = "fine", batch: int = 4, timeout_seconds: float = 2.0) -> ModelBatcher:
     return ModelBatcher({"path": path, "batch": batch}, startup_seconds=60.0, timeout_seconds=timeout_seconds)
 
 
@@ -44,7 +44,7 @@ def ask(one: ModelBatcher, answers: list[str]) -> list[Score]:
 @pytest.mark.parametrize(("bad", "reason"), [("hang", "timeout"), ("die", "crashed")])
 def test_a_culprit_is_unscored_alone(bad: str, reason: str) -> None:
     answers = ["x" * n if n not in (2, 9) else bad for n in range(12)]
-    with closing(lane()) as one:
+    with closing(make_batcher()) as one:
         scores = ask(one, answers)
         assert one.num_starts == 5, "each of the two kills its batch's process, and its own"
     assert {n for n, score in enumerate(scores) if isinstance(score, Unscored)} == {2, 9}
@@ -58,14 +58,14 @@ def test_a_culprit_is_unscored_alone(bad: str, reason: str) -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_one_that_is_alone_in_its_batch_is_not_tried_again() -> None:
-    with closing(lane(batch=1)) as one:
+    with closing(make_batcher(batch=1)) as one:
         assert [type(score) for score in ask(one, ["a", "die", "b"])] == [Scored, Unscored, Scored]
         assert one.num_starts == 2
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_process_that_dies_between_two_calls_is_replaced() -> None:
-    with closing(lane()) as one:
+    with closing(make_batcher()) as one:
         assert ask(one, ["a"]) == [Scored(1)]
         first = one.pid
         os.kill(first, signal.SIGKILL)
@@ -75,14 +75,14 @@ def test_a_process_that_dies_between_two_calls_is_replaced() -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_one_that_prints_much_is_heard() -> None:
-    with closing(lane(timeout_seconds=60.0)) as one:
+    with closing(make_batcher(timeout_seconds=60.0)) as one:
         assert ask(one, ["babble", "a"]) == [Scored(6), Scored(1)]
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_many_callers_share_one_process() -> None:
     results: dict[int, list[Score]] = {}
-    with closing(lane(timeout_seconds=60.0)) as one:
+    with closing(make_batcher(timeout_seconds=60.0)) as one:
 
         def work(size: int) -> None:
             results[size] = ask(one, ["x" * size] * 20)
@@ -99,7 +99,7 @@ def test_many_callers_share_one_process() -> None:
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("path", "told"), [("unloadable", "it is broken"), ("dies", "its process exited with code 3")])
 def test_a_model_that_does_not_load_is_infrastructure(path: str, told: str) -> None:
-    with closing(lane(path)) as one:
+    with closing(make_batcher(path)) as one:
         with pytest.raises(ScorerError, match=told):
             one.start()
         reason, detail = refused(ask(one, ["a"])[0])
@@ -111,7 +111,7 @@ def test_a_model_that_does_not_load_is_infrastructure(path: str, told: str) -> N
 
 @pytest.mark.usefixtures("stand_in")
 def test_close_ends_what_is_under_way() -> None:
-    one = lane(timeout_seconds=600.0, batch=1)
+    one = make_batcher(timeout_seconds=600.0, batch=1)
     assert ask(one, ["a"]) == [Scored(1)]
     pid = one.pid
     results: list[Score] = []
@@ -133,12 +133,12 @@ def test_close_ends_what_is_under_way() -> None:
 
 def test_a_lane_that_was_never_asked_holds_nothing() -> None:
     before = threading.active_count()
-    one = lane()
+    one = make_batcher()
     assert one.pid == 0 and threading.active_count() == before
     one.close()
 
 
-# ---- lanes ----
+# ---- priorities ----
 
 
 class Model:
@@ -185,33 +185,33 @@ class Model:
 class Asking(threading.Thread):
     """Asks in a thread of its own; its answers are worth 0, 1, 2, …"""
 
-    def __init__(self, one: ModelBatcher, lane: Priority, number: int) -> None:
+    def __init__(self, one: ModelBatcher, priority: Priority, number: int) -> None:
         super().__init__(daemon=True)
-        self._one, self._lane = one, lane
-        self._questions = [Question(None, f"{lane[0]}{n}") for n in range(number)]
-        self.cutoff = CancellationToken()
+        self._one, self._priority = one, priority
+        self._questions = [Question(None, f"{priority[0]}{n}") for n in range(number)]
+        self.cancellation = CancellationToken()
         self.scores: list[Score] = []
         self.start()
 
     def run(self) -> None:
-        with self.cutoff.in_force():
-            self.scores = self._one.ask(self._questions, self._lane)
+        with self.cancellation.as_current():
+            self.scores = self._one.ask(self._questions, self._priority)
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     made = Model()
-    monkeypatch.setattr(model_lane, "LineProcess", lambda module, environment: made)
+    monkeypatch.setattr(model_batcher, "LineProcess", lambda module, environment: made)
     return made
 
 
-def until_waiting(one: ModelBatcher, lane: Priority, number: int) -> None:
-    while one.waiting(lane) != number:
+def until_waiting(one: ModelBatcher, priority: Priority, number: int) -> None:
+    while one.waiting(priority) != number:
         time.sleep(0.001)
 
 
 def test_the_ring_takes_the_next_forward_and_a_job_gets_its_share(model: Model) -> None:
-    with closing(lane()) as one:
+    with closing(make_batcher()) as one:
         job = Asking(one, "jobs", 20)
         while not model.forwards:
             time.sleep(0.001)
@@ -226,7 +226,7 @@ def test_the_ring_takes_the_next_forward_and_a_job_gets_its_share(model: Model) 
 
 
 def test_what_nobody_wants_any_more_leaves_the_line(model: Model) -> None:
-    with closing(lane()) as one:
+    with closing(make_batcher()) as one:
         gone = Asking(one, "calls", 4)
         while not model.forwards:
             time.sleep(0.001)
@@ -235,7 +235,7 @@ def test_what_nobody_wants_any_more_leaves_the_line(model: Model) -> None:
         stays = Asking(one, "calls", 2)
         until_waiting(one, "calls", 7)
         for asking in (gone, waiting):
-            asking.cutoff.end()
+            asking.cancellation.cancel()
             asking.join(30.0)
         end = Unscored("infrastructure", "the scorer is closing")
         assert gone.scores == [end] * 4 and waiting.scores == [end] * 5

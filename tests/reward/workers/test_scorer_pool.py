@@ -1,4 +1,4 @@
-"""The pool of worker processes: a hang, a crash or a broken limit costs one item, and lanes take turns."""
+"""The pool of worker processes: a hang, a crash or a broken limit costs one item, and priorities take turns."""
 
 from __future__ import annotations
 
@@ -170,33 +170,33 @@ def test_a_launcher_that_died_is_started_anew(make_pool: Make, spec: ScorerSpec)
     assert psutil.Process(again).ppid() != launcher
 
 
-# ---- lanes ----
+# ---- priorities ----
 
 
 class Slot:
     """Somebody who always has more."""
 
-    def __init__(self, lane: Priority) -> None:
-        self.lane = lane
+    def __init__(self, priority: Priority) -> None:
+        self.priority = priority
 
 
 @settings(deadline=None)
 @given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 400))
 def test_lanes_go_by_priority_and_none_starves(busy: set[Priority], turns: int) -> None:
-    lanes: PriorityQueue[Slot] = PriorityQueue()
-    for lane in busy:
-        lanes.add(lane, Slot(lane))
+    priorities: PriorityQueue[Slot] = PriorityQueue()
+    for priority in busy:
+        priorities.add(priority, Slot(priority))
     served: list[Priority] = []
     for _ in range(turns):
-        found = lanes.next()
+        found = priorities.pop()
         assert found is not None
-        lane, slot = found
-        served.append(lane)
-        lanes.add(lane, slot)
-    counts, order = Counter(served), [lane for lane in PRIORITIES if lane in busy]
+        priority, slot = found
+        served.append(priority)
+        priorities.add(priority, slot)
+    counts, order = Counter(served), [priority for priority in PRIORITIES if priority in busy]
     left = turns
-    for lane in order[:-1]:  # of every SHARE turns a lane has with others below it, one is theirs
-        assert counts[lane] == left - left // SHARE
+    for priority in order[:-1]:  # of every SHARE turns a priority has with others below it, one is theirs
+        assert counts[priority] == left - left // SHARE
         left //= SHARE
     assert counts[order[-1]] == left
     waits = SHARE ** (len(order) - 1)
@@ -204,18 +204,18 @@ def test_lanes_go_by_priority_and_none_starves(busy: set[Priority], turns: int) 
 
 
 def test_those_in_one_lane_take_turns() -> None:
-    lanes: PriorityQueue[str] = PriorityQueue()
+    priorities: PriorityQueue[str] = PriorityQueue()
     for name in ("a", "b", "c"):
-        lanes.add("calls", name)
+        priorities.add("calls", name)
     served = []
     for _ in range(6):
-        found = lanes.next()
+        found = priorities.pop()
         assert found is not None
         served.append(found[1])
-        lanes.add(*found)
+        priorities.add(*found)
     assert served == ["a", "b", "c", "a", "b", "c"]
-    lanes.put_back("calls", "now")
-    assert lanes.next() == ("calls", "now")
+    priorities.push_front("calls", "now")
+    assert priorities.pop() == ("calls", "now")
 
 
 def test_the_ring_passes_a_job_and_the_job_goes_on(make_pool: Make, tmp_path: Path) -> None:
