@@ -15,7 +15,7 @@ import pytest
 from benchmarks.staleness_report import Cell, difference, interval, table, verdicts
 from tests.support.paths import ROOT
 
-SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if "def main(" in file.read_text())
+SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if "\ndef main(" in file.read_text())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
