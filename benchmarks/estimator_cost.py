@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from tandem.trainer.estimators.inputs import EstimatorBatch  # noqa: E402
 from tandem.trainer.estimators.options import estimator_models  # noqa: E402
-from tandem.trainer.estimators.registry import ESTIMATORS, estimate  # noqa: E402
+from tandem.trainer.estimators.registry import estimate  # noqa: E402
 
 ROWS, LONGEST, GROUP = 4096, 1024, 8
 LIMIT = 1.5
@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--estimators", nargs="+", choices=list(DENSE), default=list(DENSE))
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    assert list(DENSE) == list(ESTIMATORS)
+    assert list(DENSE) == list(estimator_models())
     torch.set_num_threads(1)
     results = {shape: _measure(shape, arguments.estimators, arguments.repeats) for shape in ("equal", "ragged")}
     worst = max(row["ratio"] for row in results["equal"].values())

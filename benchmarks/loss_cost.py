@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from tandem.trainer.aggregation import token_shares  # noqa: E402
 from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum  # noqa: E402
 from tandem.trainer.policy_losses.options import loss_models  # noqa: E402
-from tandem.trainer.policy_losses.registry import POLICY_LOSSES, policy_loss  # noqa: E402
+from tandem.trainer.policy_losses.registry import find_loss, policy_loss  # noqa: E402
 from tandem.trainer.ragged import spread  # noqa: E402
 
 LIMIT = 1.5
@@ -61,7 +61,7 @@ def main() -> int:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
     torch.set_num_threads(1)
     equal_B = torch.full((arguments.sequences,), arguments.length, dtype=torch.int64)
-    losses = {name: _measure(name, equal_B, arguments.repeats) for name in POLICY_LOSSES}
+    losses = {name: _measure(name, equal_B, arguments.repeats) for name in loss_models()}
     worst = max(figure for figures in losses.values() for name, figure in figures.items() if name.endswith("_ratio"))
     record = {
         "command": "python benchmarks/loss_cost.py " + " ".join(sys.argv[1:]),
@@ -83,7 +83,7 @@ def main() -> int:
 def _measure(name: str, equal_B: Tensor, repeats: int) -> dict[str, float]:
     options = loss_models()[name]()
     tokens = _tokens(equal_B)
-    choose = POLICY_LOSSES[name].select
+    choose = find_loss(name).select
     sides: dict[str, Callable[[], tuple[float, Tensor]]] = {}
     if choose is not None:
         tokens = replace(tokens, chosen_N=choose(tokens, options, seed=0))

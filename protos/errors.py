@@ -47,6 +47,10 @@ class ScorerError(UserError):
     """A scorer is unknown, does not import, or was configured wrongly."""
 
 
+class PluginError(UserError):
+    """An entry point of another package cannot be used."""
+
+
 class EnvironmentLackError(UserError):
     """The machine lacks something: a port, memory, disk space, a server."""
 

@@ -4,18 +4,25 @@ Imports no torch.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem.trainer.aggregation_options import Aggregation
 from tandem.trainer.engine_options import CriticOptions
-from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_elsewhere
+from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_elsewhere, estimator_models
 from tandem.trainer.kl_options import KlOptions
-from tandem.trainer.named_options import named
+from tandem.trainer.named_options import named, one_of
 from tandem.trainer.off_policy.options import CorrectionOptions
-from tandem.trainer.policy_losses.options import ClippedSurrogateOptions, PolicyLossOptions, loss_elsewhere
+from tandem.trainer.policy_losses.options import ClippedSurrogateOptions, LossOptions, loss_elsewhere, loss_models
 from tandem.trainer.selection_options import SelectionOptions
+
+if TYPE_CHECKING:
+    AnyEstimatorOptions = EstimatorOptions
+    AnyLossOptions = LossOptions
+else:
+    AnyEstimatorOptions = one_of(estimator_models())
+    AnyLossOptions = one_of(loss_models())
 
 
 class CriticConfig(CriticOptions):
@@ -34,9 +41,9 @@ class AlgorithmConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    advantage: Annotated[EstimatorOptions, named("grpo", guess=estimator_elsewhere)] = GrpoOptions()
+    advantage: Annotated[AnyEstimatorOptions, named("grpo", guess=estimator_elsewhere)] = GrpoOptions()
     """How rewards become advantages."""
-    loss: Annotated[PolicyLossOptions, named("clipped_surrogate", guess=loss_elsewhere)] = ClippedSurrogateOptions()
+    loss: Annotated[AnyLossOptions, named("clipped_surrogate", guess=loss_elsewhere)] = ClippedSurrogateOptions()
     """How advantages become the loss of a token."""
     aggregation: Aggregation = "token-mean"
     """How the tokens' losses become one: over all tokens of the batch, or over its trajectories; `-norm` divides a

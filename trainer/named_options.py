@@ -4,11 +4,16 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar, Union
 
-from pydantic import BeforeValidator
+from pydantic import BaseModel, BeforeValidator, Field
+
+from tandem.protos.errors import PluginError
+from tandem.protos.plugins import load_plugins
+
+Model = TypeVar("Model", bound=BaseModel)
 
 Guess = Callable[[str], str | None]
 """Unknown name → the known one that is meant, or None."""
@@ -33,3 +38,22 @@ class BareName:
 def named(default: str, *, key: str = "name", guess: Guess | None = None) -> BeforeValidator:
     """For `Annotated[OneOfSeveral, named("rloo")]`: a string is a name, and a table without one is called `default`."""
     return BeforeValidator(BareName(key, default, guess))
+
+
+def one_of(models: Mapping[str, type[BaseModel]]) -> Any:
+    """The type of a field that holds one of several models, chosen by the key `name`."""
+    return Annotated[Union[tuple(models.values())], Field(discriminator="name")]  # noqa: UP007
+
+
+def models_by_name(built_in: Iterable[type[Model]], group: str, base: type[Model]) -> dict[str, type[Model]]:
+    """name → options model: the built-in ones, then those of an entry point group.
+
+    Raises:
+        PluginError: an entry point cannot be used.
+    """
+    models = {model.model_fields["name"].default: model for model in built_in}
+    for name, model in load_plugins(group, base, models).items():
+        if model.model_fields["name"].default != name:
+            raise PluginError(f"entry point {group}: {name}: the field `name` of {model.__name__} must be {name!r}")
+        models[name] = model
+    return models

@@ -26,7 +26,7 @@ from tandem.trainer.off_policy.correct import Corrected, correct
 from tandem.trainer.off_policy.diagnostics import correction_sums
 from tandem.trainer.off_policy.proximal import proximal_logprobs
 from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum
-from tandem.trainer.policy_losses.registry import POLICY_LOSSES, policy_loss
+from tandem.trainer.policy_losses.registry import find_loss, policy_loss
 from tandem.trainer.ragged import keep_tokens
 from tandem.trainer.token_logprobs import TokenStatistics
 from tandem.trainer.value_loss import clipped_value_loss
@@ -57,7 +57,7 @@ class Needs:
         free.
         """
         correction, needs = config.correction, config.advantage.needs
-        selects = POLICY_LOSSES[config.loss.name].select is not None
+        selects = find_loss(config.loss.name).select is not None
         bypassed = correction.proximal == "bypassed"
         every_step = selects or (bypassed and correction.needs_whole_batch)
         return cls(
@@ -245,7 +245,7 @@ class BatchObjective:
         self, step: int, places: Tensor, keep_N: Tensor, weights_N: Tensor | None, current_N: Tensor | None
     ) -> Tensor | None:
         """The loss's selection over the step's kept tokens."""
-        select = POLICY_LOSSES[self._config.loss.name].select
+        select = find_loss(self._config.loss.name).select
         if select is None:
             return None
         start = self._start

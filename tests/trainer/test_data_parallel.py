@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.aggregation import Aggregation
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.policy_losses.registry import POLICY_LOSSES
+from tandem.trainer.policy_losses.options import loss_models
 from tests.support import whole_batch_rank
 from tests.support.made_up_batch import MadeUpBatch
 from tests.support.ranks import run_ranks
@@ -38,7 +38,7 @@ def make_groups(seed: int) -> list[TrajectoryGroup]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", loss_models())
 @settings(max_examples=3, deadline=None)
 @given(
     seed=st.integers(0, 2**16),

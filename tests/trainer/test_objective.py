@@ -28,7 +28,7 @@ from tandem.trainer.objective import BatchObjective
 from tandem.trainer.off_policy.proximal import loglinear_proximal
 from tandem.trainer.policy_losses.covariance import clip_cov, select_clip_cov
 from tandem.trainer.policy_losses.inputs import LossTokens
-from tandem.trainer.policy_losses.registry import POLICY_LOSSES, PolicyLoss
+from tandem.trainer.policy_losses.registry import PolicyLoss
 from tandem.trainer.token_logprobs import TokenStatistics
 from tests.support.learner_rank import all_weights
 from tests.support.tiny_model import build_tiny_model
@@ -292,7 +292,7 @@ def test_a_selection_sees_the_proximal_policy_of_the_loss(monkeypatch: pytest.Mo
         seen.append(tokens)
         return select_clip_cov(tokens, options, seed=seed)
 
-    monkeypatch.setitem(POLICY_LOSSES, "clip_cov", PolicyLoss(clip_cov, select))
+    monkeypatch.setattr(objective_module, "find_loss", lambda name: PolicyLoss(clip_cov, select))
     scene.objective(loss="clip_cov", correction="areal_loglinear").begin_step(1, scene.current_N)
     place, _ = scene.layout.tokens_of(1)
     assert scene.start.behavior_N is not None and scene.start.versions_N is not None

@@ -22,7 +22,7 @@ from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.policy_losses.inputs import LossTokens
-from tandem.trainer.policy_losses.registry import POLICY_LOSSES
+from tandem.trainer.policy_losses.registry import find_loss
 from tandem.trainer.ragged import keep_tokens
 from tests.support.learner_rank import all_weights
 from tests.support.made_up_batch import MAX_TOKENS, MadeUpBatch
@@ -77,7 +77,7 @@ def kept_tokens(batch: MadeUpBatch, keep_N: Tensor, name: str) -> LossTokens:
         behavior_weights_N=log_ratios(batch).exp().clamp(max=2.0).float()[keep_N],
         lengths_B=keep_tokens(batch.layout.lengths_S, keep_N),
     )
-    choose = POLICY_LOSSES[name].select
+    choose = find_loss(name).select
     return tokens if choose is None else replace(tokens, chosen_N=choose(tokens, options_of(name), seed=0))
 
 

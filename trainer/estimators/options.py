@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, get_args
+from functools import cache
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from tandem.trainer.named_options import models_by_name
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -12,9 +15,15 @@ Need = Literal["values", "baselines", "components", "logprobs", "squared_probs",
 """A column of `EstimatorBatch` beside rewards, lengths and groups."""
 
 
-class _Options(BaseModel):
+class EstimatorOptions(BaseModel):
+    """Base class of the options of an advantage estimator. A subclass gives `name` its value and names the function."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    function: ClassVar[str]
+    """`module:function` of the estimator, which takes an `EstimatorBatch` and these options and returns an `Estimate`.
+    A path, so that reading a recipe does not import torch.
+    """
     needs: ClassVar[frozenset[Need]] = frozenset()
     """What it reads beside rewards, lengths and groups. One that reads components reads nothing of the rewards."""
     compares_answers: ClassVar[bool] = True
@@ -24,34 +33,40 @@ class _Options(BaseModel):
     weighs_tokens: ClassVar[bool] = False
     """Whether it matters what the off-policy correction multiplies each token's gradient with."""
 
+    name: str
+    """Selects the estimator."""
+
     @property
     def min_group_size(self) -> int:
         """The fewest scored answers to a prompt that it can do anything with."""
         return 1
 
 
-class GrpoOptions(_Options):
+class GrpoOptions(EstimatorOptions):
     """GRPO (arXiv:2402.03300)."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:grpo"
+
     name: Literal["grpo"] = "grpo"
-    """Picks this estimator."""
     std_over: Literal["group", "batch"] = "group"
     """Whose standard deviation divides: the group's, or that of all scores of the batch (Lite PPO, arXiv:2508.08221).
     """
 
 
-class DrGrpoOptions(_Options):
+class DrGrpoOptions(EstimatorOptions):
     """Dr.GRPO (arXiv:2503.20783): GRPO without the standard deviation. Nothing to set."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:dr_grpo"
+
     name: Literal["dr_grpo"] = "dr_grpo"
-    """Picks this estimator."""
 
 
-class GrpoPasskOptions(_Options):
+class GrpoPasskOptions(EstimatorOptions):
     """Only a group's best row learns, by its distance to the second (arXiv:2503.19595)."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:grpo_passk"
+
     name: Literal["grpo_passk"] = "grpo_passk"
-    """Picks this estimator."""
     divide_by_std: bool = True
     """Divide by the group's standard deviation."""
 
@@ -61,20 +76,22 @@ class GrpoPasskOptions(_Options):
         return 2
 
 
-class GpgOptions(_Options):
+class GpgOptions(EstimatorOptions):
     """GPG (arXiv:2504.02546)."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:gpg"
+
     name: Literal["gpg"] = "gpg"
-    """Picks this estimator."""
     f_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """What divides every advantage."""
 
 
-class MaxrlOptions(_Options):
+class MaxrlOptions(EstimatorOptions):
     """MaxRL (arXiv:2602.02710): divides by the group's mean reward. Nothing to set."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:maxrl"
+
     name: Literal["maxrl"] = "maxrl"
-    """Picks this estimator."""
 
     @property
     def min_group_size(self) -> int:
@@ -82,38 +99,41 @@ class MaxrlOptions(_Options):
         return 2
 
 
-class RlooOptions(_Options):
+class RlooOptions(EstimatorOptions):
     """RLOO (arXiv:2402.14740)."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.leave_one_out:rloo"
+
     name: Literal["rloo"] = "rloo"
-    """Picks this estimator."""
     group_of_one: Literal["score", "zero"] = "score"
     """What the only row of a group gets: its score, as REINFORCE without a baseline, or 0."""
 
 
-class OpoOptions(_Options):
+class OpoOptions(EstimatorOptions):
     """OPO (arXiv:2505.23585): the baseline weighs scores by length. Nothing to set."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.opo:opo"
+
     name: Literal["opo"] = "opo"
-    """Picks this estimator."""
 
 
-class RemaxOptions(_Options):
+class RemaxOptions(EstimatorOptions):
     """ReMax (arXiv:2310.10505): the greedy answer's score is the baseline. Nothing to set."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"baselines"})
     compares_answers: ClassVar[bool] = False
     reads_places: ClassVar[bool] = True
+    function: ClassVar[str] = "tandem.trainer.estimators.remax:remax"
 
     name: Literal["remax"] = "remax"
-    """Picks this estimator."""
 
 
-class PkpoOptions(_Options):
+class PkpoOptions(EstimatorOptions):
     """PKPO (arXiv:2505.15201) with its loo−1 baseline: learns for the best of k answers."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.pkpo:pkpo"
+
     name: Literal["pkpo"] = "pkpo"
-    """Picks this estimator."""
     k: Annotated[int, Field(ge=2)] = 4
     """Answers the best of which counts; at most as many as a group has."""
 
@@ -123,38 +143,39 @@ class PkpoOptions(_Options):
         return self.k
 
 
-class ReinforcePlusPlusOptions(_Options):
+class ReinforcePlusPlusOptions(EstimatorOptions):
     """REINFORCE++ (arXiv:2501.03262)."""
 
     compares_answers: ClassVar[bool] = False
     reads_places: ClassVar[bool] = True
+    function: ClassVar[str] = "tandem.trainer.estimators.reinforce_plus_plus:reinforce_plus_plus"
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    """Picks this estimator."""
     gamma: Fraction = 1.0
     """Discount a loss token."""
     whiten: bool = True
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
 
-class ReinforcePlusPlusBaselineOptions(_Options):
+class ReinforcePlusPlusBaselineOptions(EstimatorOptions):
     """REINFORCE++ with the group's mean as the baseline (arXiv:2501.03262)."""
 
+    function: ClassVar[str] = "tandem.trainer.estimators.reinforce_plus_plus:reinforce_plus_plus_baseline"
+
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
-    """Picks this estimator."""
     whiten: bool = True
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
 
-class GaeOptions(_Options):
+class GaeOptions(EstimatorOptions):
     """Generalised advantage estimation with a critic (arXiv:1506.02438)."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"values"})
     compares_answers: ClassVar[bool] = False
     reads_places: ClassVar[bool] = True
+    function: ClassVar[str] = "tandem.trainer.estimators.gae:gae"
 
     name: Literal["gae"] = "gae"
-    """Picks this estimator."""
     gamma: Fraction = 1.0
     """Discount a loss token."""
     lam: Fraction = 1.0
@@ -167,13 +188,13 @@ class GaeOptions(_Options):
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
 
-class GdpoOptions(_Options):
+class GdpoOptions(EstimatorOptions):
     """GDPO (arXiv:2601.05242): every reward component is normalised by itself."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"components"})
+    function: ClassVar[str] = "tandem.trainer.estimators.gdpo:gdpo"
 
     name: Literal["gdpo"] = "gdpo"
-    """Picks this estimator."""
     weights: tuple[float, ...] = ()
     """One a component, in the alphabetical order of their names; empty for ones."""
     divide_by_std: bool = True
@@ -182,20 +203,20 @@ class GdpoOptions(_Options):
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
 
-class OptimalTokenBaselineOptions(_Options):
+class OptimalTokenBaselineOptions(EstimatorOptions):
     """The optimal token baseline, rows compared place by place (arXiv:2602.07078)."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs", "columns"})
     reads_places: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
+    function: ClassVar[str] = "tandem.trainer.estimators.token_baseline:optimal_token_baseline"
 
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
-    """Picks this estimator."""
     handle_zero_tail: bool = True
     """No baseline on the tail of a group's longest row, which would be its own baseline there."""
 
 
-class TirOptimalTokenBaselineOptions(_Options):
+class TirOptimalTokenBaselineOptions(EstimatorOptions):
     """The optimal token baseline for answers with tool calls: rows compared by rank among their loss tokens
     (arXiv:2602.07078).
     """
@@ -203,31 +224,30 @@ class TirOptimalTokenBaselineOptions(_Options):
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs"})
     reads_places: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
+    function: ClassVar[str] = "tandem.trainer.estimators.token_baseline:tir_optimal_token_baseline"
 
     name: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
-    """Picks this estimator."""
     handle_zero_tail: bool = True
     """No baseline on the tail of a group's longest row, which would be its own baseline there."""
 
 
-EstimatorOptions = Annotated[
-    GrpoOptions
-    | DrGrpoOptions
-    | GrpoPasskOptions
-    | GpgOptions
-    | MaxrlOptions
-    | RlooOptions
-    | OpoOptions
-    | RemaxOptions
-    | PkpoOptions
-    | ReinforcePlusPlusOptions
-    | ReinforcePlusPlusBaselineOptions
-    | GaeOptions
-    | GdpoOptions
-    | OptimalTokenBaselineOptions
-    | TirOptimalTokenBaselineOptions,
-    Field(discriminator="name"),
-]
+BUILT_IN: tuple[type[EstimatorOptions], ...] = (
+    GrpoOptions,
+    DrGrpoOptions,
+    GrpoPasskOptions,
+    GpgOptions,
+    MaxrlOptions,
+    RlooOptions,
+    OpoOptions,
+    RemaxOptions,
+    PkpoOptions,
+    ReinforcePlusPlusOptions,
+    ReinforcePlusPlusBaselineOptions,
+    GaeOptions,
+    GdpoOptions,
+    OptimalTokenBaselineOptions,
+    TirOptimalTokenBaselineOptions,
+)
 
 NAMES_ELSEWHERE = {
     "ppo": "gae",
@@ -249,9 +269,14 @@ NAMES_ELSEWHERE = {
 """What other trainers and the papers call these estimators."""
 
 
-def estimator_models() -> dict[str, type[BaseModel]]:
-    """name → options model, in the order of the union."""
-    return {model.model_fields["name"].default: model for model in get_args(get_args(EstimatorOptions)[0])}
+@cache
+def estimator_models() -> dict[str, type[EstimatorOptions]]:
+    """name → options model of every estimator: the built-in ones, then those of the entry points `tandem.advantages`.
+
+    Raises:
+        PluginError: an entry point cannot be used.
+    """
+    return models_by_name(BUILT_IN, "tandem.advantages", EstimatorOptions)
 
 
 def estimator_elsewhere(name: str) -> str | None:

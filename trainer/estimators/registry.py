@@ -1,29 +1,21 @@
-"""The advantage estimators by name, and the one door to them: `estimate` checks what they all rely on.
+"""Finds and calls the advantage estimator that its options name. `estimate` first checks what all estimators rely on.
 
-A new estimator is one function, its options in `options.py` (which say what it asks for), one entry here and one golden
-or analytic test.
+A new one is a function, and a model in `options.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.protos.errors import DataError
-from tandem.trainer.estimators.gae import gae
-from tandem.trainer.estimators.gdpo import gdpo
-from tandem.trainer.estimators.group_relative import dr_grpo, gpg, grpo, grpo_passk, maxrl
+from tandem.protos.plugins import load_function
 from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
-from tandem.trainer.estimators.leave_one_out import rloo
-from tandem.trainer.estimators.opo import opo
-from tandem.trainer.estimators.options import EstimatorOptions, Need
-from tandem.trainer.estimators.pkpo import pkpo
-from tandem.trainer.estimators.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
-from tandem.trainer.estimators.remax import remax
-from tandem.trainer.estimators.token_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from tandem.trainer.estimators.options import EstimatorOptions, Need, estimator_models
 from tandem.trainer.ragged import row_sums
 
 _FIELDS: dict[Need, str] = {
@@ -36,23 +28,10 @@ _FIELDS: dict[Need, str] = {
 }
 
 
-ESTIMATORS: dict[str, Callable[[EstimatorBatch, Any], Estimate]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "grpo_passk": grpo_passk,
-    "gpg": gpg,
-    "maxrl": maxrl,
-    "rloo": rloo,
-    "opo": opo,
-    "remax": remax,
-    "pkpo": pkpo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "gae": gae,
-    "gdpo": gdpo,
-    "optimal_token_baseline": optimal_token_baseline,
-    "tir_optimal_token_baseline": tir_optimal_token_baseline,
-}
+@cache
+def find_estimator(name: str) -> Callable[[EstimatorBatch, Any], Estimate]:
+    """The estimator of that name. Raises PluginError if another package's estimator does not import."""
+    return load_function(estimator_models()[name].function, f"advantage {name}")
 
 
 @torch.no_grad()
@@ -68,7 +47,7 @@ def estimate(batch: EstimatorBatch, options: EstimatorOptions) -> Estimate:
         assert getattr(batch, _FIELDS[need]) is not None, f"{options.name} needs {need}"
     _check_inputs(batch, options.needs)
     _check_groups(batch, options)
-    result = ESTIMATORS[options.name](batch, options)
+    result = find_estimator(options.name)(batch, options)
     assert result.advantages_N.shape == batch.rewards_N.shape, result.advantages_N.shape
     _check_tokens(batch, "an advantage", result.advantages_N)
     return result

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from functools import cache
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tandem.trainer.named_options import models_by_name
+
 
 class LossOptions(BaseModel):
-    """What the models here have in common."""
+    """Base class of the options of a policy loss. A subclass gives `name` its value and names the loss's function."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    has_ratio: ClassVar[bool] = True
-    """Whether it has an importance ratio in it, which a behavior weight that is π_current/π_behavior already would
-    count twice.
+    function: ClassVar[str]
+    """`module:function` of the loss, which takes `LossTokens` and these options and returns `LossTerms`. A path, so
+    that reading a recipe does not import torch.
     """
+    select: ClassVar[str] = ""
+    """`module:function` that first chooses tokens over the whole batch of an optimizer step:
+    `select(tokens, options, *, seed)` returns a bool for every token, which the loss finds in `LossTokens.chosen_N`.
+    Empty: the loss chooses none.
+    """
+    has_ratio: ClassVar[bool] = True
+    """Whether the loss contains an importance ratio. A behavior weight that is already π_current/π_behavior would count
+    it twice.
+    """
+
+    name: str
+    """Selects the loss."""
 
     @property
     def counts_empty_rows(self) -> bool:
@@ -26,8 +41,9 @@ class LossOptions(BaseModel):
 class ClippedSurrogateOptions(LossOptions):
     """PPO's loss. Plain PPO: clip_low = clip_high and dual_clip = 0. DAPO's clip-higher: clip_high 0.28."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.clipped_surrogate:clipped_surrogate"
+
     name: Literal["clipped_surrogate"] = "clipped_surrogate"
-    """Picks this loss."""
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     """Lower clip of the importance ratio (1 − clip_low)."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.2
@@ -46,8 +62,9 @@ class ClippedSurrogateOptions(LossOptions):
 class CispoOptions(LossOptions):
     """CISPO's loss."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.cispo:cispo"
+
     name: Literal["cispo"] = "cispo"
-    """Picks this loss."""
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Lower clip of the importance ratio (1 − clip_low); 1 sets none, as the paper does."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.28
@@ -57,8 +74,9 @@ class CispoOptions(LossOptions):
 class GspoOptions(LossOptions):
     """GSPO's loss: the clips are of the ratio of a whole sequence, which moves far less than a token's."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.gspo:gspo"
+
     name: Literal["gspo"] = "gspo"
-    """Picks this loss."""
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 3e-4
     """Lower clip of the sequence's importance ratio (1 − clip_low)."""
     clip_high: Annotated[float, Field(ge=0.0)] = 4e-4
@@ -68,8 +86,9 @@ class GspoOptions(LossOptions):
 class GmpoOptions(LossOptions):
     """GMPO's loss: the clips are of the logarithm of a token's ratio."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.gmpo:gmpo"
+
     name: Literal["gmpo"] = "gmpo"
-    """Picks this loss."""
     clip_low: Annotated[float, Field(ge=0.0)] = 0.4
     """Lower clip of the importance ratio (e^−clip_low)."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.4
@@ -89,8 +108,9 @@ class GmpoOptions(LossOptions):
 class SapoOptions(LossOptions):
     """SAPO's loss: how sharply its gate closes around a ratio of 1."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.sapo:sapo"
+
     name: Literal["sapo"] = "sapo"
-    """Picks this loss."""
     temperature_positive: Annotated[float, Field(gt=0.0)] = 1.0
     """τ of tokens with positive advantage."""
     temperature_negative: Annotated[float, Field(gt=0.0)] = 1.05
@@ -101,16 +121,17 @@ class ReinforceOptions(LossOptions):
     """REINFORCE's loss; GPG's too."""
 
     has_ratio: ClassVar[bool] = False
+    function: ClassVar[str] = "tandem.trainer.policy_losses.reinforce:reinforce"
 
     name: Literal["reinforce"] = "reinforce"
-    """Picks this loss."""
 
 
 class DppoTvOptions(LossOptions):
     """DPPO's loss with total variation as the divergence."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.dppo:dppo_tv"
+
     name: Literal["dppo_tv"] = "dppo_tv"
-    """Picks this loss."""
     threshold_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.15
     """How far the probability of a token with negative advantage may fall."""
     threshold_high: Annotated[float, Field(ge=0.0, le=1.0)] = 0.15
@@ -122,8 +143,9 @@ class DppoTvOptions(LossOptions):
 class DppoKlOptions(LossOptions):
     """DPPO's loss with the Kullback–Leibler divergence."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.dppo:dppo_kl"
+
     name: Literal["dppo_kl"] = "dppo_kl"
-    """Picks this loss."""
     threshold_low: Annotated[float, Field(ge=0.0)] = 0.05
     """Largest divergence at which the probability of a token with negative advantage may still fall."""
     threshold_high: Annotated[float, Field(ge=0.0)] = 0.05
@@ -135,8 +157,10 @@ class DppoKlOptions(LossOptions):
 class ClipCovOptions(LossOptions):
     """Clip-Cov (arXiv:2505.22617): PPO's clip, and no gradient from a few tokens of large covariance."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.covariance:clip_cov"
+    select: ClassVar[str] = "tandem.trainer.policy_losses.covariance:select_clip_cov"
+
     name: Literal["clip_cov"] = "clip_cov"
-    """Picks this loss."""
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     """Lower clip of the importance ratio (1 − clip_low)."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.2
@@ -160,8 +184,10 @@ class ClipCovOptions(LossOptions):
 class KlCovOptions(LossOptions):
     """KL-Cov (arXiv:2505.22617): a KL penalty on the few tokens of largest covariance, no clipping."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.covariance:kl_cov"
+    select: ClassVar[str] = "tandem.trainer.policy_losses.covariance:select_kl_cov"
+
     name: Literal["kl_cov"] = "kl_cov"
-    """Picks this loss."""
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-3
     """Part of the batch's tokens that carry the penalty (one token at least)."""
     kl_coefficient: Annotated[float, Field(ge=0.0)] = 1.0
@@ -172,9 +198,9 @@ class DroOptions(LossOptions):
     """Direct reward optimisation with a given baseline (arXiv:2405.19107, Kimi k1.5 arXiv:2501.12599)."""
 
     has_ratio: ClassVar[bool] = False
+    function: ClassVar[str] = "tandem.trainer.policy_losses.dro:dro"
 
     name: Literal["dro"] = "dro"
-    """Picks this loss."""
     beta: Annotated[float, Field(ge=0.0)] = 0.1
     """Weight of the squared log-ratio; 0 leaves REINFORCE."""
 
@@ -183,18 +209,18 @@ class ToprOptions(LossOptions):
     """Tapered off-policy REINFORCE (arXiv:2503.14286). Nothing to set."""
 
     has_ratio: ClassVar[bool] = False
+    function: ClassVar[str] = "tandem.trainer.policy_losses.topr:topr"
 
     name: Literal["topr"] = "topr"
-    """Picks this loss."""
 
 
 class TruncatedImportanceOptions(LossOptions):
     """REINFORCE weighted by the truncated ratio to the sampler, AIPO (LlamaRL arXiv:2505.24034)."""
 
     has_ratio: ClassVar[bool] = False
+    function: ClassVar[str] = "tandem.trainer.policy_losses.truncated_importance:truncated_importance"
 
     name: Literal["truncated_importance"] = "truncated_importance"
-    """Picks this loss."""
     cap: Annotated[float, Field(gt=0.0)] = 4.0
     """Ratios π_current/π_behavior above it are cut to it."""
 
@@ -202,29 +228,30 @@ class TruncatedImportanceOptions(LossOptions):
 class M2poOptions(LossOptions):
     """Second-moment trust policy optimisation (arXiv:2510.01161)."""
 
+    function: ClassVar[str] = "tandem.trainer.policy_losses.m2po:m2po"
+    select: ClassVar[str] = "tandem.trainer.policy_losses.m2po:select_m2po"
+
     name: Literal["m2po"] = "m2po"
-    """Picks this loss."""
     threshold: Annotated[float, Field(gt=0.0)] = 0.04
     """Bound of the mean squared log-ratio of the tokens that keep their gradient."""
 
 
-PolicyLossOptions = Annotated[
-    ClippedSurrogateOptions
-    | CispoOptions
-    | GspoOptions
-    | GmpoOptions
-    | SapoOptions
-    | ReinforceOptions
-    | DppoTvOptions
-    | DppoKlOptions
-    | ClipCovOptions
-    | KlCovOptions
-    | DroOptions
-    | ToprOptions
-    | TruncatedImportanceOptions
-    | M2poOptions,
-    Field(discriminator="name"),
-]
+BUILT_IN: tuple[type[LossOptions], ...] = (
+    ClippedSurrogateOptions,
+    CispoOptions,
+    GspoOptions,
+    GmpoOptions,
+    SapoOptions,
+    ReinforceOptions,
+    DppoTvOptions,
+    DppoKlOptions,
+    ClipCovOptions,
+    KlCovOptions,
+    DroOptions,
+    ToprOptions,
+    TruncatedImportanceOptions,
+    M2poOptions,
+)
 
 NAMES_ELSEWHERE = {
     "vanilla": "clipped_surrogate",
@@ -242,10 +269,14 @@ NAMES_ELSEWHERE = {
 """What other trainers and the papers call these losses."""
 
 
-def loss_models() -> dict[str, type[BaseModel]]:
-    """name → options model, in the order of the union."""
-    union = get_args(PolicyLossOptions)[0]
-    return {model.model_fields["name"].default: model for model in get_args(union)}
+@cache
+def loss_models() -> dict[str, type[LossOptions]]:
+    """name → options model of every loss: the built-in ones, then those of the entry points `tandem.losses`.
+
+    Raises:
+        PluginError: an entry point cannot be used.
+    """
+    return models_by_name(BUILT_IN, "tandem.losses", LossOptions)
 
 
 def loss_elsewhere(name: str) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem.trainer.estimators.inputs import EstimatorBatch
 from tandem.trainer.estimators.options import GaeOptions, estimator_models
-from tandem.trainer.estimators.registry import ESTIMATORS, Estimate, estimate
+from tandem.trainer.estimators.registry import Estimate, estimate
 from tandem.trainer.estimators.scans import BLOCK, discounted_sums, running_sums
 from tandem.trainer.ragged import row_sums, spread
 
@@ -24,7 +24,7 @@ FAR_FROM_ZERO = 1e4
 """Scores spread this far leave the 1e-6 beside a standard deviation without effect."""
 
 many = settings(max_examples=40, deadline=None)
-names = st.sampled_from(list(ESTIMATORS))
+names = st.sampled_from(list(estimator_models()))
 seeds = st.integers(0, 2**31)
 
 

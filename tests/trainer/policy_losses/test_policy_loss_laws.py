@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tandem.trainer.aggregation import Aggregation, token_shares
 from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens, policy_loss_sum
-from tandem.trainer.policy_losses.options import PolicyLossOptions, loss_models
-from tandem.trainer.policy_losses.registry import POLICY_LOSSES, policy_loss
+from tandem.trainer.policy_losses.options import LossOptions, loss_models
+from tandem.trainer.policy_losses.registry import find_loss, policy_loss
 from tandem.trainer.ragged import flatten, row_means, spread, unflatten
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -40,7 +40,7 @@ FACTOR_TIMES_LOGPROB = {"cispo", "dppo_tv", "dppo_kl", "topr", "truncated_import
 ONLY_WITH_ONE_ADVANTAGE_A_ROW = {"gmpo"}
 
 # What each loss reads besides log π_current and the advantages.
-READS = {name: {"proximal_logprobs_N", "behavior_weights_N"} for name in POLICY_LOSSES} | {
+READS = {name: {"proximal_logprobs_N", "behavior_weights_N"} for name in loss_models()} | {
     "reinforce": {"behavior_weights_N"},
     "topr": {"behavior_logprobs_N"},
     "truncated_importance": {"behavior_logprobs_N"},
@@ -49,13 +49,13 @@ READS = {name: {"proximal_logprobs_N", "behavior_weights_N"} for name in POLICY_
 
 COLUMNS = ("proximal_logprobs_N", "behavior_logprobs_N", "advantages_N", "behavior_weights_N")
 
-every_loss = pytest.mark.parametrize("name", list(POLICY_LOSSES))
+every_loss = pytest.mark.parametrize("name", list(loss_models()))
 lengths = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 seeds = st.integers(0, 2**31)
 modes = st.sampled_from(MODES)
 
 
-def options_of(name: str) -> PolicyLossOptions:
+def options_of(name: str) -> LossOptions:
     return loss_models()[name](**SMALL.get(name, {}))
 
 
@@ -85,9 +85,9 @@ def make_tokens(
     )
 
 
-def select(tokens: LossTokens, options: PolicyLossOptions) -> LossTokens:
+def select(tokens: LossTokens, options: LossOptions) -> LossTokens:
     """The tokens with what the loss's selection, which is shown all of them, chooses."""
-    choose = POLICY_LOSSES[options.name].select
+    choose = find_loss(options.name).select
     return tokens if choose is None else replace(tokens, chosen_N=choose(tokens, options, seed=3))
 
 
@@ -120,7 +120,7 @@ def shares_of(tokens: LossTokens, mode: Aggregation, whole: LossTokens | None = 
     return spread(shares_B.to(tokens.advantages_N.dtype), tokens.lengths_B)
 
 
-def run(tokens: LossTokens, options: PolicyLossOptions, shares_N: Tensor) -> tuple[Tensor, Tensor, LossTerms]:
+def run(tokens: LossTokens, options: LossOptions, shares_N: Tensor) -> tuple[Tensor, Tensor, LossTerms]:
     """(loss, its gradient with respect to the current log-probs, terms)."""
     current_N = tokens.current_logprobs_N.detach().clone().requires_grad_()
     terms = policy_loss(replace(tokens, current_logprobs_N=current_N), options)
@@ -220,7 +220,7 @@ def test_the_gradient_is_the_derivative(name: str, lengths: list[int], seed: int
     assert num_kinks <= 1
 
 
-def _loss_moved(tokens: LossTokens, options: PolicyLossOptions, shares_N: Tensor, place: int, by: float) -> Tensor:
+def _loss_moved(tokens: LossTokens, options: LossOptions, shares_N: Tensor, place: int, by: float) -> Tensor:
     current_N = tokens.current_logprobs_N.clone()
     current_N[place] += by
     return run(replace(tokens, current_logprobs_N=current_N), options, shares_N)[0]

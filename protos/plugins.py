@@ -1,0 +1,58 @@
+"""Plug-ins: scorers, policy losses and advantage estimators that other packages add by entry points. docs/plugins.md
+shows a package with one of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from importlib.metadata import EntryPoint, entry_points
+from pkgutil import resolve_name
+from typing import Any, TypeVar
+
+from tandem.protos.errors import PluginError
+
+T = TypeVar("T")
+
+
+def load_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[str, type[T]]:
+    """The classes of an entry point group, by entry point name. Imports the modules that the entry points name.
+
+    Args:
+        kind: the class that each of them is derived from.
+        built_in: names that no entry point may have.
+
+    Raises:
+        PluginError: an entry point has the name of a built-in or of another one, does not import, or is no such class.
+    """
+    found: dict[str, type[T]] = {}
+    for point in sorted(entry_points(group=group), key=lambda one: one.name):
+        if point.name in built_in:
+            raise PluginError(f"{_origin(point)} has the name of a built-in one; choose another name")
+        if point.name in found:
+            raise PluginError(f"{_origin(point)} has the name of another package's; uninstall one of them")
+        try:
+            loaded = point.load()
+        except Exception as error:
+            raise PluginError(f"{_origin(point)} does not import: {type(error).__name__}: {error}") from error
+        if not (isinstance(loaded, type) and issubclass(loaded, kind)):
+            raise PluginError(f"{_origin(point)}: {point.value} is not a class derived from {kind.__name__}")
+        found[point.name] = loaded
+    return found
+
+
+def load_function(path: str, what: str) -> Callable[..., Any]:
+    """The function at `module:function`. `what` names it in the error.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    try:
+        function: Callable[..., Any] = resolve_name(path)
+    except Exception as error:
+        raise PluginError(f"{what}: {path} does not import: {type(error).__name__}: {error}") from error
+    return function
+
+
+def _origin(point: EntryPoint) -> str:
+    package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown package"
+    return f"entry point {point.group}: {point.name} of {package}"
