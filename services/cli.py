@@ -118,9 +118,11 @@ def serve(
 
     def work() -> None:
         from tandem.services.config import load_recipe
+        from tandem.services.logging_setup import configure_logging
         from tandem.services.run.folder import redis_url_of
 
         loaded = load_recipe(recipe, overrides or ())
+        configure_logging(service.value, run=loaded.run.run_id, replica=replica if service is Service.rollout else None)
         if supervisor is not None:
             redis_url = os.environ["TANDEM_REDIS_URL"]
         else:

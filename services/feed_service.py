@@ -4,6 +4,7 @@ no more.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -17,8 +18,11 @@ from tandem.protos.types import SamplingParameters, TrajectoryGroup
 from tandem.services.buffer.buffer import Admission, Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import Dataset, PromptBuilder, Row, RowFault
+from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
-from tandem.services.service_info import ServiceInfo
+from tandem.services.service_info import ServiceEndpoint, ServiceInfo
+
+log = logging.getLogger(__name__)
 
 _CHUNK_GROUPS = 64  # most groups of one admission; keeps a single call to Redis small
 _SHORTEST_POLL_SECONDS = 0.005
@@ -117,7 +121,7 @@ class PromptStream:
             self.faults[index] = prompt
             if len(self.faults) <= _MOST_FAULTS_TOLD:
                 last = "; further ones are only counted" if len(self.faults) == _MOST_FAULTS_TOLD else ""
-                print(f"feed: row {index} is skipped: {prompt.reason}: {prompt.detail}{last}", flush=True)
+                log.warning("row %d is skipped: %s: %s%s", index, prompt.reason, prompt.detail, last)
             return None
         return TrajectoryGroup(prompt)
 
@@ -171,7 +175,7 @@ class Feed:
     def _mark_exhausted(self, why: str, activity: str) -> None:
         if self._exhausted != why and self._buffer.mark_exhausted("target" if why == "target" else "dataset"):
             self._exhausted = why
-            print(f"feed: exhausted ({why}): {activity}; {self.admitted} groups admitted by this process", flush=True)
+            log.info("exhausted (%s): %s; %d groups admitted by this process", why, activity, self.admitted)
         self.activity = activity
 
     def figures(self) -> dict[str, float]:
@@ -216,8 +220,9 @@ def main(recipe: Recipe, redis_url: str) -> None:
         UserError: dataset, model folder or chat template cannot be used; a port is in use.
         TandemError: Redis is gone.
     """
+    configure_logging("feed", run=recipe.run.run_id)
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
     feed = Feed(buffer, open_stream(recipe, buffer.admission().cursor))
-    with ServiceInfo("feed", recipe, buffer, figures=feed.figures, activity=lambda: feed.activity):
+    with ServiceEndpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe.run.host):
         feed.run(stop)

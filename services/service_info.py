@@ -1,28 +1,103 @@
-"""What the feed, the reward service and the trainer show of themselves: a gRPC address with Info, a place in the
-registry, a heartbeat.
+"""What every service shows of itself: the reply to Info, its figures in the registry, and (but for the sampler, which
+has an event loop of its own) the gRPC server that answers.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import grpc
 
 from tandem.protos import common_pb2
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.config import Recipe
 from tandem.services.rpc.limits import DEFAULT_RPC_LIMITS, RpcLimits
 from tandem.services.rpc.server import ServerThread
 from tandem.services.run.control import software_version
 
+log = logging.getLogger(__name__)
+
 _HEARTBEAT_SECONDS = 1.0
+_NO_WEIGHTS = -1
 
 
+@dataclass(frozen=True, slots=True)
 class ServiceInfo:
-    """Context manager: listens, registers as `name`, and beats every second until it is left.
+    """Answers Info for one service."""
+
+    name: str
+    figures: Callable[[], Mapping[str, float]]
+    """Sums since the start of the process."""
+    activity: Callable[[], str]
+    """What the service does or waits for, in one line."""
+    buffer: Buffer | None = None
+    """Of its run. None: it belongs to no run."""
+    policy_version: Callable[[], int] = lambda: _NO_WEIGHTS
+    incarnation: Callable[[], int] | None = None
+    """Of the weights it carries. None: the buffer's."""
+    started_at: float = field(default_factory=time.time)
+
+    def reply(self) -> common_pb2.InfoReply:
+        """The service as it is now. Asks Redis for the counts of the run."""
+        counts = {} if self.buffer is None else self.buffer.counts()
+        return common_pb2.InfoReply(
+            service=self.name,
+            software_version=software_version(),
+            started_at=self.started_at,
+            policy_version=self.policy_version(),
+            incarnation=counts.get("incarnation", 0) if self.incarnation is None else self.incarnation(),
+            run_id="" if self.buffer is None else self.buffer.run_id,
+            figures={**{name: float(number) for name, number in counts.items()}, **self.figures()},
+            activity=self.activity(),
+        )
+
+
+class Heartbeat:
+    """Context manager: writes the figures of a service to the registry every second until it is left."""
+
+    def __init__(self, buffer: Buffer, name: str, figures: Callable[[], Mapping[str, float]]) -> None:
+        self._buffer = buffer
+        self._name = name
+        self._figures = figures
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send_forever, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Sends no more."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def send(self) -> None:
+        """Writes the figures now. Raises UnavailableError if Redis is gone."""
+        with self._lock:  # reads and writes in one turn: older figures never replace newer ones
+            self._buffer.heartbeat(self._name, self._figures())
+
+    def _send_forever(self) -> None:
+        missed = False
+        while not self._stop.wait(_HEARTBEAT_SECONDS):
+            try:
+                self.send()
+                missed = False
+            except TandemError as error:  # the main loop decides whether Redis is gone for good
+                if not missed:
+                    log.warning("heartbeat missed: %s", error)
+                missed = True
+
+
+class ServiceEndpoint:
+    """Context manager: listens, registers the service, and sends heartbeats until it is left.
 
     Raises:
         EnvironmentLackError: on entry, if the port is in use.
@@ -30,78 +105,38 @@ class ServiceInfo:
 
     def __init__(
         self,
-        name: str,
-        recipe: Recipe,
-        buffer: Buffer,
+        info: ServiceInfo,
+        host: str,
         *,
-        figures: Callable[[], Mapping[str, float]],
-        activity: Callable[[], str],
-        policy_version: Callable[[], int] = lambda: -1,
         port: int = 0,
         register: Callable[[grpc.aio.Server], None] = lambda server: None,
         service_names: Sequence[str] = (),
         on_stop: Callable[[], None] = lambda: None,
-        intake: RpcLimits = DEFAULT_RPC_LIMITS,
+        limits: RpcLimits = DEFAULT_RPC_LIMITS,
     ) -> None:
-        self._name = name
-        self._recipe = recipe
-        self._buffer = buffer
-        self._figures = figures
-        self._activity = activity
-        self._policy_version = policy_version
-        self._port = port
-        self._register = register
-        self._service_names = service_names
-        self._on_stop = on_stop
-        self._intake = intake
-        self._started_at = time.time()
-        self._ended = threading.Event()
-        self._pulse = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        assert info.buffer is not None, "only a service of a run has a place in a registry"
+        self._info = info
+        self._buffer = info.buffer
+        self._listen: Callable[[], ServerThread] = lambda: ServerThread(
+            host,
+            port,
+            info=info.reply,
+            register=register,
+            service_names=service_names,
+            on_stop=on_stop,
+            limits=limits,
+        )
+        self._heartbeat = Heartbeat(info.buffer, info.name, info.figures)
         self.address = ""
 
-    def __enter__(self) -> ServiceInfo:
-        self._server = ServerThread(
-            self._recipe.run.host,
-            self._port,
-            info=self._info,
-            register=self._register,
-            service_names=self._service_names,
-            on_stop=self._on_stop,
-            intake=self._intake,
-        )
+    def __enter__(self) -> ServiceEndpoint:
+        self._server = self._listen()
         self.address = self._server.address
-        self._buffer.register_service(self._name, self.address)
-        self._pulse.start()
-        print(f"{self._name}: listens on {self.address}", flush=True)
+        self._buffer.register_service(self._info.name, self.address)
+        self._heartbeat.__enter__()
+        log.info("listens on %s", self.address)
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self._ended.set()
         self._server.stop(grace_seconds=0.5)
-        self._pulse.join(timeout=5.0)
-
-    def _beat(self) -> None:
-        missed = False
-        while not self._ended.wait(_HEARTBEAT_SECONDS):
-            try:
-                self._buffer.heartbeat(self._name, self._figures())
-                missed = False
-            except (
-                TandemError
-            ) as error:  # a missed beat harms nothing; whether Redis is gone for good is the main loop's to say
-                if not missed:
-                    print(f"{self._name}: heartbeat missed: {error}", flush=True)
-                missed = True
-
-    def _info(self) -> common_pb2.InfoReply:
-        counts = self._buffer.counts()
-        return common_pb2.InfoReply(
-            service=self._name,
-            software_version=software_version(),
-            started_at=self._started_at,
-            policy_version=self._policy_version(),  # -1: it carries no weights
-            incarnation=counts["incarnation"],
-            run_id=self._recipe.run.run_id,
-            figures={**{name: float(number) for name, number in counts.items()}, **self._figures()},
-            activity=self._activity(),
-        )
+        self._heartbeat.stop()

@@ -14,6 +14,7 @@ Both in units of what mixing would do: the second row as the first one's continu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ from tandem.protos.types import Packing, Segment
 from tandem.trainer.micro_batch import MicroBatch, TrainingRow, stack
 from tandem.trainer.rank import Rank
 from tandem.trainer.varlen_attention import varlen_attention
+
+log = logging.getLogger(__name__)
 
 _LENGTHS = 8, 12
 _MOST_LEAK = {torch.float32: 1e-5}
@@ -56,7 +59,7 @@ def settle_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[
             raise
         _set_attention(engines, before)
         if rank.rank == 0:
-            print(f"rows are padded: {error}", flush=True)
+            log.warning("rows are padded: %s", error)
         return "padded"
     return "flat"
 

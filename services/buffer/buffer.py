@@ -173,16 +173,16 @@ class Buffer(Ledger, Registry):
         return [payload for payload in payloads if payload is not None]
 
     def renew(
-        self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[str, bytes] | None = None
-    ) -> list[str]:
-        """Extends leases to `lease_seconds` from now, saving partial results by group id. Returns the ids that are ours
-        no longer.
+        self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[int, bytes] | None = None
+    ) -> list[int]:
+        """Extends leases to `lease_seconds` from now, saving partial results by token. Returns the tokens of leases
+        that are lost.
         """
         arguments: list[bytes | str | int] = []
         for claim in claims:
-            saved = (partial or {}).get(claim.group_id)
+            saved = (partial or {}).get(claim.token)
             arguments += [claim.group_id, claim.stage, claim.token, int(saved is not None), saved or b""]
-        return [group_id.decode() for group_id in self._run("renew", milliseconds(lease_seconds), *arguments)]
+        return [int(token) for token in self._run("renew", milliseconds(lease_seconds), *arguments)]
 
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
         """Moves the group to the next stage with its payload and ends the lease.

@@ -36,7 +36,7 @@ from tandem.services.reward.wire import MAX_CARRIED_BYTES, check_size
 from tandem.services.rpc.limits import RpcLimits
 
 SERVICE_NAME = "tandem.v1.RewardService"
-INTAKE = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
+RPC_LIMITS = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
 """For the server that carries the servicer."""
 
 _DEFAULT_LISTED_JOBS = 100

@@ -8,14 +8,14 @@ scorer was out of reach up to `reward.infrastructure_attempts`, after growing pa
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import cast
 
 from tandem.protos import reward_pb2_grpc
 from tandem.protos.codec import decode_group, encode_group, encode_headers, group_headers
@@ -24,21 +24,31 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import Prompt, ScoredTrajectory, Trajectory, TrajectoryGroup, UnscoredReason
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
-from tandem.services.buffer.buffer import Buffer, Claim, Released
+from tandem.services.buffer.buffer import Buffer, Claim, FailureKind
 from tandem.services.config import Recipe
+from tandem.services.leases import (
+    SHUTDOWN,
+    GroupLeases,
+    GroupResult,
+    Held,
+    LeaseLoop,
+    LeaseWorker,
+    Release,
+    run_in_thread,
+)
+from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
 from tandem.services.reward import server as reward_server
 from tandem.services.reward.backoff import pause_after
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RewardServicer
-from tandem.services.service_info import ServiceInfo
+from tandem.services.service_info import ServiceEndpoint, ServiceInfo
 
 SERVICE_NAME = "reward"
 """In the registry, and as holder of leases: a service that starts anew takes back what its predecessor held."""
 
-_CLAIM_SECONDS = 0.5  # longest wait of one claim, and so of a stop
-_GROUPS_PER_CLAIM = 16  # for scorers that take no time; what may hang is claimed one by one
+_IN_PROCESS_GROUPS = 16  # leased at once for scorers that take no time; what may hang is leased one a thread
 _RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the others would only come again
 _NOT_AN_ANSWER = Unscored("invalid_input", "sampling ended in an error, there is no answer to judge")
 
@@ -136,8 +146,8 @@ def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTr
     return [scored_row(row, progress.score_of(row), with_earned=with_earned) for row in rows]
 
 
-def lacking_rows(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
-    """The rows without a reward for which a group cannot go on; none: it may.
+def unscored_rows_required(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
+    """The rows without a reward that keep a group from going on. Empty: it may go on.
 
     Of policy rows, `min_scored_samples` with a reward are enough (0: all of them). A baseline has no substitute:
     without its reward the estimator can make nothing of the others.
@@ -151,163 +161,94 @@ def _failures(rows: Iterable[ScoredTrajectory]) -> list[Unscored]:
     return [Unscored(row.unscored_reason, row.unscored_detail) for row in rows if row.unscored_reason is not None]
 
 
-def verdict(failures: Iterable[Unscored]) -> tuple[UnscoredReason, Literal["infrastructure", "data"]]:
-    """The reason that most rows share, and whose failure it is."""
+def _release_for(failures: Sequence[Unscored]) -> Release:
+    """With the reason that most rows share. It is the data's failure unless every scorer was out of reach.
+
+    A group without attempts left comes back without being scored until its budget in the buffer is spent.
+    """
     reasons = Counter(failure.reason for failure in failures)
     (reason, _), *_ = reasons.most_common(1)
-    return reason, "infrastructure" if set(reasons) == {"infrastructure"} else "data"
+    kind: FailureKind = "infrastructure" if set(reasons) == {"infrastructure"} else "data"
+    detail = next(failure.detail for failure in failures if failure.reason == reason)
+    return Release(reason, kind, f"{len(failures)} rows unscored: {detail}")
 
 
-class RewardStage:
-    """Scores the ring's groups: threads that each claim, score, complete, and one that keeps the leases."""
+class ScoringWorker(LeaseWorker[Claim, GroupResult]):
+    """Scores leased groups, several at once where the scorers wait for other processes."""
+
+    runs_in_threads = True
 
     def __init__(self, buffer: Buffer, core: ScoringCore, config: RewardConfig) -> None:
-        self._buffer = buffer
         self._core = core
         self._rubric = core.default
         self._config = config
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._held: dict[
-            int, Claim
-        ] = {}  # by token: a group given back may be claimed again before its first claim is forgotten
-        self._figures: Counter[str] = Counter()
-        self._seconds = {"waiting": 0.0, "scoring": 0.0}
-        self._failure: BaseException | None = None
+        self._threads = asyncio.Semaphore(self._rubric.num_callers)
+        self.loop: LeaseLoop[Claim, GroupResult] = LeaseLoop(
+            GroupLeases(buffer, "generated", SERVICE_NAME, config.lease_seconds),
+            self,
+            unit="groups",
+            capacity=_IN_PROCESS_GROUPS if self._rubric.in_process else self._rubric.num_callers,
+            lease_seconds=config.lease_seconds,
+        )
 
     def run(self, stop: threading.Event) -> None:
-        """Works until told to stop; groups not finished by then go back to the buffer. Raises what a thread of it
-        raised.
-        """
-        threads = [
-            threading.Thread(target=self._work, name=f"reward-{n}", daemon=True)
-            for n in range(self._rubric.num_callers)
-        ]
-        for thread in threads:
-            thread.start()
-        renew_every = self._config.lease_seconds / 3
-        renew_at = time.monotonic() + renew_every
-        while not stop.wait(0.1) and not self._stop.is_set():
-            if time.monotonic() >= renew_at:
-                renew_at = time.monotonic() + renew_every
-                self._renew_leases()
-        self._stop.set()
-        self._core.close()  # ends what hangs
-        for thread in threads:
-            thread.join(timeout=_CLAIM_SECONDS + 5.0)
-        if self._failure is not None:
-            raise self._failure
+        """Works until told to stop; unfinished groups then go back to the buffer. Raises what ended the work early."""
+        asyncio.run(self.loop.run(stop))
+
+    def interrupt(self) -> None:
+        """Closes the core, which ends what hangs in it."""
+        self._core.close()
 
     def figures(self) -> dict[str, float]:
         """Sums since the process's start, for heartbeat and Info."""
-        with self._lock:
-            return {
-                **dict(self._figures),
-                **{f"{name}_seconds": seconds for name, seconds in self._seconds.items()},
-                "groups_held": len(self._held),
-                **self._core.figures(),
-            }
+        return {**self.loop.figures(), **self._core.figures()}
 
     def activity(self) -> str:
-        """What the stage does, in a line."""
-        with self._lock:
-            return f"scoring {len(self._held)} groups" if self._held else "waiting for generated groups"
+        """What the scorer does, in a line."""
+        return f"scoring {self.loop.num_held} groups" if self.loop.num_held else "waiting for generated groups"
 
-    def _work(self) -> None:
+    async def work(self, held: Held[Claim]) -> GroupResult | Release:
+        """Scores the rows that may still get a score. A group whose scorer cannot be reached is kept for a pause."""
+        async with self._threads:
+            if held.cancelled.is_set():
+                return SHUTDOWN
+            outcome, pause_seconds = await run_in_thread(self._score, held)
+            if pause_seconds and not await self.loop.pause(held, pause_seconds):
+                return SHUTDOWN
+            return outcome
+
+    def _score(self, held: Held[Claim]) -> tuple[GroupResult | Release, float]:
+        """The outcome of one attempt, and how long to wait before it is told to the buffer."""
         try:
-            while not self._stop.is_set():
-                started = time.monotonic()
-                number = _GROUPS_PER_CLAIM if self._rubric.in_process else 1
-                claims = self._buffer.claim(
-                    "generated", SERVICE_NAME, number, self._config.lease_seconds, _CLAIM_SECONDS
-                )
-                claimed = time.monotonic()
-                with self._lock:
-                    self._held.update({claim.token: claim for claim in claims})
-                    self._seconds["waiting"] += claimed - started
-                for claim in claims:
-                    self._process(claim)
-                    with self._lock:
-                        del self._held[claim.token]
-                with self._lock:
-                    self._seconds["scoring"] += time.monotonic() - claimed
-        except BaseException as error:  # a bug ends the service: `run` raises it
-            self._failure = error
-            self._stop.set()
-
-    def _renew_leases(self) -> None:
-        with self._lock:
-            claims = list(self._held.values())
-        if claims:
-            self._buffer.renew(claims, self._config.lease_seconds)
-
-    def _process(self, claim: Claim) -> None:
-        try:
-            group = decode_group(claim.payload)
+            group = decode_group(held.lease.payload)
             if not group.rows:
                 raise DataError("it has no trajectories")
         except DataError as error:
-            print(f"reward: group {claim.group_id} cannot be scored: {error}", flush=True)
-            self._release(claim, "undecodable", "data")
-            return
+            return Release("undecodable", "data", str(error)), 0.0
         rows = [row for row in group.rows if isinstance(row, Trajectory)]
-        progress = Progress.from_bytes(claim.partial)
+        progress = Progress.from_bytes(held.lease.partial)
         pending = progress.open_rows(rows, self._config)
         if pending:
             if self._rubric.grouped:  # rows are compared with one another, so all of them again
                 pending = [row for row in rows if not _failed(row)]
             results = self._core.score(self._rubric, [score_item(group.prompt, row) for row in pending], "ring")
-            if self._stop.is_set() and any(isinstance(result, Unscored) for result in results):
-                self._release(claim, "shutdown", "voluntary")
-                return
+            if held.cancelled.is_set() and any(isinstance(result, Unscored) for result in results):
+                return SHUTDOWN, 0.0
             progress.record(pending, results)
-        rows_now = scored_rows(rows, progress)
-        lacking = lacking_rows(rows_now, self._config.min_scored_samples)
-        if still_open := progress.open_rows(rows, self._config):
-            numbers = {row.trajectory_id for row in still_open}
-            failed = [row for row in rows_now if row.trajectory.trajectory_id in numbers]
-            self._give_back(claim, progress, _failures(failed), pause=True)
-        elif lacking:
-            self._give_back(claim, progress, _failures(lacking), pause=False)
-        else:
-            group = TrajectoryGroup(group.prompt, tuple(rows_now))
-            self._complete(claim, group, Counter(failure.reason for failure in _failures(rows_now)))
-
-    def _give_back(self, claim: Claim, progress: Progress, failures: Sequence[Unscored], *, pause: bool) -> None:
-        """Returns the group with what is scored of it: behind the others, which need not wait for its next time-out, or
-        dropped.
-
-        A group without attempts left comes back without being scored until its budget is spent in the buffer.
-        """
-        reason, kind = verdict(failures)
-        self._buffer.renew([claim], self._config.lease_seconds, {claim.group_id: progress.to_bytes()})
-        if kind == "infrastructure" and pause:
-            self._stop.wait(pause_after(progress.infrastructure_attempts))
-            if self._stop.is_set():
-                self._release(claim, "shutdown", "voluntary")
-                return
-        if self._release(claim, reason, kind) == "dropped":
-            detail = next(failure.detail for failure in failures if failure.reason == reason)
-            print(
-                f"reward: group {claim.group_id} is dropped: {len(failures)} rows unscored ({reason}: {detail})",
-                flush=True,
-            )
-
-    def _complete(self, claim: Claim, group: TrajectoryGroup, unscored: Mapping[UnscoredReason, int]) -> None:
-        accepted = self._buffer.complete(claim, encode_group(group), encode_headers(group_headers(group)))
-        with self._lock:
-            if not accepted:
-                self._figures["groups_refused"] += 1
-                return
-            self._figures["groups_scored"] += 1
-            self._figures["rows_scored"] += len(group.rows) - sum(unscored.values())
-            self._figures.update({f"rows_unscored:{reason}": number for reason, number in unscored.items()})
-
-    def _release(self, claim: Claim, reason: str, kind: Literal["infrastructure", "data", "voluntary"]) -> Released:
-        outcome = self._buffer.release(claim, reason, kind)
-        with self._lock:
-            self._figures[f"groups_{outcome}"] += 1
-        return outcome
+        scored = scored_rows(rows, progress)
+        still_open = {row.trajectory_id for row in progress.open_rows(rows, self._config)}
+        failed = [row for row in scored if row.trajectory.trajectory_id in still_open] or unscored_rows_required(
+            scored, self._config.min_scored_samples
+        )
+        if failed:
+            held.unsaved = progress.to_bytes
+            release = _release_for(_failures(failed))
+            paused = still_open and release.kind == "infrastructure"
+            return release, pause_after(progress.infrastructure_attempts) if paused else 0.0
+        reasons = Counter(f"rows_unscored:{failure.reason}" for failure in _failures(scored))
+        figures = {"rows_scored": len(scored) - reasons.total(), **reasons}
+        group = TrajectoryGroup(group.prompt, tuple(scored))
+        return GroupResult(encode_group(group), encode_headers(group_headers(group)), figures), 0.0
 
 
 def main(recipe: Recipe, redis_url: str) -> None:
@@ -317,26 +258,24 @@ def main(recipe: Recipe, redis_url: str) -> None:
         UserError: the scorer cannot be built; the port is in use.
         TandemError: Redis is gone.
     """
+    configure_logging(SERVICE_NAME, run=recipe.run.run_id)
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
-    jobs = recipe.jobs.in_namespace(recipe.run.run_id)
+    jobs_config = recipe.jobs.in_namespace(recipe.run.run_id)
     with ExitStack() as stack:
         core = stack.enter_context(closing(ScoringCore(recipe.reward)))
-        store = stack.enter_context(closing(JobStore(redis_url, jobs)))
-        servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward, jobs)))
-        stage = RewardStage(buffer, core, recipe.reward)
-        lane = JobWorker(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
-        front = ServiceInfo(
-            SERVICE_NAME,
-            recipe,
-            buffer,
-            figures=lambda: {**stage.figures(), **lane.figures()},
-            activity=stage.activity,
+        store = stack.enter_context(closing(JobStore(redis_url, jobs_config)))
+        servicer = stack.enter_context(closing(RewardServicer(core, store, recipe.reward, jobs_config)))
+        scorer = ScoringWorker(buffer, core, recipe.reward)
+        jobs = JobWorker(store, core, worker=SERVICE_NAME, reward=recipe.reward, stop=stop)
+        endpoint = ServiceEndpoint(
+            ServiceInfo(SERVICE_NAME, lambda: {**scorer.figures(), **jobs.figures()}, scorer.activity, buffer),
+            recipe.run.host,
             port=recipe.reward.port,
             register=lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server),
             service_names=[reward_server.SERVICE_NAME],
             on_stop=servicer.end_streams,
-            intake=reward_server.INTAKE,
+            limits=reward_server.RPC_LIMITS,
         )
-        with front, lane:
-            stage.run(stop)
+        with endpoint, jobs:
+            scorer.run(stop)

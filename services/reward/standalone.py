@@ -5,31 +5,34 @@ one service.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
-import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from tandem.protos import common_pb2, reward_pb2_grpc
+from tandem.protos import reward_pb2_grpc
 from tandem.protos.errors import EnvironmentLackError
 from tandem.reward.scoring import ScoringCore
 from tandem.services.buffer.durability import check_room, check_settings
 from tandem.services.config.jobs import ServiceConfig
+from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
-from tandem.services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
+from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServicer
 from tandem.services.rpc.server import ServerThread
-from tandem.services.run.control import software_version
 from tandem.services.run.preflight import check_job_room
 from tandem.services.run.redis_child import RedisChild
+from tandem.services.service_info import ServiceInfo
 
-_TURN_SECONDS = 0.2
+log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
 _GRACE_SECONDS = 1.0  # for calls under way when the service is told to stop
 
 
 def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name: str = "") -> None:
-    """Serves until SIGTERM, then ends with its streams UNAVAILABLE. Prints `reward: listens on HOST:PORT` once it is
+    """Serves until SIGTERM, then ends with its streams UNAVAILABLE. Logs `reward: listens on HOST:PORT` once it is
     ready.
 
     Args:
@@ -47,6 +50,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
             jobs.
         TandemError: Redis is gone.
     """
+    configure_logging("reward")
     stop = stop_event()
     with ExitStack() as stack:
         with starting():
@@ -59,60 +63,46 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
         store = stack.enter_context(closing(JobStore(redis.url if redis is not None else redis_url, jobs)))
         if redis is None:
             for line in check_settings(store):
-                _say(line)
+                log.warning(line)
             check_room(store, jobs.redis_bytes)
         servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, jobs)))
-        started_at = time.time()
-        lane: JobWorker | None = None  # it is named after the server's port, and the server answers before it is there
+        jobs_worker: JobWorker | None = None  # named after the server's port, so it comes after the server
 
-        def info() -> common_pb2.InfoReply:
-            return common_pb2.InfoReply(
-                service="reward",
-                software_version=software_version(),
-                started_at=started_at,
-                policy_version=-1,  # it carries no weights
-                figures={**core.figures(), **(lane.figures() if lane is not None else {}), **store.counts()},
-                activity=lane.activity() if lane is not None else "starting",
-            )
+        def figures() -> dict[str, float]:
+            return {**core.figures(), **(jobs_worker.figures() if jobs_worker is not None else {}), **store.counts()}
+
+        def activity() -> str:
+            return jobs_worker.activity() if jobs_worker is not None else "starting"
 
         server = ServerThread(
             host,
             config.reward.port,
-            info=info,
+            info=ServiceInfo("reward", figures, activity).reply,
             register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(servicer, one),
             service_names=[SERVICE_NAME],
             on_stop=servicer.end_streams,
-            intake=INTAKE,
+            limits=RPC_LIMITS,
         )
-        lane = JobWorker(
-            store,
-            core,
-            worker=name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}",
-            reward=config.reward,
-            stop=stop,
-        )
-        with lane:
+        name = name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}"
+        jobs_worker = JobWorker(store, core, worker=name, reward=config.reward, stop=stop)
+        with jobs_worker:
             try:
-                _say(f"listens on {server.address}")
-                while not stop.wait(_TURN_SECONDS):
+                log.info("listens on %s", server.address)
+                while not stop.wait(_POLL_SECONDS):
                     if redis is not None:
                         redis.attend()
             finally:
                 server.stop(_GRACE_SECONDS)
-                core.close()  # ends what hangs, for the lane to give back
+                core.close()  # ends what hangs, so that its chunks are given back
 
 
 def _own_redis(stack: ExitStack, folder: Path) -> RedisChild:
     """Raises EnvironmentLackError for a folder that cannot be one, or be written."""
     try:
-        return stack.enter_context(RedisChild(folder, say=_say))
+        return stack.enter_context(RedisChild(folder, say=log.info))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # the command says so
         raise EnvironmentLackError(
             f"--folder {folder}: {error.strerror or error}; name a folder that can be written"
         ) from None
-
-
-def _say(text: str) -> None:
-    print(f"reward: {text}", flush=True)

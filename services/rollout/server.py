@@ -5,7 +5,6 @@ update.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,53 +16,33 @@ from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress
 from tandem.rollout.vllm.engine import SamplerEngine
-from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.rpc.server import RpcServer, start_server
-from tandem.services.run.control import software_version
+from tandem.services.service_info import ServiceInfo
 
 SERVICE_NAME = "tandem.v1.RolloutService"
 
 
-class Stage(Protocol):
-    """What the server needs of the claiming side."""
+class Claims(Protocol):
+    """What the server needs of the loop that claims groups."""
 
     paused: bool
-    worker: str
 
     @property
-    def groups_in_flight(self) -> int: ...
+    def num_held(self) -> int: ...
 
     async def drained(self, timeout_seconds: float) -> bool: ...
 
-    def figures(self) -> Mapping[str, float]: ...
-
-    def activity(self) -> str: ...
-
 
 async def start_rollout_server(
-    recipe: Recipe, buffer: Buffer, engine: SamplerEngine, stage: Stage, *, port: int, started_at: float
+    recipe: Recipe, info: ServiceInfo, engine: SamplerEngine, claims: Claims, *, port: int
 ) -> RpcServer:
     """Listens on `run.host`. Raises EnvironmentLackError if the port is in use."""
-
-    def info() -> common_pb2.InfoReply:
-        counts = {name: float(number) for name, number in buffer.counts().items()}
-        return common_pb2.InfoReply(
-            service=stage.worker,
-            software_version=software_version(),
-            started_at=started_at,
-            policy_version=engine.policy_version,
-            incarnation=engine.incarnation,
-            run_id=recipe.run.run_id,
-            figures={**counts, **stage.figures()},
-            activity=stage.activity(),
-        )
-
-    servicer = RolloutServicer(engine, stage, recipe.rollout.max_response_tokens)
+    servicer = RolloutServicer(info.name, engine, claims, recipe.rollout.max_response_tokens)
     return await start_server(
         recipe.run.host,
         port,
-        info=info,
+        info=info.reply,
         register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server),
         service_names=[SERVICE_NAME],
     )
@@ -72,9 +51,10 @@ async def start_rollout_server(
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """gRPC `RolloutService` of one sampler."""
 
-    def __init__(self, engine: SamplerEngine, stage: Stage, max_response_tokens: int) -> None:
+    def __init__(self, name: str, engine: SamplerEngine, claims: Claims, max_response_tokens: int) -> None:
+        self._name = name
         self._engine = engine
-        self._stage = stage
+        self._claims = claims
         self._max_response_tokens = max_response_tokens
 
     async def Generate(
@@ -85,9 +65,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """
         required = request.required_version if request.HasField("required_version") else None
         if required is not None and self._engine.policy_version != required:
-            raise NotAdmittedError(
-                f"asked for version {required}, {self._stage.worker} carries {self._engine.policy_version}"
-            )
+            raise NotAdmittedError(f"asked for version {required}, {self._name} carries {self._engine.policy_version}")
         sampling = self._sampling(request.sampling)
         items = await asyncio.gather(
             *(self._sample(number, item, sampling) for number, item in enumerate(request.items))
@@ -103,14 +81,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.PauseRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.SamplerState:
         """Claims no more prompts; groups in flight go on."""
-        self._stage.paused = True
+        self._claims.paused = True
         return self._state()
 
     async def Resume(
         self, request: rollout_pb2.ResumeRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.SamplerState:
         """Claims again."""
-        self._stage.paused = False
+        self._claims.paused = False
         return self._state()
 
     async def Drain(
@@ -119,8 +97,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Pauses, and answers once nothing is in flight or at the deadline, whichever comes first: the reply says
         which.
         """
-        self._stage.paused = True
-        await self._stage.drained(request.timeout_seconds)
+        self._claims.paused = True
+        await self._claims.drained(request.timeout_seconds)
         return self._state()
 
     async def JoinWeightGroup(
@@ -148,8 +126,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def _state(self) -> rollout_pb2.SamplerState:
         return rollout_pb2.SamplerState(
-            paused=self._stage.paused,
-            groups_in_flight=self._stage.groups_in_flight,
+            paused=self._claims.paused,
+            groups_in_flight=self._claims.num_held,
             policy_version=self._engine.policy_version,
         )
 

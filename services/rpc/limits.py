@@ -62,9 +62,9 @@ class LimitedServer:
     An interceptor would do the same for half as much again as an empty call costs (a coroutine and a queue a call).
     """
 
-    def __init__(self, server: grpc.aio.Server, intake: RpcLimits, counted: Sequence[str]) -> None:
+    def __init__(self, server: grpc.aio.Server, limits: RpcLimits, counted: Sequence[str]) -> None:
         self._server = server
-        self._intake = intake
+        self._intake = limits
         self._counted = frozenset(counted)
         self._num_calls = 0
         refuse: Any = self._refuse

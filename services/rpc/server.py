@@ -61,7 +61,7 @@ async def start_server(
     register: Register,
     service_names: Sequence[str],
     on_stop: Callable[[], None] = lambda: None,
-    intake: RpcLimits = DEFAULT_RPC_LIMITS,
+    limits: RpcLimits = DEFAULT_RPC_LIMITS,
 ) -> RpcServer:
     """Starts a server with the given services besides health, reflection and Info; port 0 picks a free one.
 
@@ -72,13 +72,13 @@ async def start_server(
         EnvironmentLackError: the port is in use or the address is not this machine's.
     """
     options = [
-        ("grpc.max_receive_message_length", intake.max_request_bytes),
+        ("grpc.max_receive_message_length", limits.max_request_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
     ]
     server = grpc.aio.server(options=options)
     door = cast(
-        "grpc.aio.Server", LimitedServer(server, intake, service_names)
+        "grpc.aio.Server", LimitedServer(server, limits, service_names)
     )  # which is all that registering needs of one
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), door)
     register(door)
@@ -128,7 +128,7 @@ class ServerThread:
         register: Register,
         service_names: Sequence[str],
         on_stop: Callable[[], None] = lambda: None,
-        intake: RpcLimits = DEFAULT_RPC_LIMITS,
+        limits: RpcLimits = DEFAULT_RPC_LIMITS,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
@@ -140,7 +140,7 @@ class ServerThread:
             register=register,
             service_names=service_names,
             on_stop=on_stop,
-            intake=intake,
+            limits=limits,
         )
         try:
             self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(timeout=10.0)

@@ -4,6 +4,7 @@ itself.
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import closing
 
@@ -14,6 +15,8 @@ from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, running, write_text
 from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
 from tandem.services.run.resume import check_resumable
+
+log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 300.0
 """How long a trainer that was started by itself waits for the feed, which creates the run."""
@@ -86,9 +89,9 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
     check_redis_room(buffer, recipe)
     try:
         _create(buffer, recipe, resume=False)
-        print(f"feed: run {recipe.run.run_id} is new in Redis at {buffer.place}: created", flush=True)
+        log.info("run %s is new in Redis at %s: created", recipe.run.run_id, buffer.place)
     except RunExistsError:
-        print(f"feed: run {recipe.run.run_id} is known in Redis at {buffer.place}: goes on", flush=True)
+        log.info("run %s is known in Redis at %s: goes on", recipe.run.run_id, buffer.place)
     # Not before: a feed killed in between would find its own run to be another's.
     try:
         recipe.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
 def _wait_for_the_feed(buffer: Buffer) -> None:
     deadline = time.monotonic() + JOIN_SECONDS
     if not buffer.exists():
-        print(f"trainer: waits for run {buffer.run_id}, which `tandem serve feed` or `tandem run` creates", flush=True)
+        log.info("waits for run %s, which `tandem serve feed` or `tandem run` creates", buffer.run_id)
     while not buffer.exists():
         if time.monotonic() > deadline:
             raise UnavailableError(

@@ -5,6 +5,7 @@ limiter.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import Counter
@@ -23,6 +24,8 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
 from tandem.services.rpc.client import connect, translated
+
+log = logging.getLogger(__name__)
 
 ROWS_PER_CALL = 64
 CALLS_PER_SAMPLER = 2  # the next chunk is queued in the engine while the last answers of the one before are decoded
@@ -202,11 +205,7 @@ def wait_for_examiner(
         if waited > _SILENT_SECONDS and silent:
             silent = False
             carrying = "" if version is None else f" that carries version {version}"
-            print(
-                "evaluation waits for "
-                f"{'the reward service' if samplers else 'a sampler'}{'' if samplers else carrying}",
-                flush=True,
-            )
+            log.info("evaluation waits for %s", "the reward service" if samplers else f"a sampler{carrying}")
 
 
 class BackgroundEvaluation:
@@ -255,16 +254,14 @@ class BackgroundEvaluation:
             if examiner is not None:
                 self._done(evaluate(version, self._prompts, examiner))
             elif not self._stop.is_set():
-                print(
-                    f"evaluation of version {version} skipped: no sampler carried it for {patience_seconds:.0f} s",
-                    flush=True,
-                )
+                words = "evaluation of version %d skipped: no sampler carried it for %.0f s"
+                log.warning(words, version, patience_seconds, extra={"version": version})
         except BaseException as error:  # a bug must end the trainer, not only this thread: `over` raises it
             self._error = error
 
 
 def load_evaluation_prompts(recipe: Recipe) -> Sequence[Prompt]:
-    """The usable prompts of `data.eval_file`; skipped rows are counted on stdout. Raises DataError, ModelError."""
+    """The usable prompts of `data.eval_file`; skipped rows are counted in the log. Raises DataError, ModelError."""
     loaded = load_prompts(
         recipe.data.eval_file,
         model_path=recipe.model.path,
@@ -276,5 +273,5 @@ def load_evaluation_prompts(recipe: Recipe) -> Sequence[Prompt]:
         ),
     )
     if loaded.faults:
-        print(f"evaluation file {recipe.data.eval_file}: rows skipped: {dict(loaded.faults)}", flush=True)
+        log.warning("evaluation file %s: rows skipped: %s", recipe.data.eval_file, dict(loaded.faults))
     return loaded.prompts

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 
 from tandem.services.config import Recipe
+
+log = logging.getLogger(__name__)
 
 RESTARTS_ACROSS_MACHINES = 5
 
@@ -84,7 +87,7 @@ def run_ranks(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -
         torchrun.run(torchrun.parse_args(torchrun_arguments(recipe, recipe_arguments)))
     except ChildFailedError as error:
         _rank, failure = error.get_first_failure()
-        print(f"a rank ended with exit code {failure.exitcode}", file=sys.stderr, flush=True)
+        log.error("a rank ended with exit code %d", failure.exitcode)
         sys.exit(2 if failure.exitcode == 2 else 1)
     except SignalException as stopped:  # its ranks have ended by now
         sys.exit(128 + stopped.sigval)

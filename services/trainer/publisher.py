@@ -4,6 +4,7 @@ comes late.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -22,6 +23,8 @@ from tandem.services.buffer.registry import Sampler
 from tandem.services.config import Recipe
 from tandem.services.rpc.client import connect, from_rpc_error
 from tandem.trainer.weight_sender import WeightSender
+
+log = logging.getLogger(__name__)
 
 WEIGHTS_FOLDER = "weights"
 WITH_BASE_FOLDER = "with-base"
@@ -136,7 +139,7 @@ class Publisher:
             taking_part = [s for s in samplers if _member(s) not in self._busy | self._failed]
             self._busy |= {_member(sampler) for sampler in taking_part}
         if left_out := [sampler.id for sampler in samplers if sampler not in taking_part]:
-            print(f"weights: version {version} reaches {', '.join(left_out)} later", flush=True)
+            log.info("weights: version %d reaches %s later", version, ", ".join(left_out), extra={"version": version})
         return taking_part
 
     def _gather_group(self, members: Sequence[Sampler]) -> list[Sampler]:
@@ -178,7 +181,7 @@ class Publisher:
         try:
             self._sender.connect(timeout_seconds)
         except WeightTransferError as error:
-            print(f"weights: {error}", flush=True)
+            log.warning("weights: %s", error)
             connected = False
         came = [s for s, call in zip(samplers, calls, strict=True) if self._answer(s, call, "did not join") is not None]
         if not connected or len(came) < len(samplers):
@@ -199,7 +202,7 @@ class Publisher:
             try:
                 manifest = self._sender.broadcast(manifest, self._deadline_seconds)
             except WeightTransferError as error:  # the copy is whole all the same, and so is its manifest
-                print(f"weights: version {version}: {error}", flush=True)
+                log.warning("weights: version %d: %s", version, error, extra={"version": version})
                 assert self._sender.copy is not None
                 manifest = self._sender.copy.manifest
                 self._leave_group()
@@ -252,7 +255,7 @@ class Publisher:
             return None
 
     def _note_failure(self, sampler: Sampler, words: str) -> None:
-        print(f"weights: sampler {sampler.id} {words}", flush=True)
+        log.warning("weights: sampler %s %s", sampler.id, words)
         with self._lock:
             self._failed.add(_member(sampler))
 
@@ -273,7 +276,7 @@ class Publisher:
                     for sampler in self._late_joiners():
                         self._catch_up(sampler)
                 except UnavailableError as error:  # Redis is restarting; the loop meets the same and decides
-                    print(f"weights: {error}", flush=True)
+                    log.warning("weights: %s", error)
         except BaseException as error:  # a bug, or a fence: `publish` raises it
             self._error = error
 
@@ -315,7 +318,7 @@ class Publisher:
         self._patience.pop(member, None)
         # Refused if a newer version came out meanwhile; the sampler takes part in the next publication then.
         if self._buffer.admit_sampler(self._incarnation, sampler, manifest.policy_version):
-            print(f"weights: sampler {sampler.id} caught up with version {manifest.policy_version}", flush=True)
+            log.info("weights: sampler %s caught up with version %d", sampler.id, manifest.policy_version)
 
     def _send_newest(self, sampler: Sampler) -> WeightManifest | None:
         """The manifest that the sampler acknowledged, or None. If it says that it lacks the adapters' base, that goes

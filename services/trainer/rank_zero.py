@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -17,10 +18,12 @@ from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import TrainerLock, take_over
-from tandem.services.trainer.server import CheckpointRequest, TrainerState, training_service_info
+from tandem.services.trainer.server import CheckpointRequest, TrainerState, training_endpoint
 from tandem.services.trainer.watchdog import Watchdog
 from tandem.trainer.batch_record import batch_to_json, write_record
 from tandem.trainer.weight_sender import WeightSender
+
+log = logging.getLogger(__name__)
 
 Order = dict[str, Any]
 """What every rank does next: `{"do": "train", "batch": …}`, `wait`, `checkpoint`, `end` or `stop`."""
@@ -47,7 +50,7 @@ class RankZero:
         self.incarnation, self.lineage = take_over(buffer, recipe.folder)
         self.state = TrainerState(self.incarnation)
         self._wish = CheckpointRequest()
-        self._front = training_service_info(recipe, buffer, self.state, self._wish)
+        self._front = training_endpoint(recipe, buffer, self.state, self._wish)
         self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
         self._metrics.rewind(self.lineage.checkpoint_version, self.lineage.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
@@ -171,6 +174,5 @@ class RankZero:
     def _note_evaluation(self, evaluation: Evaluation) -> None:
         self._metrics.add_evaluation(evaluation.line())
         if evaluation.unscored:
-            print(
-                f"evaluation of version {evaluation.version}: rows not scored: {dict(evaluation.unscored)}", flush=True
-            )
+            words = "evaluation of version %d: rows not scored: %s"
+            log.warning(words, evaluation.version, dict(evaluation.unscored), extra={"version": evaluation.version})

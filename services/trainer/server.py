@@ -19,7 +19,7 @@ from tandem.protos import training_pb2, training_pb2_grpc
 from tandem.protos.errors import DeadlineError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.service_info import ServiceInfo
+from tandem.services.service_info import ServiceEndpoint, ServiceInfo
 
 _CHECKPOINT_SECONDS = 600.0
 
@@ -121,16 +121,19 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         )
 
 
-def training_service_info(recipe: Recipe, buffer: Buffer, state: TrainerState, wish: CheckpointRequest) -> ServiceInfo:
-    """Rank 0's front: listens on `trainer.port`, stands in the registry as `trainer`, and beats there every second."""
+def training_endpoint(recipe: Recipe, buffer: Buffer, state: TrainerState, wish: CheckpointRequest) -> ServiceEndpoint:
+    """Listens on `trainer.port`, registers rank 0 as `trainer`, and sends its heartbeats."""
     servicer = TrainingServicer(recipe, state, wish)
-    return ServiceInfo(
+    info = ServiceInfo(
         "trainer",
-        recipe,
+        state.heartbeat,
+        lambda: state.activity,
         buffer,
-        figures=state.heartbeat,
-        activity=lambda: state.activity,
         policy_version=lambda: state.policy_version,
+    )
+    return ServiceEndpoint(
+        info,
+        recipe.run.host,
         port=recipe.trainer.port,
         register=lambda server: training_pb2_grpc.add_TrainingServiceServicer_to_server(servicer, server),
         service_names=["tandem.v1.TrainingService"],

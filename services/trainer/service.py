@@ -17,6 +17,7 @@ from tandem.protos.errors import TrainingError
 from tandem.protos.types import StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
+from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
 from tandem.services.run.folder import EXPORTS_FOLDER, HF_FOLDER
 from tandem.services.run.metrics import PhaseClock
@@ -33,6 +34,7 @@ _STOPPED = 143  # as a process that SIGTERM ended: stopped, not finished
 
 def main(recipe: Recipe, redis_url: str) -> NoReturn:
     """Runs this rank to the end of the run and ends the process: with code 0, or 143 if it was told to stop before."""
+    configure_logging("trainer", run=recipe.run.run_id)
     finished = run_rank(recipe, redis_url, stop_event())
     sys.stdout.flush()
     # Not sys.exit: a thread that still waits for a late joiner is inside torch's C++ code, which aborts an interpreter

@@ -4,6 +4,7 @@ to look.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.registry import Sampler
+
+log = logging.getLogger(__name__)
 
 STARVED_SECONDS = 30.0
 _POLL_SECONDS = 2.0
@@ -49,7 +52,7 @@ class Watchdog:
             except TandemError as error:
                 self.line = f"trainer starved: {error}"
             if waited >= threshold:
-                print(self.line, flush=True)
+                log.warning(self.line)
                 threshold = 2 * waited
 
     def _look(self, waited: float, *, say: bool) -> None:

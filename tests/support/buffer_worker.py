@@ -25,7 +25,7 @@ def work(buffer: Buffer, claim: Claim, acknowledgements: int, chance: random.Ran
         buffer.release(claim, "tired", chance.choice(["voluntary", "infrastructure"]))
         return
     elif dice < 0.3:
-        buffer.renew([claim], LEASE_SECONDS, {claim.group_id: b"half of " + claim.group_id.encode()})
+        buffer.renew([claim], LEASE_SECONDS, {claim.token: b"half of " + claim.group_id.encode()})
         if dice < 0.18:
             os._exit(9)
     assert claim.partial in (None, b"half of " + claim.group_id.encode())

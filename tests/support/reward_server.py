@@ -26,7 +26,7 @@ from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
-from tandem.services.reward.server import INTAKE, SERVICE_NAME, RewardServicer
+from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServicer
 from tandem.services.rpc.client import connect
 from tandem.services.rpc.limits import RpcLimits
 from tandem.services.rpc.server import ServerThread
@@ -108,8 +108,8 @@ class Service:
         *,
         reward: RewardConfig,
         jobs: JobsConfig,
-        with_lane: bool,
-        intake: RpcLimits,
+        with_jobs: bool,
+        limits: RpcLimits,
     ) -> None:
         self.core = core
         self.jobs = jobs
@@ -123,12 +123,12 @@ class Service:
             register=lambda one: reward_pb2_grpc.add_RewardServiceServicer_to_server(self.servicer, one),
             service_names=[SERVICE_NAME],
             on_stop=self.servicer.end_streams,
-            intake=intake,
+            limits=limits,
         )
-        self.lane = JobWorker(self.store, core, worker="one", reward=reward, stop=self.stop)
-        self._with_lane = with_lane
-        if with_lane:
-            self.lane.__enter__()
+        self.job_worker = JobWorker(self.store, core, worker="one", reward=reward, stop=self.stop)
+        self._with_lane = with_jobs
+        if with_jobs:
+            self.job_worker.__enter__()
         self.channel = connect(self.server.address)
         self.stub = Stub(self.channel)
 
@@ -137,7 +137,7 @@ class Service:
         self.core.close()
         try:
             if self._with_lane:
-                self.lane.__exit__(None, None, None)
+                self.job_worker.__exit__(None, None, None)
         finally:
             self.servicer.close()
             self.channel.close()
@@ -173,14 +173,14 @@ def serving(
     *,
     reward: RewardConfig | None = None,
     jobs: JobsConfig | None = None,
-    with_lane: bool = True,
-    intake: RpcLimits = INTAKE,
+    with_jobs: bool = True,
+    limits: RpcLimits = RPC_LIMITS,
 ) -> Iterator[Service]:
     """A service while it is open; what failed in its lane is raised at the end."""
     reward = reward or RewardConfig()
     jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
     core = core or ScoringCore(reward)
-    service = Service(url, core, reward=reward, jobs=jobs, with_lane=with_lane, intake=intake)
+    service = Service(url, core, reward=reward, jobs=jobs, with_jobs=with_jobs, limits=limits)
     try:
         yield service
     finally:

@@ -1,5 +1,5 @@
 -- ARGV: lease in ms, then group id, stage, token, saves a partial result (0|1), partial of each.
--- Answers the ids of leases that are lost.
+-- Returns the tokens of leases that are lost.
 sweep('prompts')
 sweep('generated')
 local lost = {}
@@ -10,7 +10,7 @@ for i = 2, #ARGV, 5 do
     redis.call('ZADD', key(stage .. '_leased'), NOW_MS + ARGV[1], id)
     if ARGV[i + 3] == '1' then redis.call('SET', key('partial', id), ARGV[i + 4]) end
   else
-    lost[#lost + 1] = id
+    lost[#lost + 1] = ARGV[i + 2]
   end
 end
 return lost

@@ -1,5 +1,4 @@
-"""The lane of external jobs: threads that each claim a chunk, score it, store its results, and one that keeps the
-leases.
+"""The worker for reward jobs: leases chunks, scores several at once, and stores their results.
 
 A failure is not a score: items whose scorer is out of reach are scored again after a pause,
 `reward.infrastructure_attempts` times in all, and keep that reason after that. Other reasons would only come again. If
@@ -9,27 +8,26 @@ parts, until one item is left to blame; the others keep their scores.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Scored, Unscored
-from tandem.protos.errors import EnvironmentLackError, ScorerError, UnavailableError
+from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import CompiledRubric, ScoringCore
+from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release, run_in_thread
 from tandem.services.reward.backoff import pause_after
 from tandem.services.reward.jobs.chunk import Chunk
 from tandem.services.reward.jobs.store import ChunkClaim, JobStore
 from tandem.services.reward.wire import reply_of
 
-_CLAIM_SECONDS = 0.5  # longest wait of one claim, and so of a stop
-_JOIN_SECONDS = 5.0
-_OUTAGE_PAUSE_SECONDS = 1.0
+_JOIN_SECONDS = 7.0
 _MOST_THREADS = 8
 _MOST_LOSSES = 5  # an item whose holder dies so often is what they die of
 _PARTS = 16  # of what a dead holder had under way: 16 ** 4 > 8192, so one item is left after so many losses
@@ -37,24 +35,68 @@ _FIRST_SLICE_UNITS = 64
 _SLICE_SECONDS = 1.0  # a slice is twice as long as the one before while that took less; between saves, too
 
 
-@dataclass(slots=True)
-class _Held:
-    claim: ChunkClaim
-    lost: threading.Event = field(default_factory=threading.Event)
-    """Set when the lease is no longer ours, and on shutdown: scoring the rest is of no use."""
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """The results of all items of a chunk."""
+
+    results: bytes
+    num_scored: int
+    sum_values: float
+    num_unscored: Mapping[str, int]
+
+    @property
+    def figures(self) -> Mapping[str, int]:
+        return {"items_scored": self.num_scored, "items_unscored": sum(self.num_unscored.values())}
 
 
-class JobWorker:
-    """Context manager: scores chunks until it is left; what is not finished by then goes back with what is scored of
-    it.
+class ChunkLeases:
+    """Chunks of jobs as a `LeaseSource`."""
 
-    A bug in one of its threads sets `stop`, and leaving raises it. Close the core before leaving, to end what hangs in
-    it.
+    def __init__(self, store: JobStore, worker: str, lease_seconds: float) -> None:
+        self._store = store
+        self._worker = worker
+        self._lease_seconds = lease_seconds
+
+    def claim(self, limit: int, timeout_seconds: float) -> Sequence[ChunkClaim]:
+        """One at most: another replica may have threads to spare."""
+        claim = self._store.claim(self._worker, self._lease_seconds, timeout_seconds)
+        return [] if claim is None else [claim]
+
+    def renew(self, leases: Sequence[ChunkClaim], partials: Mapping[int, bytes]) -> Collection[int]:
+        """Tokens of leases that are lost. What is scored so far is saved by `JobStore.save` instead."""
+        assert not partials
+        return self._store.renew(leases, self._lease_seconds)
+
+    def complete(self, lease: ChunkClaim, result: ChunkResult) -> bool:
+        """Stores the results."""
+        return self._store.complete(
+            lease,
+            result.results,
+            num_scored=result.num_scored,
+            sum_values=result.sum_values,
+            num_unscored=result.num_unscored,
+        )
+
+    def release(self, lease: ChunkClaim, release: Release, partial: bytes | None) -> str:
+        """Gives the chunk back; after a failure of the infrastructure with a pause, and one attempt more."""
+        failed = release.kind == "infrastructure"
+        attempts = lease.attempts + failed
+        pause_seconds = pause_after(attempts) if failed else 0.0
+        current = self._store.give_back(lease, attempts=attempts, partial=partial or b"", pause_seconds=pause_seconds)
+        return "requeued" if current else "refused"
+
+
+class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
+    """Context manager: scores chunks until it is left. Unfinished ones then go back with what is scored of them.
+
+    A bug in its thread sets `stop`, and leaving raises it. Close the core before leaving, to end what hangs in it.
 
     Args:
         worker: name of this replica; what a predecessor of that name held is taken back at once.
-        stop: set when the lane cannot go on.
+        stop: set when the worker cannot go on.
     """
+
+    runs_in_threads = True
 
     def __init__(
         self,
@@ -68,134 +110,82 @@ class JobWorker:
         self._store = store
         self._core = core
         self._worker = worker
-        self._lease_seconds = reward.lease_seconds
         self._attempts = reward.infrastructure_attempts
         self._stop = stop
         self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._held: dict[int, _Held] = {}  # by token
-        self._figures: Counter[str] = Counter()
         self._failure: BaseException | None = None
-        number = min(reward.num_workers + 1, _MOST_THREADS)  # one chunk's last items need not keep every worker busy
-        self._threads = [
-            threading.Thread(target=self._guarded, args=(self._work,), name=f"jobs-{n}", daemon=True)
-            for n in range(number)
-        ]
-        self._threads.append(
-            threading.Thread(target=self._guarded, args=(self._keep_leases,), name="job-leases", daemon=True)
+        self.loop: LeaseLoop[ChunkClaim, ChunkResult] = LeaseLoop(
+            ChunkLeases(store, worker, reward.lease_seconds),
+            self,
+            unit="chunks",
+            capacity=min(reward.num_workers + 1, _MOST_THREADS),  # a chunk's last items need not keep every worker busy
+            lease_seconds=reward.lease_seconds,
+            tolerates_outages=True,  # the service goes on scoring for those who call
         )
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
 
     def __enter__(self) -> JobWorker:
         self._store.register(self._worker)
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing.set()
-        with self._lock:
-            for held in self._held.values():
-                held.lost.set()
-        deadline = time.monotonic() + _CLAIM_SECONDS + _JOIN_SECONDS
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        self._thread.join(timeout=_JOIN_SECONDS)
         if self._failure is not None and error is None:
             raise self._failure
 
     def figures(self) -> dict[str, float]:
         """Sums since the process's start."""
-        with self._lock:
-            return {**{f"jobs:{name}": number for name, number in self._figures.items()}, "jobs:held": len(self._held)}
+        return {f"jobs:{name}": number for name, number in self.loop.figures().items()}
 
     def activity(self) -> str:
-        """What the lane does, in a line."""
-        with self._lock:
-            return f"scoring {len(self._held)} chunks of jobs" if self._held else "waiting for calls and jobs"
+        """What the worker does, in a line."""
+        num_held = self.loop.num_held
+        return f"scoring {num_held} chunks of jobs" if num_held else "waiting for calls and jobs"
+
+    def check(self) -> bool:
+        """False once the core is closed: what is out of reach is so because the service ends."""
+        return not self._core.closing
+
+    async def work(self, held: Held[ChunkClaim]) -> ChunkResult | Release | None:
+        """Scores the items that no earlier holder saved a result of."""
+        return await run_in_thread(self._process, held)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self.loop.run(self._closing))
+        except BaseException as error:  # a bug ends the service: leaving this raises it
+            self._failure = error
+            self._stop.set()
 
     @property
     def _ending(self) -> bool:
-        """Whether what is out of reach is so because the service ends."""
         return self._closing.is_set() or self._core.closing
 
-    def _guarded(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:  # a bug ends the service: leaving the lane raises it
-            self._failure = self._failure or error
-            self._closing.set()
-            self._stop.set()
-
-    def _work(self) -> None:
-        adrift: ChunkClaim | None = None  # in an outage; given back so that it does not count as a death of ours
-        while not self._ending:
-            with self._enduring():
-                if adrift is not None:
-                    self._store.give_back(adrift, attempts=adrift.attempts, partial=b"", pause_seconds=0.0)
-                    adrift = None
-                claim = self._store.claim(self._worker, self._lease_seconds, _CLAIM_SECONDS)
-                if claim is None:
-                    continue
-                held = _Held(claim)
-                with self._lock:
-                    self._held[claim.token] = held
-                try:
-                    self._process(held)
-                except (UnavailableError, EnvironmentLackError):
-                    adrift = claim
-                    raise
-                finally:
-                    with self._lock:
-                        del self._held[claim.token]
-
-    def _keep_leases(self) -> None:
-        while not self._closing.wait(self._lease_seconds / 3):
-            with self._enduring():
-                with self._lock:
-                    claims = [held.claim for held in self._held.values()]
-                lost = self._store.renew(claims, self._lease_seconds) if claims else []
-                with self._lock:
-                    for token in lost:
-                        if token in self._held:
-                            self._held[token].lost.set()
-
-    @contextmanager
-    def _enduring(self) -> Iterator[None]:
-        """A Redis that is away for long, or full, does not end the service: it scores for those who ask, and
-        jobs wait.
-        """
-        try:
-            yield
-        except (UnavailableError, EnvironmentLackError) as error:
-            print(f"jobs: they wait, {error}", flush=True)
-            self._count("outages")
-            self._closing.wait(_OUTAGE_PAUSE_SECONDS)
-
-    def _process(self, held: _Held) -> None:
-        claim = held.claim
+    def _process(self, held: Held[ChunkClaim]) -> ChunkResult | Release | None:
+        claim = held.lease
         chunk = Chunk(claim)
         if self._ending:
-            held.lost.set()
+            held.cancelled.set()
         grouped = self._score(chunk, held)
         if self._ending and chunk.forget_infrastructure(grouped):
-            self._store.give_back(claim, attempts=claim.attempts, partial=chunk.partial(), pause_seconds=0.0)
-            return
-        if held.lost.is_set() and chunk.pending():
-            return  # somebody else has it, or its job was cancelled
-        attempts = claim.attempts + 1
-        if attempts < self._attempts and chunk.forget_infrastructure(grouped):
-            pause = pause_after(attempts)
-            self._store.give_back(claim, attempts=attempts, partial=chunk.partial(), pause_seconds=pause)
-            self._count("chunks_retried")
-        else:
-            self._complete(claim, chunk)
+            held.unsaved = chunk.partial
+            return SHUTDOWN
+        if held.cancelled.is_set() and chunk.pending():
+            return None  # somebody else has it, or its job was cancelled
+        if claim.attempts + 1 < self._attempts and chunk.forget_infrastructure(grouped):
+            held.unsaved = chunk.partial
+            return Release("infrastructure", "infrastructure")
+        return _result_of(claim, chunk)
 
-    def _score(self, chunk: Chunk, held: _Held) -> bool:
+    def _score(self, chunk: Chunk, held: Held[ChunkClaim]) -> bool:
         """Scores what has no result yet, as far as the lease goes on. Whether the items of a group depend on one
         another.
         """
-        claim = held.claim
+        claim = held.lease
         try:
             rubric = self._core.compile(claim.rubric)
         except ScorerError as error:
@@ -213,12 +203,12 @@ class JobWorker:
         return rubric.grouped
 
     def _score_suspects(
-        self, chunk: Chunk, held: _Held, rubric: CompiledRubric, units: list[list[int]]
+        self, chunk: Chunk, held: Held[ChunkClaim], rubric: CompiledRubric, units: list[list[int]]
     ) -> list[list[int]]:
         """Scores what the last holder died of, in parts, each of them announced before. What is left for the
         usual way.
         """
-        claim = held.claim
+        claim = held.lease
         number = min(claim.under_way or len(units), len(units))
         suspects, rest = units[:number], units[number:]
         if number == 1 and claim.losses >= _MOST_LOSSES:
@@ -226,19 +216,19 @@ class JobWorker:
             chunk.enter(suspects[0], [reason] * len(suspects[0]))
             suspects = []
         length = -(-number // _PARTS)
-        while suspects and not held.lost.is_set():
+        while suspects and not held.cancelled.is_set():
             part, suspects = suspects[:length], suspects[length:]
             self._save(chunk, held, under_way=len(part), cleared=False)
             self._score_units(chunk, held, rubric, part)
-        if not (held.lost.is_set() or self._ending):
+        if not (held.cancelled.is_set() or self._ending):
             self._save(chunk, held, under_way=0, cleared=True)
         return rest
 
-    def _score_rest(self, chunk: Chunk, held: _Held, rubric: CompiledRubric, units: list[list[int]]) -> None:
+    def _score_rest(self, chunk: Chunk, held: Held[ChunkClaim], rubric: CompiledRubric, units: list[list[int]]) -> None:
         compared = any(len(unit) > 1 for unit in units)
         length = len(units) if compared else _FIRST_SLICE_UNITS
         saved_at = time.monotonic()
-        while units and not held.lost.is_set():
+        while units and not held.cancelled.is_set():
             started = time.monotonic()
             part, units = units[:length], units[length:]
             self._score_units(chunk, held, rubric, part)
@@ -249,35 +239,22 @@ class JobWorker:
                 self._save(chunk, held, under_way=0, cleared=False)
                 saved_at = now
 
-    def _score_units(self, chunk: Chunk, held: _Held, rubric: CompiledRubric, units: list[list[int]]) -> None:
+    def _score_units(
+        self, chunk: Chunk, held: Held[ChunkClaim], rubric: CompiledRubric, units: list[list[int]]
+    ) -> None:
         """In one call, unless the lease is lost by now."""
         positions = sorted(position for unit in units for position in unit)
-        if positions and not held.lost.is_set():
+        if positions and not held.cancelled.is_set():
             chunk.enter(positions, self._core.score(rubric, [chunk.items[n] for n in positions], "jobs"))
 
-    def _save(self, chunk: Chunk, held: _Held, *, under_way: int, cleared: bool) -> None:
-        if not self._store.save(held.claim, partial=chunk.partial(), under_way=under_way, cleared=cleared):
-            held.lost.set()
+    def _save(self, chunk: Chunk, held: Held[ChunkClaim], *, under_way: int, cleared: bool) -> None:
+        if not self._store.save(held.lease, partial=chunk.partial(), under_way=under_way, cleared=cleared):
+            held.cancelled.set()
 
-    def _complete(self, claim: ChunkClaim, chunk: Chunk) -> None:
-        scores = chunk.results()
-        values = [score.value for score in scores if isinstance(score, Scored)]
-        reasons = Counter(score.reason for score in scores if isinstance(score, Unscored))
-        results = reward_pb2.JobEvent.Results(first_item=claim.first_item, items=reply_of(scores).items)
-        accepted = self._store.complete(
-            claim,
-            results.SerializeToString(),
-            num_scored=len(values),
-            sum_values=sum(values),
-            num_unscored={str(reason): number for reason, number in reasons.items()},
-        )
-        if accepted:
-            self._count("chunks_scored")
-            self._count("items_scored", len(values))
-            self._count("items_unscored", len(scores) - len(values))
-        else:
-            self._count("chunks_refused")
 
-    def _count(self, name: str, number: int = 1) -> None:
-        with self._lock:
-            self._figures[name] += number
+def _result_of(claim: ChunkClaim, chunk: Chunk) -> ChunkResult:
+    scores = chunk.results()
+    values = [score.value for score in scores if isinstance(score, Scored)]
+    reasons = Counter(str(score.reason) for score in scores if isinstance(score, Unscored))
+    results = reward_pb2.JobEvent.Results(first_item=claim.first_item, items=reply_of(scores).items)
+    return ChunkResult(results.SerializeToString(), len(values), sum(values), reasons)

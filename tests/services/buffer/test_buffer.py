@@ -116,7 +116,7 @@ def test_payloads_are_binary(buffer: Buffer) -> None:
     payload = bytes(range(256)) * 40
     buffer.admit([("0-0", payload)], 1)
     [claim] = ring.claim(buffer, "prompts")
-    buffer.renew([claim], 30, {"0-0": payload})
+    buffer.renew([claim], 30, {claim.token: payload})
     assert claim.payload == payload
     buffer.release(claim, "drained", "voluntary")
     [again] = ring.claim(buffer, "prompts")
@@ -137,9 +137,9 @@ def test_completing_twice_is_true_and_changes_nothing(buffer: Buffer) -> None:
 def test_an_expired_lease_goes_to_the_front_and_its_late_result_is_refused(buffer: Buffer) -> None:
     ring.offer(buffer, 3)
     late = ring.claim(buffer, "prompts", 2, lease_seconds=0.3)
-    assert buffer.renew(late, 0.3, {late[0].group_id: b"half"}) == []
+    assert buffer.renew(late, 0.3, {late[0].token: b"half"}) == []
     time.sleep(0.35)
-    assert buffer.renew(late, 30) == ["0-0", "0-1"]
+    assert buffer.renew(late, 30) == [one.token for one in late]
     assert not ring.finish(buffer, late[0]), "refused even before the next holder has come"
     again = ring.claim(buffer, "prompts", 3)
     assert [claim.group_id for claim in again] == ["0-0", "0-1", "0-2"], "to the front, in their order"
@@ -166,7 +166,7 @@ def test_renewing_keeps_a_lease(buffer: Buffer) -> None:
         time.sleep(0.2)
         assert buffer.renew([claim], 0.6) == []
     assert ring.finish(buffer, claim) and buffer.counts()["leases_expired"] == 0
-    assert buffer.renew([claim], 0.6) == ["0-0"], "a completed claim is ours no longer"
+    assert buffer.renew([claim], 0.6) == [claim.token], "a completed claim is ours no longer"
 
 
 def test_failures_have_separate_budgets_and_do_not_hold_up_the_others(redis_url: str) -> None:

@@ -61,7 +61,7 @@ def test_a_redis_that_is_nearly_full_is_refused_and_a_full_one_says_so(tmp_path:
         client.config_set("maxmemory", 1)
         for verb in (
             lambda: buffer.admit([("0-1", b"x")], 2),
-            lambda: buffer.renew([claim], 30, {"0-0": b"half"}),
+            lambda: buffer.renew([claim], 30, {claim.token: b"half"}),
             lambda: buffer.complete(claim, b"x"),
         ):
             with pytest.raises(EnvironmentLackError, match="is full"):

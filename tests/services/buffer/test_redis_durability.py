@@ -173,7 +173,7 @@ def test_a_reward_service_looks_before_it_serves(
     assert capsys.readouterr().out == ""
     change(appendfsync="no")
     looking(server)
-    assert "reward: Redis at " in (said := capsys.readouterr().out) and "appendfsync is no" in said
+    assert "reward: WARNING: Redis at " in (said := capsys.readouterr().out) and "appendfsync is no" in said
     change(maxmemory=1 << 30)
     looking(server)
     with pytest.raises(

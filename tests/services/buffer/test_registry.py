@@ -68,7 +68,7 @@ def test_a_restarted_sampler_gives_its_leases_back_and_its_zombie_is_refused(buf
     ring.offer(buffer, 2)
     zombie_claims = ring.claim(buffer, "prompts", 2)
     time.sleep(0.005)  # the first claimed is renewed last, and still goes first
-    buffer.renew(zombie_claims[:1], 30, {"0-0": b"half"})
+    buffer.renew(zombie_claims[:1], 30, {zombie_claims[0].token: b"half"})
     reborn = Buffer(redis_url, buffer.run_id)
     reborn.register_sampler(ring.SAMPLER, "127.0.0.1:3", 1)
     assert reborn.admit_sampler(1, ring.SAMPLER, 0)

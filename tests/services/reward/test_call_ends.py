@@ -19,7 +19,7 @@ from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.protos.errors import SizeError, UnavailableError
 from tandem.reward.config import RewardConfig
 from tandem.services.clients import RewardClient
-from tandem.services.reward.server import INTAKE, SERVICE_NAME
+from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME
 from tandem.services.reward.wire import MAX_CARRIED_BYTES, MAX_REQUEST_BYTES
 from tandem.services.rpc.client import from_rpc_error, translated
 from tests.support.reward_server import (
@@ -59,7 +59,7 @@ def service(redis_url: str, log: Path) -> Iterator[Service]:
     file = log.with_name("scorer.py")
     file.write_text(FUNCTION.format(log=str(log)))
     reward = RewardConfig(scorer=f"{file}:compute_score", num_workers=2, timeout_seconds=300.0)
-    with serving(redis_url, reward=reward, with_lane=False) as one:
+    with serving(redis_url, reward=reward, with_jobs=False) as one:
         assert summary(score(one, answers(*["1"] * 8))) == [1.0] * 8
         yield one
 
@@ -141,7 +141,7 @@ def test_nothing_goes_on_for_a_caller_who_has_gone(service: Service, log: Path) 
 def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.reward.calls._SCORING_THREADS", 1)
     core = ScriptedCore()
-    with serving(redis_url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_jobs=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
         until(lambda: core.asked == ["wait"])
         call.cancel()
@@ -151,7 +151,7 @@ def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.
 def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.reward.calls._SCORING_THREADS", 1)
     core = ScriptedCore()
-    with serving(redis_url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_jobs=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
         until(lambda: core.asked == ["wait"])
         assert one.submit(answers("1"), rubric=EXACT).job.num_items == 1
@@ -166,7 +166,7 @@ def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: p
 
 def test_one_call_more_is_tried_again_and_health_answers(redis_url: str) -> None:
     core = ScriptedCore()
-    with serving(redis_url, core, with_lane=False, intake=replace(INTAKE, max_calls=1)) as one:
+    with serving(redis_url, core, with_jobs=False, limits=replace(RPC_LIMITS, max_calls=1)) as one:
         request = reward_pb2.ScoreRequest(items=answers("1"))
         waiting = reward_pb2.ScoreRequest(items=answers("wait"))
         under_way = one.stub.Score.future(waiting, timeout=60)

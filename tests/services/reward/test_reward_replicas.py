@@ -138,7 +138,7 @@ def test_a_run_serves_calls_and_jobs_beside_its_groups(redis_url: str, tmp_path:
             assert (events[-1].job.num_scored, events[-1].job.mean_value) == (2, 0.5)
             assert summary(stub.Score(reward_pb2.ScoreRequest(items=answers("1")), timeout=20).items) == [1.0]
             info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=20)
-            assert (info.figures["groups_scored"], info.figures["jobs:items_scored"]) == (1, 2)
+            assert (info.figures["groups_completed"], info.figures["jobs:items_scored"]) == (1, 2)
         process.terminate()
         assert process.wait(timeout=20) == 0
     finally:

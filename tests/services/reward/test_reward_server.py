@@ -161,7 +161,7 @@ def test_health_answers_while_the_longest_work_is_done(redis_url: str) -> None:
         )
     ]
     requests.append(reward_pb2.ScoreRequest(items=answers("wait", *[""] * (MAX_ITEMS - 1))))
-    with serving(redis_url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_jobs=False) as one:
         health = health_pb2_grpc.HealthStub(one.channel)
         under_way = [one.stub.Score.future(request, timeout=60) for request in requests]
         until(lambda: core.asked.count("wait") == len(requests))
@@ -189,7 +189,7 @@ def test_replies_are_put_together_where_they_were_scored(redis_url: str, monkeyp
         return reply_of(scores)
 
     monkeypatch.setattr("tandem.services.reward.calls.reply_of", watched)
-    with serving(redis_url, ScriptedCore(), with_lane=False) as one:
+    with serving(redis_url, ScriptedCore(), with_jobs=False) as one:
         assert summary(score(one, answers("1", "2"))) == [1.0, 0.0]
     assert len(threads) == 1 and threads[0].startswith("score")
 
@@ -199,7 +199,7 @@ def test_a_long_batch_is_scored_in_slices_where_others_wait_but_groups_stay_toge
         {"scorers": {"far": {"scorer": "remote", "arguments": {"url": "http://127.0.0.1:1"}}}}
     )
     far = '[[components]]\nscorer = "far"\n'
-    with serving(redis_url, ScriptedCore(reward), reward=reward, with_lane=False) as one:
+    with serving(redis_url, ScriptedCore(reward), reward=reward, with_jobs=False) as one:
 
         def together(*items: Item, rubric: str = "") -> set[float]:
             return {item.scored.breakdown["together"] for item in score(one, list(items), rubric)}
@@ -220,7 +220,7 @@ def stream_request(number: int, *texts: str, rubric: str = "") -> reward_pb2.Sco
 
 def test_replies_come_as_they_are_ready_and_name_their_request(redis_url: str) -> None:
     core, feed = ScriptedCore(), Feed()
-    with serving(redis_url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_jobs=False) as one:
         replies = one.stub.ScoreStream(iter(feed), timeout=30)
         feed.put(stream_request(7, "wait"), stream_request(8, "1", "2"))
         first = next(replies)
@@ -233,7 +233,7 @@ def test_replies_come_as_they_are_ready_and_name_their_request(redis_url: str) -
 
 def test_no_more_than_a_few_requests_of_a_stream_are_under_way(redis_url: str) -> None:
     core = ScriptedCore()
-    with serving(redis_url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_jobs=False) as one:
         requests = [stream_request(n, "wait") for n in range(50)]
         replies = one.stub.ScoreStream(iter(requests), timeout=30)
         until(lambda: len(core.asked) == 8)
@@ -297,7 +297,7 @@ def test_streams_end_when_the_service_does(redis_url: str) -> None:
 
 def test_a_call_under_way_when_the_service_ends_can_be_made_elsewhere(redis_url: str) -> None:
     core, ended = ScriptedCore(), []
-    with serving(redis_url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_jobs=False) as one:
 
         def ask() -> None:
             request = reward_pb2.ScoreRequest(items=answers("wait"))

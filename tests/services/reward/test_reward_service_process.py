@@ -94,7 +94,7 @@ def test_the_service_as_a_process(service: tuple[Buffer, Callable[[], subprocess
     assert [reply.items[n].unscored.reason for n in (1, 2, 4)] == ["invalid_input", "crashed", "invalid_input"]
     assert (reply.items[0].scored.value, dict(reply.items[0].scored.breakdown)) == (1.0, {"acc": 1.0})
     assert reply.items[3].scored.value == 0.0
-    assert info.figures["groups_scored"] == 2 and info.figures["workers_replaced"] >= 3
+    assert info.figures["groups_completed"] == 2 and info.figures["workers_replaced"] >= 3
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10.0) == 0
     assert buffer.verify() == []

@@ -18,7 +18,8 @@ from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory,
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.vllm.engine import EngineFigures
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.rollout.service import RolloutStage
+from tandem.services.rollout.service import SamplingWorker
+from tandem.services.service_info import Heartbeat
 from tests.support.redis_ring import SAMPLER, new_run
 
 TIMEOUT = 20.0
@@ -89,29 +90,30 @@ def rows_of(payload: bytes | None) -> list[int]:
     return [row.trajectory_id for row in decode_group(payload).rows if isinstance(row, Trajectory)]
 
 
-def run_stage(
+def run_worker(
     buffer: Buffer,
     engine: ToldEngine,
     until: Callable[[], bool],
-    act: Callable[[RolloutStage], Awaitable[None]] | None = None,
+    act: Callable[[SamplingWorker], Awaitable[None]] | None = None,
     *,
     with_baselines: bool = False,
-) -> RolloutStage:
+) -> SamplingWorker:
     """Runs a stage until the condition holds (then `act`), stops it, and raises what it raised."""
 
-    async def main() -> RolloutStage:
-        stage = RolloutStage(buffer, engine, CONFIG, SAMPLER, with_baselines=with_baselines)
+    async def main() -> SamplingWorker:
+        heartbeat = Heartbeat(buffer, SAMPLER, lambda: worker.figures())
+        worker = SamplingWorker(buffer, engine, CONFIG, SAMPLER, with_baselines=with_baselines, report=heartbeat.send)
         stop = threading.Event()
-        running = asyncio.create_task(stage.run(stop))
+        running = asyncio.create_task(worker.run(stop))
         deadline = time.monotonic() + TIMEOUT
         while not running.done() and not await asyncio.to_thread(until):
-            assert time.monotonic() < deadline, f"{stage.activity()}; {buffer.counts()}"
+            assert time.monotonic() < deadline, f"{worker.activity()}; {buffer.counts()}"
             await asyncio.sleep(0.02)
         if act is not None:
-            await act(stage)
+            await act(worker)
         stop.set()
         await asyncio.wait_for(running, TIMEOUT)
-        return stage
+        return worker
 
     return asyncio.run(main())
 
@@ -126,14 +128,14 @@ def test_groups_are_sampled_whole_many_at_once_and_completed(buffer: Buffer) -> 
         return len({key for key, _ in engine.asked}) >= CONFIG.max_groups_in_flight
 
     engine.may_answer = may_answer
-    stage = run_stage(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 6)
+    worker = run_worker(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 6)
     assert max(seen) == CONFIG.max_groups_in_flight
     assert sorted(engine.asked) == [(f"0-{index}", number) for index in range(6) for number in range(3)]
     for claim in buffer.claim("generated", "reward", 6, 10.0, 0):
         group = decode_group(claim.payload)
         assert [row.trajectory_id for row in group.rows if isinstance(row, Trajectory)] == [0, 1, 2]
         assert np.array_equal(group.prompt.token_ids, prompt(0).token_ids)
-    assert stage.figures()["groups_completed"] == 6 and buffer.figures()[SAMPLER]["sampled_tokens"] >= 0
+    assert worker.figures()["groups_completed"] == 6 and buffer.figures()[SAMPLER]["sampled_tokens"] == 18
 
 
 def test_leases_are_renewed_and_a_stop_gives_back_what_is_finished(buffer: Buffer) -> None:
@@ -141,13 +143,13 @@ def test_leases_are_renewed_and_a_stop_gives_back_what_is_finished(buffer: Buffe
     engine = ToldEngine()
     engine.may_answer = lambda key, number: (key, number) in {("0-0", 1), ("0-1", 0), ("0-1", 2)}
     started = time.monotonic()
-    run_stage(buffer, engine, lambda: time.monotonic() - started > 1.3 * CONFIG.lease_seconds)
+    run_worker(buffer, engine, lambda: time.monotonic() - started > 1.3 * CONFIG.lease_seconds)
     counts = buffer.counts()
     assert (counts["prompts_waiting"], counts["leases_expired"]) == (2, 0), "longer than a lease, and still ours"
     assert sorted(engine.cancelled) == [("0-0", 0), ("0-0", 2), ("0-1", 1)]
 
     successor = ToldEngine()
-    run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 2)
+    run_worker(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 2)
     assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2), ("0-1", 1)], "only what was missing"
     assert [rows_of(claim.payload) for claim in buffer.claim("generated", "reward", 2, 10.0, 0)] == [[0, 1, 2]] * 2
 
@@ -162,7 +164,7 @@ def sampled(buffer: Buffer, number: int = 1) -> list[list[tuple[int, str, float]
 def test_a_greedy_answer_more_is_sampled_where_the_estimator_compares_with_it(buffer: Buffer) -> None:
     offer(buffer, prompt(0), prompt(1, num_samples=1))
     engine = ToldEngine()
-    run_stage(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 2, with_baselines=True)
+    run_worker(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 2, with_baselines=True)
     policy = [(0, "policy", 1.0), (1, "policy", 1.0), (2, "policy", 1.0)]
     assert sorted(sampled(buffer, 2)) == [[(0, "policy", 1.0), (1, "baseline", 0.0)], [*policy, (3, "baseline", 0.0)]]
     assert engine.sampled_with["0-0", 3] == replace(prompt(0).sampling, temperature=0.0), "nothing else is different"
@@ -174,9 +176,9 @@ def test_a_greedy_answer_is_saved_and_resumed_like_the_others(buffer: Buffer, fi
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.may_answer = lambda key, number: number in finished
-    run_stage(buffer, engine, lambda: len(engine.asked) == 4, with_baselines=True)
+    run_worker(buffer, engine, lambda: len(engine.asked) == 4, with_baselines=True)
     successor = ToldEngine()
-    run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1, with_baselines=True)
+    run_worker(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1, with_baselines=True)
     assert {number for _, number in successor.asked} == {0, 1, 2, 3} - finished
     (rows,) = sampled(buffer)
     assert [role for _, role, _ in rows] == ["policy"] * 3 + ["baseline"]
@@ -193,7 +195,7 @@ def test_a_greedy_answer_that_the_engine_ended_is_not_passed_on(buffer: Buffer) 
 
     engine.sample_one = sample_one  # type: ignore[method-assign]
     dropped = "dropped:sampling_failed"
-    run_stage(buffer, engine, lambda: buffer.counts().get(dropped, 0) == 1, with_baselines=True)
+    run_worker(buffer, engine, lambda: buffer.counts().get(dropped, 0) == 1, with_baselines=True)
     assert buffer.counts()["generated_waiting"] == 0
 
 
@@ -203,17 +205,16 @@ def test_a_holder_that_dies_loses_only_what_it_had_not_finished(buffer: Buffer) 
     engine.may_answer = lambda key, number: number == 1
 
     async def die() -> None:
-        stage = RolloutStage(buffer, engine, CONFIG, SAMPLER)
-        stage._give_back = asyncio.sleep  # type: ignore[method-assign, assignment]
-        task = asyncio.create_task(stage.run(threading.Event()))
+        worker = SamplingWorker(buffer, engine, CONFIG, SAMPLER)
+        worker.loop._shut_down = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+        task = asyncio.create_task(worker.run(threading.Event()))
         await asyncio.sleep(0.6 * CONFIG.lease_seconds)  # long enough for a renewal
-        stage._give_back = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(die())
     successor = ToldEngine()
-    run_stage(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1)
+    run_worker(buffer, successor, lambda: buffer.counts()["generated_waiting"] == 1)
     assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2)] and buffer.counts()["leases_expired"] == 1
 
 
@@ -222,13 +223,13 @@ def test_a_lost_lease_ends_the_sampling(buffer: Buffer) -> None:
     engine = ToldEngine()
     engine.may_answer = lambda key, number: False
 
-    async def take_away(stage: RolloutStage) -> None:
-        stage.paused = True
-        buffer.release(stage._held["0-0"].claim, "test", "voluntary")
-        assert await stage.drained(TIMEOUT)
+    async def take_away(worker: SamplingWorker) -> None:
+        worker.loop.paused = True
+        buffer.release(next(iter(worker.loop._held.values())).lease, "test", "voluntary")
+        assert await worker.loop.drained(TIMEOUT)
 
-    stage = run_stage(buffer, engine, lambda: len(engine.asked) == 3, take_away)
-    assert stage.figures()["leases_lost"] == 1
+    worker = run_worker(buffer, engine, lambda: len(engine.asked) == 3, take_away)
+    assert worker.figures()["groups_lost"] == 1
     assert buffer.counts()["prompts_waiting"] == 1
 
 
@@ -247,7 +248,7 @@ def test_a_group_that_fails_is_released_and_the_others_go_on(buffer: Buffer, err
         return await answer(ids, sampling, trajectory_id=trajectory_id, key=key)
 
     engine.sample_one = sample_one  # type: ignore[method-assign]
-    run_stage(
+    run_worker(
         buffer, engine, lambda: buffer.counts().get(outcome, 0) == 1 and buffer.counts()["generated_waiting"] == 1
     )
 
@@ -256,7 +257,7 @@ def test_rows_that_the_engine_ended_are_never_passed_on(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.finish = "abort"
-    run_stage(buffer, engine, lambda: buffer.counts().get("dropped:sampling_failed", 0) == 1)
+    run_worker(buffer, engine, lambda: buffer.counts().get("dropped:sampling_failed", 0) == 1)
     assert buffer.counts()["generated_waiting"] == 0
 
 
@@ -265,15 +266,15 @@ def test_a_bug_ends_the_service_and_so_does_a_dead_engine(buffer: Buffer) -> Non
     engine = ToldEngine()
     engine.error = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
-        run_stage(buffer, engine, lambda: False)
+        run_worker(buffer, engine, lambda: False)
     engine = ToldEngine()
     engine.is_dead = True
     with pytest.raises(UnavailableError, match="process is gone"):
-        run_stage(buffer, engine, lambda: False)
+        run_worker(buffer, engine, lambda: False)
     engine = ToldEngine()
     engine.hangs = True
     with pytest.raises(UnavailableError, match="did not answer"):
-        run_stage(buffer, engine, lambda: False)
+        run_worker(buffer, engine, lambda: False)
 
 
 def test_a_sampler_without_the_published_version_waits_and_says_so(buffer: Buffer) -> None:
@@ -282,14 +283,14 @@ def test_a_sampler_without_the_published_version_waits_and_says_so(buffer: Buffe
     engine = ToldEngine()
     said: list[str] = []
 
-    async def look(stage: RolloutStage) -> None:
-        said.append(stage.activity())
+    async def look(worker: SamplingWorker) -> None:
+        said.append(worker.activity())
         buffer.publish(1, 2, [SAMPLER])
         while buffer.counts()["generated_waiting"] == 0:
             await asyncio.sleep(0.02)
 
     started = time.monotonic()
-    run_stage(buffer, engine, lambda: time.monotonic() - started > 0.5, look)
+    run_worker(buffer, engine, lambda: time.monotonic() - started > 0.5, look)
     assert "published is 1" in said[0] and len(engine.asked) == 3
 
 
@@ -299,16 +300,16 @@ def test_a_paused_stage_claims_nothing_and_drains(buffer: Buffer) -> None:
     engine.may_answer = lambda key, number: len(engine.asked) >= 3 and released.is_set()
     released = threading.Event()
 
-    async def act(stage: RolloutStage) -> None:
-        stage.paused = True
-        assert not await stage.drained(0.1)
+    async def act(worker: SamplingWorker) -> None:
+        worker.loop.paused = True
+        assert not await worker.loop.drained(0.1)
         released.set()
-        assert await stage.drained(TIMEOUT)
+        assert await worker.loop.drained(TIMEOUT)
         offer(buffer, prompt(1))
         await asyncio.sleep(0.8)
-        assert buffer.counts()["prompts_waiting"] == 1 and stage.activity() == "paused"
-        stage.paused = False
+        assert buffer.counts()["prompts_waiting"] == 1 and worker.activity() == "paused"
+        worker.loop.paused = False
         while buffer.counts()["generated_waiting"] < 2:
             await asyncio.sleep(0.02)
 
-    run_stage(buffer, engine, lambda: len(engine.asked) == 3, act)
+    run_worker(buffer, engine, lambda: len(engine.asked) == 3, act)

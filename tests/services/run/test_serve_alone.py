@@ -143,9 +143,10 @@ def test_a_trainer_waits_until_the_feed_has_come(
 
 
 def test_nobody_waits_for_ever_for_a_feed(
-    recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(run_ledger, "JOIN_SECONDS", 0.5)
     with pytest.raises(UnavailableError, match=r"nobody has created it .* start `tandem serve feed`"):
         join_run(recipe, redis_url, "trainer")
-    assert capsys.readouterr().out.startswith("trainer: waits for run alone-")
+    assert caplog.messages[0].startswith("waits for run alone-")

@@ -99,7 +99,7 @@ def test_the_watchdog_names_who_starves_the_trainer(
 
 
 def test_the_watchdog_looks_without_any_work_in_flight(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tandem.services.trainer.watchdog.STARVED_SECONDS", 0.2)
     monkeypatch.setattr("tandem.services.trainer.watchdog._POLL_SECONDS", 0.05)
@@ -114,4 +114,4 @@ def test_the_watchdog_looks_without_any_work_in_flight(
         time.sleep(0.5)
     finally:
         watchdog.stop()
-    assert 1 <= capsys.readouterr().out.count("trainer starved") <= 4, "said again only as the wait doubles"
+    assert 1 <= caplog.text.count("trainer starved") <= 4, "said again only as the wait doubles"

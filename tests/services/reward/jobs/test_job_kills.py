@@ -209,7 +209,7 @@ def test_only_the_item_that_services_die_of_has_no_score(
     items = [item for number, text in enumerate(texts) for item in answers(text, group=f"g{number // 2}")]
     asked = 0
     try:
-        with serving(redis.url, jobs=jobs, with_lane=False) as one:
+        with serving(redis.url, jobs=jobs, with_jobs=False) as one:
             job_id = one.submit(items, answers("2")).job.job_id
         for _ in range(5):
             core = core_of()
@@ -226,10 +226,10 @@ def test_only_the_item_that_services_die_of_has_no_score(
 
 
 def test_an_outage_that_the_holder_survives_is_no_death(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.jobs.worker._OUTAGE_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("tandem.services.leases.OUTAGE_PAUSE_SECONDS", 0.01)
     redis, core = start_redis(folder), ScriptedCore()
     try:
-        with serving(redis.url, core, with_lane=False) as one:
+        with serving(redis.url, core, with_jobs=False) as one:
             complete, claim, losses, failures = one.store.complete, one.store.claim, [], iter(range(7))
 
             def gone(claimed: Any, *arguments: Any, **more: Any) -> bool:
@@ -246,7 +246,7 @@ def test_an_outage_that_the_holder_survives_is_no_death(folder: Path, monkeypatc
             monkeypatch.setattr(one.store, "complete", gone)
             monkeypatch.setattr(one.store, "claim", seen)
             job_id = one.submit(answers("1", "2")).job.job_id
-            with one.lane:
+            with one.job_worker:
                 assert summary(one.results(job_id)) == [1.0, 0.0]
     finally:
         redis.stop()

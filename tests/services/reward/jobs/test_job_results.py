@@ -195,12 +195,12 @@ def job_of(service: Service, job_id: str) -> reward_pb2.Job:
 
 def test_a_job_with_too_many_results_is_refused_by_name_and_keeps_them(redis_url: str) -> None:
     jobs = JobsConfig(max_result_bytes=40_000)
-    with serving(redis_url, jobs=jobs, with_lane=False) as one:
+    with serving(redis_url, jobs=jobs, with_jobs=False) as one:
         limits = one.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20).limits
         assert (limits["max_result_bytes"], limits["max_result_bytes_per_job"]) == (40_000, 20_000)
         *requests, chunk, _ = submission(*[answers("1")] * 61, key="large")
         job_id = list(one.stub.SubmitJob(iter(requests), timeout=20))[-1].job.job_id
-        with one.lane:
+        with one.job_worker:
             until(lambda: job_of(one, job_id).num_waiting == 0)
             with (
                 pytest.raises(JobLimitError, match=r"half of jobs\.max_result_bytes = 40000; raise") as caught,

@@ -233,12 +233,12 @@ def test_items_that_are_compared_are_scored_again_together(redis_url: str, monke
 
 
 def test_an_item_that_services_die_of_gets_a_reason(redis_url: str) -> None:
-    with serving(redis_url, with_lane=False) as one:
+    with serving(redis_url, with_jobs=False) as one:
         job_id = one.submit(answers("1"), answers("1", "1")).job.job_id
         for _ in range(5):
             assert (claim := one.store.claim("dying", 300, 5)) is not None and claim.index == 0
             assert one.store.register("dying") == 1
-        with one.lane:
+        with one.job_worker:
             found = one.results(job_id)
         assert summary(found) == ["crashed", 1.0, 1.0]
         assert found[0].unscored.detail.startswith("5 services in a row ended")
@@ -249,7 +249,7 @@ def test_a_job_is_never_scored_by_another_rubric_than_it_was_submitted_to(
 ) -> None:
     monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     jobs = JobsConfig(namespace="changed")
-    with serving(redis_url, jobs=jobs, with_lane=False) as one:
+    with serving(redis_url, jobs=jobs, with_jobs=False) as one:
         plain, named = one.submit(answers("1 ")).job.job_id, one.submit(answers("1 "), rubric=EXACT).job.job_id
     with serving(redis_url, jobs=jobs, reward=RewardConfig(scorer="numeric", infrastructure_attempts=2)) as one:
         (found,) = one.results(plain)
@@ -267,14 +267,14 @@ def test_a_job_is_never_scored_by_another_scorer_of_the_same_name(
         house = {"scorer": scorer}
         return RewardConfig.model_validate({"scorers": {"house": house}, "infrastructure_attempts": 2})
 
-    with serving(redis_url, jobs=jobs, reward=reward("exact"), with_lane=False) as one:
+    with serving(redis_url, jobs=jobs, reward=reward("exact"), with_jobs=False) as one:
         named, plain = [one.submit(answers("1.0"), rubric=text).job.job_id for text in (rubric, "")]
     with serving(redis_url, jobs=jobs, reward=reward("numeric")) as one:
         (found,) = one.results(named)
         assert found.unscored.reason == "infrastructure" and "has another rubric" in found.unscored.detail
         assert summary(one.results(plain)) == [0.0], "what does not name it is the same"
     monkeypatch.setattr("tandem.reward.scorers.exact.ExactMatch.VERSION", "2")
-    with serving(redis_url, jobs=jobs, reward=reward("exact"), with_lane=False) as one:
+    with serving(redis_url, jobs=jobs, reward=reward("exact"), with_jobs=False) as one:
         changed = one.submit(answers("1"), rubric=rubric).job.job_id
     monkeypatch.undo()
     monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
@@ -308,10 +308,10 @@ def test_a_bug_ends_the_lane_and_says_so(redis_url: str) -> None:
 
 def test_urgent_jobs_come_first(redis_url: str) -> None:
     core = ScriptedCore()
-    with serving(redis_url, core, with_lane=False) as one:
+    with serving(redis_url, core, with_jobs=False) as one:
         slow = [one.submit(*[answers(f"slow {n}") for n in range(4)], priority=-1) for _ in range(2)]
         urgent = one.submit(answers("urgent"), priority=100)
-        with one.lane:
+        with one.job_worker:
             for reply in (*slow, urgent):
                 one.results(reply.job.job_id)
         assert core.asked.index("urgent") < 2 and {lane for lane, _ in core.batches} == {"jobs"}

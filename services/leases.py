@@ -1,0 +1,410 @@
+"""The loop of every service that works on leases: claim, work on many at once, renew, then complete or release.
+
+The sampler, the scorer and the worker for reward jobs all run it. They differ in where their leases come from
+(`LeaseSource`) and in what they do with one (`LeaseWorker`).
+
+Leases are kept by their fencing token, not by the name of what is leased: a group that was given back may be claimed
+again before the first claim of it is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from tandem.protos.errors import EnvironmentLackError, NotAdmittedError, UnavailableError
+from tandem.services.buffer.buffer import Buffer, Claim, FailureKind, Stage
+
+log = logging.getLogger(__name__)
+
+OUTAGE_PAUSE_SECONDS = 1.0
+"""Between two attempts to reach a Redis that is away or full, where the loop tolerates that."""
+_CLAIM_SECONDS = 0.5  # the longest wait of one claim, hence also the longest delay of a stop
+_POLL_SECONDS = 0.2  # between two checks for a stop while no lease can be claimed
+_REFUSED_SECONDS = 0.1  # after a refused claim: an update is under way, or nothing is published yet
+_GRACE_SECONDS = 5.0  # for work that runs in threads and must notice the cancellation by itself
+_OUTAGES = (UnavailableError, EnvironmentLackError)
+
+
+class Lease(Protocol):
+    """A claim with a fencing token that no other claim ever has."""
+
+    @property
+    def token(self) -> int: ...
+
+
+class Result(Protocol):
+    """What work on a lease comes to."""
+
+    @property
+    def figures(self) -> Mapping[str, int]:
+        """Numbers that the loop adds to its figures once the result is accepted."""
+
+
+LeaseT = TypeVar("LeaseT", bound=Lease)
+ResultT = TypeVar("ResultT", bound=Result)
+ResultT_contra = TypeVar("ResultT_contra", bound=Result, contravariant=True)
+ResultT_co = TypeVar("ResultT_co", bound=Result, covariant=True)
+Returned = TypeVar("Returned")
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Ends a lease without a result. A `voluntary` release spends no retry budget."""
+
+    reason: str
+    kind: FailureKind
+    detail: str = ""
+    """For the log: what failed."""
+
+
+SHUTDOWN = Release("shutdown", "voluntary")
+
+
+@dataclass(slots=True, eq=False)
+class Held(Generic[LeaseT]):
+    """A lease that is being worked on."""
+
+    lease: LeaseT
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set when the lease is lost and when the service stops: the rest of the work is of no use."""
+    unsaved: Callable[[], bytes] | None = None
+    """Set by the worker when it has something new to save: the loop calls it at the next renewal or release."""
+    task: asyncio.Task[None] | None = None
+    settling: bool = False
+    """True while the loop completes or releases it: nothing cancels that."""
+
+    def take_unsaved(self) -> bytes | None:
+        """What is to be saved now, once."""
+        make, self.unsaved = self.unsaved, None
+        return None if make is None else make()
+
+
+class LeaseSource(Protocol[LeaseT, ResultT_contra]):
+    """Where leases come from. The methods block; the loop calls them in threads."""
+
+    def claim(self, limit: int, timeout_seconds: float) -> Sequence[LeaseT]:
+        """Up to `limit` leases; waits for the first of them."""
+
+    def renew(self, leases: Sequence[LeaseT], partials: Mapping[int, bytes]) -> Collection[int]:
+        """Extends leases and saves partial results by token. Returns the tokens of leases that are lost."""
+
+    def complete(self, lease: LeaseT, result: ResultT_contra) -> bool:
+        """False: the lease is no longer current, and the result was refused."""
+
+    def release(self, lease: LeaseT, release: Release, partial: bytes | None) -> str:
+        """Saves the partial result, if there is one, and ends the lease. Returns `requeued`, `dropped` or `refused`."""
+
+
+class LeaseWorker(Protocol[LeaseT, ResultT_co]):
+    """What a service does with a lease."""
+
+    runs_in_threads: bool
+    """True: `work` waits for a thread, which looks at `Held.cancelled`. False: cancelling its task ends it."""
+
+    async def work(self, held: Held[LeaseT]) -> ResultT_co | Release | None:
+        """The result, or why there is none. None: the lease was lost, there is nothing to complete or release."""
+
+    def check(self) -> bool:
+        """Called before every claim. False ends the loop; raises if the worker cannot go on."""
+        return True
+
+    def interrupt(self) -> None:
+        """Called once when the loop ends: makes work that hangs in a thread return soon."""
+        return
+
+
+class LeaseLoop(Generic[LeaseT, ResultT]):
+    """Runs a worker on up to `capacity` leases at once.
+
+    Args:
+        unit: what a lease is for, in the plural; the names of the figures begin with it.
+        lease_seconds: a third of it passes between two renewals.
+        tolerates_outages: whether a Redis that is away or full is waited for; else it ends the loop.
+    """
+
+    def __init__(
+        self,
+        source: LeaseSource[LeaseT, ResultT],
+        worker: LeaseWorker[LeaseT, ResultT],
+        *,
+        unit: str,
+        capacity: int,
+        lease_seconds: float,
+        tolerates_outages: bool = False,
+    ) -> None:
+        self.paused = False
+        self.refusal = ""
+        """Why the last claim was refused; empty if it was not."""
+        self._source = source
+        self._worker = worker
+        self._unit = unit
+        self._capacity = capacity
+        self._lease_seconds = lease_seconds
+        self._tolerates_outages = tolerates_outages
+        self._held: dict[int, Held[LeaseT]] = {}
+        self._claiming = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._counts: Counter[str] = Counter()
+        self._result_figures: Counter[str] = Counter()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def figures(self) -> dict[str, float]:
+        """Sums since the loop was made, and how many leases it holds now."""
+        names = ("completed", "requeued", "dropped", "refused", "lost")
+        sums = {f"{self._unit}_{name}": float(self._counts[name]) for name in names}
+        now = {f"{self._unit}_held": len(self._held), "outages": self._counts["outages"]}
+        return {**sums, **now, **self._result_figures}
+
+    async def run(self, stop: threading.Event) -> None:
+        """Works until told to stop, then gives back what is unfinished. Raises what ended the work early."""
+        renewals = asyncio.create_task(self._renew_forever())
+        try:
+            while not stop.is_set() and self._failure is None and self._worker.check():
+                free = self._capacity - len(self._held)
+                if self.paused or free <= 0:
+                    await self._wait_for_change()
+                    continue
+                for lease in await self._claim(free):
+                    self._start(lease)
+        finally:
+            await self._shut_down()
+            renewals.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the loop; `run` raises the error. Called on the loop's thread."""
+        self._failure = self._failure or error
+        self._changed.set()
+
+    async def drained(self, timeout_seconds: float) -> bool:
+        """Waits until no lease is held or about to be; False at the deadline. Pause first."""
+        deadline = time.monotonic() + timeout_seconds
+        while (self._held or self._claiming) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self._held and not self._claiming
+
+    async def pause(self, held: Held[LeaseT], seconds: float) -> bool:
+        """For workers: saves what is unsaved, then waits. False if the lease was cancelled meanwhile."""
+        await self._renew([held])
+        deadline = time.monotonic() + seconds
+        while not held.cancelled.is_set() and (left := deadline - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _POLL_SECONDS))
+        return not held.cancelled.is_set()
+
+    async def _claim(self, free: int) -> Sequence[LeaseT]:
+        self._claiming = True
+        try:
+            leases = await asyncio.to_thread(self._source.claim, free, _CLAIM_SECONDS)
+            self.refusal = ""
+            if not self.paused:
+                return leases
+            for lease in leases:  # it was paused while the claim waited
+                await self._release(lease, Release("paused", "voluntary"), None)
+        except NotAdmittedError as error:
+            self.refusal = str(error)
+            await asyncio.sleep(_REFUSED_SECONDS)
+        except _OUTAGES as error:
+            await self._wait_out(error)
+        finally:
+            self._claiming = False
+        return ()
+
+    def _start(self, lease: LeaseT) -> None:
+        held = self._held[lease.token] = Held(lease)
+        held.task = asyncio.create_task(self._process(held))
+        held.task.add_done_callback(lambda task: self._forget(held, task))
+
+    def _forget(self, held: Held[LeaseT], task: asyncio.Task[None]) -> None:
+        del self._held[held.lease.token]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)  # a bug, or Redis is gone
+        self._changed.set()
+
+    async def _process(self, held: Held[LeaseT]) -> None:
+        try:
+            outcome: ResultT | Release | None
+            try:
+                outcome = await self._worker.work(held)
+            except asyncio.CancelledError:
+                outcome = SHUTDOWN if self._stopping else None  # None: somebody else has the lease
+            held.settling = True
+            if isinstance(outcome, Release):
+                await self._release(held.lease, outcome, held.take_unsaved())
+            elif outcome is not None:
+                accepted = await asyncio.to_thread(self._source.complete, held.lease, outcome)
+                self._counts["completed" if accepted else "refused"] += 1
+                if accepted:
+                    self._result_figures.update(outcome.figures)
+        except _OUTAGES as error:
+            await self._release_after(held, error)
+
+    async def _release(self, lease: LeaseT, release: Release, partial: bytes | None) -> None:
+        self._counts[await asyncio.to_thread(self._source.release, lease, release, partial)] += 1
+
+    async def _release_after(self, held: Held[LeaseT], error: Exception) -> None:
+        """Gives a lease back once Redis answers again, so that nobody thinks its holder died of the work."""
+        if not self._tolerates_outages:
+            raise error
+        while not self._stopping:
+            await self._wait_out(error)
+            try:
+                await self._release(held.lease, Release("outage", "voluntary"), None)
+                return
+            except _OUTAGES as again:
+                error = again
+
+    async def _wait_out(self, error: Exception) -> None:
+        if not self._tolerates_outages:
+            raise error
+        log.warning("%s wait: %s", self._unit, error)
+        self._counts["outages"] += 1
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), OUTAGE_PAUSE_SECONDS)
+
+    async def _renew_forever(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._lease_seconds / 3)
+                await self._renew(list(self._held.values()))
+        except Exception as error:
+            self.fail(error)
+
+    async def _renew(self, held: Sequence[Held[LeaseT]]) -> None:
+        """Extends leases, saves what is unsaved, and cancels the work on leases that are lost."""
+        current = [one for one in held if not one.cancelled.is_set()]
+        if not current:
+            return
+        partials = {one.lease.token: data for one in current if (data := one.take_unsaved()) is not None}
+        try:
+            lost = await asyncio.to_thread(self._source.renew, [one.lease for one in current], partials)
+        except _OUTAGES as error:
+            await self._wait_out(error)
+            return
+        for one in current:
+            if one.lease.token in lost and one.lease.token in self._held and not one.settling:
+                self._counts["lost"] += 1
+                self._cancel(one)
+
+    def _cancel(self, held: Held[LeaseT]) -> None:
+        held.cancelled.set()
+        if held.task is not None and not self._worker.runs_in_threads and not held.settling:
+            held.task.cancel()
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
+
+    async def _shut_down(self) -> None:
+        """Ends the work; each task then releases its lease with what is finished, so that another worker goes on."""
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would never release its lease
+        self._stopping = True
+        self._changed.set()
+        held = list(self._held.values())
+        for one in held:
+            self._cancel(one)
+        self._worker.interrupt()
+        tasks = [one.task for one in held if one.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """What a stage makes of a group: the payload, and the headers if the group becomes scored."""
+
+    payload: bytes
+    headers: str = ""
+    figures: Mapping[str, int] = field(default_factory=dict)
+
+
+class GroupLeases:
+    """Groups of one stage of the buffer as a `LeaseSource`.
+
+    Args:
+        report: called before anything finished is saved, so that the worker's figures in the registry already count
+            whatever another service reads from the buffer.
+    """
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        stage: Stage,
+        worker: str,
+        lease_seconds: float,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._buffer = buffer
+        self._stage = stage
+        self._worker = worker
+        self._lease_seconds = lease_seconds
+        self._report = report
+
+    def claim(self, limit: int, timeout_seconds: float) -> Sequence[Claim]:
+        """Raises NotAdmittedError and FencedError as `Buffer.claim` does."""
+        return self._buffer.claim(self._stage, self._worker, limit, self._lease_seconds, timeout_seconds)
+
+    def renew(self, leases: Sequence[Claim], partials: Mapping[int, bytes]) -> Collection[int]:
+        """Tokens of leases that are lost."""
+        if partials:
+            self._report()
+        return self._buffer.renew(leases, self._lease_seconds, partials)
+
+    def complete(self, lease: Claim, result: GroupResult) -> bool:
+        """Moves the group to the next stage."""
+        self._report()
+        return self._buffer.complete(lease, result.payload, result.headers)
+
+    def release(self, lease: Claim, release: Release, partial: bytes | None) -> str:
+        """Gives the group back, or drops it once its budget is spent."""
+        if partial is not None:
+            self.renew([lease], {lease.token: partial})
+        outcome = self._buffer.release(lease, release.reason, release.kind)
+        if release.detail:
+            words = (lease.group_id, outcome, release.reason, release.detail)
+            log.warning("group %s is %s (%s): %s", *words, extra={"group": lease.group_id})
+        return outcome
+
+
+async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
+    """The call's result, from a daemon thread of its own: a call that hangs does not keep the process from ending.
+
+    Cancelling the task does not end the call; its result is then discarded.
+    """
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    future: asyncio.Future[Returned] = loop.create_future()
+
+    def resolve(result: Returned | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # None only if that is what the call returned
+
+    def run() -> None:
+        try:
+            result, error = context.run(call, *arguments), None
+        except BaseException as raised:
+            result, error = None, raised
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(resolve, result, error)
+
+    threading.Thread(target=run, name="lease-work", daemon=True).start()
+    return await future
