@@ -11,7 +11,7 @@ from functools import partial
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.contracts import BatchJudge, RemoteJudge
-from tandem.reward.endpoints.loop_thread import CLOSING
+from tandem.reward.endpoints.session_portal import CLOSING
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import Priority

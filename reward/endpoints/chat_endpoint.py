@@ -24,8 +24,8 @@ from tandem.reward.endpoints.http_client import (
     wait_in_queue,
     with_retries,
 )
-from tandem.reward.endpoints.loop_thread import CLOSING, ClosedError, LoopThread
 from tandem.reward.endpoints.rate_limit import RateLimit, RateLimiter, Taken
+from tandem.reward.endpoints.session_portal import CLOSING, ClosedError, SessionPortal
 from tandem.reward.endpoints.spend import SpendMeter
 from tandem.reward.scheduling.admission_queue import PrioritySemaphore
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
@@ -53,7 +53,7 @@ class EndpointSession:
     """Of those who ask here."""
 
     def of(self, priority: Priority) -> EndpointSession:
-        """The same session for those of a lane."""
+        """The same session with another priority."""
         return replace(self, priority=priority)
 
     def waiting(self, priority: Priority) -> int:
@@ -119,7 +119,7 @@ class ChatEndpoint:
     """Price of a million answer tokens."""
     max_spend: float = 0.0
     """Most that may be spent since the service started; items that do not fit are unscored (`limit`). 0: no cap."""
-    _loop: LoopThread[EndpointSession] = field(init=False, repr=False, compare=False)
+    _portal: SessionPortal[EndpointSession] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_url("base_url", self.base_url)
@@ -147,7 +147,7 @@ class ChatEndpoint:
         if own := sorted(_OWN_FIELDS & set(self.extra_body)):
             raise ValueError(f"extra_body must not hold {own[0]}")
         read_key(self.api_key_env)
-        object.__setattr__(self, "_loop", LoopThread("judge", self._open_session))
+        object.__setattr__(self, "_portal", SessionPortal("judge", self._open_session))
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
@@ -155,7 +155,7 @@ class ChatEndpoint:
         if not items:
             return scores
         with suppress(ClosedError):
-            self._loop.run(lambda session: self._judge_all(session.of(priority), items, scores))
+            self._portal.run(lambda session: self._judge_all(session.of(priority), items, scores))
         return scores
 
     async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
@@ -166,11 +166,11 @@ class ChatEndpoint:
 
     def close(self) -> None:
         """Ends what is under way: it comes back unscored (`infrastructure`), and so does all that is asked later."""
-        self._loop.close()
+        self._portal.close()
 
     def figures(self) -> dict[str, float]:
         """Requests sent and money spent since the start, and questions that wait now."""
-        session = self._loop.shared
+        session = self._portal.session
         return {
             "judge_requests": 0.0 if session is None else float(session.client.num_requests),
             "judge_spent": 0.0 if session is None else session.meter.spent,

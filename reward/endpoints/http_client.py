@@ -1,10 +1,10 @@
-"""JSON over HTTP to one endpoint: what went wrong by type, retries with jitter, a deadline for everything.
+"""JSON over HTTP to one endpoint, with typed faults, retries with jitter, and a deadline for every request.
 
-What went wrong is a `Fault` with the reason that an item gets:
+A failed request gives a `Fault` with the reason that the item gets:
 
 | what happened | reason | tried again |
 |---|---|---|
-| no connection, connection cut, an answer that makes no sense | infrastructure | yes |
+| no connection, connection cut, an unusable answer | infrastructure | yes |
 | 408, 425, 429, 5xx | infrastructure | yes, not before `Retry-After` |
 | 401, 403, 407 (the credentials), 3xx | infrastructure | no |
 | every other 4xx: the endpoint refuses this request | invalid_input | no |
@@ -23,8 +23,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlsplit
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_result, wait_exponential, wait_random_exponential
 
 from tandem.protos.contracts import Unscored, UnscoredReason
 
@@ -48,7 +50,7 @@ _COME_BACK = frozenset({408, 425, 429})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a request gave nothing."""
+    """Why a request failed."""
 
     reason: UnscoredReason
     detail: str
@@ -56,9 +58,9 @@ class Fault:
     not_before_seconds: float = 0.0
     """The endpoint asked to wait that long."""
     perhaps_done: bool = False
-    """The request was sent and no answer came: the endpoint may have done the work, and may bill it."""
+    """The request was sent but not answered: the endpoint may have done the work, and may bill it."""
     by_content: bool = False
-    """What was asked may be the cause: something else might pass."""
+    """The content of the request may be the cause: another request might succeed."""
 
     @property
     def unscored(self) -> Unscored:
@@ -104,12 +106,12 @@ class HttpClient:
         self._url = url
         self._key = key
         self._attempt_seconds = attempt_seconds
-        self._closed_until = 0.0  # by the loop's clock: the endpoint asked not to be asked before
+        self._closed_until = 0.0  # by the loop's clock, from Retry-After
         self.num_requests = 0
 
     async def wait_until_open(self, deadline: float) -> Fault | None:
-        """Waits while the endpoint wants to be left alone; a fault if that is past the deadline (by the loop's
-        clock).
+        """Waits as long as the endpoint's last `Retry-After` asks for; a fault if that is past the deadline (by the
+        loop's clock).
         """
         loop = asyncio.get_running_loop()
         while (wait := self._closed_until - loop.time()) > 0.0:
@@ -158,14 +160,14 @@ class HttpClient:
         return Fault("infrastructure", detail, retry=False)
 
     def _clean(self, text: str) -> str:
-        """One short line without the key."""
+        """The text as one short line without the API key."""
         line = " ".join(text[: 20 * _DETAIL_CHARACTERS].split())
         return (line.replace(self._key, "***") if self._key else line)[:_DETAIL_CHARACTERS]
 
 
 @asynccontextmanager
 async def open_client(url: str, *, key: str, max_connections: int, attempt_seconds: float) -> AsyncIterator[HttpClient]:
-    """A client whose connections live as long as the block. Redirects are not followed; proxies are those of the
+    """A client whose connections are closed with the block. Redirects are not followed; proxies are taken from the
     environment.
     """
     import httpx
@@ -174,9 +176,7 @@ async def open_client(url: str, *, key: str, max_connections: int, attempt_secon
     if key:
         headers["Authorization"] = f"Bearer {key}"
     limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-    async with httpx.AsyncClient(
-        headers=headers, limits=limits, timeout=None
-    ) as client:  # every use has a time-out around it
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=None) as client:  # callers set timeouts
         yield HttpClient(client, url, key, attempt_seconds)
 
 
@@ -192,34 +192,47 @@ async def wait_in_queue(what: str, wait: Awaitable[T]) -> T | Fault:
 async def with_retries(
     attempt: Callable[[float], Awaitable[T | Fault]], *, max_attempts: int, deadline: float
 ) -> T | Fault:
-    """Attempts until one succeeds, one fails for good, `max_attempts` failed, or the next could not begin before the
-    deadline.
+    """Attempts until one succeeds or fails for good, `max_attempts` failed, or the next would begin past the deadline.
 
-    An attempt gets the deadline (by the loop's clock) and keeps it. Pauses grow by two from half a second to 30 s; the
-    second half of each is of random length, so that many that failed at once do not come back at once. Where the
-    endpoint asked for a longer wait than the first half, that stands in its place: they come no sooner, and not all at
-    the moment when they may.
+    Every attempt gets the deadline (by the loop's clock) and keeps it. Pauses double from half a second to 30 s; the
+    second half of each is random, so that many requests that failed together do not come back together. A longer
+    `Retry-After` takes the place of the first half.
     """
-    loop = asyncio.get_running_loop()
-    number = 0
-    while True:
-        number += 1
-        outcome = await attempt(deadline)
-        if not isinstance(outcome, Fault):
-            return outcome
-        longest = min(FIRST_PAUSE_SECONDS * 2.0 ** (number - 1), LONGEST_PAUSE_SECONDS)
-        pause = max(outcome.not_before_seconds, longest / 2) + random.uniform(0.0, longest / 2)
-        last = not outcome.retry or number >= max_attempts
-        if last or loop.time() + pause >= deadline:
-            tried = f" (attempt {number}" + ("" if last else "; no time for another") + ")"
-            return replace(outcome, detail=outcome.detail + (tried if number > 1 or not last else ""))
-        await asyncio.sleep(pause)
+    clock = asyncio.get_running_loop().time
+    fixed = wait_exponential(multiplier=FIRST_PAUSE_SECONDS / 2, max=LONGEST_PAUSE_SECONDS / 2)
+    jitter = wait_random_exponential(multiplier=FIRST_PAUSE_SECONDS / 2, max=LONGEST_PAUSE_SECONDS / 2)
+
+    def outcome_of(state: RetryCallState) -> T | Fault:
+        assert state.outcome is not None, "asked only after an attempt"
+        outcome: T | Fault = state.outcome.result()
+        return outcome
+
+    def pause(state: RetryCallState) -> float:
+        outcome = outcome_of(state)
+        asked_for = outcome.not_before_seconds if isinstance(outcome, Fault) else 0.0
+        return max(asked_for, fixed(state)) + jitter(state)
+
+    def is_over(state: RetryCallState) -> bool:
+        return state.attempt_number >= max_attempts or clock() + state.upcoming_sleep >= deadline
+
+    retrying = AsyncRetrying(
+        retry=retry_if_result(lambda outcome: isinstance(outcome, Fault) and outcome.retry),
+        wait=pause,
+        stop=is_over,
+        sleep=asyncio.sleep,
+        retry_error_callback=outcome_of,
+    )
+    outcome = cast("T | Fault", await retrying(attempt, deadline))
+    if not isinstance(outcome, Fault):
+        return outcome
+    number = retrying.statistics["attempt_number"]
+    if outcome.retry and number < max_attempts:
+        return replace(outcome, detail=f"{outcome.detail} (attempt {number}; no time for another)")
+    return replace(outcome, detail=f"{outcome.detail} (attempt {number})") if number > 1 else outcome
 
 
 def retry_after(value: str) -> float:
-    """Seconds that a `Retry-After` header asks for: a number of them, or a date; 0 if it says neither. At most
-    a day.
-    """
+    """Seconds that a `Retry-After` header asks for, at most a day. It holds a number or a date; 0 if neither."""
     value = value.strip()
     seconds = 0.0
     if value.isascii() and value.isdigit():
@@ -233,7 +246,7 @@ def retry_after(value: str) -> float:
 
 
 def read_json(data: bytes) -> Any:
-    """The value, None for bytes that are no JSON (or nested too deeply to be read)."""
+    """The value; None if the bytes are not JSON or nested too deeply."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -241,7 +254,7 @@ def read_json(data: bytes) -> Any:
 
 
 async def _body(response: httpx.Response) -> bytes | Fault:
-    """The body, read as it was sent: what is compressed was not asked for, and could be without end."""
+    """The body as it was sent. A compressed answer is refused: none was asked for, and it may expand without limit."""
     if response.headers.get("content-encoding", "identity") != "identity":
         return Fault("infrastructure", "the endpoint compressed its answer, unasked", retry=False)
     parts: list[bytes] = []

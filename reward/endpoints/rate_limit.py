@@ -1,4 +1,8 @@
-"""How often an endpoint may be asked: at most so many requests, and so many tokens, in any minute."""
+"""Rate limits of an endpoint: requests and tokens per minute.
+
+Own code instead of aiolimiter, whose leaky bucket has no priorities, allows bursts, and cannot
+correct an estimated cost once the true one is known.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,21 @@ from tandem.reward.scheduling.priority_queue import Priority
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """What was admitted, and when. `amount` changes once the true number is known."""
+    """An admission. `amount` is corrected once the true number is known."""
 
     at: float
     amount: int
     counts: bool = True
-    """False once a window has passed over it."""
+    """False once it is older than the window."""
 
 
 class RateLimit:
-    """At most `most` units in any window of `window_seconds` (half open), whatever the moment it begins, and evenly
-    within it.
+    """At most `most` units in any half-open window of `window_seconds`, spread evenly.
 
-    A bucket that refills at the full rate while it is emptied lets up to twice its size through in one window. So this
-    is a bucket without burst (after each admission a pause in proportion to its size), which remembers besides what it
-    admitted for the length of a
-    window: the pause keeps waits short, the memory makes the bound exact for units of any size, and the full rate can
-        be kept up. It reads no clock: `now`, in seconds, is the caller's and never goes back.
+    A token bucket that refills while it is emptied admits up to twice its size in one window. This one has no burst:
+    each admission is followed by a pause in proportion to its size. It also remembers the admissions of the last
+    window, which makes the bound exact for units of any size; the full rate can still be used. It reads no clock:
+    callers pass `now` in seconds, which must not decrease.
     """
 
     def __init__(self, most: int, window_seconds: float = 60.0) -> None:
@@ -44,10 +46,10 @@ class RateLimit:
         self._used = 0
 
     def delay(self, amount: int, now: float) -> float:
-        """Seconds until `amount` has room; 0: it has room now.
+        """Seconds until `amount` can be admitted; 0: now.
 
         Raises:
-            ValueError: it never has.
+            ValueError: it exceeds the limit.
         """
         if amount > self.most:
             raise ValueError(f"{amount} at once is more than {self.most} in {self.window_seconds:g} s")
@@ -62,7 +64,7 @@ class RateLimit:
         return pause
 
     def take(self, amount: int, now: float) -> Taken:
-        """Admits `amount`; only right after `delay` said 0."""
+        """Admits `amount`. Call it only right after `delay` returned 0."""
         taken = Taken(now, amount)
         self._taken.append(taken)
         self._used += amount
@@ -70,7 +72,7 @@ class RateLimit:
         return taken
 
     def settle(self, taken: Taken, amount: int) -> None:
-        """Corrects an estimate: what was too much is free again, what was too little delays those who follow."""
+        """Corrects an estimate: excess is freed, a shortfall delays later requests."""
         if taken.counts:
             self._used += amount - taken.amount
             self._next_at += (amount - taken.amount) * self._seconds_a_unit
@@ -84,7 +86,7 @@ class RateLimit:
 
 
 class RateLimiter:
-    """Several limits at once, first come first served within a lane. Used by the coroutines of one event loop, whose
+    """Several limits at once, in order of arrival within a priority. Used by the coroutines of one event loop, whose
     clock it reads.
     """
 
@@ -93,19 +95,19 @@ class RateLimiter:
         self._queue = AdmissionQueue()
 
     def waiting(self, priority: Priority) -> int:
-        """How many wait for room, in a lane."""
+        """Number of waiters of one priority."""
         return self._queue.waiting(priority)
 
     async def take(self, amounts: Sequence[int], priority: Priority = "calls", *, again: bool = False) -> list[Taken]:
-        """Waits for room in every limit, and takes it. The caller's time-out bounds the wait.
+        """Waits until every limit admits its amount. The caller bounds the wait with a timeout.
 
         Args:
-            amounts: what is needed of each limit.
+            amounts: the amount for each limit.
             priority: decides who is next, see `tandem.reward.scheduling.admission_queue`.
-            again: for a further attempt: before the others of its lane.
+            again: a further attempt goes before the others of its priority.
 
         Raises:
-            ValueError: a limit is smaller than what is asked of it.
+            ValueError: an amount exceeds its limit.
         """
         wanted = list(zip(self._limits, amounts, strict=True))
         clock = asyncio.get_running_loop().time
@@ -121,12 +123,12 @@ class RateLimiter:
                 taken.extend(limit.take(amount, now) for limit, amount in wanted)
             return seconds
 
-        delay(clock())  # what never has room is refused here, not when its turn comes
+        delay(clock())  # refuses here what exceeds a limit, not when its turn comes
         await self._queue.acquire(priority, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
         return taken
 
     def settle(self, taken: Sequence[Taken], amounts: Sequence[int]) -> None:
-        """Corrects what `take` estimated."""
+        """Corrects the estimates passed to `take`."""
         for limit, one, amount in zip(self._limits, taken, amounts, strict=True):
             limit.settle(one, amount)
         self._queue.wake()

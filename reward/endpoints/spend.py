@@ -1,4 +1,4 @@
-"""What a judge may cost: a cap that holds whatever the answers turn out to cost."""
+"""Spend cap of a judge."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _NANO = 10**9  # sums of whole billionths do not drift
 
 
 class SpendMeter:
-    """Counts money, in whatever currency the prices are. Before a request its highest possible price is set aside,
-    after it the true one is
-    charged: so what is spent never exceeds `most`, if no price exceeds what was set aside for it.
+    """Counts money, in the currency of the prices, since the process started. Before a request its highest possible
+    price is reserved, after it the true price is charged, so spending never exceeds `most`.
 
-    It counts since the start of the process and is used by the coroutines of one event loop.
+    Used by the coroutines of one event loop.
     """
 
     def __init__(self, most: float | None) -> None:
@@ -32,12 +31,12 @@ class SpendMeter:
 
     @property
     def reserved(self) -> float:
-        """Set aside for requests under way."""
+        """Reserved for requests under way."""
         return self._reserved / _NANO
 
     def offer(self, highest: float) -> Literal["granted", "later", "never"]:
-        """Sets the price aside; or says that it may fit once requests under way are charged; or that it cannot any
-        more.
+        """Reserves the price (`granted`). `later`: it may fit once requests under way are charged. `never`: it exceeds
+        the cap.
         """
         price = _up(highest)
         if self._most is not None:
@@ -49,9 +48,9 @@ class SpendMeter:
         return "granted"
 
     async def reserve(self, highest: float, priority: Priority = "calls", *, again: bool = False) -> bool:
-        """Sets the price aside, first come first served within a priority; False: it exceeds the cap.
+        """Sets the price aside, in order of arrival within a priority; False: it exceeds the cap.
 
-        The caller's time-out bounds the wait. `again`: for a further attempt, before the others of its lane.
+        The caller's time-out bounds the wait. `again`: for a further attempt, before the others of its priority.
         """
         granted = False
 

@@ -22,7 +22,7 @@ from tandem.reward.endpoints.http_client import (
     wait_in_queue,
     with_retries,
 )
-from tandem.reward.endpoints.loop_thread import CLOSING, ClosedError, LoopThread
+from tandem.reward.endpoints.session_portal import CLOSING, ClosedError, SessionPortal
 from tandem.reward.scheduling.admission_queue import PrioritySemaphore
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 from tandem.reward.text.numbers import finite
@@ -107,7 +107,7 @@ class RemoteScorer:
     """Longest time of one item, all attempts and pauses included and waits for one of the `max_concurrent` places left
     out. A batch has half of it, its items alone the rest.
     """
-    _loop: LoopThread[EndpointSession] = field(init=False, repr=False, compare=False)
+    _portal: SessionPortal[EndpointSession] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_url("url", self.url)
@@ -127,7 +127,7 @@ class RemoteScorer:
         if not all(math.isfinite(value) for value in self.labels.values()):
             raise ValueError("labels must have finite values")
         read_key(self.api_key_env)
-        object.__setattr__(self, "_loop", LoopThread("remote-scorer", self._open_session))
+        object.__setattr__(self, "_portal", SessionPortal("remote-scorer", self._open_session))
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
@@ -141,16 +141,16 @@ class RemoteScorer:
                 bodies[number] = body
         if bodies:
             with suppress(ClosedError):
-                self._loop.run(lambda session: self._judge_all(replace(session, priority=priority), bodies, scores))
+                self._portal.run(lambda session: self._judge_all(replace(session, priority=priority), bodies, scores))
         return scores
 
     def close(self) -> None:
         """Ends what is under way: it comes back unscored (`infrastructure`), and so does all that is asked later."""
-        self._loop.close()
+        self._portal.close()
 
     def figures(self) -> dict[str, float]:
         """Requests sent since the start, and those that wait now."""
-        session = self._loop.shared
+        session = self._portal.session
         return {
             "remote_requests": 0.0 if session is None else float(session.client.num_requests),
             **{

@@ -32,7 +32,7 @@ class Request:
         self.scores: list[Score | None] = [None] * len(items)
         self.todo: deque[tuple[int, ...]] = deque(_units(spec, items))
         self.queued = True
-        """Whether it stands in its lane."""
+        """Whether it waits in the queue."""
         self.refusal = ""
         """Why the judge cannot be built, for a request without items."""
         self.max_items = MAX_CHUNK_ITEMS

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
-from tandem.reward.endpoints.loop_thread import CLOSING
+from tandem.reward.endpoints.session_portal import CLOSING
 from tandem.reward.judging import _cut, judge_each, judge_remotely, wait_aside
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken, current_token
 from tandem.reward.scheduling.priority_queue import Priority
@@ -288,7 +288,7 @@ def test_money_set_aside_for_a_question_that_was_never_asked_is_free_again(monke
     ):
         call = in_thread(lambda: judge_remotely(judge, items("a", "b"), "calls", cancellation, False))
         until(lambda: len(server.asked) == 1 and judge.figures()["judge_waiting_calls"] == 1.0)
-        session = judge._loop.shared
+        session = judge._portal.session
         assert session is not None and session.meter.reserved > 0.0
         cancellation.cancel()
         assert CANCELLED in call.result(timeout=PATIENCE_SECONDS)

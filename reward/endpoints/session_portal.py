@@ -1,0 +1,86 @@
+"""The event loop of a scorer that waits for many answers at once, for callers in threads: anyio's blocking portal with
+one session on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractAsyncContextManager, ExitStack
+from typing import Any, Generic, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from tandem.protos.contracts import Unscored
+from tandem.reward.scheduling.cancellation import current_token
+
+T = TypeVar("T")
+Session = TypeVar("Session")
+
+CLOSING = Unscored("infrastructure", "the scorer is closing")
+"""Result of items that `close`, or the cancellation of their call, ended."""
+
+
+class ClosedError(Exception):
+    """The portal was closed or the caller's token cancelled before the work was done."""
+
+
+class SessionPortal(Generic[Session]):
+    """Runs coroutines on an event loop in a thread of its own. The thread starts, and `open_session` is entered there,
+    with the first call of `run`. Thread-safe.
+    """
+
+    def __init__(self, name: str, open_session: Callable[[], AbstractAsyncContextManager[Session]]) -> None:
+        self._name = name
+        self._open_session = open_session
+        self._lock = threading.Lock()
+        self._closed = False
+        self._stack = ExitStack()
+        self._started: tuple[BlockingPortal, Session] | None = None
+        self._running: set[Future[Any]] = set()
+
+    def run(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
+        """Runs the coroutine and returns its result; blocks the caller. The coroutine bounds its own waits.
+
+        If the caller's cancellation token is cancelled first, so is the coroutine.
+
+        Raises:
+            ClosedError: that, or `close` was called.
+        """
+        with self._lock:  # so that `close` finds every future, and nothing is handed to a loop that ends
+            if self._closed:
+                raise ClosedError
+            portal, session = self._start()
+            future: Future[T] = portal.start_task_soon(work, session)
+            self._running.add(future)
+        try:
+            with current_token().on_cancel(future.cancel):
+                return future.result()
+        except CancelledError:
+            raise ClosedError from None
+        finally:
+            self._running.discard(future)
+
+    @property
+    def session(self) -> Session | None:
+        """What the coroutines share; None before the first call. It belongs to the loop: other threads may only read
+        plain numbers in it.
+        """
+        return self._started[1] if self._started is not None else None
+
+    def close(self) -> None:
+        """Cancels what runs, closes the session and ends the thread. May be called again."""
+        with self._lock:
+            self._closed = True
+            for future in list(self._running):
+                future.cancel()
+            self._stack.close()
+
+    def _start(self) -> tuple[BlockingPortal, Session]:
+        if self._started is None:
+            with ExitStack() as stack:
+                portal = stack.enter_context(start_blocking_portal(name=self._name))
+                session = stack.enter_context(portal.wrap_async_context_manager(self._open_session()))
+                self._started, self._stack = (portal, session), stack.pop_all()
+        return self._started
