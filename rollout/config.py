@@ -1,10 +1,17 @@
-"""Configuration of the samplers. Imports neither torch nor vllm."""
+"""Configuration of the samplers. Loads neither torch nor an engine's library."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+
+def engine_names() -> tuple[str, ...]:
+    """Every engine there is: the folders beside this file that hold an `engine.py`."""
+    return tuple(sorted(file.parent.name for file in Path(__file__).parent.glob("*/engine.py")))
 
 
 class RolloutConfig(BaseModel):
@@ -12,6 +19,10 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    engine: str = "vllm"
+    """What samples: `vllm`, or `transformers`, which is slower and runs where vLLM has no wheel and for models it
+    lacks.
+    """
     num_replicas: Annotated[int, Field(ge=0)] = 1
     """Samplers that `tandem run` starts; 0 if they are started by hand with `tandem serve rollout`."""
     samples_per_prompt: Annotated[int, Field(ge=1)] = 8
@@ -34,3 +45,11 @@ class RolloutConfig(BaseModel):
     """How long a claimed group stays this sampler's without a renewal (renewed at a third of it)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """gRPC port of the first replica (the others count up); 0 picks free ones."""
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, name: str) -> str:
+        if name not in engine_names():
+            expected = " or ".join(f"'{known}'" for known in engine_names())  # as pydantic words it for a Literal
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        return name

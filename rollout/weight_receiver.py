@@ -1,9 +1,8 @@
-"""The receiving end of a weight update: everything arrives and is checked in a thread while the engine samples, then is
-applied at once.
+"""The receiving end of a weight update. A thread receives and checks a version while the engine samples; then the
+engine applies it at once.
 
-`StagedReceiver` knows nothing of vLLM. `WeightReceiver` is vLLM's worker extension: one a tensor-parallel worker.
-Staging takes memory for one copy of the weights on the worker's device (none for `ipc`, which reads the trainer's). Of
-adapters alone, the whole weights are made here, in that thread, and staged as if they had come.
+Staging takes memory for one copy of the weights on the worker's device (none for `ipc`, which reads the trainer's).
+When only adapters are sent, the thread merges them into the base weights and stages the result.
 """
 
 from __future__ import annotations
@@ -32,20 +31,22 @@ from tandem.protos.weight_group import (
     import_cuda_bucket,
 )
 from tandem.rollout.base_weights import BaseWeights, check_factors
+from tandem.rollout.sampler import TransferProgress
+
+_Arrivals = Iterator[tuple[BucketSpec, torch.Tensor]]
 
 
 @dataclass
-class Job:
-    """One piece of work in a thread. `error` holds the class name and message of what ended it early."""
+class _Transfer:
+    """One join or receive in its thread."""
 
     deadline: float
     previous: threading.Thread | None
     started: float = field(default_factory=time.perf_counter)
-    done: bool = False
-    seconds: float = 0.0
-    digests: list[str] = field(default_factory=list)
-    error: tuple[str, str] | None = None
     thread: threading.Thread | None = None
+    progress: TransferProgress = field(
+        default_factory=lambda: TransferProgress(done=False, seconds=0.0, digests=[], error=None)
+    )
 
     @property
     def seconds_left(self) -> float:
@@ -74,71 +75,72 @@ class StagedReceiver:
         self._expected = expected
         self._optional = optional
         self._group: WeightGroup | None = None
-        self._job: Job | None = None
+        self._transfer: _Transfer | None = None
         self._base = BaseWeights(folder)
         self._staged: list[tuple[str, torch.Tensor]] = []
 
     def start_join(self, address: Mapping[str, Any], first_rank: int, timeout_seconds: float) -> None:
-        """Enters a group as rank `first_rank` + this worker's; the group before it is left."""
-        self._start(
-            timeout_seconds, lambda job: self._join(job, WeightGroupAddress(**address), first_rank + self._rank)
-        )
+        """Enters a group as rank `first_rank` + this worker's; the group before it is left. `address` holds the fields
+        of a `WeightGroupAddress`.
+        """
+        group, rank = WeightGroupAddress(**address), first_rank + self._rank
+        self._start(timeout_seconds, lambda transfer: self._join(transfer, group, rank))
 
     def start_receive(self, manifest: bytes, group_name: str, timeout_seconds: float) -> None:
         """Stages a version; the one staged before, if it was never applied, is dropped."""
-        self._start(timeout_seconds, lambda job: self._receive(job, decode_manifest(manifest), group_name))
+        self._start(timeout_seconds, lambda transfer: self._receive(transfer, decode_manifest(manifest), group_name))
 
-    def progress(self) -> dict[str, Any]:
-        """`done`, `seconds`, `digests`, `error` (None, or class name and message) of the newest job."""
-        job = self._job
-        assert job is not None, "progress is asked for after a start"
-        return {"done": job.done, "seconds": job.seconds, "digests": job.digests, "error": job.error}
+    def progress(self) -> TransferProgress:
+        """How far the newest transfer is."""
+        transfer = self._transfer
+        assert transfer is not None, "progress is asked for after a start"
+        return transfer.progress
 
     def take(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors of the staged version, which the receiver forgets."""
         staged, self._staged = self._staged, []
         return staged
 
-    def _start(self, timeout_seconds: float, work: Callable[[Job], None]) -> None:
-        job = Job(time.monotonic() + timeout_seconds, self._job.thread if self._job else None)
+    def _start(self, timeout_seconds: float, work: Callable[[_Transfer], None]) -> None:
+        transfer = _Transfer(time.monotonic() + timeout_seconds, self._transfer.thread if self._transfer else None)
 
         def run() -> None:
             stream = (
                 torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
             )
             try:
-                if job.previous is not None:
-                    job.previous.join(job.seconds_left)
-                    if job.previous.is_alive():
+                if transfer.previous is not None:
+                    transfer.previous.join(transfer.seconds_left)
+                    if transfer.previous.is_alive():
                         raise WeightTransferError("the transfer before this one has not ended")
                 with stream:
-                    work(job)
+                    work(transfer)
             except TandemError as error:
-                job.error = (type(error).__name__, str(error))
+                transfer.progress["error"] = (type(error).__name__, str(error))
             except Exception as error:  # a bug: it must reach the caller, who waits, and not die with this thread
-                job.error = ("WeightTransferError", f"{type(error).__name__}: {error}")
+                transfer.progress["error"] = ("WeightTransferError", f"{type(error).__name__}: {error}")
             finally:
-                job.previous = None
-                job.seconds = time.perf_counter() - job.started
-                job.done = True
+                transfer.previous = None
+                transfer.progress["seconds"] = time.perf_counter() - transfer.started
+                transfer.progress["done"] = True
 
-        job.thread = threading.Thread(target=run, name="weights", daemon=True)
-        self._job = job
-        job.thread.start()
+        transfer.thread = threading.Thread(target=run, name="weights", daemon=True)
+        self._transfer = transfer
+        transfer.thread.start()
 
-    def _join(self, job: Job, address: WeightGroupAddress, rank: int) -> None:
+    def _join(self, transfer: _Transfer, address: WeightGroupAddress, rank: int) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
         device = torch.device("cpu") if address.backend == "gloo" else self._device
-        self._group = WeightGroup(address, rank, device, job.seconds_left)
+        self._group = WeightGroup(address, rank, device, transfer.seconds_left)
 
-    def _receive(self, job: Job, manifest: WeightManifest, group_name: str) -> None:
+    def _receive(self, transfer: _Transfer, manifest: WeightManifest, group_name: str) -> None:
         self._staged = []
         if manifest.buckets:
             self._check_names(manifest)
         sources = {"disk": self._from_disk, "ipc": self._from_ipc}
-        arrivals = sources.get(manifest.backend, self._from_group)(job, manifest, group_name)
+        arrivals = sources.get(manifest.backend, self._from_group)(transfer, manifest, group_name)
         arrived: list[tuple[str, torch.Tensor]] = []
         fault: WeightTransferError | None = None
         for number, (spec, buffer) in enumerate(arrivals):
@@ -147,17 +149,15 @@ class StagedReceiver:
                 f"{len(manifest.buckets)} by {manifest.backend}"
             )
             try:
-                job.digests.append(check_bucket(spec, buffer, place=place))
+                transfer.progress["digests"].append(check_bucket(spec, buffer, place=place))
             except WeightTransferError as error:
-                fault = (
-                    fault or error
-                )  # go on receiving: a group whose member stops reading fails for every other member
+                fault = fault or error  # go on receiving: a member that stops reading fails the group for all others
             arrived += bucket_tensors(spec, buffer if manifest.adapters else buffer.to(self._device))
         if fault is not None:
             raise fault
         if manifest.adapters is not None:
             arrived = self._base.merged(manifest.adapters, dict(arrived), self._device)
-        if self._job is job:  # else a newer job took over meanwhile
+        if self._transfer is transfer:  # else a newer transfer took over meanwhile
             self._staged = arrived
 
     def _check_names(self, manifest: WeightManifest) -> None:
@@ -178,9 +178,7 @@ class StagedReceiver:
                 f"version {manifest.policy_version} {why} parameter {name}: it belongs to another model"
             )
 
-    def _from_group(
-        self, job: Job, manifest: WeightManifest, group_name: str
-    ) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
+    def _from_group(self, transfer: _Transfer, manifest: WeightManifest, group_name: str) -> _Arrivals:
         group = self._group
         if manifest.buckets and (group is None or group.address.group_name != group_name):
             raise WeightTransferError(f"this sampler is not in weight group {group_name}; it must join first")
@@ -188,14 +186,14 @@ class StagedReceiver:
             assert group is not None
             buffer = empty_bucket(spec, group.device)
             try:
-                group.broadcast(buffer, job.seconds_left)
+                group.broadcast(buffer, transfer.seconds_left)
             except WeightTransferError:
                 self._group = None
                 group.close()
                 raise
             yield spec, buffer
 
-    def _from_disk(self, _job: Job, manifest: WeightManifest, _group: str) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
+    def _from_disk(self, _: _Transfer, manifest: WeightManifest, _group: str) -> _Arrivals:
         for number, spec in enumerate(manifest.buckets):
             file = Path(manifest.location) / bucket_file(number)
             buffer = empty_bucket(spec, torch.device("cpu"))
@@ -206,6 +204,6 @@ class StagedReceiver:
                 raise WeightTransferError(f"cannot read weights {file}: {error}") from error
             yield spec, buffer
 
-    def _from_ipc(self, _job: Job, manifest: WeightManifest, _group: str) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
+    def _from_ipc(self, _: _Transfer, manifest: WeightManifest, _group: str) -> _Arrivals:
         for spec, handle in zip(manifest.buckets, json.loads(manifest.location), strict=True):
             yield spec, import_cuda_bucket(handle, self._device)

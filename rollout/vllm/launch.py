@@ -6,12 +6,11 @@ import gc
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-import psutil
+from typing import TYPE_CHECKING
 
 from tandem.protos.errors import LINES_ABOVE, EnvironmentLackError, ModelError
-from tandem.rollout.config import RolloutConfig
+from tandem.protos.manifest import ITEM_BYTES
+from tandem.rollout.engine import SamplerArguments, check_cache, check_memory, check_model_folder, one_line
 from tandem.rollout.vllm.engine_folder import EngineFolder
 
 if TYPE_CHECKING:
@@ -20,20 +19,9 @@ if TYPE_CHECKING:
 
 _ENGINE_BYTES = 700 << 20  # what vLLM takes besides weights and KV cache
 _PREFILL_TOKENS = 4096  # read in one step at most, on CPUs
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def start_vllm(
-    config: RolloutConfig,
-    *,
-    model_path: str,
-    dtype: Literal["float32", "bfloat16"],
-    max_model_tokens: int,
-    seed: int,
-    shares_gpu: bool,
-    rows_per_group: int,
-    folder: EngineFolder,
-) -> AsyncLLM:
+def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
     """Loads the model into an engine process of its own; on CPUs forked, so before this process has threads. Its
     sockets and temporary files are in `folder`.
 
@@ -41,29 +29,28 @@ def start_vllm(
         ModelError: vLLM cannot use the model.
         EnvironmentLackError: memory is short, or the engine does not start on this machine.
     """
-    is_folder = Path(model_path).is_dir()
-    if not is_folder and (Path(model_path).is_absolute() or model_path.startswith((".", "~"))):
-        raise ModelError(f"model folder {model_path} does not exist; set model.path to a Hugging Face folder")
-    if is_folder:
+    check_model_folder(arguments)
+    if Path(arguments.model_path).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     on_cpu = _vllm_is_for_cpus()
     _prepare_environment(on_cpu)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    fixed_cache = on_cpu or shares_gpu
-    max_sequences = min(config.max_groups_in_flight * rows_per_group, 1024)
-    arguments = AsyncEngineArgs(
-        model=model_path,
-        dtype=dtype,
-        max_model_len=max_model_tokens,
-        seed=seed % (1 << 31),
+    config = arguments.config
+    fixed_cache = on_cpu or arguments.shares_gpu
+    max_sequences = min(arguments.max_rows, 1024)
+    engine_args = AsyncEngineArgs(
+        model=arguments.model_path,
+        dtype=arguments.dtype,
+        max_model_len=arguments.max_model_tokens,
+        seed=arguments.seed % (1 << 31),
         tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=on_cpu,
         max_num_seqs=max_sequences,
         # On CPUs a prompt is never read in parts: vLLM would turn back the random numbers of a part whose token is
         # discarded, which a CPU's generator cannot, and the engine would die of a seeded request that was preempted.
         enable_chunked_prefill=False if on_cpu else None,
-        max_num_batched_tokens=max(max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
+        max_num_batched_tokens=max(arguments.max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
         kv_cache_memory_bytes=config.kv_cache_bytes if fixed_cache else None,
         gpu_memory_utilization=config.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
@@ -72,15 +59,15 @@ def start_vllm(
         disable_log_stats=True,
     )
     try:
-        vllm_config = arguments.create_engine_config()
+        vllm_config = engine_args.create_engine_config()
     except Exception as error:  # whatever it trips over in a folder: json, struct, safetensors, pydantic …
-        raise ModelError(f"model {model_path} cannot be sampled: {one_line(error)}") from error
-    if fixed_cache:
-        _check_cache(vllm_config, dtype, config.kv_cache_bytes)
+        raise ModelError(f"model {arguments.model_path} cannot be sampled: {one_line(error)}") from error
+    if fixed_cache:  # the engine's process would find this too, but only its log would say it
+        check_cache(arguments, _bytes_per_sequence(vllm_config, arguments.dtype))
     if on_cpu:
-        _check_memory(Path(model_path), config.kv_cache_bytes)
+        check_memory(arguments, _ENGINE_BYTES)
     with folder.given_to_children():
-        return _launch(vllm_config, model_path, fork=on_cpu)
+        return _launch(vllm_config, arguments.model_path, fork=on_cpu)
 
 
 def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM:
@@ -102,13 +89,6 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
     finally:
         if method is not None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
-
-
-def one_line(error: BaseException) -> str:
-    """The telling line of an exception's text (pydantic wraps it into several)."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("Value error, ")] or lines or [type(error).__name__]
-    return telling[0].removeprefix("Value error, ").partition(" [type=")[0][:300]
 
 
 def _vllm_is_for_cpus() -> bool:
@@ -133,29 +113,9 @@ def _prepare_environment(on_cpu: bool) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
 
 
-def _check_cache(vllm_config: VllmConfig, dtype: str, kv_cache_bytes: int) -> None:
-    """The engine's process would find this too, but only its log would say it."""
+def _bytes_per_sequence(vllm_config: VllmConfig, dtype: str) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers, heads = model.get_num_layers(parallel), model.get_num_kv_heads(parallel)
     block_tokens = vllm_config.cache_config.block_size or 16
     num_tokens = -(-model.max_model_len // block_tokens) * block_tokens
-    needed = 2 * layers * heads * model.get_head_size() * _ITEM_BYTES[dtype] * num_tokens
-    if needed > kv_cache_bytes:
-        raise EnvironmentLackError(
-            f"rollout.kv_cache_bytes={kv_cache_bytes} holds no whole sequence: "
-            f"{model.max_model_len} tokens take {needed} bytes; "
-            "raise it, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-        )
-
-
-def _check_memory(folder: Path, kv_cache_bytes: int) -> None:
-    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-    needed, free = (
-        2 * weights + kv_cache_bytes + _ENGINE_BYTES,
-        psutil.virtual_memory().available,
-    )  # a staged version counts too
-    if needed > free:
-        raise EnvironmentLackError(
-            f"the engine for {folder} needs about {needed / 1e9:.1f} GB of memory and {free / 1e9:.1f} GB are free; "
-            "lower rollout.kv_cache_bytes or rollout.num_replicas, or end other programs"
-        )
+    return 2 * layers * heads * model.get_head_size() * ITEM_BYTES[dtype] * num_tokens

@@ -1,11 +1,11 @@
-"""What vLLM's EngineCore learns from Tandem: to change weights and version stamp in one act between two engine steps.
+"""Adds methods to vLLM's EngineCore that change the weights and the version stamp together, between two engine steps.
 
-`register` is the entry point `tandem` of the group `vllm.general_plugins`, which vLLM calls in every process it starts;
-where the engine is forked, `tandem.rollout.vllm.engine` calls `extend_engine_core` before the fork, so an uninstalled
-checkout works too.
+vLLM calls `register`, the entry point `tandem` of the group `vllm.general_plugins`, in every process it starts. Where
+the engine is forked, rollout/vllm/launch.py calls `extend_engine_core` before the fork, so a checkout that is not
+installed works too.
 
-Why a plugin: applying weights by a worker call and then setting the version by a second call are two messages, and the
-engine may make a step between them whose tokens would carry the wrong stamp. Here both happen inside one message.
+Why a plugin: a worker call that applies weights and a second call that sets the version would be two messages. Between
+them the engine could make a step, whose tokens would carry the wrong stamp. Here one message does both.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.vllm.engine_folder import name_shared_memory
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def extend_engine_core() -> None:
     if hasattr(EngineCore, _EXTENDED):
         return
     engine_core: Any = EngineCore
-    engine_core.start_weight_job = _start_weight_job
-    engine_core.weight_job_progress = _weight_job_progress
+    engine_core.start_weight_transfer = _start_weight_transfer
+    engine_core.weight_transfer_progress = _weight_transfer_progress
     engine_core.apply_staged_weights = _apply_staged_weights
     engine_core.add_request = _salted(EngineCore.add_request)
     engine_core.__init__ = _collecting_once_started(EngineCore.__init__)
@@ -79,15 +80,13 @@ def _die_with_parent() -> None:
         os._exit(1)  # it died before we asked to be told
 
 
-def _start_weight_job(core: EngineCore, job: str, arguments: dict[str, Any]) -> None:
-    """Starts `WeightReceiver.tandem_start_<job>` on every worker; the work goes on in threads beside the engine's
-    steps.
-    """
-    core.collective_rpc(f"tandem_start_{job}", kwargs=arguments)
+def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, Any]) -> None:
+    """Starts a transfer on every worker; it goes on in threads beside the engine's steps."""
+    core.collective_rpc(f"tandem_start_{kind}", kwargs=arguments)
 
 
-def _weight_job_progress(core: EngineCore) -> Sequence[dict[str, Any]]:
-    """How far the job is on each worker."""
+def _weight_transfer_progress(core: EngineCore) -> Sequence[TransferProgress]:
+    """How far the transfer is on each worker."""
     return core.collective_rpc("tandem_progress")
 
 

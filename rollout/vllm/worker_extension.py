@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tandem.rollout.base_weights import checkpoint_shapes, local_folder
+from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 
 
@@ -23,7 +24,7 @@ class WeightReceiver:
         """See `StagedReceiver.start_receive`."""
         _receiver_of(self).start_receive(**arguments)
 
-    def tandem_progress(self: Any) -> dict[str, Any]:
+    def tandem_progress(self: Any) -> TransferProgress:
         """See `StagedReceiver.progress`."""
         return _receiver_of(self).progress()
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from tandem.protos.errors import ConfigError, DeadlineError
 from tandem.protos.scratch_folder import ScratchFolder
 from tandem.protos.types import Prompt
-from tandem.rollout.vllm.engine_folder import sweep_engine_folders
+from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child
@@ -41,7 +41,7 @@ def evaluate_recipe(recipe: Recipe) -> int:
     check_reward(recipe)
     prompts = load_evaluation_prompts(recipe)
     with ScratchFolder("eval") as folder, ExitStack() as stack:
-        stack.callback(sweep_engine_folders)
+        stack.callback(remove_leftovers)
         recipe = recipe.model_copy(
             update={"run": recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})}
         )

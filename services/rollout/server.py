@@ -15,7 +15,7 @@ from tandem.protos import common_pb2, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress
-from tandem.rollout.vllm.engine import SamplerEngine
+from tandem.rollout.sampler import Sampler
 from tandem.services.config import Recipe
 from tandem.services.rpc.server import RpcServer, start_server
 from tandem.services.service_info import ServiceInfo
@@ -35,7 +35,7 @@ class Claims(Protocol):
 
 
 async def start_rollout_server(
-    recipe: Recipe, info: ServiceInfo, engine: SamplerEngine, claims: Claims, *, port: int
+    recipe: Recipe, info: ServiceInfo, engine: Sampler, claims: Claims, *, port: int
 ) -> RpcServer:
     """Listens on `run.host`. Raises EnvironmentLackError if the port is in use."""
     servicer = RolloutServicer(info.name, engine, claims, recipe.rollout.max_response_tokens)
@@ -51,7 +51,7 @@ async def start_rollout_server(
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     """gRPC `RolloutService` of one sampler."""
 
-    def __init__(self, name: str, engine: SamplerEngine, claims: Claims, max_response_tokens: int) -> None:
+    def __init__(self, name: str, engine: Sampler, claims: Claims, max_response_tokens: int) -> None:
         self._name = name
         self._engine = engine
         self._claims = claims

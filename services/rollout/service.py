@@ -22,7 +22,8 @@ from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, TandemError, UnavailableError
 from tandem.protos.types import Prompt, Role, SamplingParameters, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
-from tandem.rollout.vllm.engine import EngineFigures, SamplerEngine
+from tandem.rollout.engine import SamplerArguments, find_engine
+from tandem.rollout.sampler import SamplerFigures
 from tandem.services.buffer.buffer import Buffer, Claim
 from tandem.services.config import Recipe
 from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
@@ -51,7 +52,7 @@ class Sampler(Protocol):
         self, prompt_ids: NDArray[np.int32], sampling: SamplingParameters, *, trajectory_id: int, key: str = ""
     ) -> Trajectory: ...
 
-    def figures(self) -> EngineFigures: ...
+    def figures(self) -> SamplerFigures: ...
 
 
 class SamplingWorker(LeaseWorker[Claim, GroupResult]):
@@ -198,15 +199,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
     config = recipe.rollout
     # First of all: the engine's process is forked, and must not inherit gRPC's threads or Redis' sockets.
     with starting():
-        engine = await SamplerEngine.start(
-            config,
-            model_path=recipe.model.path,
-            dtype=recipe.trainer.dtype,
-            max_model_tokens=recipe.max_model_tokens,
-            seed=recipe.run.seed,
-            shares_gpu=recipe.weights.backend == "ipc",
-            rows_per_group=recipe.rows_per_group,
-        )
+        engine = await find_engine(config.engine).start(sampler_arguments(recipe))
     try:
         buffer = Buffer(redis_url, recipe.run.run_id)
         name = f"rollout-{replica}"
@@ -239,3 +232,16 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             await server.stop(grace_seconds=0.5)
     finally:
         engine.close()
+
+
+def sampler_arguments(recipe: Recipe) -> SamplerArguments:
+    """What `tandem run` starts the recipe's samplers with."""
+    return SamplerArguments(
+        recipe.rollout,
+        model_path=recipe.model.path,
+        dtype=recipe.trainer.dtype,
+        max_model_tokens=recipe.max_model_tokens,
+        seed=recipe.run.seed,
+        shares_gpu=recipe.weights.backend == "ipc",
+        rows_per_group=recipe.rows_per_group,
+    )

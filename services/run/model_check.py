@@ -4,9 +4,7 @@ and whether critic and adapters go with it. Imports no torch.
 
 from __future__ import annotations
 
-import ast
 import difflib
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.protos.errors import ConfigError, ModelError
+from tandem.rollout.engine import find_engine
 from tandem.services.config import Recipe
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -55,7 +54,7 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
         return None
     what = f"model.path {folder}"
     config = _read_json(folder / "config.json", what)
-    architecture = _architecture(folder, config)
+    architecture = _architecture(folder, config, recipe.rollout.engine)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
             f"model.path {folder}: no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); save it there beside the model"
@@ -115,33 +114,6 @@ def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
                 + (f" (the nearest is {near[0]})" if near else "")
                 + "; name others, or all-linear"
             )
-
-
-def known_architectures() -> frozenset[str]:
-    """The text models of the installed vLLM, read from its source: importing it takes seconds. Empty if vLLM is not
-    installed.
-    """
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return frozenset()
-    registry = Path(spec.submodule_search_locations[0]) / "model_executor" / "models" / "registry.py"
-    if not registry.is_file():
-        return frozenset()
-    for node in ast.parse(registry.read_text(encoding="utf-8")).body:
-        target = (
-            node.targets[0]
-            if isinstance(node, ast.Assign)
-            else node.target
-            if isinstance(node, ast.AnnAssign)
-            else None
-        )
-        if isinstance(target, ast.Name) and target.id == "_TEXT_GENERATION_MODELS":
-            value = node.value  # type: ignore[attr-defined]
-            if isinstance(value, ast.Dict):
-                return frozenset(
-                    key.value for key in value.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
-                )
-    return frozenset()
 
 
 def _check_length(recipe: Recipe, config: Mapping[str, Any], what: str) -> None:
@@ -206,19 +178,19 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
+def _architecture(folder: Path, config: Mapping[str, Any], engine: str) -> str:
     named = config.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         raise ModelError(
             f'model.path {folder}: config.json names no architecture; add e.g. "architectures": ["Qwen2ForCausalLM"]'
         )
-    known = known_architectures()
+    known = find_engine(engine).known_architectures()
     if known and named[0] not in known:
         near = difflib.get_close_matches(named[0], known, n=1)
         raise ModelError(
-            f"model.path {folder}: the installed vLLM knows no text model {named[0]}"
+            f"model.path {folder}: the installed {engine} knows no text model {named[0]}"
             + (f" (the nearest is {near[0]})" if near else "")
-            + "; choose a causal language model it supports"
+            + "; choose a causal language model it supports, or another rollout.engine"
         )
     return named[0]
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from tandem.rollout.engine import find_engine
 from tandem.services.config import Recipe
 
 
@@ -33,7 +34,7 @@ def place(recipe: Recipe, name: str) -> Mapping[str, str]:
     """Environment that puts the service `name` (feed, rollout-<replica>, reward, trainer) where it belongs.
 
     The trainer takes the first GPUs and the samplers the following ones; without GPUs, samplers side by side get a core
-    each, since vLLM would put them all on core 0. What the user's environment already says is left alone.
+    each, where the engine does not spread them itself. What the user's environment already says is left alone.
     """
     gpus = gpu_ids()
     wanted = (
@@ -69,7 +70,9 @@ def _cpu_environment(recipe: Recipe, name: str, cores: list[int]) -> dict[str, s
     width = recipe.rollout.tensor_parallel_size
     if service == "rollout" and recipe.rollout.num_replicas * width > 1:
         workers = range(replica * width, (replica + 1) * width)
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[worker % len(cores)]) for worker in workers)
+        environment |= find_engine(recipe.rollout.engine).core_environment(
+            [cores[worker % len(cores)] for worker in workers]
+        )
     return environment
 
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from rich.console import Console
 
 from tandem.protos.errors import TandemError
-from tandem.rollout.vllm.engine_folder import sweep_engine_folders
+from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child, ChildSpec
@@ -38,7 +38,7 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock 
     check_recipe(recipe, resume=resume)
     holding: AbstractContextManager[RunLock] = RunLock(recipe.folder) if lock is None else nullcontext(lock)
     with holding as held, ExitStack() as stack:
-        stack.callback(sweep_engine_folders)  # of samplers that were killed
+        stack.callback(remove_leftovers)  # of samplers that were killed
         crew = Crew(say=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
         stack.enter_context(crew.signals())
         redis_url = external_redis_url(recipe)

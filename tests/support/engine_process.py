@@ -8,26 +8,28 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tandem.rollout.engine import SamplerArguments, find_engine
 from tests.support.tiny_model import VOCABULARY
 
 START_SECONDS = 100.0
 
 
 class EngineProcess:
-    """Calls `SamplerEngine`'s methods by name; `submit` gives a future, `call` waits for it. Also a context manager."""
+    """Calls a `Sampler`'s methods by name; `submit` gives a future, `call` waits for it. Also a context manager."""
 
-    def __init__(self, **start_arguments: Any) -> None:
+    def __init__(self, arguments: SamplerArguments) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._futures: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
-        self.process = context.Process(target=_serve, args=(theirs, start_arguments), daemon=False)
+        self.process = context.Process(target=_serve, args=(theirs, arguments), daemon=False)
         self.process.start()
         theirs.close()
         ready: Future[Any] = Future()
@@ -48,6 +50,12 @@ class EngineProcess:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.submit(method, *args, **kwargs).result(60.0)
+
+    def cancel(self, future: Future[Any]) -> None:
+        """Cancels a submitted call and waits until it has ended."""
+        number = next(number for number, running in self._futures.items() if running is future)
+        self._pipe.send((number, None, (), {}))
+        assert isinstance(future.exception(60.0), asyncio.CancelledError)
 
     def close(self) -> None:
         try:
@@ -79,31 +87,34 @@ class EngineProcess:
                 future.set_exception(RuntimeError("the engine's process ended"))
 
 
-def _serve(pipe: Connection, start_arguments: dict[str, Any]) -> None:
-    asyncio.run(_answer(pipe, start_arguments))
+def _serve(pipe: Connection, arguments: SamplerArguments) -> None:
+    asyncio.run(_answer(pipe, arguments))
 
 
-async def _answer(pipe: Connection, start_arguments: dict[str, Any]) -> None:
-    from tandem.rollout.vllm.engine import SamplerEngine
-
+async def _answer(pipe: Connection, arguments: SamplerArguments) -> None:
     try:
-        engine = await SamplerEngine.start(**start_arguments)
+        engine = await find_engine(arguments.config.engine).start(arguments)
     except Exception as error:
         pipe.send((-1, False, error))
         return
-    pipe.send((-1, True, multiprocessing.active_children()[0].pid))
-    tasks: set[asyncio.Task[None]] = set()
+    children = multiprocessing.active_children()
+    pipe.send((-1, True, children[0].pid if children else os.getpid()))
+    tasks: dict[int, asyncio.Task[None]] = {}
 
     async def run(number: int, method: str, args: Any, kwargs: Any) -> None:
         try:
             value = getattr(engine, method)
             value = value(*args, **kwargs) if callable(value) else value
             pipe.send((number, True, await value if asyncio.iscoroutine(value) else value))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             pipe.send((number, False, error))
 
     while (request := await asyncio.to_thread(pipe.recv)) is not None:
-        tasks.add(asyncio.ensure_future(run(*request)))
+        number, method, args, kwargs = request
+        if method is None:
+            tasks[number].cancel()
+        else:
+            tasks[number] = asyncio.ensure_future(run(number, method, args, kwargs))
     engine.close()
 
 

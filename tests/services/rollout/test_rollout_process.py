@@ -27,12 +27,12 @@ from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.rollout.server import SERVICE_NAME
 from tandem.services.rpc.client import connect, translated
 from tandem.trainer.weight_sender import WeightSender
-from tests.rollout.test_weight_updates import Policy
 from tests.services.rollout.test_rollout_service import offer, prompt
 from tests.support.engine_process import without_end
 from tests.support.redis_ring import SAMPLER
 from tests.support.service_wire import ask_info, check_what_it_says
 from tests.support.tiny_model import build_tiny_model
+from tests.support.weight_ring import Policy
 
 TIMEOUT = 20.0
 

@@ -16,7 +16,7 @@ from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, UnavailableError
 from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory, TrajectoryGroup, VersionSpan
 from tandem.rollout.config import RolloutConfig
-from tandem.rollout.vllm.engine import EngineFigures
+from tandem.rollout.sampler import SamplerFigures
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.rollout.service import SamplingWorker
 from tandem.services.service_info import Heartbeat
@@ -62,8 +62,8 @@ class ToldEngine:
         if self.hangs:
             raise UnavailableError("the engine did not answer")
 
-    def figures(self) -> EngineFigures:
-        return EngineFigures(sampled_tokens=len(self.asked), busy_seconds=0.0)
+    def figures(self) -> SamplerFigures:
+        return SamplerFigures(sampled_tokens=len(self.asked), busy_seconds=0.0)
 
     async def sample_one(
         self, prompt_ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = ""

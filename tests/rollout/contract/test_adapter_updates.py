@@ -6,57 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from tandem.protos.errors import MissingBaseWeightsError, WeightTransferError
-from tandem.protos.types import SamplingParameters
 from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.rollout.config import RolloutConfig
-from tandem.rollout.vllm.engine_folder import sweep_engine_folders
+from tandem.rollout.engine import SamplerArguments
 from tandem.trainer.weight_sender import WeightSender
-from tests.rollout.test_weight_updates import TIMEOUT, Ring
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess, without_end
 from tests.support.tiny_model import build_tiny_model
-
-SHORT = SamplingParameters(max_tokens=60)
-
-
-class AdapterRing(Ring):
-    """tests/rollout/test_weight_updates.py's ring; every version's model is what PEFT merges."""
-
-    policy: Any
-
-    def __init__(self, engine: EngineProcess, policy: AdapterPolicy) -> None:
-        self.engine = engine
-        self.policy = policy
-        self.sender = WeightSender(policy, bucket_bytes=4 << 10, adapters=policy.adapters)
-        self.models = {}
-        self.version = -1
-        self.group_name = ""
-
-    def catch_up(self, *, brings_base: bool) -> Any:
-        """Serves the engine from the copy, as a late joiner."""
-        offer = self.sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
-        self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
-        report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
-        assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
-        return report
-
-    def agrees(self, prompt: range = range(5, 25)) -> bool:
-        """Whether answers begun now have the log-probs of transformers with the same adapters merged."""
-        rows = self.sample(prompt, 4, SHORT).result(60)
-        assert all([s.policy_version for s in row.segments[0].spans] == [self.version] for row in rows)
-        return all(self.errors(row).mean() <= 1e-5 for row in rows)
+from tests.support.weight_ring import SHORT, TIMEOUT, AdapterRing
 
 
 @pytest.fixture(scope="module", params=["found", "sent"])
-def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterRing]:
+def ring(
+    request: pytest.FixtureRequest, engine_name: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AdapterRing]:
     """An engine that finds the base in its model folder, and one whose folder holds other weights; the output head tied
     or not.
     """
@@ -65,9 +34,8 @@ def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("model")
     base = without_end(build_tiny_model(folder / "base", tied=found, hidden=64))
     loaded = base if found else without_end(build_tiny_model(folder / "other", tied=False, hidden=64, seed=9))
-    config = RolloutConfig(kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
-    arguments = {"model_path": str(loaded), "dtype": "float32", "max_model_tokens": 512, "seed": 3}
-    with EngineProcess(config=config, **arguments) as engine:
+    config = RolloutConfig(engine=engine_name, kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
+    with EngineProcess(SamplerArguments(config, str(loaded), "float32", max_model_tokens=512, seed=3)) as engine:
         ring = AdapterRing(engine, AdapterPolicy(base))
         ring.join()
         if found:
@@ -152,36 +120,3 @@ def test_a_failed_update_harms_nothing_and_a_joiner_is_caught_up(ring: AdapterRi
     ring.join()
     ring.update()
     assert ring.agrees()
-
-
-@pytest.mark.slow
-def test_every_tensor_parallel_worker_merges_and_keeps_its_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed, they leave no shared memory behind either."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would want a NUMA node for each worker
-    folder = without_end(build_tiny_model(tmp_path / "model", hidden=64))
-    config = RolloutConfig(kv_cache_bytes=64 << 20, samples_per_prompt=4, tensor_parallel_size=2)
-    arguments = {"model_path": str(folder), "dtype": "float32", "max_model_tokens": 512, "seed": 3}
-    engine = EngineProcess(config=config, **arguments)
-    try:
-        ring = AdapterRing(engine, AdapterPolicy(folder))
-        ring.join(tensor_parallel_size=2)
-        for _ in range(3):
-            ring.update()
-            assert ring.agrees()
-        family = psutil.Process(engine.process.pid).children(recursive=True)
-        segments = {segment for process in family for segment in shared_memory(process)}
-        assert segments, "the workers exchange tensors there"
-    finally:
-        engine.kill()
-    _, alive = psutil.wait_procs(family, timeout=10.0)
-    assert not alive
-    sweep_engine_folders()
-    assert [segment for segment in segments if segment.exists()] == []
-
-
-def shared_memory(process: psutil.Process) -> set[Path]:
-    """The named segments that a process has mapped."""
-    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    return {Path(name) for line in lines for name in line.split()[5:6] if name.startswith("/dev/shm/")}

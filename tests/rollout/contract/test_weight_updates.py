@@ -4,128 +4,29 @@ still.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, Qwen2ForCausalLM
 
 from tandem.protos.errors import WeightTransferError
 from tandem.protos.types import SamplingParameters, Trajectory
 from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.rollout.config import RolloutConfig
-from tandem.trainer.weight_sender import WeightSender
+from tandem.rollout.engine import SamplerArguments
 from tests.support.engine_process import EngineProcess, without_end
 from tests.support.tiny_model import build_tiny_model
-
-TIMEOUT = 20.0
-LONG = SamplingParameters(max_tokens=320)
-
-
-class Policy:
-    """A transformers model as a source of weights; `step` changes it as a training step would, only more."""
-
-    rank = 0
-
-    def __init__(self, folder: Path) -> None:
-        self.model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._generator = torch.Generator().manual_seed(1)
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter += 0.03 * torch.randn(parameter.shape, generator=self._generator)
-
-    def parameter_specs(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        return [(name, tensor.dtype, tensor.shape) for name, tensor in self.model.named_parameters()]
-
-    @contextmanager
-    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
-        parameters = dict(self.model.named_parameters())
-        yield {name: parameters[name] for name in names}
-
-
-class Ring:
-    """An engine, a policy, and the sender between them. `models` holds what every version was."""
-
-    def __init__(self, engine: EngineProcess, policy: Policy, bucket_bytes: int) -> None:
-        self.engine = engine
-        self.policy = policy
-        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes)
-        self.models: dict[int, Qwen2ForCausalLM] = {}
-        self.version = -1
-        self.group_name = ""
-
-    def join(self, tensor_parallel_size: int = 1) -> None:
-        address = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo", TIMEOUT)
-        joined = self.engine.submit("join_weight_group", address, 1, TIMEOUT)
-        self.sender.connect(TIMEOUT)
-        joined.result(TIMEOUT)
-        self.group_name = address.group_name
-
-    def update(self, backend: str = "gloo", location: str = "") -> Any:
-        """Trains one step, sends the version, and checks the digests the engine reports."""
-        self.policy.step()
-        self.version += 1
-        self.models[self.version] = copy.deepcopy(self.policy.model)
-        manifest = self.sender.manifest(1, self.version, backend, location=location)
-        if self.sender.fetched_by_samplers(backend):
-            sent = self.sender.broadcast(manifest, TIMEOUT)
-            report = self.engine.submit("update_weights", sent, "", TIMEOUT).result(TIMEOUT)
-        else:
-            answer = self.engine.submit("update_weights", manifest, self.group_name, TIMEOUT)
-            sent = self.sender.broadcast(manifest, TIMEOUT)
-            report = answer.result(TIMEOUT)
-        assert report.digests == tuple(bucket.digest for bucket in sent.buckets)
-        assert self.engine.call("policy_version") == self.version
-        return report
-
-    def sample(self, prompt: Sequence[int], n: int, sampling: SamplingParameters = LONG, key: str = "") -> Future[Any]:
-        return self.engine.submit("sample", list(prompt), n, sampling, key=key)
-
-    def errors(self, row: Trajectory) -> np.ndarray[Any, Any]:
-        """|recorded − recomputed| log-prob a sampled token, recomputed as its spans say: each version reads the tokens
-        since the boundary on top of the KV that the versions before it left.
-        """
-        return spanned_errors(
-            self.models, row, [(span.first_token, span.policy_version) for span in row.segments[0].spans]
-        )
-
-
-def spanned_errors(
-    models: Mapping[int, Qwen2ForCausalLM], row: Trajectory, spans: Sequence[tuple[int, int]]
-) -> np.ndarray[Any, Any]:
-    (segment,) = row.segments
-    ids = torch.tensor(segment.ids, dtype=torch.long)[None]
-    num_prompt = len(segment.ids) - segment.num_loss_tokens
-    # A token is sampled from what the one before it, as input, gave: version k reads inputs from one before its first
-    # token.
-    starts = [0] + [first - 1 for first, _ in spans[1:]] + [len(segment.ids) - 1]
-    cache = DynamicCache()
-    logits = []
-    with torch.inference_mode():
-        for (_, version), first, end in zip(spans, starts[:-1], starts[1:], strict=True):
-            output = models[version](ids[:, first:end], past_key_values=cache, use_cache=True)
-            logits.append(output.logits[0])
-    logprobs = (torch.cat(logits) / row.sampling.temperature).log_softmax(-1)
-    chosen = logprobs.gather(1, ids[0, 1:, None])[num_prompt - 1 :, 0].numpy()
-    return np.abs(chosen - segment.behavior_logprobs[num_prompt:])
+from tests.support.weight_ring import LONG, TIMEOUT, Policy, Ring, spanned_errors
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+def ring(request: pytest.FixtureRequest, engine_name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
     torch.set_num_threads(1)
     folder = without_end(build_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param, hidden=64, layers=2))
-    config = RolloutConfig(kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
-    arguments = {"model_path": str(folder), "dtype": "float32", "max_model_tokens": 512, "seed": 3}
-    with EngineProcess(config=config, **arguments) as engine:
+    config = RolloutConfig(engine=engine_name, kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
+    with EngineProcess(SamplerArguments(config, str(folder), "float32", max_model_tokens=512, seed=3)) as engine:
         ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
         ring.join()
         ring.update()

@@ -1,13 +1,11 @@
-"""What the sampler records of an answer, against transformers; seeds, ends, and prompts that cannot be sampled."""
+"""What a sampler records of an answer, against transformers; seeds, ends, aborts, and prompts that it refuses."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import asyncio
 import shutil
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-from tandem.protos.errors import DataError, EnvironmentLackError, ModelError, UnavailableError
+from tandem.protos.errors import DataError, EnvironmentLackError, ModelError
 from tandem.protos.types import SamplingParameters, Trajectory
 from tandem.rollout.config import RolloutConfig
-from tests.support import engine_process
+from tandem.rollout.engine import SamplerArguments, find_engine
 from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import EOS_ID, VOCABULARY, build_tiny_model
 
 PROMPT = list(range(10, 22))
 MAX_TOKENS = 256
-CONFIG = RolloutConfig(
-    kv_cache_bytes=4 << 20, max_groups_in_flight=8, samples_per_prompt=4
-)  # cache for 10 of 32 sequences
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[EngineProcess]:
-    arguments: dict[str, Any] = {"dtype": "float32", "max_model_tokens": MAX_TOKENS, "seed": 3}
-    with EngineProcess(config=CONFIG, model_path=str(folder), **arguments) as engine:
+def config(engine_name: str) -> RolloutConfig:
+    """The cache holds 10 of 32 sequences."""
+    return RolloutConfig(engine=engine_name, kv_cache_bytes=4 << 20, max_groups_in_flight=8, samples_per_prompt=4)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, config: RolloutConfig) -> Iterator[EngineProcess]:
+    with EngineProcess(SamplerArguments(config, str(folder), "float32", MAX_TOKENS, seed=3)) as engine:
         yield engine
 
 
@@ -85,7 +85,7 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(
         assert [(s.first_token, s.incarnation, s.policy_version) for s in segment.spans] == [(len(PROMPT), 0, -1)]
 
 
-def test_greedy_takes_the_most_likely_token(engine: EngineProcess, model: Qwen2ForCausalLM) -> None:
+def test_greedy_sampling_takes_the_most_likely_token(engine: EngineProcess, model: Qwen2ForCausalLM) -> None:
     first, second = sample(engine, 2, temperature=0.0)
     assert sampled(first) == sampled(second) == logits(model, first).argmax(-1)[len(PROMPT) - 1 :].tolist()
 
@@ -160,36 +160,37 @@ def test_a_prompt_that_cannot_be_sampled_is_a_data_error(engine: EngineProcess, 
     assert len(sample(engine, 1)) == 1
 
 
-def test_figures_are_sums(engine: EngineProcess) -> None:
+def test_an_aborted_request_leaves_the_engine(engine: EngineProcess) -> None:
+    running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=240), key="aborted")
+    engine.cancel(running)
+    assert len(sample(engine, 2)) == 2
+    idle = engine.call("figures").busy_seconds
+    time.sleep(0.05)
+    assert engine.call("figures").busy_seconds == idle, "nothing is in flight"
+
+
+def test_truncated_distributions_are_sampled_and_recorded(engine: EngineProcess, model: Qwen2ForCausalLM) -> None:
+    for row in sample(engine, 4, top_k=3):
+        distribution = logits(model, row)[len(PROMPT) - 1 :]
+        top = distribution.topk(3)
+        for token, logprob, values, indices in zip(
+            sampled(row), row.segments[0].behavior_logprobs[len(PROMPT) :], top.values, top.indices, strict=True
+        ):
+            assert token in indices
+            assert abs(float(values.log_softmax(-1)[indices.tolist().index(token)]) - logprob) <= 1e-4
+    (certain,) = sample(engine, 1, top_p=1e-6)
+    assert sampled(certain) == logits(model, certain).argmax(-1)[len(PROMPT) - 1 :].tolist()
+    (varied,) = sample(engine, 1, temperature=0.0, repetition_penalty=50.0, max_tokens=20)
+    assert len(set(sampled(varied))) == len(sampled(varied)) and not set(sampled(varied)) & set(PROMPT)
+
+
+def test_figures_count_tokens_and_busy_time(engine: EngineProcess) -> None:
     before = engine.call("figures")
     rows = sample(engine, 4)
     after = engine.call("figures")
     assert after.sampled_tokens - before.sampled_tokens == sum(len(sampled(row)) for row in rows)
     assert after.prompt_tokens - before.prompt_tokens == 4 * len(PROMPT)
     assert 0.0 < after.busy_seconds - before.busy_seconds < 30.0
-
-
-def test_an_engine_that_dies_is_noticed(engine: EngineProcess) -> None:
-    running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
-    os.kill(engine.engine_pid, signal.SIGKILL)
-    with pytest.raises(UnavailableError):
-        running.result(30)
-    deadline = time.monotonic() + 10.0
-    while not engine.call("is_dead"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    for method in ("check", "sample"):
-        with pytest.raises(UnavailableError):
-            engine.call(method, *((PROMPT, 1, SamplingParameters()) if method == "sample" else ()))
-
-
-def test_an_engine_that_is_late_is_not_left_running(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "START_SECONDS", 0.0)
-    before = set(multiprocessing.active_children())
-    arguments: dict[str, Any] = {"dtype": "float32", "max_model_tokens": MAX_TOKENS, "seed": 3}
-    with pytest.raises(TimeoutError):
-        EngineProcess(config=CONFIG, model_path=str(folder), **arguments)
-    assert set(multiprocessing.active_children()) == before
 
 
 def broken_config(folder: Path) -> None:
@@ -208,45 +209,34 @@ def too_long(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "config", "error", "told"),
+    "case",
     [
-        (shutil.rmtree, CONFIG, ModelError, "does not exist"),
-        (broken_config, CONFIG, ModelError, "not a valid JSON"),
-        (too_long, CONFIG, ModelError, "max_model_len"),
-        (cut_weights, CONFIG, ModelError, "cannot be sampled"),
-        (None, RolloutConfig(kv_cache_bytes=1 << 20), EnvironmentLackError, "rollout.kv_cache_bytes"),
-        (None, RolloutConfig(kv_cache_bytes=1 << 44), EnvironmentLackError, "GB are free"),
+        (shutil.rmtree, {}, ModelError, "does not exist"),
+        (broken_config, {}, ModelError, "not a valid JSON"),
+        (too_long, {}, ModelError, "max_model_len|max_position_embeddings"),
+        (cut_weights, {}, ModelError, "cannot be sampled"),
+        (None, {"kv_cache_bytes": 1 << 20}, EnvironmentLackError, "rollout.kv_cache_bytes"),
+        (None, {"kv_cache_bytes": 1 << 44}, EnvironmentLackError, "GB are free"),
     ],
     ids=["missing", "config", "length", "weights", "cache", "memory"],
 )
-def test_what_is_wrong_is_said_in_one_line_before_an_engine_starts(
+def test_a_model_or_a_configuration_that_cannot_be_used_is_refused_in_one_line(
     folder: Path,
+    engine_name: str,
     tmp_path: Path,
-    spoil: Any,
-    config: RolloutConfig,
-    error: type[Exception],
-    told: str,
+    case: tuple[Callable[[Path], Any] | None, dict[str, int], type[Exception], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import asyncio
-
-    from tandem.rollout.vllm.engine import SamplerEngine
-
-    for name in (
-        "TORCHDYNAMO_DISABLE",
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-        "OMP_NUM_THREADS",
-        "VLLM_WORKER_MULTIPROC_METHOD",
-    ):
-        monkeypatch.setenv(
-            name, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}.get(name, "1")
-        )  # set here, so restored after
+    spoil, values, error, told = case
+    for name in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")  # set here, so restored after
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     broken = tmp_path / "model"
     shutil.copytree(folder, broken)
     if spoil is not None:
         spoil(broken)
-    start = SamplerEngine.start(config, model_path=str(broken), dtype="float32", max_model_tokens=1024, seed=0)
+    config = RolloutConfig.model_validate({"engine": engine_name, "kv_cache_bytes": 4 << 20, **values})
     with pytest.raises(error, match=told) as caught:
-        asyncio.run(start)
+        asyncio.run(find_engine(engine_name).start(SamplerArguments(config, str(broken), "float32", 1024, seed=0)))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600

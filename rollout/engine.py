@@ -1,0 +1,159 @@
+"""Sampling engines by name. An engine is a folder `rollout/<name>/` whose `engine.py` holds `ENGINE`.
+
+Nothing here, nor in those modules, loads torch or an engine's library: preflight and placement ask them before a run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import psutil
+
+from tandem.protos.errors import EnvironmentLackError, ModelError
+from tandem.rollout.config import RolloutConfig, engine_names
+from tandem.rollout.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerArguments:
+    """What a sampler is started with."""
+
+    config: RolloutConfig
+    model_path: str
+    dtype: Literal["float32", "bfloat16"]
+    max_model_tokens: int
+    """Longest prompt and answer together."""
+    seed: int
+    shares_gpu: bool = False
+    """The trainer lives on the same GPU, so the KV cache takes `config.kv_cache_bytes` only."""
+    rows_per_group: int = 0
+    """Trajectories of a group that are sampled side by side; 0: `config.samples_per_prompt`."""
+
+    @property
+    def max_rows(self) -> int:
+        """Trajectories that the service asks for at once."""
+        return self.config.max_groups_in_flight * (self.rows_per_group or self.config.samples_per_prompt)
+
+
+class Engine(ABC):
+    """What Tandem asks of an engine without loading its library."""
+
+    name: ClassVar[str]
+    library: ClassVar[str]
+    """Import name of the package the engine is made of."""
+    install: ClassVar[str]
+    """The command that installs it."""
+
+    @abstractmethod
+    def known_architectures(self) -> frozenset[str]:
+        """Names in `config.json` of the causal language models it samples; empty if that cannot be told."""
+
+    @abstractmethod
+    async def start(self, arguments: SamplerArguments) -> Sampler:
+        """Loads the model; call it from the main thread, before threads or gRPC exist.
+
+        Raises:
+            ModelError: the model folder cannot be used.
+            EnvironmentLackError: memory is short, or the engine does not start on this machine.
+        """
+
+    def check(self, config: RolloutConfig) -> None:
+        """Refuses what can be told before a start.
+
+        Raises:
+            EnvironmentLackError: the library is not installed.
+            ConfigError: the engine cannot do what is configured.
+        """
+        if not self.installed:
+            others = [name for name in engine_names() if name != self.name and find_engine(name).installed]
+            instead = f', or set rollout.engine="{others[0]}"' if others else ""
+            raise EnvironmentLackError(
+                f'rollout.engine="{self.name}" needs the package {self.library}, which is not installed: '
+                f"{self.install}{instead}"
+            )
+
+    def core_environment(self, cores: Sequence[int]) -> Mapping[str, str]:
+        """Environment that puts each worker of a sampler on one of these cores, where the engine does not share them
+        by itself.
+        """
+        return {}
+
+    def remove_leftovers(self) -> None:  # noqa: B027 (most engines leave nothing)
+        """Removes what killed samplers of any run left on this machine; nothing of one that lives."""
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.library) is not None
+
+
+def find_engine(name: str) -> Engine:
+    """The engine of that name, one of `engine_names()`."""
+    engine: Engine = importlib.import_module(f"tandem.rollout.{name}.engine").ENGINE
+    return engine
+
+
+def remove_leftovers() -> None:
+    """Removes what killed samplers of every engine left on this machine; nothing of one that lives."""
+    for name in engine_names():
+        find_engine(name).remove_leftovers()
+
+
+def class_names_in(package: str, file: str, variable: str) -> frozenset[str]:
+    """The class names in a constant of an installed package's source; empty if there is none.
+
+    Importing the packages that this is asked of takes 5 s and more; reading their source takes 0.02 s
+    (`benchmarks/startup.py`, `model_check_seconds`).
+    """
+    spec = importlib.util.find_spec(package)
+    source = Path(((spec and spec.submodule_search_locations) or [""])[0]) / file
+    if not source.is_file():
+        return frozenset()
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == variable for target in targets):
+            texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+            return frozenset(text for text in texts if isinstance(text, str) and text[:1].isupper())
+    return frozenset()
+
+
+def check_model_folder(arguments: SamplerArguments) -> None:
+    """Raises ModelError if the model's path is a folder that is not there."""
+    path = arguments.model_path
+    if not Path(path).is_dir() and (Path(path).is_absolute() or path.startswith((".", "~"))):
+        raise ModelError(f"model folder {path} does not exist; set model.path to a Hugging Face folder")
+
+
+def check_cache(arguments: SamplerArguments, bytes_per_sequence: int) -> None:
+    """Raises EnvironmentLackError unless one sequence of `max_model_tokens` fits `rollout.kv_cache_bytes`."""
+    if bytes_per_sequence > arguments.config.kv_cache_bytes:
+        raise EnvironmentLackError(
+            f"rollout.kv_cache_bytes={arguments.config.kv_cache_bytes} holds no whole sequence: "
+            f"{arguments.max_model_tokens} tokens take {bytes_per_sequence} bytes; "
+            "raise it, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+        )
+
+
+def check_memory(arguments: SamplerArguments, engine_bytes: int) -> None:
+    """Raises EnvironmentLackError unless weights, one staged version, KV cache and `engine_bytes` fit free memory."""
+    weights = sum(file.stat().st_size for file in Path(arguments.model_path).glob("*.safetensors"))
+    needed = 2 * weights + arguments.config.kv_cache_bytes + engine_bytes
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise EnvironmentLackError(
+            f"the engine for {arguments.model_path} needs about {needed / 1e9:.1f} GB of memory and "
+            f"{free / 1e9:.1f} GB are free; lower rollout.kv_cache_bytes or rollout.num_replicas, or end other programs"
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """The telling line of an exception's text (pydantic wraps it into several)."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if line.startswith("Value error, ")] or lines or [type(error).__name__]
+    return telling[0].removeprefix("Value error, ").partition(" [type=")[0][:300]

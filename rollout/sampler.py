@@ -1,0 +1,291 @@
+"""What every engine's sampler does for the rollout service. Loads neither torch nor an engine's library.
+
+A sampler answers prompts with trajectories and takes new weights while it samples. An engine implements the abstract
+methods; tests/rollout/contract/ states what they must do, and runs over every engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, Protocol, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.protos.errors import DataError, WeightTransferError, error_class
+from tandem.protos.manifest import encode_manifest
+from tandem.protos.types import (
+    FinishReason,
+    SamplingParameters,
+    Segment,
+    Trajectory,
+    VersionSpan,
+    WeightGroupAddress,
+    WeightManifest,
+)
+
+NO_VERSION = (0, -1)
+"""Incarnation and policy version of weights that no trainer has sent."""
+_LONGEST_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What one weight update took. `stall_seconds`: how long the engine made no step because of it."""
+
+    digests: tuple[str, ...]
+    transfer_seconds: float
+    stall_seconds: float
+
+
+@dataclass(slots=True)
+class SamplerFigures:
+    """Sums since the engine's start. Busy: at least one request in flight."""
+
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    weight_updates: int = 0
+    weight_stall_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequest:
+    """One trajectory to sample. `sampling.max_tokens` fits the model; `seed` None means unseeded."""
+
+    request_id: str
+    prompt_ids: NDArray[np.int32]
+    sampling: SamplingParameters
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A sampled answer, its end token included, with one log-prob a token: that of the distribution it was drawn from.
+    The spans count from the first sampled token.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: Sequence[VersionSpan]
+    finish_reason: FinishReason
+
+
+class TransferProgress(TypedDict):
+    """How far a weight transfer is on one worker. `error`: class name and message of what ended it early."""
+
+    done: bool
+    seconds: float
+    digests: list[str]
+    error: tuple[str, str] | None
+
+
+class Tokenizer(Protocol):
+    """What a sampler needs of a Hugging Face tokenizer."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Sampler(ABC):
+    """One running engine. All methods belong to one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, *, max_model_tokens: int, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_tokens = max_model_tokens
+        self._seed = seed
+        self._version = NO_VERSION
+        self._update_lock = asyncio.Lock()
+        self._request_numbers = itertools.count()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._figures = SamplerFigures()
+
+    @property
+    @abstractmethod
+    def is_dead(self) -> bool:
+        """True once the engine has ended; every request then fails."""
+
+    @abstractmethod
+    async def check(self) -> None:
+        """Raises UnavailableError unless the engine still makes steps: it may be alive and yet hang."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the engine and removes what it kept on disk."""
+
+    @abstractmethod
+    async def _generate(self, request: SamplingRequest) -> Completion:
+        """Samples until the model's end token, a stop string, or `max_tokens`. Ends the request when it is cancelled.
+
+        Raises:
+            DataError: the prompt or the sampling parameters cannot be used.
+            UnavailableError: the engine has ended.
+        """
+
+    @abstractmethod
+    async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
+        """Calls `StagedReceiver.start_<kind>` on every worker; the transfer goes on beside the engine's steps."""
+
+    @abstractmethod
+    async def _transfer_progress(self) -> Sequence[TransferProgress]:
+        """`StagedReceiver.progress` of every worker."""
+
+    @abstractmethod
+    async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
+        """Loads what is staged and changes the version of the tokens sampled from here on, between two steps. Running
+        requests keep their KV cache. Returns the seconds the engine stood still.
+        """
+
+    @property
+    def incarnation(self) -> int:
+        return self._version[0]
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights, -1 before the first update."""
+        return self._version[1]
+
+    def figures(self) -> SamplerFigures:
+        """The sums as of now."""
+        running = time.monotonic() - self._busy_since if self._in_flight else 0.0
+        return replace(self._figures, busy_seconds=self._figures.busy_seconds + running)
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int] | NDArray[np.int32],
+        num_samples: int,
+        sampling: SamplingParameters,
+        *,
+        key: str = "",
+    ) -> tuple[Trajectory, ...]:
+        """The trajectories 0 … num_samples − 1 of one prompt; see `sample_one`."""
+        rows = (self.sample_one(prompt_ids, sampling, trajectory_id=number, key=key) for number in range(num_samples))
+        return tuple(await asyncio.gather(*rows))
+
+    async def sample_one(
+        self,
+        prompt_ids: Sequence[int] | NDArray[np.int32],
+        sampling: SamplingParameters,
+        *,
+        trajectory_id: int,
+        key: str = "",
+    ) -> Trajectory:
+        """One trajectory. With a `key` (a group's id) or a seed in `sampling`, its random numbers depend on nothing but
+        the run's seed, those two and `trajectory_id`.
+
+        A trajectory is one request: it ends, is saved and is aborted alone, and has its own spans.
+
+        Raises:
+            DataError: the prompt does not fit the model, or the sampling parameters cannot be used.
+            UnavailableError: the engine has ended.
+        """
+        prompt = np.asarray(prompt_ids, np.int32)
+        room = self._max_model_tokens - len(prompt)
+        if not len(prompt) or room < 1:
+            raise DataError(
+                f"prompt of {len(prompt)} tokens leaves no room in {self._max_model_tokens} tokens, or is empty"
+            )
+        fitting = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        request_id = f"{key}/{trajectory_id}/{next(self._request_numbers)}"
+        request = SamplingRequest(request_id, prompt, fitting, self._request_seed(sampling, key, trajectory_id))
+        async with self._one_more_in_flight():
+            completion = await self._generate(request)
+        self._figures.prompt_tokens += len(prompt)
+        self._figures.sampled_tokens += len(completion.token_ids)
+        text = self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+        segment = _segment(prompt, completion)
+        return Trajectory(trajectory_id, "policy", (segment,), completion.finish_reason, text, sampling)
+
+    async def join_weight_group(self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> None:
+        """Enters a weight group as ranks `first_rank` …, one a tensor-parallel worker; leaves the one before.
+
+        Raises:
+            WeightTransferError: the group did not come together before the deadline.
+        """
+        arguments = {"address": asdict(address), "first_rank": first_rank, "timeout_seconds": timeout_seconds}
+        async with self._update_lock:
+            await self._transfer("join", arguments, timeout_seconds)
+
+    async def update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
+        """Receives a version beside generation and applies it between two engine steps. Running requests keep their KV.
+
+        Goes on to its end even if the caller is cancelled, so that the stamp never differs from the weights.
+
+        Raises:
+            WeightTransferError: a bucket did not come before the deadline or is damaged; the engine keeps the weights
+                it has.
+            UnavailableError: the engine has ended.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._update_weights(manifest, group_name, timeout_seconds)))
+
+    async def _update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
+        arguments = {
+            "manifest": encode_manifest(manifest),
+            "group_name": group_name,
+            "timeout_seconds": timeout_seconds,
+        }
+        async with self._update_lock:
+            workers = await self._transfer("receive", arguments, timeout_seconds)
+            stall_seconds = await self._apply_staged_weights(manifest.incarnation, manifest.policy_version)
+            self._version = (manifest.incarnation, manifest.policy_version)
+        self._figures.weight_updates += 1
+        self._figures.weight_stall_seconds += stall_seconds
+        return UpdateReport(tuple(workers[0]["digests"]), max(worker["seconds"] for worker in workers), stall_seconds)
+
+    async def _transfer(
+        self, kind: Literal["join", "receive"], arguments: Mapping[str, object], timeout_seconds: float
+    ) -> Sequence[TransferProgress]:
+        """Starts a transfer on every worker and waits for all."""
+        # The workers' own deadline names the cause, so it comes first.
+        deadline = time.monotonic() + timeout_seconds + 1.0
+        await self._start_transfer(kind, arguments)
+        pause = 0.001
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_SECONDS)
+            workers = await self._transfer_progress()
+            for worker in workers:
+                if worker["error"]:
+                    raise error_class(worker["error"][0])(worker["error"][1])
+            if all(worker["done"] for worker in workers):
+                return workers
+            if time.monotonic() > deadline:
+                raise WeightTransferError(f"the {kind} of weights had not ended after {timeout_seconds:g} s")
+
+    def _request_seed(self, sampling: SamplingParameters, key: str, trajectory_id: int) -> int | None:
+        if not key and sampling.seed is None:
+            return None
+        seed = self._seed if sampling.seed is None else sampling.seed
+        digest = hashlib.blake2b(f"{seed}/{key}/{trajectory_id}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1  # engines take a non-negative 64-bit number
+
+    @contextlib.asynccontextmanager
+    async def _one_more_in_flight(self) -> AsyncIterator[None]:
+        if self._in_flight == 0:
+            self._busy_since = time.monotonic()
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self._figures.busy_seconds += time.monotonic() - self._busy_since
+
+
+def _segment(prompt: NDArray[np.int32], completion: Completion) -> Segment:
+    sampled = np.asarray(completion.token_ids, np.int32)
+    logprobs = np.asarray(completion.logprobs, np.float32)
+    assert len(logprobs) == len(sampled), "one log-prob a sampled token"
+    return Segment(
+        ids=np.concatenate([prompt, sampled]),
+        behavior_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), logprobs]),
+        loss_mask=np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(sampled)]),
+        spans=tuple(replace(span, first_token=len(prompt) + span.first_token) for span in completion.spans),
+    )

@@ -1,0 +1,192 @@
+"""Rows that are sampled side by side: one forward pass gives each row its next token.
+
+Shapes: `B` rows, `T` tokens in the KV cache (prompts are padded on the left), `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import DynamicLayer
+
+from tandem.protos.types import FinishReason, VersionSpan
+from tandem.rollout.sampler import Completion, SamplingRequest
+
+_SILENT_TOKENS = 16  # special tokens, which decode to nothing, that may lie between the parts of a stop string
+
+
+@dataclass(eq=False)
+class Row:
+    """One request and what was sampled of it so far."""
+
+    request: SamplingRequest
+    future: Future[Completion] = field(default_factory=Future)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.request.seed)
+
+    def append(self, token_id: int, logprob: float, version: tuple[int, int]) -> None:
+        """Adds a token that was sampled under this incarnation and policy version."""
+        if not self.spans or (self.spans[-1].incarnation, self.spans[-1].policy_version) != version:
+            self.spans.append(VersionSpan(len(self.token_ids), *version))
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(self.token_ids, self.logprobs, self.spans, self.finish_reason)
+
+
+class LanguageModel:
+    """The model and its tokenizer, as a batch needs them."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        end_ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+        self._end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id}
+        accepted = inspect.signature(model.forward).parameters
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._takes_positions = "position_ids" in accepted
+
+    def next_token_logits(self, input_ids: Tensor, mask_BT: Tensor, cache: DynamicCache) -> Tensor:
+        """float32 (B, V); appends the inputs to the cache."""
+        options: dict[str, Tensor | int] = dict(self._options)
+        if self._takes_positions:
+            positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+            options["position_ids"] = positions_BT[:, -input_ids.shape[1] :]
+        output = self.model(
+            input_ids=input_ids, attention_mask=mask_BT, past_key_values=cache, use_cache=True, **options
+        )
+        logits_BV: Tensor = output.logits[:, -1].float()
+        return logits_BV
+
+    def finish_reason(self, row: Row) -> FinishReason | None:
+        """Why the row ends with its newest token; None if it goes on."""
+        sampling = row.request.sampling
+        if row.token_ids[-1] in self._end_ids:
+            return "stop"
+        if sampling.stop:
+            # Every token that decodes to something has at least one byte of the string.
+            newest = max(len(text.encode()) for text in sampling.stop) + _SILENT_TOKENS
+            text = self.tokenizer.decode(row.token_ids[-newest:], skip_special_tokens=True)
+            if any(stop in text for stop in sampling.stop):
+                return "stop"
+        return "length" if len(row.token_ids) == sampling.max_tokens else None
+
+
+class Batch:
+    """Reads the prompts of its rows, each prompt once, and samples their first tokens."""
+
+    def __init__(self, language_model: LanguageModel, rows: Sequence[Row], version: tuple[int, int]) -> None:
+        self._language_model = language_model
+        self.rows = list(rows)
+        device = language_model.model.device
+        prompts = list(dict.fromkeys(tuple(row.request.prompt_ids.tolist()) for row in rows))
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        input_ids = torch.tensor([[0] * pad + list(p) for pad, p in zip(padding, prompts, strict=True)], device=device)
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding], device=device)
+        self._cache = DynamicCache(config=language_model.model.config)
+        logits = language_model.next_token_logits(input_ids, mask, self._cache)
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        places = [numbers[tuple(row.request.prompt_ids.tolist())] for row in rows]
+        index = torch.tensor(places, device=device)
+        self._cache.batch_select_indices(index)
+        self._mask_BT = mask[index]
+        self._sample(logits[index], version)
+
+    @property
+    def is_mergeable(self) -> bool:
+        """Whether its cache can be padded. Sliding windows and recurrent states cannot."""
+        return all(type(layer) is DynamicLayer for layer in self._cache.layers)
+
+    def step(self, version: tuple[int, int]) -> None:
+        """Samples the next token of every row."""
+        newest = torch.tensor([[row.token_ids[-1]] for row in self.rows], device=self._mask_BT.device)
+        self._mask_BT = torch.nn.functional.pad(self._mask_BT, (0, 1), value=1)
+        self._sample(self._language_model.next_token_logits(newest, self._mask_BT, self._cache), version)
+
+    def remove_ended(self) -> list[Row]:
+        """Takes out the rows that have finished or were cancelled, and returns them."""
+        ended = [row for row in self.rows if row.finish_reason is not None or row.future.cancelled()]
+        if ended:
+            kept = [number for number, row in enumerate(self.rows) if row not in ended]
+            self.rows = [self.rows[number] for number in kept]
+            index = torch.tensor(kept, dtype=torch.long, device=self._mask_BT.device)
+            self._cache.batch_select_indices(index)
+            self._mask_BT = self._mask_BT[index]
+        return ended
+
+    def merge(self, other: Batch) -> None:
+        """Takes over the rows of a batch; both must be mergeable."""
+        num_tokens = max(self._num_needed_tokens(), other._num_needed_tokens())
+        self._mask_BT = torch.cat([_last(batch._mask_BT, num_tokens, dim=1) for batch in (self, other)])
+        for mine, theirs in zip(self._cache.layers, other._cache.layers, strict=True):
+            mine.keys = torch.cat([_last(layer.keys, num_tokens, dim=2) for layer in (mine, theirs)])
+            mine.values = torch.cat([_last(layer.values, num_tokens, dim=2) for layer in (mine, theirs)])
+        self.rows += other.rows
+
+    def _num_needed_tokens(self) -> int:
+        return int(self._mask_BT.sum(-1).max())
+
+    def _sample(self, logits_BV: Tensor, version: tuple[int, int]) -> None:
+        samplings = [row.request.sampling for row in self.rows]
+        temperatures = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=logits_BV.device)
+        scaled_BV = logits_BV / temperatures[:, None]
+        for number, row in enumerate(self.rows):
+            sampling = row.request.sampling
+            if sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.repetition_penalty != 1.0:
+                scaled_BV[number] = _truncated(row, scaled_BV[number])
+        logprobs_BV = scaled_BV.log_softmax(-1)
+        sums_BV = logprobs_BV.double().exp().cumsum(-1)
+        drawn = torch.tensor([row.random.random() for row in self.rows], dtype=torch.double, device=sums_BV.device)
+        token_ids = torch.searchsorted(sums_BV, (drawn * sums_BV[:, -1])[:, None], right=True)[:, 0]
+        greedy = torch.tensor([sampling.temperature == 0 for sampling in samplings], device=token_ids.device)
+        token_ids = torch.where(greedy, scaled_BV.argmax(-1), token_ids.clamp(max=sums_BV.shape[-1] - 1))
+        logprobs = logprobs_BV.gather(1, token_ids[:, None])[:, 0]
+        for row, token_id, logprob in zip(self.rows, token_ids.tolist(), logprobs.tolist(), strict=True):
+            row.append(token_id, logprob, version)
+            row.finish_reason = self._language_model.finish_reason(row)
+
+
+def _truncated(row: Row, scores_V: Tensor) -> Tensor:
+    """The scores after repetition penalty, top-k and top-p, in this order, as vLLM has them."""
+    sampling = row.request.sampling
+    scores = scores_V[None]
+    input_ids = torch.tensor([[*row.request.prompt_ids.tolist(), *row.token_ids]], device=scores.device)
+    if sampling.repetition_penalty != 1.0:
+        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(input_ids, scores)
+    if sampling.top_k > 0:
+        scores = TopKLogitsWarper(sampling.top_k)(input_ids, scores)
+    if sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(input_ids, scores)
+    return scores[0]
+
+
+def _last(tensor: Tensor, num_tokens: int, *, dim: int) -> Tensor:
+    """The last tokens along `dim`, with zeros before them where there are fewer."""
+    present = tensor.shape[dim]
+    if present >= num_tokens:
+        return tensor.narrow(dim, present - num_tokens, num_tokens)
+    shape = list(tensor.shape)
+    shape[dim] = num_tokens - present
+    return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)

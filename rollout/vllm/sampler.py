@@ -1,0 +1,155 @@
+"""A vLLM AsyncLLM as a sampler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem.protos.errors import DataError, EnvironmentLackError, TandemError, UnavailableError, WeightTransferError
+from tandem.protos.types import FinishReason, VersionSpan
+from tandem.rollout.engine import SamplerArguments, one_line
+from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequest, TransferProgress
+from tandem.rollout.vllm.engine_folder import EngineFolder
+from tandem.rollout.vllm.launch import start_vllm
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_SHUTDOWN_SECONDS = 3.0
+# An engine that makes no step for so long hangs; applying weights is the longest of what it is asked.
+_ANSWER_SECONDS = 120.0
+
+
+async def start_sampler(arguments: SamplerArguments) -> Sampler:
+    """See `Engine.start`."""
+    folder = EngineFolder()
+    try:
+        llm = start_vllm(arguments, folder)
+    except BaseException:
+        folder.close()
+        raise
+    sampler = VllmSampler(llm, folder, max_model_tokens=arguments.max_model_tokens, seed=arguments.seed)
+    try:
+        # Nothing is staged: this stamps the weights as no version of ours, and shows whether the plugin is there.
+        await sampler._apply_staged_weights(*NO_VERSION)
+    except TandemError as error:
+        sampler.close()
+        raise EnvironmentLackError(
+            f"vLLM's engine process lacks Tandem's plugin ({error}); install the project: pip install -e ."
+        ) from error
+    return sampler
+
+
+class VllmSampler(Sampler):
+    """Talks to the engine's process; rollout/vllm/plugin.py adds the calls that vLLM's EngineCore lacks."""
+
+    def __init__(self, llm: AsyncLLM, folder: EngineFolder, *, max_model_tokens: int, seed: int) -> None:
+        super().__init__(llm.get_tokenizer(), max_model_tokens=max_model_tokens, seed=seed)
+        self._llm = llm
+        self._folder = folder
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    async def check(self) -> None:
+        await self._core("get_weight_version")
+
+    def close(self) -> None:
+        try:
+            self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
+        finally:
+            self._folder.close()
+        # its __del__ calls it again, when the interpreter is half gone
+        self._llm.shutdown = _nothing  # type: ignore[method-assign]
+
+    async def _generate(self, request: SamplingRequest) -> Completion:
+        from vllm.exceptions import VLLMValidationError
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        params = _sampling_params(request)
+        final = None
+        try:
+            salted = tokens_input(request.prompt_ids.tolist(), cache_salt=_stamp(*self._version))
+            async for output in self._llm.generate(salted, params, request.request_id):
+                final = output
+        except (VLLMValidationError, ValueError) as error:
+            raise DataError(f"prompt cannot be sampled: {one_line(error)}") from error
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise UnavailableError(f"the engine failed: {one_line(error)}") from error
+        assert final is not None, "a request ends with an output"
+        return _completion(final.outputs[0])
+
+    async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
+        await self._core("start_weight_transfer", kind, arguments)
+
+    async def _transfer_progress(self) -> Sequence[TransferProgress]:
+        """A call costs the engine some 0.2 ms between two steps."""
+        progress: Sequence[TransferProgress] = await self._core("weight_transfer_progress")
+        return progress
+
+    async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
+        return float(await self._core("apply_staged_weights", _stamp(incarnation, policy_version)))
+
+    async def _core(self, method: str, *arguments: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        call = self._llm.engine_core.call_utility_async(method, *arguments)  # type: ignore[attr-defined]
+        try:
+            return await asyncio.wait_for(call, _ANSWER_SECONDS)
+        except TimeoutError as error:
+            raise UnavailableError(f"the engine did not answer {method} within {_ANSWER_SECONDS:g} s") from error
+        except EngineDeadError as error:
+            raise UnavailableError(
+                "the engine's process is gone; its last lines are above or in the sampler's log"
+            ) from error
+        except Exception as error:  # vLLM raises a bare Exception for whatever went wrong inside the engine
+            raise WeightTransferError(f"{method} failed inside the engine: {error}") from error
+
+
+def _sampling_params(request: SamplingRequest) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = request.sampling
+    try:
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=request.seed,
+            stop=list(sampling.stop),
+            repetition_penalty=sampling.repetition_penalty,
+            logprobs=0,  # the sampled token's only
+            flat_logprobs=True,
+            detokenize=bool(sampling.stop),  # vLLM must read along only to find stop strings
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+    except (VLLMValidationError, ValueError) as error:
+        raise DataError(f"sampling parameters cannot be used: {one_line(error)}") from error
+
+
+def _completion(output: CompletionOutput) -> Completion:
+    logprobs: Any = output.logprobs
+    spans = [VersionSpan(span.start, *_parse_stamp(span.version)) for span in output.weight_versions or ()]
+    reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+    return Completion(output.token_ids, logprobs.logprobs, spans, reasons.get(output.finish_reason, "error"))
+
+
+def _nothing(timeout: float | None = None) -> None:
+    pass
+
+
+def _stamp(incarnation: int, policy_version: int) -> str:
+    return f"{incarnation}:{policy_version}"
+
+
+def _parse_stamp(stamp: str) -> tuple[int, int]:
+    incarnation, _, policy_version = stamp.partition(":")
+    return int(incarnation), int(policy_version)

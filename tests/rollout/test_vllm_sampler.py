@@ -1,0 +1,95 @@
+"""What only vLLM's sampler has: an engine process that may die, and tensor-parallel workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.protos.errors import UnavailableError
+from tandem.protos.types import SamplingParameters
+from tandem.rollout.config import RolloutConfig
+from tandem.rollout.engine import SamplerArguments, find_engine, remove_leftovers
+from tests.support import engine_process
+from tests.support.adapter_policy import AdapterPolicy
+from tests.support.engine_process import EngineProcess, without_end
+from tests.support.tiny_model import build_tiny_model
+from tests.support.weight_ring import AdapterRing
+
+PROMPT = list(range(10, 22))
+CONFIG = RolloutConfig(engine="vllm", kv_cache_bytes=64 << 20, samples_per_prompt=4)
+
+
+def test_the_architectures_are_read_from_the_installed_package() -> None:
+    known = find_engine("vllm").known_architectures()
+    assert {"Qwen2ForCausalLM", "LlamaForCausalLM"} <= known
+    assert "CLIPModel" not in known
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> SamplerArguments:
+    folder = build_tiny_model(tmp_path_factory.mktemp("model"), hidden=64)
+    return SamplerArguments(CONFIG, str(folder), "float32", max_model_tokens=256, seed=3)
+
+
+def test_a_killed_engine_process_fails_requests_and_checks(arguments: SamplerArguments) -> None:
+    with EngineProcess(arguments) as engine:
+        running = engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=200))
+        os.kill(engine.engine_pid, signal.SIGKILL)
+        with pytest.raises(UnavailableError):
+            running.result(30)
+        deadline = time.monotonic() + 10.0
+        while not engine.call("is_dead"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(UnavailableError):
+            engine.call("check")
+        with pytest.raises(UnavailableError):
+            engine.call("sample", PROMPT, 1, SamplingParameters())
+
+
+def test_an_engine_that_starts_too_slowly_is_not_left_running(
+    arguments: SamplerArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "START_SECONDS", 0.0)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(TimeoutError):
+        EngineProcess(arguments)
+    assert set(multiprocessing.active_children()) == before
+
+
+@pytest.mark.slow
+def test_tensor_parallel_workers_each_merge_adapters_into_their_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed workers leave no shared memory behind."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would want a NUMA node for each worker
+    folder = without_end(build_tiny_model(tmp_path / "model", hidden=64))
+    config = CONFIG.model_copy(update={"tensor_parallel_size": 2})
+    engine = EngineProcess(SamplerArguments(config, str(folder), "float32", max_model_tokens=512, seed=3))
+    try:
+        ring = AdapterRing(engine, AdapterPolicy(folder))
+        ring.join(tensor_parallel_size=2)
+        for _ in range(3):
+            ring.update()
+            assert ring.agrees()
+        family = psutil.Process(engine.process.pid).children(recursive=True)
+        segments = {segment for process in family for segment in shared_memory(process)}
+        assert segments, "the workers exchange tensors there"
+    finally:
+        engine.kill()
+    _, alive = psutil.wait_procs(family, timeout=10.0)
+    assert not alive
+    remove_leftovers()
+    assert [segment for segment in segments if segment.exists()] == []
+
+
+def shared_memory(process: psutil.Process) -> set[Path]:
+    """The named segments that a process has mapped."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return {Path(name) for line in lines for name in line.split()[5:6] if name.startswith("/dev/shm/")}

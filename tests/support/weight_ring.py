@@ -1,0 +1,143 @@
+"""A sampler in its process, a policy in the test's, and the weight sender between them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, Qwen2ForCausalLM
+
+from tandem.protos.types import SamplingParameters, Trajectory
+from tandem.trainer.weight_sender import WeightSender
+from tests.support.adapter_policy import AdapterPolicy
+from tests.support.engine_process import EngineProcess
+
+TIMEOUT = 20.0
+LONG = SamplingParameters(max_tokens=320)
+SHORT = SamplingParameters(max_tokens=60)
+
+
+class Policy:
+    """A transformers model as a source of weights; `step` changes it as a training step would, only more."""
+
+    rank = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._generator = torch.Generator().manual_seed(1)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.03 * torch.randn(parameter.shape, generator=self._generator)
+
+    def parameter_specs(self) -> list[tuple[str, torch.dtype, torch.Size]]:
+        return [(name, tensor.dtype, tensor.shape) for name, tensor in self.model.named_parameters()]
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        parameters = dict(self.model.named_parameters())
+        yield {name: parameters[name] for name in names}
+
+
+class Ring:
+    """An engine, a policy, and the sender between them. `models` holds every version's model."""
+
+    def __init__(self, engine: EngineProcess, policy: Policy, bucket_bytes: int) -> None:
+        self.engine = engine
+        self.policy = policy
+        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes)
+        self.models: dict[int, Qwen2ForCausalLM] = {}
+        self.version = -1
+        self.group_name = ""
+
+    def join(self, tensor_parallel_size: int = 1) -> None:
+        address = self.sender.prepare("127.0.0.1", 1 + tensor_parallel_size, "gloo", TIMEOUT)
+        joined = self.engine.submit("join_weight_group", address, 1, TIMEOUT)
+        self.sender.connect(TIMEOUT)
+        joined.result(TIMEOUT)
+        self.group_name = address.group_name
+
+    def update(self, backend: str = "gloo", location: str = "") -> Any:
+        """Trains one step, sends the version, and checks the digests the engine reports."""
+        self.policy.step()
+        self.version += 1
+        self.models[self.version] = copy.deepcopy(self.policy.model)
+        manifest = self.sender.manifest(1, self.version, backend, location=location)
+        if self.sender.fetched_by_samplers(backend):
+            sent = self.sender.broadcast(manifest, TIMEOUT)
+            report = self.engine.submit("update_weights", sent, "", TIMEOUT).result(TIMEOUT)
+        else:
+            answer = self.engine.submit("update_weights", manifest, self.group_name, TIMEOUT)
+            sent = self.sender.broadcast(manifest, TIMEOUT)
+            report = answer.result(TIMEOUT)
+        assert report.digests == tuple(bucket.digest for bucket in sent.buckets)
+        assert self.engine.call("policy_version") == self.version
+        return report
+
+    def sample(self, prompt: Sequence[int], n: int, sampling: SamplingParameters = LONG, key: str = "") -> Future[Any]:
+        return self.engine.submit("sample", list(prompt), n, sampling, key=key)
+
+    def errors(self, row: Trajectory) -> np.ndarray[Any, Any]:
+        """|recorded − recomputed| log-prob a sampled token, recomputed as its spans say: each version reads the tokens
+        since the boundary on top of the KV that the versions before it left.
+        """
+        return spanned_errors(
+            self.models, row, [(span.first_token, span.policy_version) for span in row.segments[0].spans]
+        )
+
+
+def spanned_errors(
+    models: Mapping[int, Qwen2ForCausalLM], row: Trajectory, spans: Sequence[tuple[int, int]]
+) -> np.ndarray[Any, Any]:
+    (segment,) = row.segments
+    ids = torch.tensor(segment.ids, dtype=torch.long)[None]
+    num_prompt = len(segment.ids) - segment.num_loss_tokens
+    # A token is sampled from what the one before it, as input, gave: version k reads inputs from one before its first
+    # token.
+    starts = [0] + [first - 1 for first, _ in spans[1:]] + [len(segment.ids) - 1]
+    cache = DynamicCache()
+    logits = []
+    with torch.inference_mode():
+        for (_, version), first, end in zip(spans, starts[:-1], starts[1:], strict=True):
+            if first == end:  # a version applied before the last token and moved past it by a test
+                continue
+            output = models[version](ids[:, first:end], past_key_values=cache, use_cache=True)
+            logits.append(output.logits[0])
+    logprobs = (torch.cat(logits) / row.sampling.temperature).log_softmax(-1)
+    chosen = logprobs.gather(1, ids[0, 1:, None])[num_prompt - 1 :, 0].numpy()
+    return np.abs(chosen - segment.behavior_logprobs[num_prompt:])
+
+
+class AdapterRing(Ring):
+    """A ring whose versions are adapters; every version's model is what PEFT merges."""
+
+    policy: Any
+
+    def __init__(self, engine: EngineProcess, policy: AdapterPolicy) -> None:
+        self.engine = engine
+        self.policy = policy
+        self.sender = WeightSender(policy, bucket_bytes=4 << 10, adapters=policy.adapters)
+        self.models = {}
+        self.version = -1
+        self.group_name = ""
+
+    def catch_up(self, *, brings_base: bool) -> Any:
+        """Serves the engine from the copy, as a late joiner."""
+        offer = self.sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
+        self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
+        report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
+        assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
+        return report
+
+    def agrees(self, prompt: range = range(5, 25)) -> bool:
+        """Whether answers begun now have the log-probs of transformers with the same adapters merged."""
+        rows = self.sample(prompt, 4, SHORT).result(60)
+        assert all([s.policy_version for s in row.segments[0].spans] == [self.version] for row in rows)
+        return all(self.errors(row).mean() <= 1e-5 for row in rows)
