@@ -191,7 +191,7 @@ def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
     try:
         asyncio.run(_serve(recipe, redis_url, replica, stop_event()))
     finally:
-        gc.freeze()  # else the interpreter looks through vLLM's millions of objects once more before it ends
+        gc.freeze()  # an engine leaves millions of objects, which the interpreter would look through before it ends
 
 
 async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.Event) -> None:
