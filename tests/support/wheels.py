@@ -1,0 +1,84 @@
+"""Wheels that tests build, and environments into which they install them, all without a network."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterable, Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tests.support.paths import ROOT
+
+SOURCES = ("protos", "reward", "rollout", "services", "tandem", "trainer")
+_DEADLINE_SECONDS = 100.0
+
+
+def pip(*arguments: str | Path) -> str:
+    """What pip of this environment says. Fails the test if pip fails."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build_wheel(project: Path, folder: Path) -> Path:
+    """The wheel of the project, built in `folder`."""
+    pip("wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation", "-w", folder, project.resolve())
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def copy_sources(folder: Path) -> Path:
+    """A copy of what the wheel of Tandem is built from: building leaves files beside the sources."""
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """A folder for PYTHONPATH with the wheel in it."""
+    pip("install", "-q", "--no-index", "--no-deps", "--no-compile", "--target", folder, wheel)
+    return folder
+
+
+def base_environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
+    """A virtual environment with the wheel and what its base installation requires, and nothing else.
+
+    Requirements are links to the packages of this environment, so nothing is downloaded.
+
+    Returns:
+        Its interpreter and its site-packages, which `pip check` found complete.
+    """
+    venv.create(folder, symlinks=True, with_pip=False)
+    python = folder / "bin" / "python"
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    pip("--python", python, "install", "-q", "--no-index", "--no-deps", "--no-compile", wheel)
+    (info,) = site.glob("tandem_rl-*.dist-info")
+    lines = (info / "METADATA").read_text().splitlines()
+    required = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
+    for name in _closure(required):
+        for file in distribution(name).files or ():
+            if not file.is_absolute() and ".." not in file.parts:
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                (site / file).symlink_to(distribution(name).locate_file(file))
+    pip("--python", python, "check")
+    return python, site
+
+
+def _closure(texts: Iterable[str]) -> Iterator[str]:
+    """The names of all packages that these requirements need without extras, each once."""
+    waiting, seen = list(texts), set[str]()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        if requirement.name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(requirement.name)
+        yield requirement.name
+        waiting += distribution(requirement.name).requires or []
