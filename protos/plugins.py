@@ -5,6 +5,7 @@ shows a package with one of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
 from typing import Any, TypeVar
@@ -14,30 +15,25 @@ from tandem.protos.errors import PluginError
 T = TypeVar("T")
 
 
-def load_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[str, type[T]]:
-    """The classes of an entry point group, by entry point name. Imports the modules that the entry points name.
+def find_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[str, Callable[[], type[T]]]:
+    """What loads the class of each entry point of a group, by entry point name.
 
     Args:
-        kind: the class that each of them is derived from.
+        kind: the class that each of them must be derived from. A loader raises PluginError if its entry point does not
+            import or is no such class.
         built_in: names that no entry point may have.
 
     Raises:
-        PluginError: an entry point has the name of a built-in or of another one, does not import, or is no such class.
+        PluginError: an entry point has the name of a built-in or of another one.
     """
-    found: dict[str, type[T]] = {}
-    for point in sorted(entry_points(group=group), key=lambda one: one.name):
+    found: dict[str, Callable[[], type[T]]] = {}
+    for point in entry_points(group=group):
         if point.name in built_in:
             raise PluginError(f"{_origin(point)} has the name of a built-in one; choose another name")
         if point.name in found:
             raise PluginError(f"{_origin(point)} has the name of another package's; uninstall one of them")
-        try:
-            loaded = point.load()
-        except Exception as error:
-            raise PluginError(f"{_origin(point)} does not import: {type(error).__name__}: {error}") from error
-        if not (isinstance(loaded, type) and issubclass(loaded, kind)):
-            raise PluginError(f"{_origin(point)}: {point.value} is not a class derived from {kind.__name__}")
-        found[point.name] = loaded
-    return found
+        found[point.name] = partial(_load, point, kind)
+    return dict(sorted(found.items()))
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
@@ -51,6 +47,16 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     except Exception as error:
         raise PluginError(f"{what}: {path} does not import: {type(error).__name__}: {error}") from error
     return function
+
+
+def _load(point: EntryPoint, kind: type[T]) -> type[T]:
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise PluginError(f"{_origin(point)} does not import: {type(error).__name__}: {error}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, kind)):
+        raise PluginError(f"{_origin(point)}: {point.value} is not a class derived from {kind.__name__}")
+    return loaded
 
 
 def _origin(point: EntryPoint) -> str:

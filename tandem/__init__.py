@@ -25,12 +25,22 @@ if TYPE_CHECKING:
     from tandem.protos.errors import TandemError, UserError
     from tandem.reward.contracts import BatchJudge, Judge
     from tandem.services.clients import AsyncRewardClient, RewardClient
+    from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
+    from tandem.trainer.estimators.options import EstimatorOptions
+    from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
+    from tandem.trainer.policy_losses.options import LossOptions
 
 __all__ = [
     "AsyncRewardClient",
     "BatchJudge",
     "Environment",
+    "Estimate",
+    "EstimatorBatch",
+    "EstimatorOptions",
     "Judge",
+    "LossOptions",
+    "LossTerms",
+    "LossTokens",
     "Observation",
     "RewardClient",
     "Score",
@@ -47,6 +57,10 @@ _MODULES = {
     "tandem.protos.errors": ("TandemError", "UserError"),
     "tandem.reward.contracts": ("BatchJudge", "Judge"),
     "tandem.services.clients": ("AsyncRewardClient", "RewardClient"),
+    "tandem.trainer.estimators.inputs": ("Estimate", "EstimatorBatch"),
+    "tandem.trainer.estimators.options": ("EstimatorOptions",),
+    "tandem.trainer.policy_losses.inputs": ("LossTerms", "LossTokens"),
+    "tandem.trainer.policy_losses.options": ("LossOptions",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, Union
 from pydantic import BaseModel, BeforeValidator, Field
 
 from tandem.protos.errors import PluginError
-from tandem.protos.plugins import load_plugins
+from tandem.protos.plugins import find_plugins
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -52,8 +52,10 @@ def models_by_name(built_in: Iterable[type[Model]], group: str, base: type[Model
         PluginError: an entry point cannot be used.
     """
     models = {model.model_fields["name"].default: model for model in built_in}
-    for name, model in load_plugins(group, base, models).items():
+    for name, load in find_plugins(group, base, models).items():
+        model = load()
         if model.model_fields["name"].default != name:
-            raise PluginError(f"entry point {group}: {name}: the field `name` of {model.__name__} must be {name!r}")
+            path = f"{model.__module__}:{model.__name__}"
+            raise PluginError(f"entry point {group}: {name}: the default of `name` in {path} must be {name!r}")
         models[name] = model
     return models

@@ -20,6 +20,7 @@ DOCUMENTS = [
         "CONTRIBUTING.md",
         "docs/architecture.md",
         "docs/algorithms.md",
+        "docs/plugins.md",
         "docs/reward.md",
         "docs/sandbox.md",
     )
