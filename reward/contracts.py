@@ -1,41 +1,73 @@
-"""What a scorer's class looks like to those who run it: `tandem.reward.registry` builds it, `tandem.reward.scoring` and
+"""The contract of a scorer: `tandem.reward.registry` builds it, `tandem.reward.scoring` and
 `tandem.reward.workers.worker` call it.
 
-A scorer is a frozen dataclass whose fields are its parameters. It has `VERSION` (raised when a score could change),
-`ISOLATION` (where it runs), and either `judge` or `judge_batch`. `__post_init__` raises ValueError for parameters that
-make no sense; it runs in the service as well as in the workers, so it imports nothing heavy and starts nothing. What
-else a class may say of itself:
-
-`PRELOAD`      names of modules that its judge imports and that take their time; a worker has them before the first
-item's clock starts
-`GROUPED`      True: items of one call with the same `group` are always judged together, in one `judge_batch`
-`RECIPE_ONLY`  names of parameters that a client's rubric may not set (a file, a folder, an address, a waiver); of a
-`remote` scorer
-               a client may set none: the recipe declares it under a name in `reward.scorers`
-
-and what an object may say: `longest_seconds`, within which it ends every item itself (a worker is given no less for
-one).
+A scorer is a class in a file of its own in `reward/scorers/`. It derives from `Scorer`, has either `judge` or
+`judge_batch`, and is known by the file's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict
 
 from tandem.protos.contracts import Score, ScoreItem
 from tandem.reward.scheduling.priority_queue import Priority
 
 Isolation = Literal["in_process", "worker", "sandbox", "remote"]
-"""Where a scorer runs, and what it must hold in return.
+"""Where a scorer runs, and what it must keep to in return.
 
-`in_process`: in the caller's thread, some milliseconds at a time (`tandem.reward.scheduling.interpreter_scheduler`);
-linear in the answer's length, it can neither hang nor crash.
-`worker`: in a worker process with limits; it may hang or crash, which costs its item and no other.
-`sandbox`: as `worker`, and it starts sandboxes for untrusted code itself; killed with all it started.
-`remote`: on the service's threads, because it waits for the network or for a process of its own. It has `judge_batch`
-with a `priority` (`RemoteJudge`) and `close`, may be called by several threads at once, raises nothing, and keeps its
-own time limits.
+`in_process`: in the caller's thread, for some milliseconds at a time. It takes time linear in the answer's length and
+can neither hang nor crash.
+`worker`: in a worker process with limits. It may hang or crash, which costs its own item and no other.
+`sandbox`: as `worker`, and it starts sandboxes for untrusted code. It is killed with all it started.
+`remote`: in the service's threads, because it waits for the network or for a process of its own. It has `judge_batch`
+with a `priority` (`RemoteJudge`), may be called by several threads at once, raises nothing, and keeps its own time
+limits.
 """
+
+
+class Scorer(BaseModel):
+    """Base class of all scorers. The fields of a subclass, each with a docstring below it, are the scorer's parameters.
+
+    Validators raise ValueError for parameters that make no sense. They run in the service as well as in the workers, so
+    they import nothing heavy and start nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    VERSION: ClassVar[str]
+    """Raised whenever a score could change."""
+    ISOLATION: ClassVar[Isolation]
+    """Where the scorer runs."""
+    GROUPED: ClassVar[bool] = False
+    """Items of one call with the same `group` are always judged together, in one `judge_batch`."""
+    PRELOAD: ClassVar[tuple[str, ...]] = ()
+    """Modules that the judge imports and that take long; a worker imports them before the first item's clock starts."""
+    RECIPE_ONLY: ClassVar[tuple[str, ...]] = ()
+    """Parameters that a client's rubric may not set: a file, a folder, an address, a waiver. A client may set none of a
+    `remote` scorer: the recipe declares it under a name in `reward.scorers`.
+    """
+
+    @property
+    def longest_seconds(self) -> float:
+        """Time within which the judge ends every item itself; a worker is given no less for one. 0: it does not."""
+        return 0.0
+
+    def start(self) -> None:
+        """Called once, before the first item, where the judge is used (not where a recipe is only checked).
+
+        Raises:
+            ScorerError: it cannot be started.
+        """
+
+    def close(self) -> None:
+        """Ends connections and processes; calls in progress come back unscored (`infrastructure`)."""
+
+    def figures(self) -> dict[str, float]:
+        """Counters and gauges of a `remote` scorer, by name."""
+        return {}
 
 
 @runtime_checkable
@@ -43,8 +75,8 @@ class Judge(Protocol):
     """Judges one answer."""
 
     def judge(self, item: ScoreItem) -> Score:
-        """Scored, or why not. Never a number in place of a reason: an unusable ground truth is unscored
-        (`invalid_input`).
+        """The score, or the reason why there is none. Never a number in place of a reason: an unusable ground truth is
+        unscored (`invalid_input`).
         """
         ...
 
@@ -59,7 +91,7 @@ class BatchJudge(Protocol):
 
 
 class RemoteJudge(BatchJudge, Protocol):
-    """A judge with limited capacity: requests of a higher priority go first, and none starves
+    """A judge that waits for a scarce resource. Items of a higher priority go first, and none starves
     (`tandem.reward.scheduling.priority_queue`).
     """
 
@@ -70,25 +102,16 @@ class RemoteJudge(BatchJudge, Protocol):
 
 @runtime_checkable
 class Startable(Protocol):
-    """A judge that has something to start or to reach before it can judge."""
+    """A judge with `Scorer.start`."""
 
-    def start(self) -> None:
-        """Called once, before the first `judge_batch`, where the judge will be used (not where a recipe is only
-        checked).
-
-        Raises:
-            ScorerError: it cannot be started.
-        """
-        ...
+    def start(self) -> None: ...
 
 
 @runtime_checkable
 class Closable(Protocol):
-    """A judge that holds connections or processes."""
+    """A judge with `Scorer.close`."""
 
-    def close(self) -> None:
-        """Ends what it holds; calls under way come back unscored (`infrastructure`)."""
-        ...
+    def close(self) -> None: ...
 
 
 AnyJudge = Judge | BatchJudge

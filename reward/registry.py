@@ -1,83 +1,87 @@
-"""Which scorers there are, what parameters they take, and how a name with arguments becomes a judge."""
+"""The scorers: found by name, built from a name and its arguments, described for clients.
+
+Every module of `reward/scorers/` holds one scorer, the class derived from `Scorer`; its name is the file's. The
+modules are listed without being imported, and one is imported when its scorer is first asked for: sympy is loaded for
+symbolic mathematics only.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
-import math
+import pkgutil
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from types import UnionType
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import to_json
 
 from tandem.protos.contracts import Parameter, ScorerInfo
 from tandem.protos.errors import ScorerError
-from tandem.reward.contracts import AnyJudge, Isolation
+from tandem.reward import scorers
+from tandem.reward.contracts import AnyJudge, Isolation, Scorer
 from tandem.reward.docstrings import attribute_docs, summary
-from tandem.reward.scorers.code import CodeTests
-from tandem.reward.scorers.exact import ExactMatch
-from tandem.reward.scorers.format import Format
-from tandem.reward.scorers.function import load_function, source_version
-from tandem.reward.scorers.group_rank import GroupRank
-from tandem.reward.scorers.gsm8k import Gsm8k
-from tandem.reward.scorers.json_schema import JsonSchema
-from tandem.reward.scorers.judge import GenerativeJudge
-from tandem.reward.scorers.language import LanguageConsistency
-from tandem.reward.scorers.math_boxed import MathBoxed
-from tandem.reward.scorers.math_dapo import MathDapo
-from tandem.reward.scorers.multiple_choice import MultipleChoice
-from tandem.reward.scorers.numeric import NumericEquality
-from tandem.reward.scorers.overlong import Overlong
-from tandem.reward.scorers.pairwise import Pairwise
-from tandem.reward.scorers.regex import RegexMatch
-from tandem.reward.scorers.remote import RemoteScorer
-from tandem.reward.scorers.repetition import Repetition
-from tandem.reward.scorers.reward_model import RewardModel
-from tandem.reward.scorers.short_answer import ShortAnswer
-from tandem.reward.scorers.symbolic_math import MathVerify
-from tandem.reward.scorers.tags import Tags
-from tandem.reward.scorers.target_length import TargetLength
-
-BUILT_IN: dict[str, type[Any]] = {
-    "code": CodeTests,
-    "exact": ExactMatch,
-    "format": Format,
-    "group_rank": GroupRank,
-    "gsm8k": Gsm8k,
-    "json_schema": JsonSchema,
-    "judge": GenerativeJudge,
-    "language": LanguageConsistency,
-    "math_boxed": MathBoxed,
-    "math_dapo": MathDapo,
-    "math_verify": MathVerify,
-    "multiple_choice": MultipleChoice,
-    "numeric": NumericEquality,
-    "overlong": Overlong,
-    "pairwise": Pairwise,
-    "regex": RegexMatch,
-    "remote": RemoteScorer,
-    "repetition": Repetition,
-    "reward_model": RewardModel,
-    "short_answer": ShortAnswer,
-    "tags": Tags,
-    "target_length": TargetLength,
-}
-"""One line a scorer, in the order of their names."""
+from tandem.reward.workers.function import load_function, source_version
 
 RUBRIC = "rubric"
 """As a component's scorer: another rubric of the same file."""
 
-_REQUIRED = dataclasses.MISSING
+
+class ScorerRegistry(MutableMapping[str, type[Scorer]]):
+    """Scorers by name, in alphabetical order. Looking one up imports its module; listing the names imports none."""
+
+    def __init__(self) -> None:
+        self._loaders = dict(_find_scorers())
+        self._classes: dict[str, type[Scorer]] = {}
+
+    def __getitem__(self, name: str) -> type[Scorer]:
+        if name not in self._classes:
+            self._classes[name] = self._loaders[name]()
+        return self._classes[name]
+
+    def __setitem__(self, name: str, scorer: type[Scorer]) -> None:
+        self._classes[name] = scorer
+
+    def __delitem__(self, name: str) -> None:
+        del self._classes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaders or name in self._classes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({**self._loaders, **self._classes}))
+
+    def __len__(self) -> int:
+        return len({**self._loaders, **self._classes})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def _find_scorers() -> Iterator[tuple[str, Callable[[], type[Scorer]]]]:
+    """The name of every scorer there is, with what loads it."""
+    for module in pkgutil.iter_modules(scorers.__path__):
+        yield module.name, partial(_scorer_in, f"{scorers.__name__}.{module.name}")
+
+
+def _scorer_in(module: str) -> type[Scorer]:
+    """The scorer that a module defines."""
+    values = vars(import_module(module)).values()
+    found = [one for one in values if isinstance(one, type) and issubclass(one, Scorer)]
+    found = [one for one in found if one.__module__ == module]
+    assert len(found) == 1, f"{module} must define one scorer, it defines {len(found)}"
+    return found[0]
+
+
+SCORERS = ScorerRegistry()
+
+
+@dataclass(frozen=True, slots=True)
 class ScorerSpec:
-    """A scorer with its arguments, checked. Two that are equal judge alike, so one judge serves both."""
+    """A scorer with its arguments, checked. Equal specs judge alike, so one judge serves both."""
 
     scorer: str
     arguments: str
@@ -86,9 +90,9 @@ class ScorerSpec:
     grouped: bool = False
     preload: tuple[str, ...] = ()
     longest_seconds: float = 0.0
-    """Time of one item until the judge itself ends it, where it says so: a worker is given no less."""
+    """Time within which the judge itself ends an item, 0 if it does not; a worker is given no less."""
     version: str = ""
-    """A built-in scorer's own; of a function, a digest of its file (`reward.function.source_version`)."""
+    """The scorer's own; of a function, a digest of its file (`tandem.reward.workers.function.source_version`)."""
 
     @property
     def key(self) -> str:
@@ -112,24 +116,19 @@ def is_import_path(scorer: str) -> bool:
 def make_spec(
     scorer: str, arguments: Mapping[str, Any], place: str = "reward", known: Iterable[str] = ()
 ) -> ScorerSpec:
-    """Checks a name and its arguments without importing user's code. `known` names what else might have been meant.
+    """Checks a name and its arguments without importing user's code. `known` are more names that may have been meant.
 
     Raises:
-        ScorerError: the name is unknown (the nearest known one is named), an argument is unknown, missing or of the
-            wrong type.
-            Every line begins with the place.
+        ScorerError: the name is unknown (the nearest known one is named), or an argument is unknown, missing or of the
+            wrong type. The line begins with the place.
     """
     text = arguments_json(arguments, place)
-    if scorer in BUILT_IN:
-        kind = BUILT_IN[scorer]
-        judge = make_judge(scorer, arguments, place)
-        isolation: Isolation = kind.ISOLATION
-        grouped, preloaded = getattr(kind, "GROUPED", False), getattr(kind, "PRELOAD", ())
-        longest = getattr(judge, "longest_seconds", 0.0)
-        return ScorerSpec(scorer, text, isolation, grouped, preloaded, longest, kind.VERSION)
+    if scorer in SCORERS:
+        made = make_scorer(scorer, arguments, place)
+        return ScorerSpec(scorer, text, made.ISOLATION, made.GROUPED, made.PRELOAD, made.longest_seconds, made.VERSION)
     if is_import_path(scorer):
         return ScorerSpec(scorer, text, "worker", version=source_version(scorer))
-    names = [*known, *BUILT_IN]
+    names = [*known, *SCORERS]
     near = nearest(scorer, names)
     raise ScorerError(
         f"{place}.scorer {scorer!r:.100} is unknown; "
@@ -139,51 +138,37 @@ def make_spec(
 
 
 def make_judge(scorer: str, arguments: Mapping[str, Any], place: str = "reward") -> AnyJudge:
-    """The judge of a built-in or of an import path. Imports user's code for the latter, so that is for workers to call.
+    """The judge of a scorer or of an import path. Imports user's code for the latter, so only workers call it then.
 
     Raises:
         ScorerError: as `make_spec`; or the function's module does not import.
     """
-    if scorer not in BUILT_IN:
+    if scorer not in SCORERS:
         return load_function(scorer, arguments)
-    checked = check_arguments(scorer, arguments, place)
+    return cast(AnyJudge, make_scorer(scorer, arguments, place))
+
+
+def make_scorer(scorer: str, arguments: Mapping[str, Any], place: str = "reward") -> Scorer:
+    """The scorer of a name with its arguments as JSON has them: a list may be a tuple, an integer a number, and nothing
+    else is converted.
+
+    Raises:
+        ScorerError: an argument is unknown, missing or of the wrong type.
+    """
+    kind = SCORERS[scorer]
     try:
-        judge: AnyJudge = BUILT_IN[scorer](**checked)
-    except ValueError as error:
-        raise ScorerError(f"{place}.arguments of scorer {scorer}: {error}") from None
-    return judge
+        return kind.model_validate_json(arguments_json(arguments, place))
+    except ValidationError as error:
+        raise ScorerError(_explained(scorer, kind, error, arguments, place)) from None
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Imports what a judge will need; a module that is not there is the judge's to complain of."""
+    """Imports what a judge will need. A missing module is left for the judge to report."""
     for module in modules:
         try:
             import_module(module)
         except ImportError:
             return
-
-
-def check_arguments(scorer: str, arguments: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The arguments of a built-in scorer as its fields want them (a list becomes a tuple where a tuple is asked for).
-
-    Raises:
-        ScorerError: one is unknown, missing or of the wrong type.
-    """
-    fields = _parameters(BUILT_IN[scorer])
-    checked = {}
-    for name, value in arguments.items():
-        if name not in fields:
-            near = nearest(name, fields)
-            raise ScorerError(
-                f"{place}.arguments.{printable(name)}: scorer {scorer} has no such argument; "
-                + (f"did you mean {near}? " if near else "")
-                + (f"It takes {', '.join(fields)}" if fields else "It takes none")
-            )
-        checked[name] = _checked(scorer, fields[name], value, place)
-    for name, field in fields.items():
-        if name not in arguments and field.required:
-            raise ScorerError(f"{place}.arguments.{name} is missing: scorer {scorer} needs it")
-    return checked
 
 
 def arguments_json(arguments: Mapping[str, Any], place: str) -> str:
@@ -217,85 +202,55 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def describe() -> list[ScorerInfo]:
-    """Every built-in scorer, in the order of their names."""
-    return [_describe(name, BUILT_IN[name]) for name in sorted(BUILT_IN)]
+    """Every scorer, in the order of their names."""
+    return [_describe(name, kind) for name, kind in SCORERS.items()]
 
 
-def _describe(name: str, kind: type[Any]) -> ScorerInfo:
+def _describe(name: str, kind: type[Scorer]) -> ScorerInfo:
     docs = attribute_docs(kind)
     parameters = tuple(
-        Parameter(field.name, type_words(field.annotation), field.default_json, docs.get(field.name, ""))
-        for field in _parameters(kind).values()
+        Parameter(info.alias or key, type_words(info.annotation), _default_json(info), docs.get(key, ""))
+        for key, info in kind.model_fields.items()
     )
     return ScorerInfo(name, kind.VERSION, summary(kind), parameters, kind.ISOLATION)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    annotation: Any
-    adapter: TypeAdapter[Any]
-    required: bool
-    default_json: str
-
-
-_FIELDS: dict[type[Any], dict[str, _Field]] = {}  # building a validator takes longer than using it
-
-
-def _parameters(kind: type[Any]) -> dict[str, _Field]:
-    if kind not in _FIELDS:
-        _FIELDS[kind] = _read_parameters(kind)
-    return _FIELDS[kind]
-
-
-def _read_parameters(kind: type[Any]) -> dict[str, _Field]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {
-        field.name: _Field(
-            field.name, hints[field.name], TypeAdapter(hints[field.name]), _is_required(field), _default_json(field)
-        )
-        for field in dataclasses.fields(kind)
-        if field.init
-    }
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is _REQUIRED and field.default_factory is _REQUIRED
-
-
-def _default_json(field: dataclasses.Field[Any]) -> str:
-    if _is_required(field):
+def _default_json(info: FieldInfo) -> str:
+    if info.is_required():
         return ""
-    default = field.default if field.default_factory is _REQUIRED else field.default_factory()
-    return to_json(default, inf_nan_mode="constants").decode()
+    return to_json(info.get_default(call_default_factory=True), inf_nan_mode="constants").decode()
 
 
-def _checked(scorer: str, field: _Field, value: Any, place: str) -> Any:
-    """As JSON, strictly: a list may be a tuple there and an integer a number, and nothing else becomes what it
-    is not.
-    """
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ScorerError(f"{place}.arguments.{field.name}: {error}") from None
-    try:
-        return field.adapter.validate_json(text, strict=True)
-    except ValidationError as error:
-        fault = error.errors()[0]
-    if isinstance(value, float) and not math.isfinite(value):
-        reason = "a finite number"
-    elif (
-        fault["type"].endswith(("_type", "_parsing", "literal_error", "missing", "too_short", "too_long"))
-        or "ctx" not in fault
-    ):
-        reason = type_words(field.annotation)
-    else:
-        reason = fault["msg"].removeprefix("Input should be ")
-    near = nearest(value, _choices(field.annotation)) if isinstance(value, str) else ""
-    meant = f"; did you mean {near}?" if near else ""
-    raise ScorerError(
-        f"{place}.arguments.{field.name}: scorer {scorer} needs {reason} there, got {shown(value)}{meant}"
+def _explained(
+    scorer: str, kind: type[Scorer], error: ValidationError, arguments: Mapping[str, Any], place: str
+) -> str:
+    """The first fault in one line."""
+    faults = error.errors()
+    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
+    fields = {info.alias or key: info for key, info in kind.model_fields.items()}
+    name = str(fault["loc"][0]) if fault["loc"] else ""
+    if fault["type"] == "extra_forbidden":
+        near = nearest(name, fields)
+        return (
+            f"{place}.arguments.{printable(name)}: scorer {scorer} has no such argument; "
+            + (f"did you mean {near}? " if near else "")
+            + (f"It takes {', '.join(fields)}" if fields else "It takes none")
+        )
+    if fault["type"] == "missing" and len(fault["loc"]) == 1:
+        return f"{place}.arguments.{name} is missing: scorer {scorer} needs it"
+    message = fault["msg"].removeprefix("Value error, ")
+    if not name:
+        return f"{place}.arguments of scorer {scorer}: {message}"
+    value = arguments[name]
+    if fault["type"] == "value_error":
+        return f"{place}.arguments.{name}: {message} (got {shown(value)})"
+    wrong_type = "ctx" not in fault or fault["type"].endswith(
+        ("_type", "_parsing", "literal_error", "missing", "too_short", "too_long")
     )
+    reason = type_words(fields[name].annotation) if wrong_type else message.removeprefix("Input should be ")
+    near = nearest(value, _choices(fields[name].annotation)) if isinstance(value, str) else ""
+    meant = f"; did you mean {near}?" if near else ""
+    return f"{place}.arguments.{name}: scorer {scorer} needs {reason} there, got {shown(value)}{meant}"
 
 
 _NAMES: dict[Any, str] = {

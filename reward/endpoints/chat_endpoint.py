@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, ScoreItem, Unscored
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.endpoints.http_client import (
     Fault,
     HttpClient,
@@ -71,18 +72,17 @@ class Quote:
     highest_price: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatEndpoint:
+class ChatEndpoint(Scorer):
     """What every judge behind a chat endpoint has in common: its parameters, and how it asks.
 
     Limits, spending and connections belong to the object: build it once and share it.
     """
 
-    ISOLATION: ClassVar[Isolation] = "remote"
+    ISOLATION = "remote"
 
     base_url: str
     """Up to `/chat/completions`, which is added: e.g. `http://127.0.0.1:8000/v1`."""
-    model: str
+    model: Annotated[str, Field(min_length=1)]
     """The model's name at the endpoint."""
     api_key_env: str = ""
     """Name of the environment variable that holds the API key, sent as bearer token; empty: none is sent."""
@@ -90,56 +90,41 @@ class ChatEndpoint:
     """System message before the question; empty: none."""
     temperature: float = 0.0
     """Sampling temperature of the judge; -1: the endpoint's own (some models accept no other)."""
-    max_tokens: int = 1024
+    max_tokens: Annotated[int, Field(ge=1)] = 1024
     """Longest answer of the judge in tokens, its thoughts included."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """What the endpoint calls that."""
-    extra_body: dict[str, str | int | float | bool] = field(default_factory=dict)
+    extra_body: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """More fields of the request, e.g. `{reasoning_effort = "low"}`."""
-    max_concurrent: int = 16
+    max_concurrent: Annotated[int, Field(ge=1)] = 16
     """Requests under way at once."""
-    requests_per_minute: int = 0
+    requests_per_minute: Annotated[int, Field(ge=0)] = 0
     """Most requests in any minute, every attempt counted; they are spread evenly. 0: no limit."""
-    tokens_per_minute: int = 0
+    tokens_per_minute: Annotated[int, Field(ge=0)] = 0
     """Most tokens in any minute, of prompts and answers: estimated before a request, corrected after it. 0: no limit.
     """
-    max_attempts: int = 4
+    max_attempts: Annotated[int, Field(ge=1)] = 4
     """Requests that one question may cost: connection errors, 429, 5xx, time-outs and (above temperature 0) verdicts
     that cannot be read are tried again.
     """
-    timeout_seconds: float = 60.0
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Longest wait for one attempt."""
-    deadline_seconds: float = 180.0
+    deadline_seconds: Annotated[float, Field(gt=0.0)] = 180.0
     """Longest time of one question, all attempts and pauses included, from the moment it has one of the
     `max_concurrent` places and room in the rates.
     """
-    prompt_price: float = 0.0
+    prompt_price: Annotated[float, Field(ge=0.0)] = 0.0
     """Price of a million prompt tokens, in the currency of `max_spend`."""
-    completion_price: float = 0.0
+    completion_price: Annotated[float, Field(ge=0.0)] = 0.0
     """Price of a million answer tokens."""
-    max_spend: float = 0.0
+    max_spend: Annotated[float, Field(ge=0.0)] = 0.0
     """Most that may be spent since the service started; items that do not fit are unscored (`limit`). 0: no cap."""
-    _portal: SessionPortal[EndpointSession] = field(init=False, repr=False, compare=False)
+    _portal: SessionPortal[EndpointSession] = PrivateAttr()
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         check_url("base_url", self.base_url)
-        if not self.model:
-            raise ValueError("model is empty")
-        if min(self.max_tokens, self.max_concurrent, self.max_attempts) < 1:
-            raise ValueError("max_tokens, max_concurrent and max_attempts must be at least 1")
         if not (0.0 <= self.temperature <= 2.0 or self.temperature == -1.0):
             raise ValueError("temperature must be from 0 to 2, or -1 for the endpoint's own")
-        numbers = (
-            self.requests_per_minute,
-            self.tokens_per_minute,
-            self.prompt_price,
-            self.completion_price,
-            self.max_spend,
-        )
-        if not all(number >= 0 and math.isfinite(number) for number in numbers):
-            raise ValueError("limits and prices must be finite and at least 0")
-        if not (0.0 < self.timeout_seconds < math.inf and 0.0 < self.deadline_seconds < math.inf):
-            raise ValueError("timeout_seconds and deadline_seconds must be finite and above 0")
         if self.requests_per_minute and 60.0 / self.requests_per_minute >= self.deadline_seconds:
             raise ValueError("requests_per_minute makes a request wait longer than deadline_seconds allows")
         if self.max_spend and not (self.prompt_price or self.completion_price):
@@ -147,7 +132,7 @@ class ChatEndpoint:
         if own := sorted(_OWN_FIELDS & set(self.extra_body)):
             raise ValueError(f"extra_body must not hold {own[0]}")
         read_key(self.api_key_env)
-        object.__setattr__(self, "_portal", SessionPortal("judge", self._open_session))
+        self._portal = SessionPortal("judge", self._open_session)
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
-from tandem.reward.registry import BUILT_IN, RUBRIC, ScorerSpec, is_import_path, make_spec, nearest, printable
+from tandem.reward.registry import RUBRIC, SCORERS, ScorerSpec, is_import_path, make_spec, nearest, printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Catalogue:
         declared = {}
         for name, one in config.scorers.items():
             place = f"reward.scorers.{printable(name)}"
-            if name in BUILT_IN or name == RUBRIC or not name or len(name) > 64 or not _is_name(name):
-                what = "is taken" if name in BUILT_IN or name == RUBRIC else "should be up to 64 letters, digits, . _ -"
+            if name in SCORERS or name == RUBRIC or not name or len(name) > 64 or not _is_name(name):
+                what = "is taken" if name in SCORERS or name == RUBRIC else "should be up to 64 letters, digits, . _ -"
                 raise ScorerError(f"{place}: the name {what}; give it another")
             declared[name] = make_spec(one.scorer, one.arguments, place)
         return cls(declared)
@@ -52,8 +52,8 @@ class Catalogue:
 
     def _refuse_what_is_the_recipes(self, scorer: str, arguments: Mapping[str, Any], place: str) -> None:
         remedy = "the service's recipe can declare it under a name in reward.scorers"
-        if scorer not in BUILT_IN:
-            names = [*self.declared, *(name for name in BUILT_IN if BUILT_IN[name].ISOLATION != "remote")]
+        if scorer not in SCORERS:
+            names = [*self.declared, *(name for name in SCORERS if SCORERS[name].ISOLATION != "remote")]
             if is_import_path(scorer):
                 raise ScorerError(
                     f"{place}.scorer {scorer!r:.100}: a rubric sent to a service names no import path; {remedy}"
@@ -64,12 +64,12 @@ class Catalogue:
                 + (f"did you mean {near}? " if near else "")
                 + f"There are {', '.join(names)}"
             )
-        if BUILT_IN[scorer].ISOLATION == "remote":
+        if SCORERS[scorer].ISOLATION == "remote":
             raise ScorerError(
                 f"{place}.scorer {scorer}: it names a folder or an address, which a client cannot; {remedy}"
             )
         for name in arguments:
-            if name in getattr(BUILT_IN[scorer], "RECIPE_ONLY", ()):
+            if name in SCORERS[scorer].RECIPE_ONLY:
                 raise ScorerError(f"{place}.arguments.{name}: a client cannot set it; {remedy}")
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.sandbox.test_cases import Comparison, Test, UnusableTestsError, parse_tests, spread
 from tandem.reward.text.extraction import last_code_block
 
@@ -44,8 +44,7 @@ _WAITING = (
 _SLACK_SECONDS = 60.0  # a run may be lost with its sandbox, and what makes sandboxes be replaced
 
 
-@dataclass(frozen=True, slots=True)
-class CodeTests:
+class CodeTests(Scorer):
     """1 if the program in the answer passes all its tests, else 0; or the share of them that it passes.
 
     Ground truths (or JSON text of them): `{"inputs": [...], "outputs": [...]}` for programs that read and print, with
@@ -69,26 +68,26 @@ class CodeTests:
         1.0
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "sandbox"
-    PRELOAD: ClassVar[tuple[str, ...]] = ("tandem.reward.sandbox.trial",)
-    RECIPE_ONLY: ClassVar[tuple[str, ...]] = ("allow_unsandboxed", "packages", "memory_bytes", "seconds_per_answer")
+    VERSION = "1"
+    ISOLATION = "sandbox"
+    PRELOAD = ("tandem.reward.sandbox.trial",)
+    RECIPE_ONLY = ("allow_unsandboxed", "packages", "memory_bytes", "seconds_per_answer")
 
     extract: Literal["last_block", "whole"] = "last_block"
     """Where the program is: in the last closed block between lines of three backticks, or it is the whole answer."""
     partial: bool = False
     """The score is the share of tests passed, and all are run. Otherwise the first failure ends it."""
-    max_tests: int = 0
+    max_tests: Annotated[int, Field(ge=0)] = 0
     """Most tests to run, taken evenly from the first to the last; 0: all."""
-    seconds_per_test: float = 6.0
+    seconds_per_test: Annotated[float, Field(gt=0.0)] = 6.0
     """Processor time of one test. A program that waits instead of working has about twice as long."""
-    seconds_per_answer: float = 60.0
+    seconds_per_answer: Annotated[float, Field(le=3600.0)] = 60.0
     """For all tests of an answer; those that find no time left fail (`time`)."""
-    memory_bytes: int = 1 << 30
-    """Address space of the program."""
+    memory_bytes: Annotated[int, Field(ge=128 << 20)] = 1 << 30
+    """Address space of the program. An interpreter alone takes a good part of the 128 MiB that are the least."""
     comparison: Comparison = "tokens"
     """Of printed output: the same words however the lines break, or the same words in every line."""
-    tolerance: float = 1e-6
+    tolerance: Annotated[float, Field(ge=0.0)] = 1e-6
     """Largest difference between numbers that are not both integers, relative to the wanted one where that is above 1.
     """
     prelude: str = PRELUDE
@@ -100,17 +99,11 @@ class CodeTests:
     network.
     """
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
-            raise ValueError("tolerance must be finite and at least 0")
-        if self.max_tests < 0:
-            raise ValueError("max_tests must be at least 0")
-        if not 0 < self.seconds_per_test <= self.seconds_per_answer <= 3600:
-            raise ValueError("seconds_per_test must be above 0, and seconds_per_answer between it and 3600")
-        if self.memory_bytes < 128 << 20:
-            raise ValueError(
-                "memory_bytes must be at least 128 MiB (134217728): an interpreter alone takes a good part of that"
-            )
+    @model_validator(mode="after")
+    def _a_test_fits_in_an_answer(self) -> Self:
+        if self.seconds_per_test > self.seconds_per_answer:
+            raise ValueError("seconds_per_test is above seconds_per_answer: lower it, or raise the other")
+        return self
 
     @property
     def longest_seconds(self) -> float:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.ground_truth import accepted_texts, unusable
 
 _RIGHT, _WRONG = Scored(1.0), Scored(0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ExactMatch:
+class ExactMatch(Scorer):
     """1 if answer and ground truth are the same text, else 0. White space around either never counts.
 
     The ground truth is a text, a number, or a list of those, any of which is right.
@@ -23,8 +19,8 @@ class ExactMatch:
         Scored(value=1.0, breakdown={})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     ignore_case: bool = False
     """Capitals and small letters are the same."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import cached_property
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names, outside, places_of
+from tandem.reward.text.patterns import Pattern
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
+class Format(Scorer):
     r"""1 if every part of the answer is there and matches its pattern, and the whole matches `pattern`, else 0; or the
     share that does.
 
@@ -24,38 +26,36 @@ class Format:
         Scored(value=0.0, breakdown={'think': 1.0, 'answer': 0.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "worker"
+    VERSION = "1"
+    ISOLATION = "worker"
 
     order: tuple[str, ...] = ("think", "answer")
     """Names of the parts in the order in which they must come."""
-    parts: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, Pattern] = Field(default_factory=dict)
     r"""Name of a part → what all of its content must match; `.` matches line breaks too: `{answer = '-?\d+'}`. A part
     without a pattern must not be empty.
     """
-    pattern: str = ""
+    pattern: Pattern = ""
     """What the whole answer must match; "": anything."""
     only: bool = False
     """Nothing but white space may stand before, between and behind the parts."""
     partial: bool = False
     """The score is the share of the parts (and of `pattern`, and `only`) that are right, not all or nothing."""
-    _compiled: dict[str, re.Pattern[str]] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _patterns_fit_parts(self) -> Self:
         check_names(self.order)
         if not (self.order or self.pattern):
             raise ValueError("order or pattern must be given")
         for name in self.parts:
             if name not in self.order:
                 raise ValueError(f"parts.{name}: order has no {name}, but {', '.join(self.order) or 'nothing'}")
-        compiled = {}
-        for name, pattern in {**dict.fromkeys(self.order, ".+"), **self.parts, "": self.pattern}.items():
-            try:
-                compiled[name] = re.compile(pattern, re.DOTALL)
-            except re.error as error:
-                place = f"parts.{name}" if name else "pattern"
-                raise ValueError(f"{place} {pattern!r} is not a regular expression: {error}") from None
-        object.__setattr__(self, "_compiled", compiled)
+        return self
+
+    @cached_property
+    def _compiled(self) -> dict[str, re.Pattern[str]]:
+        patterns = {**dict.fromkeys(self.order, ".+"), **self.parts, "": self.pattern}
+        return {name: re.compile(pattern, re.DOTALL) for name, pattern in patterns.items()}
 
     def judge(self, item: ScoreItem) -> Score:
         text, order = item.solution, self.order

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, cast
+
+from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.contracts import AnyJudge, BatchJudge, Closable, Isolation, RemoteJudge
+from tandem.reward.contracts import AnyJudge, BatchJudge, Closable, RemoteJudge, Scorer
+from tandem.reward.registry import SCORERS, make_judge
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.scorers.pairwise import split_groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRank:
+class GroupRank(Scorer):
     """The share of its group that an answer beats by another scorer's values: from 0 (none) to 1 (all), a tie counts
     half.
 
@@ -30,31 +31,29 @@ class GroupRank:
         >>> ranks.close()
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "remote"
-    GROUPED: ClassVar[bool] = True
+    VERSION = "1"
+    ISOLATION = "remote"
+    GROUPED = True
     """Its scores hold for a whole group: one answer of it cannot be scored again alone."""
 
     scorer: str
     """The built-in scorer whose values are compared; one that needs no worker process: `reward_model`, `judge`,
     `remote`, `numeric`, …
     """
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = Field(default_factory=dict)
     """Its arguments."""
-    _judge: AnyJudge = field(init=False, repr=False, compare=False)
-    _remote: bool = field(init=False, repr=False, compare=False)
+    _judge: AnyJudge = PrivateAttr()
+    _remote: bool = PrivateAttr()
 
-    def __post_init__(self) -> None:
-        from tandem.reward.registry import BUILT_IN, make_judge  # which imports this module
-
-        kind = BUILT_IN.get(self.scorer)
+    def model_post_init(self, context: Any, /) -> None:
+        kind = SCORERS.get(self.scorer)
         if kind is None:
             raise ValueError(f"scorer {self.scorer!r} is no built-in scorer")
-        if kind.ISOLATION not in ("in_process", "remote") or getattr(kind, "GROUPED", False):
-            why = "compares groups itself" if getattr(kind, "GROUPED", False) else "needs a worker process"
+        if kind.ISOLATION not in ("in_process", "remote") or kind.GROUPED:
+            why = "compares groups itself" if kind.GROUPED else "needs a worker process"
             raise ValueError(f"scorer {self.scorer!r} {why}; a rank takes one that does not")
-        object.__setattr__(self, "_judge", make_judge(self.scorer, self.arguments))
-        object.__setattr__(self, "_remote", kind.ISOLATION == "remote")
+        self._judge = make_judge(self.scorer, self.arguments)
+        self._remote = kind.ISOLATION == "remote"
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.ground_truth import accepted_texts, unusable
 
 _RUN = r"-?[0-9.,]+"
@@ -15,8 +16,7 @@ _MARKED = re.compile(f"#### ({_RUN})")
 _ANYWHERE = re.compile(_RUN)
 
 
-@dataclass(frozen=True, slots=True)
-class Gsm8k:
+class Gsm8k(Scorer):
     """1 if the number behind the last `#### ` is the ground truth, written the same way; `format_score` for another
     number; else 0.
 
@@ -29,8 +29,8 @@ class Gsm8k:
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     method: Literal["strict", "flexible"] = "strict"
     """`strict`: the number stands behind `#### `, and its commas are dropped. `flexible`: the last run of digits, dots
@@ -38,12 +38,8 @@ class Gsm8k:
     """
     format_score: float = 0.0
     """Score of an answer that has a number, but the wrong one."""
-    last_characters: int = 300
+    last_characters: Annotated[int, Field(ge=0)] = 300
     """Only so many characters at the end are read; 0: all."""
-
-    def __post_init__(self) -> None:
-        if self.last_characters < 0:
-            raise ValueError("last_characters must be at least 0")
 
     def judge(self, item: ScoreItem) -> Score:
         accepted = accepted_texts(item.ground_truth)

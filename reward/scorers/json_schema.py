@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
 from tandem.reward.text.extraction import last_code_block, last_tagged
 from tandem.reward.text.ground_truth import shown, unusable
@@ -27,8 +28,7 @@ class _BeyondError(ValueError):
     """The answer holds what this scorer does not read."""
 
 
-@dataclass(frozen=True, slots=True)
-class JsonSchema:
+class JsonSchema(Scorer):
     """1 if the answer is JSON that follows the schema, `format_score` if it is other JSON, else 0.
 
     The schema is a parameter or the item's ground truth (an object, or its JSON text), of the draft that its `$schema`
@@ -37,15 +37,15 @@ class JsonSchema:
     a worker process. JSON nested deeper than 100 and numbers of more than 4,000 digits are unscored (`limit`).
 
     Example:
-        >>> JsonSchema('{"type": "object", "required": ["city"]}').judge(ScoreItem("", '{"city": "Oslo"}', None))
+        >>> JsonSchema(schema='{"type": "object", "required": ["city"]}').judge(ScoreItem("", '{"city": "Oslo"}', None))
         Scored(value=1.0, breakdown={'json': 1.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "worker"
-    PRELOAD: ClassVar[tuple[str, ...]] = ("jsonschema",)
+    VERSION = "1"
+    ISOLATION = "worker"
+    PRELOAD = ("jsonschema",)
 
-    schema: str = ""
+    json_schema: Annotated[str, Field(alias="schema")] = ""
     """The schema as JSON text; "": every item's ground truth is its schema."""
     source: Literal["auto", "answer", "code_block"] = "auto"
     """Where the JSON stands: in the last block of code, or it is all of the answer; `auto`: in a block if there is one.
@@ -55,16 +55,18 @@ class JsonSchema:
     format_score: float = 0.0
     """Score of JSON that does not follow the schema."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _schema_is_one(self) -> Self:
         check_names([self.tag] if self.tag else [])
-        if self.schema:
+        if self.json_schema:
             try:
-                _validator(self.schema)
+                _validator(self.json_schema)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"schema {_one_line(error)}") from None
+        return self
 
     def judge(self, item: ScoreItem) -> Score:
-        schema = self.schema or _schema_text(item.ground_truth)
+        schema = self.json_schema or _schema_text(item.ground_truth)
         if schema is None:
             return unusable(item.ground_truth, "no JSON schema (an object, true, false, or the JSON text of one)")
         try:

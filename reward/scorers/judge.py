@@ -6,8 +6,9 @@ import asyncio
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.endpoints.chat_endpoint import ChatEndpoint, EndpointSession
@@ -34,7 +35,6 @@ Give a grade from 0 (wrong or useless) to 10 (right and complete). Think briefly
 with one line of JSON: {"score": <grade>}"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerativeJudge(ChatEndpoint):
     """The grade that a chat model gives the answer, as the model gives it: a number from `lowest` to `highest`, or the
     number of its label.
@@ -51,7 +51,7 @@ class GenerativeJudge(ChatEndpoint):
         >>> judge.close()
     """
 
-    VERSION: ClassVar[str] = "1"
+    VERSION = "1"
 
     template: str = TEMPLATE
     """The user's message, with `{question}`, `{answer}`, `{ground_truth}`, `{data_source}` and `{extra_info.NAME}`
@@ -65,30 +65,29 @@ class GenerativeJudge(ChatEndpoint):
     """
     score_key: str = "score"
     """Key of the verdict in the last JSON object of the judge's answer that has it."""
-    labels: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, float] = Field(default_factory=dict)
     """Numbers of verdicts that are words, e.g. `{CORRECT = 1.0, INCORRECT = 0.0}`; empty: the verdict is a number."""
     lowest: float = 0.0
     """Lowest grade of the scale."""
     highest: float = 10.0
     """Highest grade of the scale."""
-    votes: int = 1
+    votes: Annotated[int, Field(ge=1)] = 1
     """Answers of the judge for one item; more than one needs a temperature."""
     combine: Combine = "mean"
     """How votes become one number; `majority`: the most frequent, of equally frequent ones the lowest."""
-    _prompt: PromptTemplate = field(init=False, repr=False, compare=False)
-    _reader: VerdictReader = field(init=False, repr=False, compare=False)
+    _prompt: PromptTemplate = PrivateAttr()
+    _reader: VerdictReader = PrivateAttr()
 
-    def __post_init__(self) -> None:
-        ChatEndpoint.__post_init__(self)
-        if not 1 <= self.votes <= self.max_concurrent:
-            raise ValueError("votes must be from 1 to max_concurrent")
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        if self.votes > self.max_concurrent:
+            raise ValueError("votes must be at most max_concurrent")
         if self.votes > 1 and self.temperature == 0.0:
             raise ValueError("votes at temperature 0 would all be the same; set a temperature")
-        reader = VerdictReader(
+        self._prompt = PromptTemplate(self.template)
+        self._reader = VerdictReader(
             pattern=self.pattern, key=self.score_key, labels=self.labels, lowest=self.lowest, highest=self.highest
         )
-        object.__setattr__(self, "_reader", reader)
-        object.__setattr__(self, "_prompt", PromptTemplate(self.template))
 
     async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
         async def fill(number: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import ClassVar, Literal
+from functools import cached_property, lru_cache
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 
 _LANGUAGES = {
     "Arabic": "ar fa ps ur",
@@ -66,8 +67,7 @@ _ONE_LINE = frozenset({"$", "`"})
 _ASCII_WORD = re.compile(r"[A-Za-z]+")
 
 
-@dataclass(frozen=True, slots=True)
-class LanguageConsistency:
+class LanguageConsistency(Scorer):
     """The share of the answer's words that are written in the scripts of `language`, from 0 to 1; 0 for an answer
     without a word.
 
@@ -78,12 +78,12 @@ class LanguageConsistency:
     ground truth is not looked at.
 
     Example:
-        >>> LanguageConsistency("ru").judge(ScoreItem("", "Ответ: the answer $x$ верен", None))
+        >>> LanguageConsistency(language="ru").judge(ScoreItem("", "Ответ: the answer $x$ верен", None))
         Scored(value=0.5, breakdown={})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     language: str = "en"
     """Code of the language (ISO 639): en, zh, ja, ru, …"""
@@ -93,9 +93,9 @@ class LanguageConsistency:
     """What is counted. A Latin word of ten letters weighs as much as one Chinese character, or as ten of them."""
     ignore_formulas: bool = True
     r"""What stands between `$`, `$$`, `\(` and `\)`, `\[` and `\]` or backticks is not counted."""
-    _wanted: frozenset[str] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _scripts_are_known(self) -> Self:
         known = frozenset().union(*SCRIPTS.values())
         if unknown := [script for script in self.scripts if script not in known]:
             raise ValueError(f"scripts: {unknown[0]!r} is unknown; there are {', '.join(sorted(known))}")
@@ -103,7 +103,11 @@ class LanguageConsistency:
             raise ValueError(
                 f"language {self.language!r} is unknown; there are {', '.join(sorted(SCRIPTS))}, or give scripts"
             )
-        object.__setattr__(self, "_wanted", frozenset(self.scripts) or SCRIPTS[self.language])
+        return self
+
+    @cached_property
+    def _wanted(self) -> frozenset[str]:
+        return frozenset(self.scripts) or SCRIPTS[self.language]
 
     def judge(self, item: ScoreItem) -> Score:
         text = without_formulas(item.solution) if self.ignore_formulas else item.solution

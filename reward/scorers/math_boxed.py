@@ -3,11 +3,9 @@ r"""MATH: the content of the last `\boxed{…}`, compared as LaTeX text after it
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import ClassVar
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import braced
 from tandem.reward.text.ground_truth import accepted_texts, unusable
 
@@ -16,8 +14,7 @@ _DROPPED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 _SLASHED = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
 
 
-@dataclass(frozen=True, slots=True)
-class MathBoxed:
+class MathBoxed(Scorer):
     r"""1 if the last box of the answer holds the ground truth, both written in one way, else 0.
 
     The rule of the MATH benchmark (arXiv:2103.03874), to which published rewards keep: texts are compared, so `0.75` is
@@ -32,8 +29,8 @@ class MathBoxed:
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     def judge(self, item: ScoreItem) -> Score:
         accepted = accepted_texts(item.ground_truth)

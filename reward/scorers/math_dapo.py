@@ -3,11 +3,9 @@ r"""DAPO's rule for mathematics: what stands behind `Answer:` at the end of the 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import ClassVar
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed
 from tandem.reward.text.ground_truth import accepted_texts, unusable
 
@@ -63,8 +61,7 @@ _SHORT_FRACTION = re.compile(r"(frac)([^{])(.)")
 _SHORT_ROOT = re.compile(r"(sqrt)([^{])")
 
 
-@dataclass(frozen=True, slots=True)
-class MathDapo:
+class MathDapo(Scorer):
     r"""1 if the answer ends with the ground truth, else -1. Only its last 300 characters count.
 
     The rule of DAPO (arXiv:2503.14476): what stands behind the last `Answer:` up to the end of its line, written in one
@@ -77,8 +74,8 @@ class MathDapo:
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     strict_box: bool = False
     r"""Only the last `\boxed{…}` of the last 100 characters counts, compared as it is."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from pydantic import field_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed, last_tagged
 from tandem.reward.text.ground_truth import unusable
 
@@ -22,8 +24,16 @@ _CUE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MultipleChoice:
+class _Patterns(NamedTuple):
+    """How a letter may be written, for one set of choices."""
+
+    cue: re.Pattern[str]
+    line: re.Pattern[str]
+    bracketed: re.Pattern[str]
+    alone: re.Pattern[str]
+
+
+class MultipleChoice(Scorer):
     r"""1 if the letter that the answer settles on is the ground truth, else 0; no letter is a wrong answer.
 
     Read is the last `<answer>…</answer>` if there is one, else everything. There, the first of these that occurs, and
@@ -39,31 +49,33 @@ class MultipleChoice:
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     choices: str = "ABCD"
     """The letters or digits there are to choose from."""
     strict: bool = False
     """A letter on its own in a sentence is no answer."""
-    _cue: re.Pattern[str] = field(init=False, repr=False, compare=False)
-    _line: re.Pattern[str] = field(init=False, repr=False, compare=False)
-    _bracketed: re.Pattern[str] = field(init=False, repr=False, compare=False)
-    _alone: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if len(self.choices) < 2 or len(set(self.choices.upper())) != len(self.choices):
-            raise ValueError("choices must be at least two different letters")
-        if not (self.choices.isascii() and self.choices.isalnum()):
-            raise ValueError("choices must be ASCII letters or digits")
-        object.__setattr__(self, "choices", self.choices.upper())
+    @field_validator("choices")
+    @classmethod
+    def _different_letters(cls, choices: str) -> str:
+        if len(choices) < 2 or len(set(choices.upper())) != len(choices):
+            raise ValueError("must be at least two different letters")
+        if not (choices.isascii() and choices.isalnum()):
+            raise ValueError("must be ASCII letters or digits")
+        return choices.upper()
+
+    @cached_property
+    def _patterns(self) -> _Patterns:
         one, either = f"([{self.choices}])", f"([{self.choices}{self.choices.lower()}])"
         # Every repetition is bounded, so each of these takes linear time.
-        set_ = object.__setattr__
-        set_(self, "_cue", re.compile(rf"{_CUE}(?:{one}(?![\w'])|(?<=\(){either}(?=\)))"))
-        set_(self, "_line", re.compile(rf"[\s*_(\[]{{0,8}}{either}[\])*_]{{0,4}}[.):](?!\w)"))
-        set_(self, "_bracketed", re.compile(rf"\({either}\)|\[{either}\]|\*\*{either}\*\*|\*\*{either}[.):]"))
-        set_(self, "_alone", re.compile(rf"(?<![\w'\\]){one}(?![\w'])(?!(?<=[AI]) [a-z])"))
+        return _Patterns(
+            cue=re.compile(rf"{_CUE}(?:{one}(?![\w'])|(?<=\(){either}(?=\)))"),
+            line=re.compile(rf"[\s*_(\[]{{0,8}}{either}[\])*_]{{0,4}}[.):](?!\w)"),
+            bracketed=re.compile(rf"\({either}\)|\[{either}\]|\*\*{either}\*\*|\*\*{either}[.):]"),
+            alone=re.compile(rf"(?<![\w'\\]){one}(?![\w'])(?!(?<=[AI]) [a-z])"),
+        )
 
     def judge(self, item: ScoreItem) -> Score:
         accepted = self._accepted(item.ground_truth)
@@ -76,14 +88,15 @@ class MultipleChoice:
         """The letter an answer settles on, "" if none."""
         tagged = last_tagged(solution, "answer")
         text = solution if tagged is None else tagged
+        cue, line, bracketed, alone = self._patterns
         box = last_boxed(text)
         return (
             self._bare(text)
             or (self._bare(box) if box is not None else "")
-            or _last(self._cue, text)
-            or _first(self._line.match(text.rstrip().rpartition("\n")[2]))
-            or _last(self._bracketed, text)
-            or ("" if self.strict else _last(self._alone, text))
+            or _last(cue, text)
+            or _first(line.match(text.rstrip().rpartition("\n")[2]))
+            or _last(bracketed, text)
+            or ("" if self.strict else _last(alone, text))
         )
 
     def _accepted(self, ground_truth: Any) -> set[str] | None:

@@ -6,12 +6,13 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.ground_truth import unusable
 from tandem.reward.text.numbers import finite
 
@@ -27,8 +28,7 @@ _NUMBER = re.compile(
 _LAST_MATCHES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class NumericEquality:
+class NumericEquality(Scorer):
     """1 if the last number of the answer equals the ground truth within `tolerance`, else 0; no number is a wrong
     answer.
 
@@ -39,19 +39,15 @@ class NumericEquality:
         Scored(value=1.0, breakdown={})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
-    tolerance: float = 1e-6
+    tolerance: Annotated[float, Field(ge=0.0)] = 1e-6
     """Largest accepted difference, relative to the ground truth where that is above 1."""
     marker: str = ""
     """If set, e.g. `####`, the number is the first one after the last marker that has one; without it the answer is
     wrong.
     """
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.tolerance) and self.tolerance >= 0):
-            raise ValueError("tolerance must be finite and at least 0")
 
     def judge(self, item: ScoreItem) -> Score:
         truth = _number_of(item.ground_truth)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.length import Unit, measured
 
 
-@dataclass(frozen=True, slots=True)
-class Overlong:
+class Overlong(Scorer):
     """0, and below it for answers that come near the longest one allowed: DAPO's soft overlong punishment
     (arXiv:2503.14476, eq. 13).
 
@@ -24,25 +23,25 @@ class Overlong:
         Scored(value=-0.75, breakdown={'length': 95.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     max_length: int
     """The longest answer that goes with less than the whole penalty."""
-    buffer: int
+    buffer: Annotated[int, Field(ge=1)]
     """Over how much length before `max_length` the penalty rises."""
-    factor: float = 1.0
+    factor: Annotated[float, Field(ge=0.0)] = 1.0
     """The penalty at `max_length`."""
     unit: Unit = "tokens"
     """What length is counted in: tokens, as told by `extra_info.num_tokens`, or characters."""
     beyond: Literal["flat", "ramp"] = "flat"
     """Past `max_length` the penalty stays at `factor` as in the paper, or goes on rising as in verl."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.buffer <= self.max_length:
-            raise ValueError("buffer must be at least 1 and at most max_length")
-        if not (math.isfinite(self.factor) and self.factor >= 0):
-            raise ValueError("factor must be finite and at least 0")
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> Self:
+        if self.buffer > self.max_length:
+            raise ValueError("buffer must be at most max_length")
+        return self
 
     def judge(self, item: ScoreItem) -> Score:
         length = measured(item, self.unit)

@@ -12,8 +12,9 @@ import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, Any
+
+from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.endpoints.chat_endpoint import ChatEndpoint, EndpointSession
@@ -39,7 +40,6 @@ Think briefly, then end with your verdict: [[A]] if answer A is better, [[B]] if
 Pair = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pairwise(ChatEndpoint):
     """The share of its group that an answer beats when a chat model compares them two by two: from 0 (none) to 1 (all),
     a tie counts half.
@@ -56,8 +56,8 @@ class Pairwise(ChatEndpoint):
         >>> judge.close()
     """
 
-    VERSION: ClassVar[str] = "1"
-    GROUPED: ClassVar[bool] = True
+    VERSION = "1"
+    GROUPED = True
     """Its scores hold for a whole group: one answer of it cannot be scored again alone."""
 
     template: str = TEMPLATE
@@ -67,7 +67,7 @@ class Pairwise(ChatEndpoint):
     """
     question_field: str = "prompt"
     """Key of `extra_info` with the question: text, or chat messages."""
-    pattern: str = r"\[\[(A|B|TIE)\]\]"
+    pattern: Annotated[str, Field(min_length=1)] = r"\[\[(A|B|TIE)\]\]"
     """Regular expression whose last match (its first group, if it has one) is the verdict."""
     a_wins: str = "A"
     """Verdict for the first answer."""
@@ -78,25 +78,21 @@ class Pairwise(ChatEndpoint):
     swap: bool = True
     """False: each pair is shown once, in random order; half the cost, and a judge's liking for a place stays as noise.
     """
-    opponents: int = 0
+    opponents: Annotated[int, Field(ge=0)] = 0
     """Others that an answer is compared with, chosen at random (the same for the same texts), rounded up to an even
     number; 0: all.
     """
-    _prompt: PromptTemplate = field(init=False, repr=False, compare=False)
-    _reader: VerdictReader = field(init=False, repr=False, compare=False)
+    _prompt: PromptTemplate = PrivateAttr()
+    _reader: VerdictReader = PrivateAttr()
 
-    def __post_init__(self) -> None:
-        ChatEndpoint.__post_init__(self)
-        if self.opponents < 0:
-            raise ValueError("opponents must be at least 0")
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
         labels = {self.a_wins: 1.0, self.b_wins: 0.0, self.tie: 0.5}
-        if len({label.strip().casefold() for label in labels}) < 3 or not self.pattern:
-            raise ValueError("a_wins, b_wins and tie must differ, and pattern must not be empty")
-        reader = VerdictReader(pattern=self.pattern, key="", labels=labels, lowest=0.0, highest=1.0)
+        if len({label.strip().casefold() for label in labels}) < 3:
+            raise ValueError("a_wins, b_wins and tie must differ")
+        self._reader = VerdictReader(pattern=self.pattern, key="", labels=labels, lowest=0.0, highest=1.0)
         known = (*(name for name in ITEM_NAMES if name != "answer"), "answer_a", "answer_b")
-        template = PromptTemplate(self.template, known=known, needed=("answer_a", "answer_b"))
-        object.__setattr__(self, "_reader", reader)
-        object.__setattr__(self, "_prompt", template)
+        self._prompt = PromptTemplate(self.template, known=known, needed=("answer_a", "answer_b"))
 
     async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
         async with asyncio.TaskGroup() as tasks:

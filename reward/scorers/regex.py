@@ -4,43 +4,38 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from dataclasses import dataclass, field
-from typing import ClassVar
+from functools import cached_property
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.ground_truth import accepted_texts, unusable
+from tandem.reward.text.patterns import Pattern
 
 
-@dataclass(frozen=True, slots=True)
-class RegexMatch:
+class RegexMatch(Scorer):
     r"""1 if the last match of `pattern` (its first group, if it has one) equals the ground truth, else 0.
 
     A user's pattern may backtrack for ever while holding the interpreter's lock, so this scorer runs in a worker
     process.
 
     Example:
-        >>> RegexMatch("#### (.+)").judge(ScoreItem("", "#### 41\n#### 42", "42"))
+        >>> RegexMatch(pattern="#### (.+)").judge(ScoreItem("", "#### 41\n#### 42", "42"))
         Scored(value=1.0, breakdown={})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "worker"
+    VERSION = "1"
+    ISOLATION = "worker"
 
-    pattern: str
+    pattern: Pattern
     """A regular expression of Python's `re`; `^` and `$` match at every line."""
     ignore_case: bool = False
     """Capitals and small letters are the same."""
     compare: bool = True
     """False: any match is worth 1 and the ground truth is not looked at."""
-    _compiled: re.Pattern[str] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        try:
-            compiled = re.compile(self.pattern, re.MULTILINE | (re.IGNORECASE if self.ignore_case else 0))
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is not a regular expression: {error}") from None
-        object.__setattr__(self, "_compiled", compiled)
+    @cached_property
+    def _compiled(self) -> re.Pattern[str]:
+        return re.compile(self.pattern, re.MULTILINE | (re.IGNORECASE if self.ignore_case else 0))
 
     def judge(self, item: ScoreItem) -> Score:
         last = next(iter(deque(self._compiled.finditer(item.solution), maxlen=1)), None)

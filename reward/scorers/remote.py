@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, cast, get_args
+
+from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.endpoints.http_client import (
     Fault,
     HttpClient,
@@ -43,8 +44,7 @@ class EndpointSession:
     """Of those who ask here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteScorer:
+class RemoteScorer(Scorer):
     """The score that an HTTP service gives: items are POSTed to it as JSON, results come back as JSON.
 
     By itself it sends and expects, one result an item, in order:
@@ -69,65 +69,57 @@ class RemoteScorer:
         >>> scorer.close()
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "remote"
+    VERSION = "1"
+    ISOLATION = "remote"
 
     url: str
     """Where items are POSTed."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key, sent as bearer token; empty: none is sent."""
-    batch_size: int = 1
+    batch_size: Annotated[int, Field(ge=1)] = 1
     """Most items a request."""
     items_key: str = "items"
     """Key of the request with the list of items; empty: the request is one item, the reply its result."""
     results_key: str = "results"
     """Key of the reply with the list of results; empty: the reply is the list."""
-    fields: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, str] = Field(default_factory=dict)
     """What an item is sent as: name there → `solution`, `ground_truth`, `data_source`, `group`, `extra_info` or
     `extra_info.NAME`.
     Empty: all five by their own names. An item that lacks a named `extra_info.NAME` is unscored (`invalid_input`).
     """
-    constants: dict[str, str | int | float | bool] = field(default_factory=dict)
+    constants: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Sent with every item as they are."""
-    score_path: str = "score"
+    score_path: Annotated[str, Field(min_length=1)] = "score"
     """Where a result has its score: keys with dots between. A number, true or false; or one of `labels`."""
     breakdown_path: str = "breakdown"
     """Where a result has its components, an object of numbers; empty: nowhere."""
-    labels: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, float] = Field(default_factory=dict)
     """Numbers of scores that are words, e.g. `{Success = 1.0, Failed = 0.0}`; other words are no score. Empty: the
     score is a number.
     """
-    max_concurrent: int = 16
+    max_concurrent: Annotated[int, Field(ge=1)] = 16
     """Requests under way at once."""
-    max_attempts: int = 4
+    max_attempts: Annotated[int, Field(ge=1)] = 4
     """Requests for one batch."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Longest wait for one attempt."""
-    deadline_seconds: float = 120.0
+    deadline_seconds: Annotated[float, Field(gt=0.0)] = 120.0
     """Longest time of one item, all attempts and pauses included and waits for one of the `max_concurrent` places left
     out. A batch has half of it, its items alone the rest.
     """
-    _portal: SessionPortal[EndpointSession] = field(init=False, repr=False, compare=False)
+    _portal: SessionPortal[EndpointSession] = PrivateAttr()
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         check_url("url", self.url)
-        if min(self.batch_size, self.max_concurrent, self.max_attempts) < 1:
-            raise ValueError("batch_size, max_concurrent and max_attempts must be at least 1")
-        if not (0.0 < self.timeout_seconds < math.inf and 0.0 < self.deadline_seconds < math.inf):
-            raise ValueError("timeout_seconds and deadline_seconds must be finite and above 0")
         if not self.items_key and self.batch_size > 1:
             raise ValueError("batch_size above 1 needs items_key: without it a request is one item")
-        if not self.score_path:
-            raise ValueError("score_path is empty")
         for name, source in self.fields.items():
             if source.partition(".")[0] not in _ITEM_FIELDS or ("." in source and not source.startswith("extra_info.")):
                 raise ValueError(f"fields.{name}: {source!r} is none of {', '.join(_ITEM_FIELDS)}, extra_info.NAME")
         if both := sorted(set(self.constants) & set(self.fields or _ITEM_FIELDS)):
             raise ValueError(f"constants.{both[0]} is a field of the item, too")
-        if not all(math.isfinite(value) for value in self.labels.values()):
-            raise ValueError("labels must have finite values")
         read_key(self.api_key_env)
-        object.__setattr__(self, "_portal", SessionPortal("remote-scorer", self._open_session))
+        self._portal = SessionPortal("remote-scorer", self._open_session)
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""

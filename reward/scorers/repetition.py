@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 
 
-@dataclass(frozen=True, slots=True)
-class Repetition:
+class Repetition(Scorer):
     """-`penalty` · (1 - different n-grams / n-grams): 0 without a repetition, near -`penalty` for a loop. Never above
     0.
 
@@ -25,23 +24,17 @@ class Repetition:
         Scored(value=-0.75, breakdown={})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
-    n: int = 3
+    n: Annotated[int, Field(ge=1, le=1000)] = 3
     """Length of the runs that are compared, in units."""
-    penalty: float = 1.0
+    penalty: Annotated[float, Field(ge=0.0)] = 1.0
     """The penalty that an endless loop comes near to."""
     unit: Literal["words", "characters"] = "words"
     """`words`: what stands between white space. `characters`, for languages that write without spaces: all but white
     space.
     """
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.n <= 1000:
-            raise ValueError("n must be between 1 and 1000")
-        if not (math.isfinite(self.penalty) and self.penalty >= 0):
-            raise ValueError("penalty must be finite and at least 0")
 
     def judge(self, item: ScoreItem) -> Score:
         words = item.solution.lower().split()

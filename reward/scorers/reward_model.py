@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, ScoreItem, Unscored
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 from tandem.reward.text.prompt_text import prompt_of
 from tandem.reward.workers.model_batcher import ModelBatcher, Question
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModel:
+class RewardModel(Scorer):
     """The value that a sequence classifier gives to an answer in its conversation: one of its logits.
 
     With a chat template, prompt and answer are one conversation in it; without, they are the tokenizer's pair of texts.
@@ -28,11 +27,12 @@ class RewardModel:
     Example:
         >>> RewardModel(path="/nowhere")
         Traceback (most recent call last):
-        ValueError: path /nowhere is no folder with a config.json
+        pydantic_core._pydantic_core.ValidationError: 1 validation error for RewardModel
+          Value error, path /nowhere is no folder with a config.json ...
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "remote"
+    VERSION = "1"
+    ISOLATION = "remote"
 
     path: str
     """Folder with model and tokenizer (`config.json`, `*.safetensors`, `tokenizer.json`, …)."""
@@ -40,39 +40,32 @@ class RewardModel:
     """torch's name of the device, e.g. `cuda:1`, `cpu`; `auto`: the first GPU that is visible, else the processor."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What it computes in; `auto`: what its weights are stored in."""
-    label: int = 0
+    label: Annotated[int, Field(ge=0)] = 0
     """Which logit is the score; the first is 0."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     """What is made of the logits first."""
     prompt_field: str = "prompt"
     """Key of `extra_info` with the prompt: text, or chat messages. Empty: the model sees the answer alone."""
-    max_batch_tokens: int = 16384
+    max_batch_tokens: Annotated[int, Field(ge=1)] = 16384
     """Tokens of one forward, padding included; a longer text is alone in its own."""
-    max_length: int = 0
+    max_length: Annotated[int, Field(ge=0)] = 0
     """Most tokens of prompt and answer together; 0: what model and tokenizer say."""
     truncate: bool = False
     """A longer text loses its beginning (of a pair, the prompt's) and is scored, instead of being unscored."""
-    num_threads: int = 1
+    num_threads: Annotated[int, Field(ge=1)] = 1
     """Threads of the process for computing on the processor."""
-    timeout_seconds: float = 60.0
+    timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Longest silence of the process while it works: the time for one forward."""
-    startup_seconds: float = 300.0
+    startup_seconds: Annotated[float, Field(gt=0.0)] = 300.0
     """Longest time to load the model."""
-    _batcher: ModelBatcher = field(init=False, repr=False, compare=False)
+    _batcher: ModelBatcher = PrivateAttr()
 
-    def __post_init__(self) -> None:
+    def model_post_init(self, context: Any, /) -> None:
         if not (Path(self.path) / "config.json").is_file():
             raise ValueError(f"path {self.path} is no folder with a config.json")
-        if min(self.max_batch_tokens, self.num_threads) < 1:
-            raise ValueError("max_batch_tokens and num_threads must be at least 1")
-        if min(self.label, self.max_length) < 0:
-            raise ValueError("label and max_length must be at least 0")
-        if not (0.0 < self.timeout_seconds < math.inf and 0.0 < self.startup_seconds < math.inf):
-            raise ValueError("timeout_seconds and startup_seconds must be finite and above 0")
         names = ("device", "dtype", "label", "activation", "max_batch_tokens", "max_length", "truncate", "num_threads")
         setup = {name: getattr(self, name) for name in names} | {"path": str(Path(self.path).resolve())}
-        priority = ModelBatcher(setup, startup_seconds=self.startup_seconds, timeout_seconds=self.timeout_seconds)
-        object.__setattr__(self, "_batcher", priority)
+        self._batcher = ModelBatcher(setup, startup_seconds=self.startup_seconds, timeout_seconds=self.timeout_seconds)
 
     def start(self) -> None:
         """Loads the model now instead of with the first answer.

@@ -6,11 +6,12 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
 from tandem.reward.text.extraction import last_tagged
 from tandem.reward.text.ground_truth import accepted_texts, unusable
@@ -19,8 +20,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-@dataclass(frozen=True, slots=True)
-class ShortAnswer:
+class ShortAnswer(Scorer):
     """How well the last `<answer>…</answer>` agrees with the ground truth, or with the best of several.
 
     Both sides lose capitals, ASCII punctuation, articles and extra spaces first (SQuAD, arXiv:1606.05250). The ground
@@ -28,12 +28,12 @@ class ShortAnswer:
     arXiv:2503.09516). The breakdown holds exact match and F1, whichever of them is the score.
 
     Example:
-        >>> ShortAnswer("f1").judge(ScoreItem("nq", "<answer>Lake Victoria</answer>", ["Victoria"])).value
+        >>> ShortAnswer(metric="f1").judge(ScoreItem("nq", "<answer>Lake Victoria</answer>", ["Victoria"])).value
         0.6666666666666666
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     metric: Literal["exact", "contained", "f1"] = "exact"
     """`exact`: 1 if they are equal. `contained`: 1 if a ground truth stands somewhere in the answer ("subem"). `f1`:
@@ -43,16 +43,16 @@ class ShortAnswer:
     """Score of an answer that is there, but worth 0."""
     tag: str = "answer"
     """Only what stands in the last part with this tag is read; "": the whole answer."""
-    max_tags: int = 10
+    max_tags: Annotated[int, Field(ge=0)] = 10
     """An exact match is worth a quarter when more opening or more closing tags than this occur, so that writing every
     guess does not pay;
     0: any number may.
     """
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _tag_is_a_name(self) -> Self:
         check_names([self.tag] if self.tag else [])
-        if self.max_tags < 0:
-            raise ValueError("max_tags must be at least 0")
+        return self
 
     def judge(self, item: ScoreItem) -> Score:
         truth = item.ground_truth

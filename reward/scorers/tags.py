@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 
 MAX_NAMES = 64
 """Parts an answer may have: each is looked for in the whole of it."""
@@ -16,8 +17,7 @@ MAX_NAMES = 64
 _NAME = re.compile(r"[^\s<>/]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Tags:
+class Tags(Scorer):
     """1 if the answer consists of the parts it must have, `<think>…</think><answer>…</answer>`, else 0; or the share
     that is right.
 
@@ -31,8 +31,8 @@ class Tags:
         Scored(value=1.0, breakdown={'think': 1.0, 'answer': 1.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
     order: tuple[str, ...] = ("think", "answer")
     """Names of the parts in the order in which they must come."""
@@ -40,20 +40,22 @@ class Tags:
     """Nothing but white space may stand before, between and behind the parts."""
     allow_empty: bool = False
     """A part may be empty."""
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    counts: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """For tags that may occur more than once, anywhere, the fewest and most allowed: `{search = [1, 4]}`. Every one
     must be closed.
     """
     partial: bool = False
     """The score is the share of the parts (and of `counts`, and `only`) that are right, not all or nothing."""
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _names_are_tags(self) -> Self:
         check_names([*self.order, *self.counts])
         if not (self.order or self.counts):
             raise ValueError("order or counts must name a tag")
         for name, (fewest, most) in self.counts.items():
             if not 0 <= fewest <= most:
                 raise ValueError(f"counts.{name} must be [fewest, most], not [{fewest}, {most}]")
+        return self
 
     def judge(self, item: ScoreItem) -> Score:
         text = item.solution

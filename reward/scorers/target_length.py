@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.length import Unit, measured, told_count
 
 
-@dataclass(frozen=True, slots=True)
-class TargetLength:
+class TargetLength(Scorer):
     """How near the answer's length is to the one asked for: the length terms of L1 (arXiv:2503.04697, LCPO).
 
     `exact`: -`slope` · |target - length|, at most 0, to be added to a reward. `at_most`: `slope` · (target - length) +
@@ -24,25 +23,19 @@ class TargetLength:
         Scored(value=-0.15, breakdown={'length': 1500.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
 
-    target: int = 0
+    target: Annotated[int, Field(ge=0)] = 0
     """The length asked for; 0: every item tells it in `extra_info.target_length`."""
     mode: Literal["exact", "at_most"] = "exact"
     """Whether shorter is as bad as longer, or better."""
-    slope: float = 0.0003
+    slope: Annotated[float, Field(gt=0.0)] = 0.0003
     """What one token or character costs."""
-    offset: float = 0.5
+    offset: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
     """With `at_most`: the score of an answer of just the target's length."""
     unit: Unit = "tokens"
     """What length is counted in: tokens, as told by `extra_info.num_tokens`, or characters."""
-
-    def __post_init__(self) -> None:
-        if self.target < 0:
-            raise ValueError("target must be at least 0")
-        if not (math.isfinite(self.slope) and self.slope > 0 and 0 <= self.offset <= 1):
-            raise ValueError("slope must be finite and above 0, offset between 0 and 1")
 
     def judge(self, item: ScoreItem) -> Score:
         length = measured(item, self.unit)

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tandem.reward.registry import preload
+from tandem.reward.registry import SCORERS, preload
 from tandem.reward.workers.processes import children_of
 from tandem.reward.workers.worker import serve
 
@@ -201,6 +201,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the service, not before it
     os.set_inheritable(descriptor, False)
+    list(SCORERS.values())  # imported here: once a user's folder is on a worker's path, its files could replace ours
     gc.freeze()
     with socket.socket(fileno=descriptor) as control:
         Launcher(control).run()

@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, cast
 from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.contracts import AnyJudge, BatchJudge, Closable, Startable
-from tandem.reward.registry import BUILT_IN, make_judge, preload
-from tandem.reward.scorers.function import CoroutineJudge
+from tandem.reward.registry import SCORERS, make_judge, preload
 from tandem.reward.workers.answers import encode_score, line
+from tandem.reward.workers.function import CoroutineJudge
 
 MAX_JUDGES = 32
 _REARM_SECONDS = (
@@ -132,7 +132,7 @@ class Worker:
         if judge is not None:
             self._judges.move_to_end(key)
             return judge
-        if chunk["scorer"] not in BUILT_IN:
+        if chunk["scorer"] not in SCORERS:
             self._enter_users_folder(chunk["scorer"])
         preload(chunk["preload"])
         try:

@@ -8,45 +8,55 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
 from tandem.protos.contracts import Parameter, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
-from tandem.reward.contracts import BatchJudge, Closable, Isolation, Judge
-from tandem.reward.registry import BUILT_IN, check_arguments, describe, make_judge, make_spec
+from tandem.reward import registry, scorers
+from tandem.reward.contracts import BatchJudge, Isolation, Judge, Scorer
+from tandem.reward.registry import SCORERS, describe, make_judge, make_scorer, make_spec
 from tests.support.paths import ROOT
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", SCORERS)
 def test_a_scorer_keeps_the_contract(name: str) -> None:
-    kind = BUILT_IN[name]
-    assert is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    kind = SCORERS[name]
+    assert issubclass(kind, Scorer) and kind.model_config["frozen"] and kind.model_config["extra"] == "forbid"
     assert kind.VERSION and kind.ISOLATION in get_args(Isolation)
     assert issubclass(kind, Judge) != issubclass(kind, BatchJudge) or name == "code"
     if kind.ISOLATION == "remote":
-        assert issubclass(kind, BatchJudge) and issubclass(kind, Closable)
+        assert issubclass(kind, BatchJudge)
         assert inspect.signature(kind.judge_batch).parameters["priority"].kind is inspect.Parameter.KEYWORD_ONLY
-    names = {field.name for field in fields(kind) if field.init}
-    assert set(getattr(kind, "RECIPE_ONLY", ())) <= names
+    assert set(kind.RECIPE_ONLY) <= set(kind.model_fields)
 
 
 def test_names_are_in_order() -> None:
-    assert list(BUILT_IN) == sorted(BUILT_IN)
+    assert list(SCORERS) == sorted(SCORERS)
 
 
-def test_every_scorer_has_a_file_of_its_own() -> None:
-    assert len({kind.__module__ for kind in BUILT_IN.values()}) == len(BUILT_IN)
+def test_a_file_in_the_folder_is_a_scorer_without_being_named_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "always_half.py").write_text(
+        "from tandem.protos.contracts import Scored\nfrom tandem.reward.contracts import Scorer\n"
+        "class AlwaysHalf(Scorer):\n    VERSION = '1'\n    ISOLATION = 'in_process'\n"
+        "    def judge(self, item):\n        return Scored(0.5)\n"
+    )
+    monkeypatch.setattr(scorers, "__path__", [*scorers.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "SCORERS", registry.ScorerRegistry())
+    judge = make_judge("always_half", {})
+    assert isinstance(judge, Judge) and judge.judge(ScoreItem("", "x", None)) == Scored(0.5)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", SCORERS)
 def test_the_examples_of_a_scorer_are_true(name: str) -> None:
-    kind = BUILT_IN[name]
+    kind = SCORERS[name]
     known = {**vars(inspect.getmodule(kind)), "ScoreItem": ScoreItem, "Scored": Scored, "Unscored": Unscored}
     found = doctest.DocTestFinder(recurse=False).find(kind, name, globs=known)
     assert sum(len(test.examples) for test in found) > 0, "it has no example"
@@ -59,7 +69,7 @@ def test_the_examples_of_a_scorer_are_true(name: str) -> None:
 
 def test_every_scorer_and_parameter_is_described() -> None:
     infos = describe()
-    assert [info.name for info in infos] == sorted(BUILT_IN)
+    assert [info.name for info in infos] == sorted(SCORERS)
     for info in infos:
         assert info.summary and "\n" not in info.summary
         for parameter in info.parameters:
@@ -77,14 +87,13 @@ def test_every_scorer_and_parameter_is_described() -> None:
     assert [p.default for info in infos if info.name == "regex" for p in info.parameters if p.name == "pattern"] == [""]
 
 
-@dataclass(frozen=True, slots=True)
-class Everything:
+class Everything(Scorer):
     """A scorer with a parameter of every kind."""
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
+    VERSION = "1"
+    ISOLATION = "in_process"
     number: float
-    count: int = 1
+    count: Annotated[int, Field(ge=1)] = 1
     text: str = ""
     flag: bool = False
     mode: Literal["strict", "loose"] = "strict"
@@ -93,10 +102,6 @@ class Everything:
     many: tuple[int, ...] = ()
     table: Mapping[str, float] | None = None
 
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError("count must be at least 1")
-
     def judge(self, item: ScoreItem) -> Scored:
         return Scored(self.number)
 
@@ -104,7 +109,7 @@ class Everything:
 @pytest.fixture(autouse=True)
 def with_everything(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "everything" in request.node.name:
-        monkeypatch.setitem(BUILT_IN, "everything", Everything)
+        monkeypatch.setitem(SCORERS, "everything", Everything)
 
 
 def test_everything_that_fits() -> None:
@@ -120,7 +125,17 @@ def test_everything_that_fits() -> None:
         "table": {"a": 1},
     }
     judge = make_judge("everything", given_values)
-    assert judge == Everything(1.0, 2, "x", True, "loose", ["a"], (1.0, 2.5), (1, 2, 3), {"a": 1.0})
+    assert judge == Everything(
+        number=1.0,
+        count=2,
+        text="x",
+        flag=True,
+        mode="loose",
+        words=["a"],
+        pair=(1.0, 2.5),
+        many=(1, 2, 3),
+        table={"a": 1.0},
+    )
     assert isinstance(judge, Everything) and type(judge.number) is float
 
 
@@ -132,7 +147,7 @@ def test_everything_that_fits() -> None:
         ({"number": True}, "here.arguments.number: scorer everything needs a number there, got True"),
         ({"number": 1, "count": 1.0}, "here.arguments.count: scorer everything needs an integer there, got 1.0"),
         ({"number": 1, "count": True}, "needs an integer there, got True"),
-        ({"number": 1, "count": 0}, "here.arguments of scorer everything: count must be at least 1"),
+        ({"number": 1, "count": 0}, "here.arguments.count: scorer everything needs greater than or equal to 1 there"),
         ({"number": 1, "text": 1}, "needs text there, got 1"),
         ({"number": 1, "flag": "yes"}, "needs true or false there, got 'yes'"),
         ({"number": 1, "flag": 1}, "needs true or false there, got 1"),
@@ -155,7 +170,7 @@ def test_everything_that_does_not_fit(arguments: dict[str, Any], told: str) -> N
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(sorted(BUILT_IN)),
+    st.sampled_from(sorted(SCORERS)),
     st.dictionaries(
         st.text(max_size=8) | st.sampled_from(["tolerance", "pattern", "choices", "n"]),
         st.recursive(
@@ -166,7 +181,7 @@ def test_everything_that_does_not_fit(arguments: dict[str, Any], told: str) -> N
 )
 def test_any_arguments_fit_or_are_refused_in_one_line(name: str, arguments: dict[str, Any]) -> None:
     try:
-        check_arguments(name, arguments, "reward")
+        make_scorer(name, arguments, "reward")
     except ScorerError as error:
         assert str(error).startswith("reward.arguments") and len(str(error).splitlines()) == 1
 
@@ -177,9 +192,14 @@ def test_an_import_path_is_not_imported_here(tmp_path: Path) -> None:
     assert (spec.isolation, spec.arguments) == ("worker", '{"a": 1}')
 
 
-def test_the_registry_loads_nothing_heavy() -> None:
+def test_a_scorer_is_imported_when_it_is_asked_for() -> None:
     heavy = ["torch", "transformers", "sympy", "math_verify", "numpy", "httpx", "aiohttp", "jsonschema", "openai"]
-    code = f"import sys, tandem.reward.registry\nprint(*(set({heavy!r}) & set(sys.modules)))"
+    code = (
+        "import sys\nfrom tandem.reward.registry import SCORERS, make_spec\nlist(SCORERS), make_spec('exact', {})\n"
+        f"loaded = {{name for name in sys.modules if name.startswith('tandem.reward.scorers.')}}\n"
+        "assert loaded == {'tandem.reward.scorers.exact'}, loaded\n"
+        f"list(SCORERS.values())\nprint(*(set({heavy!r}) & set(sys.modules)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )

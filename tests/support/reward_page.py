@@ -24,7 +24,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from tandem.protos import errors
-from tandem.reward.registry import BUILT_IN, describe
+from tandem.reward.registry import SCORERS, describe
 from tandem.services.cli import app
 from tandem.services.clients import RewardClient
 from tandem.services.commands.reward_display import number
@@ -197,7 +197,7 @@ def followed() -> str:
 
 def remote_scorers() -> set[str]:
     """Scorers that clients use only under names that the service declares."""
-    return {name for name, kind in BUILT_IN.items() if kind.ISOLATION == "remote"}
+    return {name for name, kind in SCORERS.items() if kind.ISOLATION == "remote"}
 
 
 if __name__ == "__main__":

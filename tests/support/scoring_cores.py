@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.reward.config import RewardConfig
-from tandem.reward.registry import BUILT_IN
+from tandem.reward.registry import SCORERS
 from tandem.reward.scoring import ScoringCore
 from tests.support.scoring_stand_ins import Far, Make, Rank
 
@@ -81,7 +81,7 @@ weight = 0
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """`far` and `rank` are scorers that a rubric may name."""
-    monkeypatch.setitem(BUILT_IN, "far", Far)
-    monkeypatch.setitem(BUILT_IN, "rank", Rank)
+    monkeypatch.setitem(SCORERS, "far", Far)
+    monkeypatch.setitem(SCORERS, "rank", Rank)
     monkeypatch.setattr(Far, "seen", [])
     monkeypatch.setattr(Far, "meeting", None)

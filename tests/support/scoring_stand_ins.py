@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.scoring import CompiledRubric, ScoringCore
 
@@ -24,17 +25,16 @@ def score(core: ScoringCore, rubric: CompiledRubric, *items: ScoreItem) -> list[
     return core.score(rubric, items, "calls")
 
 
-@dataclass(frozen=True, slots=True)
-class Far:
+class Far(Scorer):
     """A stand-in for a remote scorer; what happens to it is written down."""
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "remote"
+    VERSION = "1"
+    ISOLATION = "remote"
     seen: ClassVar[list[str]] = []
     meeting: ClassVar[threading.Barrier | None] = None
     name: str = "far"
     value: float = 1.0
-    at_start: list[str] = field(default_factory=list)
+    at_start: list[str] = Field(default_factory=list)
 
     def start(self) -> None:
         self.seen.append(f"start {self.name}")
@@ -54,13 +54,12 @@ class Far:
         return {f"spent_{self.name}": 0.5}
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(Scorer):
     """A stand-in for a scorer that compares the items of a group: the share of its group that is shorter."""
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "in_process"
-    GROUPED: ClassVar[bool] = True
+    VERSION = "1"
+    ISOLATION = "in_process"
+    GROUPED = True
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
         groups = {one.group: [len(other.solution) for other in items if other.group == one.group] for one in items}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +12,8 @@ from hypothesis import strategies as st
 
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import DeclaredScorer, RewardConfig
-from tandem.reward.registry import BUILT_IN, ScorerSpec, make_spec
+from tandem.reward.contracts import Scorer
+from tandem.reward.registry import SCORERS, ScorerSpec, make_spec
 from tandem.reward.rubric.catalogue import Catalogue
 from tandem.reward.rubric.rubric import MAX_DEPTH, MAX_SCORERS, MAX_TEXT_BYTES, Component, Rubric
 
@@ -194,22 +194,20 @@ def test_depth_and_number_are_bounded() -> None:
 # ---- who may name what ----
 
 
-@dataclass(frozen=True, slots=True)
-class Remote:
+class Remote(Scorer):
     """A stand-in for a scorer that is far away."""
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[str] = "remote"
+    VERSION = "1"
+    ISOLATION = "remote"
     address: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Guarded:
+class Guarded(Scorer):
     """A stand-in for a scorer with a parameter that is the recipe's to set."""
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[str] = "worker"
-    RECIPE_ONLY: ClassVar[frozenset[str]] = frozenset({"unguarded"})
+    VERSION = "1"
+    ISOLATION = "worker"
+    RECIPE_ONLY = ("unguarded",)
     unguarded: bool = False
     tests: int = 1
 
@@ -249,8 +247,8 @@ def test_what_cannot_be_declared(name: str, scorer: str, told: str) -> None:
 
 
 def test_clients_name_no_remote_scorer_and_waive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BUILT_IN, "far", Remote)
-    monkeypatch.setitem(BUILT_IN, "guarded", Guarded)
+    monkeypatch.setitem(SCORERS, "far", Remote)
+    monkeypatch.setitem(SCORERS, "guarded", Guarded)
     for scorer, arguments, told in [
         ("far", {}, "scorer far: it names a folder or an address"),
         ("guarded", {"unguarded": True}, "arguments.unguarded: a client cannot set it"),

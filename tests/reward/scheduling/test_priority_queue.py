@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.config import RewardConfig
-from tandem.reward.registry import BUILT_IN
+from tandem.reward.registry import SCORERS
 from tandem.reward.scheduling import interpreter_scheduler
 from tandem.reward.scheduling.admission_queue import AdmissionQueue, PrioritySemaphore
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
@@ -281,14 +281,14 @@ def test_a_bug_in_a_scorer_gives_the_turn_back() -> None:
 @pytest.mark.parametrize("alone", [True, False])
 def test_scorers_of_this_process_are_asked_in_turns(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order, go_on = list[str](), threading.Event()
-    exact = BUILT_IN["exact"].judge
+    exact = SCORERS["exact"].judge
 
     def judge(self: Any, item: ScoreItem) -> Score:
         order.append(item.solution)
         assert item.solution == "c" or go_on.wait(30.0)
         return exact(self, item)
 
-    monkeypatch.setattr(BUILT_IN["exact"], "judge", judge)
+    monkeypatch.setattr(SCORERS["exact"], "judge", judge)
     results: dict[str, list[Score]] = {}
     with closing(ScoringCore(RewardConfig())) as core:
         rubric = core.default if alone else core.compile("[[components]]\nscorer = 'exact'\n")

@@ -22,7 +22,7 @@ from tandem.protos.types import Prompt, SamplingParameters, Trajectory
 from tandem.reward.config import RewardConfig
 from tandem.reward.endpoints import http_client
 from tandem.reward.endpoints.http_client import LONGEST_PAUSE_SECONDS, Fault, retry_after, with_retries
-from tandem.reward.registry import BUILT_IN
+from tandem.reward.registry import SCORERS
 from tandem.reward.rubric.catalogue import Catalogue
 from tandem.reward.scorers.judge import GenerativeJudge, combined
 from tandem.reward.scoring import ScoringCore
@@ -349,17 +349,17 @@ def arguments() -> Iterator[dict[str, Any]]:
         ({"base_url": "file:///etc/passwd"}, "is no http://"),
         ({"base_url": "http://[::1"}, "is no http://"),
         ({"base_url": "http://me:pw@host/v1"}, "holds credentials"),
-        ({"model": ""}, "model is empty"),
+        ({"model": ""}, "arguments.model"),
         ({"api_key_env": "SURELY_NOT_SET"}, "environment variable SURELY_NOT_SET is not set"),
         ({"votes": 3}, "votes at temperature 0"),
-        ({"votes": 17, "temperature": 1.0}, "votes must be from 1 to max_concurrent"),
+        ({"votes": 17, "temperature": 1.0}, "votes must be at most max_concurrent"),
         ({"temperature": 3.0}, "temperature must be"),
         ({"temperature": "hot"}, "arguments.temperature: scorer judge needs a number"),
         ({"combine": "mode"}, 'arguments.combine: scorer judge needs "mean" or "median" or "majority"'),
-        ({"max_attempts": 0}, "max_attempts must be at least 1"),
-        ({"deadline_seconds": 0.0}, "above 0"),
+        ({"max_attempts": 0}, "arguments.max_attempts"),
+        ({"deadline_seconds": 0.0}, "arguments.deadline_seconds"),
         ({"requests_per_minute": 1, "deadline_seconds": 30.0}, "wait longer than deadline_seconds"),
-        ({"requests_per_minute": -1}, "at least 0"),
+        ({"requests_per_minute": -1}, "arguments.requests_per_minute"),
         ({"max_spend": 1.0}, "max_spend needs prompt_price"),
         ({"extra_body": {"stream": True}}, "extra_body must not hold stream"),
         ({"template": "{question}"}, "template: it lacks {answer}"),
@@ -377,6 +377,6 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, Any], wrong: dict[st
 
 @pytest.mark.parametrize("name", ["judge", "pairwise", "group_rank", "remote", "reward_model"])
 def test_a_client_cannot_name_addresses_and_folders(arguments: dict[str, Any], name: str) -> None:
-    assert BUILT_IN[name].ISOLATION == "remote"
+    assert SCORERS[name].ISOLATION == "remote"
     with pytest.raises(ScorerError, match="a client cannot"):
         Catalogue(for_clients=True).spec(name, arguments, "components[0]")

@@ -14,7 +14,7 @@ from tandem.reward.scorers import math_boxed, math_dapo
 from tandem.reward.scorers.gsm8k import Gsm8k
 from tandem.reward.scorers.math_boxed import MathBoxed
 from tandem.reward.scorers.math_dapo import MathDapo
-from tandem.reward.scorers.symbolic_math import MathVerify
+from tandem.reward.scorers.math_verify import MathVerify
 from tests.support.paths import ROOT
 
 HANG_SECONDS = 5.0

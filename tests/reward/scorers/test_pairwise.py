@@ -145,7 +145,7 @@ def test_laws_of_win_rates(strengths: list[int]) -> None:
         ({"template": "{answer_a}"}, "template: it lacks {answer_b}"),
         ({"template": "{answer_a} {answer_b} {qestion}"}, "did you mean {question}"),
         ({"tie": "a"}, "a_wins, b_wins and tie must differ"),
-        ({"opponents": -1}, "opponents must be at least 0"),
+        ({"opponents": -1}, "arguments.opponents"),
     ],
 )
 def test_arguments_that_cannot_be_used(wrong: dict[str, Any], told: str) -> None:

@@ -263,14 +263,14 @@ def test_close_ends_what_is_under_way() -> None:
     ("wrong", "told"),
     [
         ({"url": "unix:/x"}, "url 'unix:/x' is no http:// or https:// URL"),
-        ({"batch_size": 0}, "batch_size, max_concurrent and max_attempts must be at least 1"),
+        ({"batch_size": 0}, "arguments.batch_size"),
         ({"batch_size": 2, "items_key": ""}, "batch_size above 1 needs items_key"),
         ({"fields": {"code": "answer"}}, "fields.code: 'answer' is none of data_source, solution"),
         ({"fields": {"code": "solution.x"}}, "fields.code"),
         ({"constants": {"group": 1}}, "constants.group is a field of the item, too"),
         ({"labels": {"a": "b"}}, "arguments.labels"),
-        ({"score_path": ""}, "score_path is empty"),
-        ({"deadline_seconds": 0}, "above 0"),
+        ({"score_path": ""}, "arguments.score_path"),
+        ({"deadline_seconds": 0}, "arguments.deadline_seconds"),
         ({"api_key_env": "SURELY_NOT_SET"}, "SURELY_NOT_SET is not set"),
     ],
 )

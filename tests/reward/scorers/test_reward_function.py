@@ -19,7 +19,8 @@ from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import make_spec
 from tandem.reward.scorers.exact import ExactMatch
-from tandem.reward.scorers.function import (
+from tandem.reward.scoring import ScoringCore
+from tandem.reward.workers.function import (
     MAX_COMPONENTS,
     BatchFunctionJudge,
     CoroutineJudge,
@@ -28,7 +29,6 @@ from tandem.reward.scorers.function import (
     source_version,
     to_score,
 )
-from tandem.reward.scoring import ScoringCore
 
 
 def item(solution: str, ground_truth: Any = "1", **extra_info: Any) -> ScoreItem:
@@ -236,7 +236,7 @@ def test_a_batch_of_another_length_is_no_score(functions: Path) -> None:
 
 def test_function_by_module() -> None:
     with pytest.raises(ScorerError, match="has no function nothing"):
-        load_function("tandem.reward.scorers.function:nothing", {})
+        load_function("tandem.reward.workers.function:nothing", {})
 
 
 @pytest.mark.parametrize(

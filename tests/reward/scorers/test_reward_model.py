@@ -310,9 +310,9 @@ def test_models_that_cannot_be_used(folder: Path, tmp_path: Path, spoil: str, to
     [
         ({"path": "/nowhere"}, "path /nowhere is no folder with a config.json"),
         ({"path": "org/model"}, "path org/model is no folder"),
-        ({"label": -1}, "label and max_length must be at least 0"),
-        ({"max_batch_tokens": 0}, "must be at least 1"),
-        ({"timeout_seconds": 0}, "above 0"),
+        ({"label": -1}, "arguments.label"),
+        ({"max_batch_tokens": 0}, "arguments.max_batch_tokens"),
+        ({"timeout_seconds": 0}, "arguments.timeout_seconds"),
         ({"dtype": "int8"}, "arguments.dtype"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.contracts import Judge
-from tandem.reward.registry import BUILT_IN, make_judge
+from tandem.reward.registry import SCORERS, make_judge
 from tandem.reward.scorers.gsm8k import Gsm8k
 from tandem.reward.scorers.json_schema import JsonSchema
 from tandem.reward.scorers.language import LanguageConsistency
@@ -142,7 +142,7 @@ def way_name(way: object) -> str | None:
 
 
 def test_every_rule_scorer_in_process_is_held_to_these_laws() -> None:
-    names = {name for name, kind in BUILT_IN.items() if kind.ISOLATION == "in_process"}
+    names = {name for name, kind in SCORERS.items() if kind.ISOLATION == "in_process"}
     assert names <= {name for name, _ in WAYS}, "a new scorer in process belongs into WAYS"
 
 

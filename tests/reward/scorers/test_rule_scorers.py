@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError
 from tandem.reward.contracts import Judge
 from tandem.reward.registry import make_spec
 from tandem.reward.scorers.format import Format
@@ -154,9 +155,9 @@ def test_multiple_choice_options_and_ground_truths() -> None:
 def test_short_answer(answer: str, truth: Any, exact: float, contained: float, f1: float) -> None:
     asked = item(f"so <answer>{answer}</answer>", truth)
     assert ShortAnswer().judge(asked) == Scored(exact, {"answered": 1.0, "exact": exact, "f1": pytest.approx(f1)})
-    assert value(ShortAnswer("contained").judge(asked)) == contained
-    assert value(ShortAnswer("f1").judge(asked)) == pytest.approx(f1)
-    assert value(ShortAnswer("f1", format_score=0.1).judge(asked)) == pytest.approx(f1 or 0.1)
+    assert value(ShortAnswer(metric="contained").judge(asked)) == contained
+    assert value(ShortAnswer(metric="f1").judge(asked)) == pytest.approx(f1)
+    assert value(ShortAnswer(metric="f1", format_score=0.1).judge(asked)) == pytest.approx(f1 or 0.1)
     assert value(ShortAnswer(tag="").judge(item(answer, truth))) == exact
 
 
@@ -233,16 +234,16 @@ def test_runs_of_any_length_are_told_apart(n: int) -> None:
     ],
 )
 def test_language(language: str, solution: str, words: float, letters: float | None) -> None:
-    assert value(LanguageConsistency(language).judge(item(solution))) == pytest.approx(words)
+    assert value(LanguageConsistency(language=language).judge(item(solution))) == pytest.approx(words)
     if letters is not None:
-        by_letters = LanguageConsistency(language, unit="letters")
+        by_letters = LanguageConsistency(language=language, unit="letters")
         assert value(by_letters.judge(item(solution))) == pytest.approx(letters)
 
 
 def test_language_options() -> None:
     both = LanguageConsistency(scripts=("Latin", "Han"))
     assert value(both.judge(item("答案 is yes"))) == 1.0
-    assert value(LanguageConsistency("zh", ignore_formulas=False).judge(item("是 $x$"))) == 0.5
+    assert value(LanguageConsistency(language="zh", ignore_formulas=False).judge(item("是 $x$"))) == 0.5
     assert [script_of(one) for one in "aéяα中あァ한ا7 ́"][:10] == [
         *("Latin", "Latin", "Cyrillic", "Greek", "Han", "Hiragana", "Katakana", "Hangul", "Arabic", "")
     ]
@@ -280,7 +281,7 @@ CITY = '{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}
     ],
 )
 def test_json_schema(solution: str, score: float, is_json: float) -> None:
-    given = JsonSchema(CITY, format_score=0.1).judge(item(solution))
+    given = JsonSchema(schema=CITY, format_score=0.1).judge(item(solution))
     assert given == Scored(score, {"json": is_json})
     assert JsonSchema(format_score=0.1).judge(item(solution, CITY)) == given
 
@@ -314,34 +315,34 @@ def test_json_schema_fetches_nothing_and_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "told"),
+    ("scorer", "arguments", "told"),
     [
-        (Tags, {"order": ()}, "must name a tag"),
-        (Tags, {"order": ("a", "a")}, "named twice"),
-        (Tags, {"order": ("<a>",)}, "no name of a tag"),
-        (Tags, {"counts": {"search": (3, 2)}}, "fewest, most"),
-        (Format, {"order": ()}, "must be given"),
-        (Format, {"parts": {"a": "."}}, "parts.a: order has no a, but think, answer"),
-        (Format, {"parts": {"answer": "("}}, "parts.answer '(' is not a regular expression"),
-        (Format, {"pattern": "["}, "pattern '[' is not a regular expression"),
-        (MultipleChoice, {"choices": "A"}, "two different letters"),
-        (MultipleChoice, {"choices": "Aa"}, "two different letters"),
-        (MultipleChoice, {"choices": "A]"}, "ASCII letters or digits"),
-        (ShortAnswer, {"tag": "<answer>"}, "no name of a tag"),
-        (ShortAnswer, {"max_tags": -1}, "max_tags"),
-        (Overlong, {"max_length": 5, "buffer": 6}, "buffer"),
-        (Overlong, {"max_length": 5, "buffer": 5, "factor": math.inf}, "factor"),
-        (TargetLength, {"target": -1}, "target"),
-        (TargetLength, {"slope": 0.0}, "slope"),
-        (Repetition, {"n": 0}, "n must be"),
-        (Repetition, {"penalty": -1.0}, "penalty"),
-        (LanguageConsistency, {"language": "tlh"}, "'tlh' is unknown"),
-        (LanguageConsistency, {"scripts": ("Klingon",)}, "'Klingon' is unknown"),
-        (JsonSchema, {"schema": "{"}, "schema is no JSON"),
-        (JsonSchema, {"schema": '{"type": "sandwich"}'}, "schema is no valid schema"),
+        ("tags", {"order": []}, "must name a tag"),
+        ("tags", {"order": ["a", "a"]}, "named twice"),
+        ("tags", {"order": ["<a>"]}, "no name of a tag"),
+        ("tags", {"counts": {"search": [3, 2]}}, "fewest, most"),
+        ("format", {"order": []}, "must be given"),
+        ("format", {"parts": {"a": "."}}, "parts.a: order has no a, but think, answer"),
+        ("format", {"parts": {"answer": "("}}, "arguments.parts: is not a regular expression"),
+        ("format", {"pattern": "["}, "arguments.pattern: is not a regular expression"),
+        ("multiple_choice", {"choices": "A"}, "two different letters"),
+        ("multiple_choice", {"choices": "Aa"}, "two different letters"),
+        ("multiple_choice", {"choices": "A]"}, "ASCII letters or digits"),
+        ("short_answer", {"tag": "<answer>"}, "no name of a tag"),
+        ("short_answer", {"max_tags": -1}, "max_tags"),
+        ("overlong", {"max_length": 5, "buffer": 6}, "buffer"),
+        ("overlong", {"max_length": 5, "buffer": 5, "factor": math.inf}, "factor"),
+        ("target_length", {"target": -1}, "target"),
+        ("target_length", {"slope": 0.0}, "slope"),
+        ("repetition", {"n": 0}, "arguments.n"),
+        ("repetition", {"penalty": -1.0}, "penalty"),
+        ("language", {"language": "tlh"}, "'tlh' is unknown"),
+        ("language", {"scripts": ["Klingon"]}, "'Klingon' is unknown"),
+        ("json_schema", {"schema": "{"}, "schema is no JSON"),
+        ("json_schema", {"schema": '{"type": "sandwich"}'}, "schema is no valid schema"),
     ],
 )
-def test_parameters_that_make_no_sense(kind: Any, arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        kind(**arguments)
+def test_parameters_that_make_no_sense(scorer: str, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ScorerError) as caught:
+        make_spec(scorer, arguments)
     assert told in str(caught.value) and "\n" not in str(caught.value)

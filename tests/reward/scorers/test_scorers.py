@@ -48,7 +48,7 @@ def test_exact_options() -> None:
     assert value(ExactMatch(last_line=True).judge(item("15\nor not", "15"))) == 0.0
 
 
-@pytest.mark.parametrize("judge", [ExactMatch(), RegexMatch("(.*)"), NumericEquality()])
+@pytest.mark.parametrize("judge", [ExactMatch(), RegexMatch(pattern="(.*)"), NumericEquality()])
 @pytest.mark.parametrize("truth", [None, {"target": "1"}, [], [None]])
 def test_a_ground_truth_of_another_kind_is_unscored_not_zero(judge: Any, truth: Any) -> None:
     score = judge.judge(item("1", truth))
@@ -142,10 +142,12 @@ def test_numeric_takes_linear_time() -> None:
     ],
 )
 def test_regex_compares_the_last_match(solution: str, truth: Any, expected: float) -> None:
-    assert value(RegexMatch(r"#### (-?\d+)").judge(item(solution, truth))) == expected
+    assert value(RegexMatch(pattern=r"#### (-?\d+)").judge(item(solution, truth))) == expected
 
 
 def test_regex_options() -> None:
-    assert value(RegexMatch(r"<answer>.*</answer>", compare=False).judge(item("<answer>1</answer>", None))) == 1.0
-    assert value(RegexMatch(r"yes|no").judge(item("no, yes", "yes"))) == 1.0
-    assert value(RegexMatch(r"ANSWER (\w+)", ignore_case=True).judge(item("answer Paris", "PARIS"))) == 1.0
+    assert (
+        value(RegexMatch(pattern=r"<answer>.*</answer>", compare=False).judge(item("<answer>1</answer>", None))) == 1.0
+    )
+    assert value(RegexMatch(pattern=r"yes|no").judge(item("no, yes", "yes"))) == 1.0
+    assert value(RegexMatch(pattern=r"ANSWER (\w+)", ignore_case=True).judge(item("answer Paris", "PARIS"))) == 1.0

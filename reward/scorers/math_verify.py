@@ -8,12 +8,13 @@ import logging
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.contracts import Isolation
+from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed
 from tandem.reward.text.ground_truth import accepted_texts, shown, unusable
 
@@ -30,8 +31,7 @@ _LONG_NUMBER = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
 _RESOURCE_ERRORS = (RecursionError, MemoryError, OverflowError)
 
 
-@dataclass(frozen=True, slots=True)
-class MathVerify:
+class MathVerify(Scorer):
     r"""1 if the answer means the same mathematics as the ground truth, else 0: `0.5` is `\frac{1}{2}`, `x>3` is
     `(3,\infty)`.
 
@@ -46,20 +46,16 @@ class MathVerify:
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION: ClassVar[str] = "1"
-    ISOLATION: ClassVar[Isolation] = "worker"
-    PRELOAD: ClassVar[tuple[str, ...]] = ("math_verify",)
+    VERSION = "1"
+    ISOLATION = "worker"
+    PRELOAD = ("math_verify",)
 
     extraction: Literal["anywhere", "boxed"] = "anywhere"
     r"""Where the answer may stand: wherever the library finds one, or in the last `\boxed{…}` only."""
     strict: bool = True
     """False: names of variables do not matter, and a set equals the tuple of its elements."""
-    float_rounding: int = 6
+    float_rounding: Annotated[int, Field(ge=0, le=15)] = 6
     """Decimal places to which numbers with a decimal point are compared."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.float_rounding <= 15:
-            raise ValueError("float_rounding must be between 0 and 15")
 
     def judge(self, item: ScoreItem) -> Score:
         accepted = accepted_texts(item.ground_truth)
