@@ -16,7 +16,7 @@ from typing import Literal, cast
 from tandem.protos.codec import decode_headers
 from tandem.protos.errors import LedgerError
 from tandem.protos.types import RowHeader
-from tandem.services.buffer.connection import milliseconds, new_request
+from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
 from tandem.services.buffer.ledger import Ledger, checked_ids, checked_reason
 from tandem.services.buffer.registry import Registry
 
@@ -63,8 +63,15 @@ class Buffer(Ledger, Registry):
     """
 
     def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
-        super().__init__(redis_url, run_id, connect_timeout_seconds=connect_timeout_seconds)
+        super().__init__()
+        self.connection = Connection(redis_url, run_id, RUNS, connect_timeout_seconds=connect_timeout_seconds)
+        self.run_id = run_id
+        self.place = self.connection.place
         self._scored_request = new_request()
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self.connection.close()
 
     def create(
         self,
@@ -84,11 +91,11 @@ class Buffer(Ledger, Registry):
         """
         limits = (groups_per_batch, staleness_budget, target_groups)
         budgets = (failure_budget["infrastructure"], failure_budget["data"])
-        self._run("create", new_request(), int(resume), *limits, *budgets)
+        self.connection.run("create", new_request(), int(resume), *limits, *budgets)
 
     def exists(self) -> bool:
         """Whether Redis holds a run of this id."""
-        return bool(self._persist(lambda: self._redis.exists(self._key("meta"))))
+        return bool(self.connection.retried(lambda: self.connection.redis.exists(self.connection.key("meta"))))
 
     def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
         """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
@@ -101,23 +108,23 @@ class Buffer(Ledger, Registry):
         """
         checked_ids(group_id for group_id, _ in groups)
         flat = [value for group in groups for value in group]
-        return int(self._run("admit", new_request(), cursor, *flat))
+        return int(self.connection.run("admit", new_request(), cursor, *flat))
 
     def admission(self) -> Admission:
         """Credits, need and position of the feed at this instant."""
-        return Admission(*map(int, self._run("admission")))
+        return Admission(*map(int, self.connection.run("admission")))
 
     def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
         """The feed has nothing more to admit. `target` is refused (False) while groups are wanted, and a later drop
         undoes it.
         """
-        return bool(self._run("mark_exhausted", why))
+        return bool(self.connection.run("mark_exhausted", why))
 
     def exhausted(self) -> bool:
         """True once no further group can become scored: the feed is done, and nothing waits or is leased before
         `scored`.
         """
-        return bool(self._run("exhausted"))
+        return bool(self.connection.run("exhausted"))
 
     def claim(self, stage: Stage, worker: str, n: int, lease_seconds: float, timeout_seconds: float) -> list[Claim]:
         """Leases up to n groups of a stage; waits for the first of them. [] at the timeout.
@@ -130,13 +137,13 @@ class Buffer(Ledger, Registry):
         assert n > 0
 
         def attempt() -> list[Claim]:
-            reply = self._run("claim", new_request(), *arguments)
+            reply = self.connection.run("claim", new_request(), *arguments)
             return [
                 Claim(reply[i].decode(), stage, int(reply[i + 1]), reply[i + 2], reply[i + 3])
                 for i in range(0, len(reply), 4)
             ]
 
-        return self._wait_at_bell(f"bell:{stage}", attempt, timeout_seconds)
+        return self.connection.wait_for(f"signal:{stage}", attempt, timeout_seconds)
 
     def claim_scored(self, incarnation: int, n: int, timeout_seconds: float) -> list[ScoredClaim]:
         """Claims up to n scored groups in order of completion; waits for the first of them. [] at the timeout.
@@ -149,13 +156,13 @@ class Buffer(Ledger, Registry):
         def attempt() -> list[ScoredClaim]:
             # Kept until an answer arrives: if one gets lost, even past the outage's deadline, the next call receives
             # it.
-            reply = self._run("claim_scored", incarnation, self._scored_request, n)
+            reply = self.connection.run("claim_scored", incarnation, self._scored_request, n)
             self._scored_request = new_request()
             return [
                 ScoredClaim(reply[i].decode(), decode_headers(reply[i + 1].decode())) for i in range(0, len(reply), 2)
             ]
 
-        return self._wait_at_bell("bell:scored", attempt, timeout_seconds)
+        return self.connection.wait_for("signal:scored", attempt, timeout_seconds)
 
     def read(self, group_ids: Sequence[str]) -> list[bytes]:
         """Payloads of the groups, in their order.
@@ -165,8 +172,8 @@ class Buffer(Ledger, Registry):
         """
         if not group_ids:
             return []
-        keys = [self._key(f"payload:{group_id}") for group_id in group_ids]
-        payloads = cast("list[bytes | None]", self._persist(lambda: self._redis.mget(keys)))
+        keys = [self.connection.key(f"payload:{group_id}") for group_id in group_ids]
+        payloads = cast("list[bytes | None]", self.connection.retried(lambda: self.connection.redis.mget(keys)))
         missing = [group_id for group_id, payload in zip(group_ids, payloads, strict=True) if payload is None]
         if missing:
             raise LedgerError(f"run {self.run_id} in Redis at {self.place}: no payload of group {', '.join(missing)}")
@@ -182,7 +189,7 @@ class Buffer(Ledger, Registry):
         for claim in claims:
             saved = (partial or {}).get(claim.token)
             arguments += [claim.group_id, claim.stage, claim.token, int(saved is not None), saved or b""]
-        return [int(token) for token in self._run("renew", milliseconds(lease_seconds), *arguments)]
+        return [int(token) for token in self.connection.run("renew", milliseconds(lease_seconds), *arguments)]
 
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
         """Moves the group to the next stage with its payload and ends the lease.
@@ -191,7 +198,7 @@ class Buffer(Ledger, Registry):
         and nothing happens. `headers` (`tandem.protos.codec.encode_headers`) go with a group that becomes scored.
         """
         assert bool(headers) == (claim.stage == "generated"), "headers belong to scored groups"
-        return bool(self._run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
+        return bool(self.connection.run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
 
     def release(self, claim: Claim, reason: str, kind: FailureKind) -> Released:
         """Gives the group back, or drops it with `reason` once its budget for this kind of failure is spent.
@@ -199,7 +206,7 @@ class Buffer(Ledger, Registry):
         `voluntary` spends none and puts the group to the front of its queue; a failure puts it to the back. `refused`
         if the lease is no longer current.
         """
-        reply = self._run(
+        reply = self.connection.run(
             "release", new_request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind
         ).decode()
         assert reply in ("requeued", "dropped", "refused")

@@ -1,5 +1,5 @@
-"""The wire to Redis: verbs run as Lua scripts, outages are waited for within a deadline, errors arrive as those of the
-tree.
+"""A connection to Redis: runs verbs as Lua scripts, waits for an outage to end within a deadline, and raises
+TandemErrors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -40,7 +40,7 @@ OUTAGE_SECONDS = 10.0
 _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
-_POLL_SECONDS = 1.0  # nobody rings when a lease runs out
+_POLL_SECONDS = 1.0  # nobody signals that a lease expired
 _OLDEST_REDIS = (6, 2)
 _REFUSALS: dict[str, type[TandemError]] = {
     "DATA": DataError,
@@ -64,32 +64,43 @@ Claimed = TypeVar("Claimed")
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptFolder:
-    """Where verbs lie: a package of `<verb>.lua`, and the texts that are put before each of them after what all verbs
-    share.
-    """
+class KeySpace:
+    """A kind of data in Redis: the scripts that work on it, the prefix of its keys, and what errors say of it."""
 
     package: str
+    """Of the scripts, one `<verb>.lua` each."""
     prelude: tuple[str, ...]
+    """Scripts that are put before each verb, after common.lua."""
+    prefix: str
+    remedy_when_full: str
+    kind: str = ""
+    """What errors call one of its namespaces. Empty: they leave the place out, for callers who need not know it."""
+
+
+RUNS = KeySpace(
+    "tandem.services.buffer.scripts",
+    prelude=("prelude", "limiter", "groups", "samplers"),
+    prefix="tandem",
+    remedy_when_full="raise its `maxmemory`, or lower run.staleness_budget",
+    kind="run",
+)
 
 
 @cache
-def script_text(folder: ScriptFolder, verb: str) -> str:
-    """The Lua text of a verb: common.lua, the folder's prelude, then <verb>.lua."""
-    files = resources.files(folder.package)
-    texts = [files.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in (*folder.prelude, verb)]
-    common = resources.files("tandem.services.buffer.scripts").joinpath("common.lua").read_text(encoding="utf-8")
+def script_text(space: KeySpace, verb: str) -> str:
+    """The Lua text of a verb: common.lua, the prelude, then <verb>.lua."""
+    files = resources.files(space.package)
+    texts = [files.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in (*space.prelude, verb)]
+    common = resources.files(RUNS.package).joinpath("common.lua").read_text(encoding="utf-8")
     return "\n".join([common, *texts])
 
 
 class Connection:
-    """One run's place in Redis. Thread-safe: every call takes a connection of its own from the pool.
-
-    Another kind of place has other scripts, another prefix and other words for itself.
+    """One namespace of a key space in Redis. Thread-safe: every call takes a connection of its own from the pool.
 
     Args:
         redis_url: `redis://…`, `rediss://…` or `unix:///path/of.sock`.
-        run_id: part of every key, as the cluster's hash tag.
+        name: of the namespace; part of every key, as the cluster's hash tag.
         connect_timeout_seconds: how long to wait for the server to answer the first time.
 
     Raises:
@@ -98,67 +109,62 @@ class Connection:
         EnvironmentLackError: the server refuses us, or is too old.
     """
 
-    SCRIPTS: ClassVar = ScriptFolder("tandem.services.buffer.scripts", ("prelude", "limiter", "groups", "samplers"))
-    PREFIX: ClassVar[str] = "tandem"
-    KIND: ClassVar[str] = "run"
-    WHEN_FULL: ClassVar[str] = "raise its `maxmemory`, or lower run.staleness_budget"
-
-    def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
-        assert run_id and not set(run_id) & set("{}"), "a run id is part of a hash tag"
-        self.run_id = run_id
+    def __init__(self, redis_url: str, name: str, space: KeySpace, *, connect_timeout_seconds: float = 5.0) -> None:
+        assert name and not set(name) & set("{}"), "the name is part of a hash tag"
+        self.name = name
         self.place = _without_secrets(redis_url)
-        self._prefix = f"{self.PREFIX}:{{{run_id}}}:"
+        self.prefix = f"{space.prefix}:{{{name}}}:"
+        self._space = space
         try:
-            self._redis = redis.Redis.from_url(
+            self.redis = redis.Redis.from_url(
                 redis_url,
                 protocol=2,
                 socket_timeout=_SOCKET_SECONDS,
                 socket_connect_timeout=connect_timeout_seconds,
-                retry=Retry(NoBackoff(), 0),  # `_persist` retries, and knows which calls may be repeated
+                retry=Retry(NoBackoff(), 0),  # `retried` retries, and knows which calls may be repeated
             )
         except ValueError as error:
             raise ConfigError(
                 f"{self.place!r} (run.redis_url, TANDEM_REDIS_URL or --redis-url) cannot be used: {error}"
             ) from None
         self._scripts: dict[str, Script] = {}
-        server = self.information("server", connect_timeout_seconds)
+        server = self.server_info("server", connect_timeout_seconds)
         version = str(server["redis_version"])
         if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
             raise EnvironmentLackError(f"Redis at {self.place} is version {version}; Tandem needs 6.2 or later")
 
     def close(self) -> None:
         """Closes the pool's connections."""
-        self._redis.close()
+        self.redis.close()
 
-    def information(self, section: str, outage_seconds: float | None = None) -> Mapping[str, Any]:
-        """What the server says of itself in a section of INFO."""
-        return self._persist(lambda: self._redis.info(section), outage_seconds)
+    def server_info(self, section: str, outage_seconds: float | None = None) -> Mapping[str, Any]:
+        """A section of the server's INFO."""
+        return self.retried(lambda: self.redis.info(section), outage_seconds)
 
     def setting(self, name: str) -> str:
-        """A setting of the server; empty if it does not tell."""
+        """A setting of the server; empty if CONFIG GET is refused."""
 
         def ask() -> str:
             try:
-                return str(self._redis.config_get(name).get(name, ""))
+                return str(self.redis.config_get(name).get(name, ""))
             except redis.ResponseError:  # managed servers keep CONFIG to themselves
                 return ""
 
-        return self._persist(ask)
+        return self.retried(ask)
 
-    def _key(self, name: str) -> str:
-        return self._prefix + name
+    def key(self, name: str) -> str:
+        """A key of this namespace."""
+        return self.prefix + name
 
-    def _run(self, verb: str, *arguments: bytes | str | int) -> Any:
-        """Runs one verb atomically. It may run twice if an answer is lost, so each is idempotent or carries a request
-        id.
-        """
+    def run(self, verb: str, *arguments: bytes | str | int) -> Any:
+        """Runs a verb atomically. If an answer is lost it runs twice, so each is idempotent or carries a request id."""
         script = self._scripts.get(verb)
         if script is None:
-            script = self._scripts[verb] = self._redis.register_script(script_text(self.SCRIPTS, verb))
-        return self._persist(lambda: script(keys=[self._key("meta")], args=arguments))
+            script = self._scripts[verb] = self.redis.register_script(script_text(self._space, verb))
+        return self.retried(lambda: script(keys=[self.key("meta")], args=arguments))
 
-    def _persist(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
-        """The call's answer, retried through an outage; raises the tree's error for whatever Redis refuses."""
+    def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
+        """The call's answer, retried while Redis is away; raises a TandemError for what Redis refuses."""
         deadline = time.monotonic() + (OUTAGE_SECONDS if outage_seconds is None else outage_seconds)
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -181,12 +187,11 @@ class Connection:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _wait_at_bell(self, bell: str, attempt: Callable[[], list[Claimed]], timeout_seconds: float) -> list[Claimed]:
-        """Tries, then sleeps until the bell rings (or a second has passed), until something is claimed or the time is
-        up.
+    def wait_for(self, signal: str, attempt: Callable[[], list[Claimed]], timeout_seconds: float) -> list[Claimed]:
+        """Repeats the attempt until it claims something or the time is up; in between it blocks on the signal list.
 
-        A bell holds a token a waiting thing and every taker of a token looks again, so no ring is lost; at worst, when
-        a taker dies, the next look is a second away.
+        The list holds a token for each waiting item, and whoever takes a token makes an attempt, so no signal is lost.
+        If a taker dies, or a lease expires, which nobody signals, the next attempt comes after a second at most.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -194,26 +199,24 @@ class Connection:
             left = deadline - time.monotonic()
             if claimed or left <= 0:
                 return claimed
-            self._persist(lambda: self._redis.blpop([self._key(bell)], timeout=max(0.01, min(left, _POLL_SECONDS))))  # noqa: B023
-
-    def _words(self, refusal: str) -> str:
-        """A refusal of a script, with its place."""
-        return f"{self.KIND} {self.run_id} in Redis at {self.place}: {refusal}"
+            seconds = max(0.01, min(left, _POLL_SECONDS))
+            self.retried(lambda: self.redis.blpop([self.key(signal)], timeout=seconds))  # noqa: B023
 
     def _refusal(self, error: redis.ResponseError) -> Exception:
         text = _one_line(error)
         code, _, rest = text.partition(" ")
         if code in _REFUSALS:
-            return _REFUSALS[code](f"{self._words(rest)}{_REMEDIES.get(code, '')}")
+            place = f"{self._space.kind} {self.name} in Redis at {self.place}: " if self._space.kind else ""
+            return _REFUSALS[code](f"{place}{rest}{_REMEDIES.get(code, '')}")
         if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM command not allowed" in text:
-            return EnvironmentLackError(f"Redis at {self.place} is full: {self.WHEN_FULL}")
+            return EnvironmentLackError(f"Redis at {self.place} is full: {self._space.remedy_when_full}")
         if isinstance(error, (redis.ReadOnlyError, redis.exceptions.NoPermissionError)) or "MISCONF" in text:
             return EnvironmentLackError(f"Redis at {self.place} accepts no writes: {text}")
         return error  # a bug in a script: it keeps its traceback
 
 
 def new_request() -> str:
-    """An id under which a verb's answer is remembered."""
+    """An id under which the answer of a verb is kept for a minute."""
     return uuid.uuid4().hex
 
 

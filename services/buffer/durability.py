@@ -1,4 +1,4 @@
-"""What a Redis has to be for what Tandem keeps in it: what it has acknowledged is on disk, and nothing is ever evicted.
+"""What Tandem requires of a Redis: what it acknowledged is on disk, and it never evicts anything.
 
 The embedded Redis is set up so (`tandem.services.buffer.redis_server`); one that a user names is asked.
 """
@@ -13,7 +13,7 @@ from tandem.services.buffer.connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """How a server is set up to keep what it is given."""
+    """How a server is set up to keep its data."""
 
     appendonly: bool
     appendfsync: str
@@ -24,13 +24,13 @@ class RedisSettings:
 
     @property
     def evicts(self) -> bool:
-        """Whether it throws keys away when it is full, in place of refusing to write."""
+        """Whether it removes keys when it is full, instead of refusing to write."""
         return self.maxmemory_bytes > 0 and self.maxmemory_policy != "noeviction"
 
 
 @dataclass(frozen=True, slots=True)
 class Weakness:
-    """A setting with which something that is promised does not hold."""
+    """A setting that breaks a promise of Tandem's."""
 
     fact: str
     cost: str
@@ -41,12 +41,10 @@ class Weakness:
 
 
 def read_settings(connection: Connection) -> RedisSettings:
-    """The settings of the server a connection leads to. INFO tells most of them; CONFIG, which managed servers refuse,
-    the rest.
-    """
-    memory = connection.information("memory")
+    """The settings of a server: from INFO, and from CONFIG GET, which managed servers refuse."""
+    memory = connection.server_info("memory")
     return RedisSettings(
-        appendonly=bool(connection.information("persistence")["aof_enabled"]),
+        appendonly=bool(connection.server_info("persistence")["aof_enabled"]),
         appendfsync=connection.setting("appendfsync"),
         maxmemory_bytes=int(memory["maxmemory"]),
         maxmemory_policy=str(memory["maxmemory_policy"]),
@@ -54,7 +52,7 @@ def read_settings(connection: Connection) -> RedisSettings:
 
 
 def weaknesses(settings: RedisSettings) -> list[Weakness]:
-    """What does not hold with these settings, the worst first; nothing, if all does."""
+    """What these settings break, the worst first."""
     found = []
     if settings.maxmemory_policy != "noeviction":
         when = "is full" if settings.evicts else "is given a maxmemory"
@@ -93,11 +91,32 @@ def weaknesses(settings: RedisSettings) -> list[Weakness]:
     return found
 
 
-def check_room(connection: Connection, job_bytes: int, group_bytes: int = 0) -> None:
-    """The server's own limit leaves room for all that jobs may hold, beside twice what the groups of a run may.
+def check_group_room(connection: Connection, group_bytes: int) -> None:
+    """Refuses a run whose payloads could fill more than half of Redis' memory, and a Redis that evicts.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: naming what is needed, what there is, and the remedy.
+    """
+    settings = read_settings(connection)
+    if settings.evicts:
+        raise ConfigError(
+            f"Redis at {connection.place} has maxmemory-policy {settings.maxmemory_policy} and would evict groups: "
+            "set `maxmemory-policy noeviction` there"
+        )
+    limit = settings.maxmemory_bytes
+    if limit and 2 * group_bytes > limit:
+        raise ConfigError(
+            f"the run may hold {_mebibytes(group_bytes)} in Redis at {connection.place}, more than half of its "
+            f"maxmemory {_mebibytes(limit)}: raise maxmemory, or lower run.groups_per_batch, run.staleness_budget, "
+            "rollout.samples_per_prompt or rollout.max_response_tokens"
+        )
+
+
+def check_room(connection: Connection, job_bytes: int, group_bytes: int = 0) -> None:
+    """Refuses a server whose memory limit is less than what jobs may hold plus twice what the groups of a run may.
+
+    Raises:
+        ConfigError: naming the sizes and the remedy.
     """
     limit = read_settings(connection).maxmemory_bytes
     if limit and 2 * group_bytes + job_bytes > limit:
@@ -114,10 +133,10 @@ def _mebibytes(num_bytes: int) -> str:
 
 
 def check_settings(connection: Connection) -> list[str]:
-    """What does not hold with the server of a connection, a line each, with the remedy.
+    """What the settings of a server break, one line each, with the remedy.
 
     Raises:
-        ConfigError: it evicts. Groups and jobs would be gone, and nobody told.
+        ConfigError: it evicts, so groups and jobs would disappear silently.
     """
     settings = read_settings(connection)
     lines = [f"Redis at {connection.place}: {weakness}" for weakness in weaknesses(settings)]

@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 
-from tandem.protos.errors import ConfigError, DataError
+from tandem.protos.errors import DataError
 from tandem.services.buffer.connection import Connection
 from tandem.services.buffer.registry import Sampler, with_generations
 
@@ -30,23 +30,21 @@ _MAX_INDEX = 2**32  # a group's index is the position of a bit in a Redis string
 _MAX_REASON = 64
 
 
-class Ledger(Connection):
+class Ledger:
     """Incarnations, versions, and figures of every state. All verbs may be repeated without harm."""
 
-    def exists(self) -> bool:
-        """Whether the run was created here."""
-        return bool(self._persist(lambda: self._redis.exists(self._key("meta"))))
+    connection: Connection
 
     def begin_incarnation(self) -> int:
         """A new trainer starts: earlier ones are refused from now on, and no sampler is LIVE until it is updated.
 
         Moves no claim: `rollback` does. Raises UnavailableError if the run was never created.
         """
-        return int(self._run("begin_incarnation"))
+        return int(self.connection.run("begin_incarnation"))
 
     def check_incarnation(self, incarnation: int) -> None:
         """Raises FencedError unless this incarnation is the current one."""
-        self._run("check_incarnation", incarnation)
+        self.connection.run("check_incarnation", incarnation)
 
     def record(self, incarnation: int, version: int, group_ids: Sequence[str]) -> None:
         """Claimed groups become trained(version); their payloads leave Redis. Call it once the batch is fsynced to
@@ -56,7 +54,7 @@ class Ledger(Connection):
             FencedError: a later trainer started.
             LedgerError: a group is not claimed, or the version was recorded with other groups.
         """
-        self._run("record", incarnation, version, *checked_ids(group_ids))
+        self.connection.run("record", incarnation, version, *checked_ids(group_ids))
 
     def publish(self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler]) -> None:
         """Retires the credits of all groups trained at or below `version`; who acknowledged it becomes LIVE, other LIVE
@@ -69,7 +67,7 @@ class Ledger(Connection):
             FencedError: a later trainer started.
             LedgerError: a later version is published.
         """
-        self._run("publish", incarnation, version, *with_generations(acknowledged))
+        self.connection.run("publish", incarnation, version, *with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:
         """Forgets (but counts) the groups trained at or below `version`, which a finished checkpoint contains.
@@ -78,7 +76,7 @@ class Ledger(Connection):
             FencedError: a later trainer started.
             LedgerError: the version is not published yet.
         """
-        self._run("commit", incarnation, version)
+        self.connection.run("commit", incarnation, version)
 
     def rollback(self, incarnation: int, checkpoint_version: int, recorded: Mapping[int, Sequence[str]]) -> None:
         """Makes the ledger agree with the disk: the checkpoint, and the batches `recorded` (version → its group ids).
@@ -95,7 +93,7 @@ class Ledger(Connection):
                 one group.
         """
         batches = [[version, checked_ids(recorded[version])] for version in sorted(recorded)]
-        self._run("rollback", incarnation, checkpoint_version, json.dumps(batches))
+        self.connection.run("rollback", incarnation, checkpoint_version, json.dumps(batches))
 
     def drop_claimed(self, incarnation: int, group_ids: Sequence[str], reason: str) -> None:
         """Drops claimed groups that selection rejected; their credits return at once.
@@ -104,19 +102,19 @@ class Ledger(Connection):
             FencedError: a later trainer started.
             LedgerError: a group is not claimed.
         """
-        self._run("drop_claimed", incarnation, checked_reason(reason), *checked_ids(group_ids))
+        self.connection.run("drop_claimed", incarnation, checked_reason(reason), *checked_ids(group_ids))
 
     def drop_outstanding(self, incarnation: int, reason: str) -> int:
         """Ends a run: drops every group that is not trained, leased or not, and returns how many. Raises
         FencedError.
         """
-        return int(self._run("drop_outstanding", incarnation, uuid.uuid4().hex, checked_reason(reason)))
+        return int(self.connection.run("drop_outstanding", incarnation, uuid.uuid4().hex, checked_reason(reason)))
 
     def counts(self) -> dict[str, int]:
         """Groups in every state (`STATES`) and by reason of the drop (`dropped:<reason>`), the limiter's and other
         counters.
         """
-        reply = self._run("counts")
+        reply = self.connection.run("counts")
         figures = dict.fromkeys((*_COUNTERS, *STATES), 0)
         return figures | {name.decode(): int(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
 
@@ -126,29 +124,7 @@ class Ledger(Connection):
         Every group's state is compared with its queue, lease, payload, credit and fate, and all of them with the
         counters.
         """
-        return [line.decode() for line in self._run("verify")]
-
-    def check_memory(self, worst_case_bytes: int) -> None:
-        """Refuses a run whose payloads could fill more than half of Redis' memory, and a Redis that evicts.
-
-        Raises:
-            ConfigError: naming what is needed, what there is, and the remedy.
-        """
-        memory = self._persist(lambda: self._redis.info("memory"))
-        limit, policy = int(memory["maxmemory"]), str(memory["maxmemory_policy"])
-        if not limit:
-            return
-        if policy != "noeviction":
-            raise ConfigError(
-                f"Redis at {self.place} has maxmemory-policy {policy} and would evict groups: "
-                "set `maxmemory-policy noeviction` there"
-            )
-        if 2 * worst_case_bytes > limit:
-            raise ConfigError(
-                f"the run may hold {_mib(worst_case_bytes)} in Redis at {self.place}, more than half of its maxmemory "
-                f"{_mib(limit)}: raise maxmemory, or lower run.groups_per_batch, run.staleness_budget, "
-                "rollout.samples_per_prompt or rollout.max_response_tokens"
-            )
+        return [line.decode() for line in self.connection.run("verify")]
 
 
 def checked_ids(group_ids: Iterable[str]) -> list[str]:
@@ -164,7 +140,3 @@ def checked_reason(reason: str) -> str:
     """The reason of a drop or release; short, because each one has its counter."""
     assert 0 < len(reason) <= _MAX_REASON, f"a reason is a name of at most {_MAX_REASON} characters, got {reason!r}"
     return reason
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"

@@ -28,11 +28,12 @@ class Sampler:
     """Counts the starts under this id."""
 
 
-class Registry(Connection):
+class Registry:
     """Registration, heartbeats, and which sampler may claim prompts."""
 
-    def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
-        super().__init__(redis_url, run_id, connect_timeout_seconds=connect_timeout_seconds)
+    connection: Connection
+
+    def __init__(self) -> None:
         self._generations: dict[str, int] = {}
 
     def register_sampler(self, sampler_id: str, address: str, tensor_parallel_size: int) -> None:
@@ -41,19 +42,21 @@ class Registry(Connection):
 
         From now on that earlier process is refused (FencedError) when it claims, and its heartbeats are ignored.
         """
-        self._generations[sampler_id] = int(self._run("register_sampler", sampler_id, address, tensor_parallel_size))
+        self._generations[sampler_id] = int(
+            self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
+        )
 
     def register_service(self, name: str, address: str) -> None:
         """Enters a service that just started. Leases an earlier process of that name still held are given back."""
-        self._run("register_service", name, address)
+        self.connection.run("register_service", name, address)
 
     def heartbeat(self, name: str, figures: Mapping[str, float]) -> None:
         """Says that `name` is alive, with its figures: sums since the start of its process. Send one every second."""
-        self._run("heartbeat", name, self._generation(name), json.dumps(dict(figures)))
+        self.connection.run("heartbeat", name, self._generation(name), json.dumps(dict(figures)))
 
     def samplers(self, alive_within_seconds: float = 10) -> list[Sampler]:
         """All samplers that ever registered, by id."""
-        reply = self._run("samplers_alive", str(alive_within_seconds))
+        reply = self.connection.run("samplers_alive", str(alive_within_seconds))
         found = []
         for sampler_id, alive, address, state, version, incarnation, width, generation in _rows(reply, 8):
             found.append(
@@ -75,7 +78,7 @@ class Registry(Connection):
 
         Give the `Sampler` as read when its update began: if it restarted since, it is not admitted. Raises FencedError.
         """
-        return bool(self._run("admit_sampler", incarnation, *with_generations([sampler_id]), version))
+        return bool(self.connection.run("admit_sampler", incarnation, *with_generations([sampler_id]), version))
 
     def services(self) -> dict[str, str]:
         """Address of every registered service by name."""
@@ -87,7 +90,7 @@ class Registry(Connection):
 
     def silences(self) -> dict[str, float]:
         """Seconds since the last sign of life of every service and sampler by name."""
-        seconds, microseconds = self._persist(self._redis.time)
+        seconds, microseconds = self.connection.retried(self.connection.redis.time)
         now_ms = seconds * 1000 + microseconds / 1000
         return {name.decode(): (now_ms - float(beat)) / 1000 for name, beat in self._hash("beats").items()}
 
@@ -99,7 +102,10 @@ class Registry(Connection):
         return self._generations.get(name, "")
 
     def _hash(self, name: str) -> dict[bytes, bytes]:
-        return cast("dict[bytes, bytes]", self._persist(lambda: self._redis.hgetall(self._key(name))))
+        return cast(
+            "dict[bytes, bytes]",
+            self.connection.retried(lambda: self.connection.redis.hgetall(self.connection.key(name))),
+        )
 
 
 def with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:

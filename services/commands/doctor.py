@@ -171,7 +171,7 @@ def check_redis_server() -> Finding:
             from tandem.services.buffer.durability import read_settings, weaknesses
 
             with closing(Buffer(url, "doctor", connect_timeout_seconds=REDIS_SECONDS)) as buffer:
-                settings = read_settings(buffer)
+                settings = read_settings(buffer.connection)
             found = weaknesses(settings)
             said = [f"TANDEM_REDIS_URL {buffer.place} answers", *(f"{one.fact}: {one.cost}" for one in found)]
             verdict: Verdict = "lack" if settings.evicts else "note" if found else "ok"

@@ -62,9 +62,9 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
             redis = _own_redis(stack, folder)
         store = stack.enter_context(closing(JobStore(redis.url if redis is not None else redis_url, jobs)))
         if redis is None:
-            for line in check_settings(store):
+            for line in check_settings(store.connection):
                 log.warning(line)
-            check_room(store, jobs.redis_bytes)
+            check_room(store.connection, jobs.redis_bytes)
         servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, jobs)))
         jobs_worker: JobWorker | None = None  # named after the server's port, so it comes after the server
 

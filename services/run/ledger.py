@@ -10,7 +10,7 @@ from contextlib import closing
 
 from tandem.protos.errors import RunExistsError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.durability import check_room
+from tandem.services.buffer.durability import check_group_room, check_room
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, running, write_text
 from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
@@ -30,8 +30,8 @@ def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
         ConfigError: it cannot.
     """
     groups = worst_case_redis_bytes(recipe)
-    buffer.check_memory(groups)
-    check_room(buffer, job_bytes(recipe), groups)
+    check_group_room(buffer.connection, groups)
+    check_room(buffer.connection, job_bytes(recipe), groups)
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:

@@ -311,7 +311,7 @@ def check_redis(recipe: Recipe) -> None:
 
     try:
         with closing(Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
-            for line in check_settings(buffer):
+            for line in check_settings(buffer.connection):
                 complain(line)
     except UnavailableError as error:
         raise EnvironmentLackError(str(error)) from None

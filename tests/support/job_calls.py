@@ -36,4 +36,4 @@ def finish(store: JobStore, claimed: ChunkClaim, num_items: int) -> bool:
 
 def expire(store: JobStore, claimed: ChunkClaim) -> None:
     """As if the lease had run out."""
-    store._redis.zadd(store._key("leased"), {f"{claimed.job_id}:{claimed.index}": 0}, xx=True)
+    store.connection.redis.zadd(store.connection.key("leased"), {f"{claimed.job_id}:{claimed.index}": 0}, xx=True)

@@ -31,6 +31,6 @@ for i = 1, offered do
   taken = i
 end
 redis.call('HSET', META, 'cursor', string.format('%.0f', ARGV[2] - (offered - taken)))
-ring('prompts')
+signal('prompts')
 remember(ARGV[1], taken)
 return taken

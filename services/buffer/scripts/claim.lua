@@ -3,7 +3,7 @@ local stage = ARGV[2]
 sweep(stage)
 local refusal = stage == 'prompts' and not_admitted(ARGV[3], ARGV[4])
 if refusal then
-  ring(stage) -- this worker may have taken a token that another one needs
+  signal(stage) -- this worker may have taken a token that another one needs
   return refusal
 end
 
@@ -20,7 +20,7 @@ else
     claimed[#claimed + 1] = { id, token }
   end
   if #claimed > 0 then remember(ARGV[1], cjson.encode(claimed)) end
-  ring(stage)
+  signal(stage)
 end
 
 local reply = {}

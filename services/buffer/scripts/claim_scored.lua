@@ -13,7 +13,7 @@ else
     enter(id, 'scored_claimed', sequence)
   end
   if #ids > 0 then redis.call('HSET', last, 'request', ARGV[2], 'ids', cjson.encode(ids)) end
-  ring('scored')
+  signal('scored')
 end
 local reply = {}
 for _, id in ipairs(ids) do

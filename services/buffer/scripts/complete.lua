@@ -11,11 +11,11 @@ if holds(id, stage, token) then
   redis.call('DEL', key('partial', id))
   if stage == 'prompts' then
     enter(id, 'generated_waiting', 'back')
-    ring('generated')
+    signal('generated')
   else
     redis.call('HSET', group, 'headers', ARGV[5])
     enter(id, 'scored_waiting', redis.call('HINCRBY', META, 'sequence', 1))
-    ring('scored')
+    signal('scored')
   end
   return 1
 end

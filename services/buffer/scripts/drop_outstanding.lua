@@ -10,6 +10,6 @@ for i = 1, #states, 2 do
     dropped = dropped + 1
   end
 end
-for _, stage in ipairs({ 'prompts', 'generated', 'scored' }) do ring(stage) end
+for _, stage in ipairs({ 'prompts', 'generated', 'scored' }) do signal(stage) end
 remember(ARGV[2], dropped)
 return dropped

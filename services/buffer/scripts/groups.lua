@@ -104,7 +104,7 @@ local function sweep(stage)
     count('leases_expired')
     fail(id, stage, 'infrastructure', 'lease_expired', 'front')
   end
-  if #expired > 0 then ring(stage) end
+  if #expired > 0 then signal(stage) end
 end
 
 -- Is this lease the group's current one?
@@ -118,6 +118,6 @@ local function give_back(worker)
     for _, id in ipairs(last_claimed_first(redis.call('ZRANGE', key(stage .. '_leased'), 0, -1))) do
       if redis.call('HGET', key('group', id), 'worker') == worker then requeue(id, stage, 'front') end
     end
-    ring(stage)
+    signal(stage)
   end
 end

@@ -1,8 +1,8 @@
--- Put before every verb of the ring: its key names, counters, fences, doorbells.
+-- Put before every verb of the ring: its key names, counters, fences, signals.
 
 local COUNTERS = PREFIX .. 'counters'
 local STATES = PREFIX .. 'states' -- group id -> the name of its state, which is also the name of the queue it stands in
-local BELL_TOKENS = 64
+local MAX_SIGNALS = 64
 
 local function count(name, by)
   return redis.call('HINCRBY', COUNTERS, name, by or 1)
@@ -20,15 +20,16 @@ local function fenced(incarnation)
   end
 end
 
--- The bell of a stage holds one token a waiting group (at most BELL_TOKENS): a blocked claimer takes one and looks.
-local function ring(stage)
-  local queue, bell = key(stage .. '_waiting'), key('bell', stage)
+-- The signal list of a stage holds a token for each waiting group (at most MAX_SIGNALS). A blocked claimer takes one and
+-- claims.
+local function signal(stage)
+  local queue, list = key(stage .. '_waiting'), key('signal', stage)
   local waiting = redis.call(stage == 'scored' and 'ZCARD' or 'LLEN', queue)
   if waiting == 0 then
-    redis.call('DEL', bell)
+    redis.call('DEL', list)
     return
   end
-  for _ = redis.call('LLEN', bell) + 1, math.min(waiting, BELL_TOKENS) do
-    redis.call('RPUSH', bell, '1')
+  for _ = redis.call('LLEN', list) + 1, math.min(waiting, MAX_SIGNALS) do
+    redis.call('RPUSH', list, '1')
   end
 end

@@ -10,5 +10,5 @@ if kind == 'voluntary' then
 else
   outcome = fail(id, stage, kind, ARGV[5], 'back') -- what failed does not hold up the others
 end
-ring(stage)
+signal(stage)
 return remember(ARGV[1], outcome)

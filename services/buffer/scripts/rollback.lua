@@ -67,5 +67,5 @@ for _, id in ipairs(redis.call('ZRANGE', key('scored_claimed'), 0, -1)) do
 end
 redis.call('DEL', key('answer', 'scored'))
 redis.call('HSET', META, 'published_version', checkpoint, 'recorded_version', last)
-for _, stage in ipairs({ 'prompts', 'generated', 'scored' }) do ring(stage) end
+for _, stage in ipairs({ 'prompts', 'generated', 'scored' }) do signal(stage) end
 return 1

@@ -12,10 +12,10 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from tandem.protos.errors import UnknownJobError
-from tandem.services.buffer.connection import Connection, ScriptFolder, milliseconds, new_request
+from tandem.services.buffer.connection import Connection, KeySpace, milliseconds, new_request
 from tandem.services.config.jobs import JobsConfig
 
 JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED", "EXPIRED"]
@@ -23,6 +23,12 @@ JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED", "EXPIRED"]
 CANCELLED = "cancelled"
 """Reason of the items of a cancelled job that have no result."""
 
+_JOBS = KeySpace(
+    "tandem.services.reward.jobs.scripts",
+    prelude=("jobs", "room"),
+    prefix="tandem:reward",
+    remedy_when_full="raise its `maxmemory`, or delete jobs and lower jobs.max_unscored_bytes or jobs.max_result_bytes",
+)
 _JOB_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -85,7 +91,7 @@ class ChunkClaim:
     partial: bytes
 
 
-class JobStore(Connection):
+class JobStore:
     """The jobs of one namespace. Thread-safe.
 
     Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a
@@ -93,25 +99,19 @@ class JobStore(Connection):
     embedded one is.
     """
 
-    SCRIPTS: ClassVar = ScriptFolder("tandem.services.reward.jobs.scripts", ("jobs", "room"))
-    PREFIX: ClassVar[str] = "tandem:reward"
-    KIND: ClassVar[str] = "namespace"
-    WHEN_FULL: ClassVar[str] = (
-        "raise its `maxmemory`, or delete jobs and lower jobs.max_unscored_bytes or jobs.max_result_bytes"
-    )
-
     def __init__(self, redis_url: str, config: JobsConfig) -> None:
         assert config.namespace, "the caller fills in the default"
-        super().__init__(redis_url, config.namespace)
+        self.connection = Connection(redis_url, config.namespace, _JOBS)
         limits = (config.max_unscored_bytes, config.result_bytes)
-        self._run("configure", milliseconds(config.retention_seconds), *limits)
+        self.connection.run("configure", milliseconds(config.retention_seconds), *limits)
 
-    def _words(self, refusal: str) -> str:
-        return refusal  # it goes to clients, who need not know where jobs are kept
+    def close(self) -> None:
+        """Closes its connections."""
+        self.connection.close()
 
     def register(self, worker: str) -> int:
         """A worker has just started: chunks that its predecessor of that name held wait again. Returns how many."""
-        return int(self._run("register", worker))
+        return int(self.connection.run("register", worker))
 
     def submit(self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "") -> JobRecord:
         """Creates the job of an idempotency key, or returns the one there is; `name` and `digest` are those of its
@@ -123,7 +123,7 @@ class JobStore(Connection):
         """
         # Ids sort by age: of chunks that are due at once, that of the older job comes first.
         fresh = f"{time.time_ns() // 1000:014x}{uuid.uuid4().hex[:18]}"
-        return _job(self._run("submit", fresh, key, rubric, priority, name, digest))
+        return _job(self.connection.run("submit", fresh, key, rubric, priority, name, digest))
 
     def add_chunk(self, job_id: str, index: int, num_items: int, items: bytes) -> tuple[bool, JobRecord]:
         """Stores a chunk; one that is stored already is not stored again. False: there is no room yet, see `has_room`.
@@ -134,12 +134,12 @@ class JobStore(Connection):
             DataError: a chunk before this one is missing.
             JobLimitError: the results of this job, or of all that have not ended, have reached their limit.
         """
-        stored, job = self._run("add_chunk", checked_job_id(job_id), index, num_items, items)
+        stored, job = self.connection.run("add_chunk", checked_job_id(job_id), index, num_items, items)
         return bool(stored), _job(job)
 
     def has_room(self, job_id: str, num_bytes: int) -> tuple[bool, JobRecord]:
         """Whether a chunk of so many bytes finds room now, or the job takes none any more. Raises UnknownJobError."""
-        room, job = self._run("wait_for_room", checked_job_id(job_id), num_bytes)
+        room, job = self.connection.run("wait_for_room", checked_job_id(job_id), num_bytes)
         return bool(room), _job(job)
 
     def seal(self, job_id: str, num_chunks: int) -> JobRecord:
@@ -150,7 +150,7 @@ class JobStore(Connection):
             JobError: it is cancelled.
             DataError: another number of chunks is stored.
         """
-        return _job(self._run("seal", checked_job_id(job_id), num_chunks))
+        return _job(self.connection.run("seal", checked_job_id(job_id), num_chunks))
 
     def claim(self, worker: str, lease_seconds: float, timeout_seconds: float) -> ChunkClaim | None:
         """Leases the chunk that comes first; waits for one. None at the timeout.
@@ -159,16 +159,16 @@ class JobStore(Connection):
         """
 
         def attempt() -> list[ChunkClaim]:
-            reply = self._run("claim", new_request(), worker, milliseconds(lease_seconds))
+            reply = self.connection.run("claim", new_request(), worker, milliseconds(lease_seconds))
             return [_claim(reply)] if reply else []
 
-        claimed = self._wait_at_bell("bell:waiting", attempt, timeout_seconds)
+        claimed = self.connection.wait_for("signal:waiting", attempt, timeout_seconds)
         return claimed[0] if claimed else None
 
     def renew(self, claims: Sequence[ChunkClaim], lease_seconds: float) -> list[int]:
         """Extends leases to `lease_seconds` from now; returns the tokens of those that are ours no longer."""
         flat = [part for claim in claims for part in (claim.job_id, claim.index, claim.token)]
-        return [int(token) for token in self._run("renew", milliseconds(lease_seconds), *flat)]
+        return [int(token) for token in self.connection.run("renew", milliseconds(lease_seconds), *flat)]
 
     def save(self, claim: ChunkClaim, *, partial: bytes, under_way: int, cleared: bool) -> bool:
         """Keeps what is scored so far, and says what comes next (see `ChunkClaim.under_way`), in case the holder dies
@@ -176,14 +176,16 @@ class JobStore(Connection):
 
         `cleared`: what earlier holders died of is behind. False if the lease is not current.
         """
-        return bool(self._run("save", claim.job_id, claim.index, claim.token, partial, under_way, int(cleared)))
+        return bool(
+            self.connection.run("save", claim.job_id, claim.index, claim.token, partial, under_way, int(cleared))
+        )
 
     def give_back(self, claim: ChunkClaim, *, attempts: int, partial: bytes, pause_seconds: float) -> bool:
         """Ends the lease: the chunk waits again after a pause, with what is scored of it. False if the lease is not
         current.
         """
         arguments = (claim.job_id, claim.index, claim.token, attempts, partial, milliseconds(pause_seconds))
-        return bool(self._run("give_back", new_request(), *arguments))
+        return bool(self.connection.run("give_back", new_request(), *arguments))
 
     def complete(
         self, claim: ChunkClaim, results: bytes, *, num_scored: int, sum_values: float, num_unscored: Mapping[str, int]
@@ -198,13 +200,13 @@ class JobStore(Connection):
         """
         reasons = [part for reason in num_unscored.items() for part in reason]
         arguments = (claim.job_id, claim.index, claim.token, results, num_scored, repr(sum_values), *reasons)
-        return bool(self._run("complete", new_request(), *arguments))
+        return bool(self.connection.run("complete", new_request(), *arguments))
 
     def cancel(self, job_id: str) -> JobRecord:
         """Ends a job: items without a result are counted as `cancelled`. Nothing happens to one that has ended. Raises
         UnknownJobError.
         """
-        return _job(self._run("cancel", checked_job_id(job_id)))
+        return _job(self.connection.run("cancel", checked_job_id(job_id)))
 
     def delete(self, job_id: str) -> JobRecord:
         """Forgets a job that has ended, its results and its key, and returns it as it was; asked again within a minute,
@@ -214,7 +216,7 @@ class JobStore(Connection):
             UnknownJobError: there is no such job.
             JobError: it has not ended.
         """
-        return _job(self._run("delete", checked_job_id(job_id)))
+        return _job(self.connection.run("delete", checked_job_id(job_id)))
 
     def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
         """The job, and results with cursors `after_cursor` + 1, + 2, …: up to `max_bytes`, but one at least if there is
@@ -226,18 +228,18 @@ class JobStore(Connection):
             UnknownJobError: there is no such job.
             JobError: its results were given up.
         """
-        job, results = self._run("events", checked_job_id(job_id), after_cursor, max_bytes)
+        job, results = self.connection.run("events", checked_job_id(job_id), after_cursor, max_bytes)
         return _job(job), list(results)
 
     def list_jobs(self, limit: int) -> list[JobRecord]:
         """The newest jobs, newest first."""
-        return [_job(reply) for reply in self._run("list", limit)]
+        return [_job(reply) for reply in self.connection.run("list", limit)]
 
     def counts(self) -> dict[str, float]:
         """Jobs kept, chunks waiting and leased, bytes of items and of results, and sums over the life of the
         namespace.
         """
-        reply = self._run("counts")
+        reply = self.connection.run("counts")
         return {name.decode(): float(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
 
 

@@ -1,4 +1,4 @@
-"""The buffer's verbs one by one: admission, leases and fencing, the trainer's claims, doorbells."""
+"""The buffer's verbs one by one: admission, leases and fencing, the trainer's claims, signals."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_a_scored_claim_whose_answer_was_lost_is_handed_out_again(
     assert [claim.group_id for claim in buffer.claim_scored(1, 2, 0)] == group_ids
 
 
-# ---- doorbells ----
+# ---- signals to blocked claimers ----
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -317,12 +317,12 @@ def test_a_taken_ring_is_passed_on_when_its_taker_is_refused(buffer: Buffer, mon
 
     threads = [threading.Thread(target=becomes_stale)]
     threads[0].start()
-    time.sleep(0.1)  # first in line at the bell
+    time.sleep(0.1)  # first to wait for the signal
     threads.append(threading.Thread(target=stays_live))
     threads[1].start()
     time.sleep(0.1)
-    pipeline = buffer._redis.pipeline()
-    pipeline.hset(buffer._key("sampler:rollout-1"), "state", "STALE")
+    pipeline = buffer.connection.redis.pipeline()
+    pipeline.hset(buffer.connection.key("sampler:rollout-1"), "state", "STALE")
     pipeline.execute()
     start = time.monotonic()
     ring.offer(buffer, 1)

@@ -15,6 +15,7 @@ from tandem.protos.errors import (
     UnavailableError,
 )
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.durability import check_group_room
 from tandem.services.buffer.redis_server import start_redis
 from tests.support import redis_ring as ring
 
@@ -23,7 +24,7 @@ def test_two_runs_share_a_server_and_every_key_carries_its_run(redis_url: str) -
     first, second = ring.new_run(redis_url, run_id="one"), ring.new_run(redis_url, run_id="two")
     ring.score(first, 3)
     assert second.counts()["admitted"] == 0
-    keys = [key.decode() for key in first._redis.scan_iter("*")]
+    keys = [key.decode() for key in first.connection.redis.scan_iter("*")]
     assert all(key.startswith("tandem:{") for key in keys)
     assert any(key.startswith("tandem:{one}:") for key in keys) and any(key.startswith("tandem:{two}:") for key in keys)
 
@@ -38,7 +39,9 @@ def test_nothing_is_left_of_a_group_but_a_bit(redis_url: str) -> None:
         ring.train(buffer, 1, version, 3)
         buffer.publish(1, version, [ring.SAMPLER])
         buffer.commit(1, version)
-        sizes.append(sum(1 for key in buffer._redis.scan_iter("tandem:{footprint}:*") if b":answer:" not in key))
+        sizes.append(
+            sum(1 for key in buffer.connection.redis.scan_iter("tandem:{footprint}:*") if b":answer:" not in key)
+        )
     assert sizes[-1] == sizes[0]
     assert buffer.verify() == []
 
@@ -46,15 +49,15 @@ def test_nothing_is_left_of_a_group_but_a_bit(redis_url: str) -> None:
 def test_a_redis_that_is_nearly_full_is_refused_and_a_full_one_says_so(tmp_path: Path) -> None:
     with ring.running_redis(tmp_path) as url:
         buffer = ring.new_run(url)
-        buffer.check_memory(10**15)  # no limit is set
+        check_group_room(buffer.connection, 10**15)  # no limit is set
         client = redis.Redis.from_url(url, protocol=2)
         client.config_set("maxmemory", 64 << 20)
-        buffer.check_memory(32 << 20)
+        check_group_room(buffer.connection, 32 << 20)
         with pytest.raises(ConfigError, match=r"33\.0 MiB .* half of its maxmemory 64\.0 MiB: raise maxmemory"):
-            buffer.check_memory(33 << 20)
+            check_group_room(buffer.connection, 33 << 20)
         client.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(ConfigError, match="maxmemory-policy noeviction"):
-            buffer.check_memory(1)
+            check_group_room(buffer.connection, 1)
         client.config_set("maxmemory-policy", "noeviction")
         assert ring.offer(buffer, 1) == ["0-0"]
         [claim] = ring.claim(buffer, "prompts")

@@ -158,7 +158,9 @@ def test_the_disk_is_right_where_redis_lost_writes(buffer: Buffer, stage: str, c
             (0, 1, 0) if checkpoint else (1, 0, 1)
         )
     assert not ring.claim(buffer, "generated") and not buffer.claim_scored(incarnation, 9, 0)
-    keys = [key.decode() for key in buffer._redis.scan_iter(f"{buffer._prefix}pa*".replace("{", "[{]"))]
+    keys = [
+        key.decode() for key in buffer.connection.redis.scan_iter(f"{buffer.connection.prefix}pa*".replace("{", "[{]"))
+    ]
     assert keys == [], "neither payload nor partial result is left behind"
     buffer.publish(incarnation, 1, [ring.SAMPLER])
     assert _sound(buffer)["outstanding"] == 0
@@ -225,20 +227,26 @@ def test_restored_groups_may_exceed_the_budget_but_nothing_is_admitted_meanwhile
 # ---- verify sees what is wrong ----
 
 _TAMPERINGS: dict[str, Callable[[Buffer], object]] = {
-    "stands in no queue": lambda b: b._redis.lpop(b._key("prompts_waiting")),
-    "stands in generated_waiting and in prompts_waiting": lambda b: b._redis.rpush(b._key("generated_waiting"), "0-3"),
-    "has no payload": lambda b: b._redis.delete(b._key("payload:0-3")),
-    "has no headers": lambda b: b._redis.hdel(b._key("group:0-2"), "headers"),
-    "has a token": lambda b: b._redis.hset(b._key("group:0-3"), "token", "1"),
-    "is not outstanding": lambda b: b._redis.srem(b._key("outstanding"), "0-3"),
-    "is still outstanding": lambda b: b._redis.sadd(b._key("outstanding"), "0-1"),
-    "admitted counts 5, marked are 4": lambda b: b._redis.hincrby(b._key("counters"), "admitted", 1),
-    "admitted are 4, the states add up to 3": lambda b: b._redis.hset(b._key("counters"), "committed", 0),
-    "the reasons add up to 0": lambda b: b._redis.hset(b._key("counters"), "dropped", 1),
-    "outstanding are 2": lambda b: b._redis.hincrby(b._key("counters"), "retired", 1),
-    "was never admitted": lambda b: b._redis.setbit(b._key("bits:0:admitted"), 3, 0),
-    "is also committed": lambda b: b._redis.setbit(b._key("bits:0:committed"), 3, 1),
-    "3 groups stand in queues, 2 have a state": lambda b: b._redis.hdel(b._key("states"), "0-3"),
+    "stands in no queue": lambda b: b.connection.redis.lpop(b.connection.key("prompts_waiting")),
+    "stands in generated_waiting and in prompts_waiting": lambda b: b.connection.redis.rpush(
+        b.connection.key("generated_waiting"), "0-3"
+    ),
+    "has no payload": lambda b: b.connection.redis.delete(b.connection.key("payload:0-3")),
+    "has no headers": lambda b: b.connection.redis.hdel(b.connection.key("group:0-2"), "headers"),
+    "has a token": lambda b: b.connection.redis.hset(b.connection.key("group:0-3"), "token", "1"),
+    "is not outstanding": lambda b: b.connection.redis.srem(b.connection.key("outstanding"), "0-3"),
+    "is still outstanding": lambda b: b.connection.redis.sadd(b.connection.key("outstanding"), "0-1"),
+    "admitted counts 5, marked are 4": lambda b: b.connection.redis.hincrby(
+        b.connection.key("counters"), "admitted", 1
+    ),
+    "admitted are 4, the states add up to 3": lambda b: b.connection.redis.hset(
+        b.connection.key("counters"), "committed", 0
+    ),
+    "the reasons add up to 0": lambda b: b.connection.redis.hset(b.connection.key("counters"), "dropped", 1),
+    "outstanding are 2": lambda b: b.connection.redis.hincrby(b.connection.key("counters"), "retired", 1),
+    "was never admitted": lambda b: b.connection.redis.setbit(b.connection.key("bits:0:admitted"), 3, 0),
+    "is also committed": lambda b: b.connection.redis.setbit(b.connection.key("bits:0:committed"), 3, 1),
+    "3 groups stand in queues, 2 have a state": lambda b: b.connection.redis.hdel(b.connection.key("states"), "0-3"),
 }
 
 

@@ -76,29 +76,29 @@ def test_every_weakness_is_a_line_with_its_setting_and_the_remedy(changes: dict[
 
 def test_the_embedded_redis_is_what_it_has_to_be(server: str) -> None:
     with connected(server) as buffer:
-        assert read_settings(buffer) == GOOD and check_settings(buffer) == []
+        assert read_settings(buffer.connection) == GOOD and check_settings(buffer.connection) == []
 
 
 def test_what_a_named_redis_may_lose_is_told(server: str, change: Change) -> None:
     change(appendfsync="everysec")
     with connected(server) as buffer:
-        (line,) = check_settings(buffer)
+        (line,) = check_settings(buffer.connection)
         assert line.startswith(f"Redis at {buffer.place}: appendfsync is everysec") and "appendfsync always" in line
         change(appendonly="no", maxmemory_policy="volatile-lru")
-        policy, appendonly = check_settings(buffer)
+        policy, appendonly = check_settings(buffer.connection)
         assert "once it is given a maxmemory" in policy and "appendonly is no" in appendonly
 
 
 def test_a_redis_that_evicts_is_refused(server: str, change: Change) -> None:
     with connected(server) as buffer:
         change(maxmemory=1 << 30)
-        assert check_settings(buffer) == []
+        assert check_settings(buffer.connection) == []
         for policy in ("allkeys-lru", "volatile-ttl"):
             change(maxmemory_policy=policy)
             with pytest.raises(
                 ConfigError, match=f"maxmemory-policy is {policy}: .* set `maxmemory-policy noeviction`"
             ):
-                check_settings(buffer)
+                check_settings(buffer.connection)
 
 
 def test_a_server_that_refuses_config_could_not_be_checked(server: str) -> None:
@@ -107,7 +107,7 @@ def test_a_server_that_refuses_config_could_not_be_checked(server: str) -> None:
         client.execute_command("ACL", "SETUSER", "guest", "on", ">secret", "~*", "&*", "+@all", "-config")
         try:
             with connected(server.replace("unix://", "unix://guest:secret@")) as buffer:
-                (line,) = check_settings(buffer)
+                (line,) = check_settings(buffer.connection)
         finally:
             client.execute_command("ACL", "DELUSER", "guest")
     assert "appendfsync could not be checked" in line and "secret" not in line
@@ -190,13 +190,13 @@ def test_a_reward_service_looks_before_it_serves(
 
 def test_jobs_have_room_beside_groups(server: str, change: Change) -> None:
     with connected(server) as buffer:
-        check_room(buffer, 1 << 50)  # there is no limit
+        check_room(buffer.connection, 1 << 50)  # there is no limit
         change(maxmemory=100 << 20)
-        check_room(buffer, 60 << 20, 20 << 20)
+        check_room(buffer.connection, 60 << 20, 20 << 20)
         with pytest.raises(
             ConfigError, match=r"jobs may take 60\.0 MiB, groups 21\.0 MiB, and its maxmemory is 100\.0 MiB"
         ):
-            check_room(buffer, 60 << 20, 21 << 20)
+            check_room(buffer.connection, 60 << 20, 21 << 20)
 
 
 def test_an_embedded_redis_needs_memory_and_disk_for_both_limits(

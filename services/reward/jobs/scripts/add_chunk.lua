@@ -31,5 +31,5 @@ redis.call('HINCRBY', key('job', id), 'unscored_bytes', bytes)
 count('unscored_bytes', bytes)
 redis.call('ZADD', WAITING, place, chunk_name(id, index))
 touch(id)
-ring()
+signal()
 return { 1, snapshot(id) }

@@ -9,7 +9,7 @@ if answer then
 else
   local name = redis.call('ZRANGE', WAITING, 0, 0)[1]
   if not name then
-    ring()
+    signal()
     return {}
   end
   id, index = string.match(name, '^(%x+):(%d+)$')
@@ -23,7 +23,7 @@ else
   chunk.worker, chunk.token = ARGV[2], token
   keep(id, index, chunk)
   remember(ARGV[1], name .. ' ' .. token)
-  ring()
+  signal()
 end
 
 local chunk = chunk_of(id, index)

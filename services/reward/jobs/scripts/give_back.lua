@@ -14,5 +14,5 @@ keep(id, index, chunk)
 if ARGV[6] ~= '' then redis.call('HSET', key('partials', id), index, ARGV[6]) end
 redis.call('ZADD', LEASED, NOW_MS + ARGV[7], chunk_name(id, index))
 sweep_leases() -- no pause: it waits again at once
-ring()
+signal()
 return tonumber(remember(ARGV[1], 1))

@@ -9,8 +9,8 @@ local EXPIRING = PREFIX .. 'expiring' -- job id by when to look whether it can b
 local ENDED = PREFIX .. 'ended' -- job id by order of ending, of those that can give up results
 local WAITING = PREFIX .. 'waiting'
 local LEASED = PREFIX .. 'leased'
-local BELL = PREFIX .. 'bell:waiting'
-local BELL_TOKENS = 64
+local SIGNAL = PREFIX .. 'signal:waiting'
+local MAX_SIGNALS = 64
 local LOOKS = 64 -- leases and jobs that one verb looks after at most, so that none takes long
 local CHUNK_OVERHEAD_BYTES = 1024 -- what Redis needs for a chunk besides its items
 local RECORD_BYTES = 4096 -- what Redis needs for a job besides its rubric, chunks and results
@@ -66,15 +66,15 @@ local function retention_ms()
   return number_of(META, 'retention_ms', 604800000)
 end
 
--- The bell holds a token a waiting chunk (at most BELL_TOKENS): a blocked claimer takes one and looks.
-local function ring()
+-- The signal list holds a token for each waiting chunk (at most MAX_SIGNALS). A blocked claimer takes one and claims.
+local function signal()
   local waiting = redis.call('ZCARD', WAITING)
   if waiting == 0 then
-    redis.call('DEL', BELL)
+    redis.call('DEL', SIGNAL)
     return
   end
-  for _ = redis.call('LLEN', BELL) + 1, math.min(waiting, BELL_TOKENS) do
-    redis.call('RPUSH', BELL, '1')
+  for _ = redis.call('LLEN', SIGNAL) + 1, math.min(waiting, MAX_SIGNALS) do
+    redis.call('RPUSH', SIGNAL, '1')
   end
 end
 

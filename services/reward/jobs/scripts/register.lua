@@ -8,5 +8,5 @@ for _, name in ipairs(redis.call('ZRANGE', LEASED, 0, -1)) do
     taken = taken + 1
   end
 end
-if taken > 0 then ring() end
+if taken > 0 then signal() end
 return taken

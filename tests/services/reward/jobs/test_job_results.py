@@ -63,7 +63,7 @@ def test_the_first_to_end_gives_up_its_results_and_says_so(redis_url: str) -> No
         gone, _ = store.events(first.job_id, 0, 0)
         assert (gone.num_scored, gone.sum_values, gone.ended) == (1, 1.0, True) and gone.expires_at == first.expires_at
         assert gone.result_bytes == RECORD_BYTES and kept(store) == 4 * RECORD_BYTES + 15_000
-        assert not store._redis.exists(store._key(f"results:{first.job_id}"))
+        assert not store.connection.redis.exists(store.connection.key(f"results:{first.job_id}"))
         with pytest.raises(JobError, match=f"job {first.job_id} is EXPIRED: its results were given up"):
             store.events(first.job_id, 0, 1)
         for job in (second, third):
@@ -117,15 +117,15 @@ def test_what_is_counted_is_no_less_than_what_redis_takes(tmp_path: Path) -> Non
     with running_redis(tmp_path) as url, closing(new_store(url)) as store:
 
         def used() -> int:
-            for key in store._redis.scan_iter(f"{store._prefix}answer:*", count=1000):
-                store._redis.delete(key)  # they are for a minute
-            store._redis.memory_purge()
-            return int(store.information("memory")["used_memory"])
+            for key in store.connection.redis.scan_iter(f"{store.connection.prefix}answer:*", count=1000):
+                store.connection.redis.delete(key)  # they are for a minute
+            store.connection.redis.memory_purge()
+            return int(store.connection.server_info("memory")["used_memory"])
 
         def assert_counted() -> None:
             assert used() - before <= kept(store) - counted
 
-        store._redis.config_set("appendfsync", "no")  # it is memory that is looked at
+        store.connection.redis.config_set("appendfsync", "no")  # it is memory that is looked at
         before, counted = used(), 0.0
         for number in range(400):
             job = store.submit(f"{number:0200}", rubric="r" * 100, priority=0, name="n" * 200, digest="d" * 64)
@@ -155,7 +155,10 @@ def test_a_deleted_job_is_gone_with_its_key_and_its_bytes(redis_url: str, monkey
         for verb in (store.cancel, lambda job_id: store.events(job_id, 0, 1)):
             with pytest.raises(UnknownJobError, match="it was never submitted, or it was deleted"):
                 verb(job.job_id)
-        left = {key.decode().removeprefix(store._prefix) for key in store._redis.scan_iter(f"*{store.run_id}*")}
+        left = {
+            key.decode().removeprefix(store.connection.prefix)
+            for key in store.connection.redis.scan_iter(f"*{store.connection.name}*")
+        }
         assert {name for name in left if not name.startswith("answer:")} <= {"meta", "by_key"}
         assert finished(store, "key", 5_000).job_id != job.job_id
 

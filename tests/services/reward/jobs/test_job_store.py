@@ -39,7 +39,10 @@ def test_a_job_from_its_header_to_its_last_result(store: JobStore) -> None:
     assert store.events(job.job_id, 1, 1 << 20)[1] == [b"first"] and store.events(job.job_id, 2, 1 << 20)[1] == []
     assert store.events(job.job_id, 0, 1)[1] == [b"second"], "one at least"
     assert store.events(job.job_id, 0, 0)[1] == []
-    left = {key.decode().removeprefix(store._prefix) for key in store._redis.scan_iter(f"*{store.run_id}*")}
+    left = {
+        key.decode().removeprefix(store.connection.prefix)
+        for key in store.connection.redis.scan_iter(f"*{store.connection.name}*")
+    }
     assert not {name for name in left if name.startswith(("items:", "chunks:", "partials:"))}, "payloads are gone"
 
 
@@ -197,7 +200,7 @@ def test_a_job_that_comes_late_does_not_overtake(store: JobStore) -> None:
 
 def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(redis_url: str) -> None:
     store = new_store(redis_url)
-    store._run("configure", 10**9, 1 << 20, 1 << 30)
+    store.connection.run("configure", 10**9, 1 << 20, 1 << 30)
     quarter = b"x" * ((1 << 18) - 1024)
     first, second, third = (store.submit(key, rubric="", priority=0) for key in "abc")
     assert store.add_chunk(first.job_id, 0, 1, quarter)[0] and store.add_chunk(first.job_id, 1, 1, quarter)[0]
@@ -234,8 +237,11 @@ def test_what_has_ended_is_forgotten_after_its_retention_and_what_waits_is_not(r
     again = store.submit("done", rubric="another", priority=1)
     assert again.job_id != done.job_id and finish(store, claim(store), 1)
     eventually(lambda: not store.list_jobs(10))
-    left = {key.decode().removeprefix(store._prefix) for key in store._redis.scan_iter(f"*{store.run_id}*")}
-    assert {name for name in left if not name.startswith("answer:")} <= {"meta", "bell:waiting"}
+    left = {
+        key.decode().removeprefix(store.connection.prefix)
+        for key in store.connection.redis.scan_iter(f"*{store.connection.name}*")
+    }
+    assert {name for name in left if not name.startswith("answer:")} <= {"meta", "signal:waiting"}
 
 
 def test_namespaces_do_not_meet(redis_url: str) -> None:

@@ -81,7 +81,7 @@ class Jobs(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = new_store(self.url)
-        self.store._run("configure", 10**9, LIMIT, RESULT_LIMIT)
+        self.store.connection.run("configure", 10**9, LIMIT, RESULT_LIMIT)
         self.jobs: dict[str, TwinJob] = {}
         self.deleted: list[TwinJob] = []
         self.ended: list[TwinJob] = []

@@ -165,7 +165,7 @@ def test_a_cancelled_job_ends_the_watch_of_it(redis_url: str) -> None:
 def test_submission_waits_while_too_much_is_not_scored(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core) as one:
-        one.store._run("configure", 10**9, 40_000, 10**9)
+        one.store.connection.run("configure", 10**9, 40_000, 10**9)
         read: list[int] = []
 
         def requests() -> Iterator[Request]:
@@ -190,7 +190,7 @@ def test_submission_waits_while_too_much_is_not_scored(redis_url: str) -> None:
 def test_jobs_calls_have_an_end_without_a_deadline(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = ScriptedCore()
     with serving(redis_url, core) as one:
-        one.store._run("configure", 10**9, 40_000, 10**9)
+        one.store.connection.run("configure", 10**9, 40_000, 10**9)
         job_id = one.submit(answers("wait"), key="watched").job.job_id
         monkeypatch.setattr("tandem.services.reward.waits.LONGEST_CALL_SECONDS", 0.3)
         with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
@@ -290,7 +290,7 @@ def test_a_stop_gives_back_what_is_not_finished_with_what_is_scored_of_it(redis_
         until(lambda: "wait" in core.asked)
     assert core.asked.count("1") == 64
     with closing(JobStore(redis_url, jobs)) as store:
-        (chunk,) = store._redis.hvals(store._key(f"chunks:{job_id}"))
+        (chunk,) = store.connection.redis.hvals(store.connection.key(f"chunks:{job_id}"))
         assert (json.loads(chunk)["attempts"], json.loads(chunk)["worker"]) == (0, ""), "a stop is no attempt"
     core = ScriptedCore()
     core.go_on.set()
