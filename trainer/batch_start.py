@@ -6,11 +6,12 @@ N loss tokens of the batch, in the order of trainer/batch_layout.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.batch_layout import BatchLayout
 from tandem.trainer.batch_rewards import StartColumns
 from tandem.trainer.critic import Critic
@@ -33,7 +34,7 @@ def look(
     steps: Sequence[Sequence[MicroBatch]],
     needs: Needs,
     *,
-    policy: Any,
+    policy: TrainingEngine,
     reference: ReferencePolicy | None,
     critic: Critic | None,
     device: torch.device,

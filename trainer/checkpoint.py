@@ -1,5 +1,5 @@
-"""Checkpoints: `checkpoints/<version>` holds DeepSpeed's files (a folder an engine), the ranks' random states, and
-`state.json` that says what it is.
+"""Checkpoints: `checkpoints/<version>` holds a folder of the backend's files for each engine, the ranks' random states,
+and `state.json` that describes them.
 
 The version is that of the last batch the weights contain. The folder appears whole or not at all. Finding checkpoints
 needs no torch;
@@ -17,8 +17,8 @@ from typing import Any
 from tandem.protos.errors import DataError
 
 STATE_FILE = "state.json"
-FORMAT = 2
-"""1 knew no second engine and did not say what was trained."""
+FORMAT = 3
+"""Format 1 had one engine and did not say what was trained; format 2 had one backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class CheckpointState:
     """
     kl_coefficients: dict[str, float] = field(default_factory=dict)
     """What the KL penalties cost by now."""
+    backend: str = "deepspeed"
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.backend.registry import known_backend
 from tandem.trainer.engine_options import LoraOptions
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -17,6 +18,8 @@ class TrainerConfig(AlgorithmConfig):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    backend: Annotated[str, AfterValidator(known_backend)] = "deepspeed"
+    """`deepspeed` (ZeRO stages 0 to 3) or `fsdp` (PyTorch's FSDP2, which needs no further package)."""
     num_ranks: Annotated[int, Field(ge=1)] = 1
     """Trainer processes on this machine (one a GPU, or CPU processes)."""
     num_nodes: Annotated[int, Field(ge=1)] = 1
@@ -24,9 +27,11 @@ class TrainerConfig(AlgorithmConfig):
     rendezvous: str = ""
     """`host:port` of torchrun's rendezvous, needed when num_nodes > 1."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
-    """DeepSpeed ZeRO stage."""
+    """DeepSpeed's ZeRO stage; `fsdp` partitions as stage 3 does and accepts no other."""
     offload_optimizer: bool = False
-    """The optimizer's state lives in host memory and its step is taken there; needs zero_stage ≥ 1, in bfloat16 3."""
+    """The optimizer's state lives in host memory and its step is taken there; needs zero_stage ≥ 1, in bfloat16 3. With
+    `fsdp` it goes together with offload_parameters, and needs a GPU.
+    """
     offload_parameters: bool = False
     """The engine's weights live in host memory between their uses; needs zero_stage = 3."""
     offload_reference: bool = False

@@ -1,17 +1,10 @@
-"""Options of the engines beside the policy's own fields in trainer/config.py: adapters, critic, what fits with what.
-Imports no torch.
-"""
+"""Options of the adapters and of the critic. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from tandem.protos.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tandem.trainer.config import TrainerConfig
 
 
 class LoraOptions(BaseModel):
@@ -45,27 +38,3 @@ class CriticOptions(BaseModel):
     """Folder or hub name of the value model, or of the language model it grows from; "" is the policy's."""
     learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
     """Learning rate of its AdamW."""
-
-
-def check_engine(config: TrainerConfig) -> None:
-    """Refuses what DeepSpeed would ignore in silence or get wrong.
-
-    Raises:
-        ConfigError: optimizer offload without ZeRO, or in bfloat16 below stage 3; parameter offload below stage 3.
-    """
-    if config.offload_optimizer and config.zero_stage == 0:
-        raise ConfigError(
-            "trainer.offload_optimizer needs ZeRO: set trainer.zero_stage to 1, 2 or 3, or switch the offload off"
-        )
-    if config.offload_optimizer and config.zero_stage < 3 and config.dtype == "bfloat16":
-        # DeepSpeed 0.19.8 keeps the gradient of a skipped step there, so that every later step is skipped, too.
-        raise ConfigError(
-            "trainer.offload_optimizer in bfloat16 needs trainer.zero_stage = 3, or dtype float32 "
-            f"(zero_stage is {config.zero_stage})"
-        )
-    if config.offload_parameters and config.zero_stage != 3:
-        raise ConfigError(
-            "trainer.offload_parameters needs partitioned parameters: set "
-            "trainer.zero_stage to 3, or switch the offload "
-            f"off (zero_stage is {config.zero_stage})"
-        )

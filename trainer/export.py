@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from tandem.trainer.backend.base import ParameterSpec
 from tandem.trainer.durable import whole_folder
 
 COPIED = (
@@ -27,13 +28,7 @@ COPIED = (
 
 _GATHER_ELEMENTS = 1 << 24
 
-ParameterSpec = tuple[str, str, tuple[int, ...]]
 Gather = Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]]
-
-
-def parameter_spec(name: str, parameter: torch.Tensor) -> ParameterSpec:
-    """What a reader of the weights must know of a parameter, partitioned or not; `name` is Hugging Face's."""
-    return name, str(parameter.dtype).removeprefix("torch."), tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool) -> dict[str, torch.Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tandem.protos.errors import ModelError
 from tandem.protos.types import Packing, Segment
+from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.micro_batch import MicroBatch, TrainingRow, stack
 from tandem.trainer.rank import Rank
 from tandem.trainer.varlen_attention import varlen_attention
@@ -37,7 +38,7 @@ _MOST_APART = {torch.float32: 1e-3}
 _MOST_APART_IN_HALF_PRECISION = 0.25  # a token near the border between two experts may go to the other
 
 
-def settle_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[Any], rank: Rank) -> Packing:
+def settle_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
     """How the run's fresh batches are packed, on every rank alike; the models get the attention that goes with it.
 
     `auto` is flat where there is variable-length attention for every model and none lets rows mix. All ranks enter.
@@ -68,7 +69,7 @@ class _MixingError(ModelError):
     """A model that runs, but not as it should."""
 
 
-def refuse_mixing(engines: Sequence[Any], rank: Rank) -> None:
+def refuse_mixing(engines: Sequence[TrainingEngine], rank: Rank) -> None:
     """Raises ModelError, on every rank, if a model lets rows mix that lie end to end, or cannot run them."""
     for engine in engines:
         leak, apart = mixing(engine, rank.device)
@@ -85,7 +86,7 @@ def refuse_mixing(engines: Sequence[Any], rank: Rank) -> None:
 
 
 @torch.no_grad()
-def mixing(engine: Any, device: torch.device) -> tuple[float, float]:
+def mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
     """(leak, apart) of the engine's model; NaN if it cannot be told. All ranks enter.
 
     Raises:
@@ -108,13 +109,13 @@ def mixing(engine: Any, device: torch.device) -> tuple[float, float]:
     return float(_largest(flat_TH - after_other_TH) / scale), float(_largest(flat_TH - alone_TH) / scale)
 
 
-def _set_attention(engines: Sequence[Any], names: Sequence[str | None]) -> None:
+def _set_attention(engines: Sequence[TrainingEngine], names: Sequence[str | None]) -> None:
     for engine, name in zip(engines, names, strict=True):
         if name is not None:
             engine.module.set_attn_implementation(name)
 
 
-def _row(engine: Any, number: int, length: int) -> TrainingRow:
+def _row(engine: TrainingEngine, number: int, length: int) -> TrainingRow:
     vocabulary = engine.module.config.get_text_config().vocab_size
     return TrainingRow(_segment((np.arange(length) + 3 + number * max(_LENGTHS)) % vocabulary))
 
@@ -123,7 +124,7 @@ def _segment(ids: Any) -> Segment:
     return Segment(ids.astype(np.int32), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.uint8), ())
 
 
-def _hidden(engine: Any, batch: MicroBatch) -> Tensor:
+def _hidden(engine: TrainingEngine, batch: MicroBatch) -> Tensor:
     """The last hidden states: a head may be 0."""
     kept: list[Tensor] = []
     hook = engine.module.base_model.register_forward_hook(lambda module, inputs, output: kept.append(output[0]))

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
+from tandem.trainer.backend.base import ParameterSpec, TrainingEngine
+from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch_layout import BatchLayout
 from tandem.trainer.batch_metrics import finite
 from tandem.trainer.batch_rewards import StartColumns, Targets, learning_targets, reward_components
@@ -28,8 +30,7 @@ from tandem.trainer.checkpoint import CheckpointState, prune_checkpoints
 from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.critic import Critic
-from tandem.trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
-from tandem.trainer.export import ParameterSpec, collect_weights, parameter_spec, write_export
+from tandem.trainer.export import collect_weights, write_export
 from tandem.trainer.flat_rows import refuse_mixing, settle_packing
 from tandem.trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
 from tandem.trainer.micro_batch import MicroBatch, token_logprobs
@@ -40,6 +41,9 @@ from tandem.trainer.rank import Rank
 from tandem.trainer.reference import ReferencePolicy
 from tandem.trainer.schedule import learning_rate
 from tandem.trainer.token_model import token_answers
+
+if TYPE_CHECKING:
+    from tandem.trainer.lora import Adapters
 
 
 class Learner(Rank):
@@ -71,44 +75,47 @@ class Learner(Rank):
         self._seed = seed
         self._max_response_tokens = max_response_tokens
         self._source = model_folder(model_path)
-        super().__init__(start_process_group(config.collective_timeout_seconds))
+        self._backend = load_backend(config)
+        super().__init__(self._backend.join_process_group(config.collective_timeout_seconds))
         self.optimizer_step = 0
         torch.manual_seed(seed)
         self._model = load_model(self._source, config.dtype)
-        self._adapters = self._add_adapters()
-        self._engine = build_engine(config, self._model)
-        self._parameters = dict(self._model.named_parameters())  # tied weights once, under the first of their names
+        self._adapters: Adapters | None = None
+        self._engine = self._build_engine()
         self._critic = self._load_critic()
         self._reference = self._load_reference()
         self._coefficients = first_coefficients(config.kl)
         self.packing = settle_packing(config.packing, self._engines(), self)
 
-    def _engines(self) -> list[Any]:
+    def _engines(self) -> list[TrainingEngine]:
         return [
-            self._engine,
-            *self._engines_beside().values(),
+            *self._trained_engines().values(),
             *(self._reference.engines if self._reference is not None else ()),
         ]
 
-    def _add_adapters(self) -> Any:
+    def _build_engine(self) -> TrainingEngine:
+        """The policy's engine, with adapters in its model if the run has some."""
         if self._config.lora is None:
-            return None
-        from tandem.trainer.lora import Adapters  # loads PEFT, 2 s that only runs with adapters spend
+            return self._backend.build_engine(self._config, self._model)
+        from tandem.trainer.lora import Adapters, insert_adapters  # loads PEFT, 2 s that only runs with adapters spend
 
-        return Adapters(self._model, self._config.lora, seed=self._seed, zero_stage=self._config.zero_stage)
+        adapted = insert_adapters(self._model, self._config.lora, seed=self._seed)
+        engine = self._backend.build_engine(self._config, self._model)
+        self._adapters = Adapters(adapted, self._config.lora, engine)
+        return engine
 
     def _load_critic(self) -> Critic | None:
         if not self._config.needs_critic:
             return None
         path = self._config.critic.path
-        return Critic(self._config, self._config.critic, model_folder(path) if path else self._source)
+        return Critic(self._backend, self._config, self._config.critic, model_folder(path) if path else self._source)
 
     def _load_reference(self) -> ReferencePolicy | None:
         if not self._config.needs_reference:
             return None
         if self._adapters is not None:
             return ReferencePolicy.base_weights(self._engine, self._adapters)
-        return ReferencePolicy.frozen_copy(self._config, self._source)
+        return ReferencePolicy.frozen_copy(self._backend, self._config, self._source)
 
     def train(
         self,
@@ -128,7 +135,7 @@ class Learner(Rank):
             ModelError: likewise, if they lie end to end in the plan and a model lets such rows mix.
         """
         steps = self._micro_batches(batch, groups)
-        rate = self._set_learning_rate(batch.policy_version)
+        rate = self._learning_rate(batch.policy_version)
         began = time.monotonic()
         layout = BatchLayout.of(batch, rank=self.rank)
         start = self._look(layout, steps)
@@ -144,7 +151,7 @@ class Learner(Rank):
             seed=self._batch_seed(batch),
         )
         objective = self._objective(batch, layout, start, targets, len(steps))
-        norms, critic_norms = self._take_steps(objective, layout, steps, batch.policy_version, before_step)
+        norms, critic_norms = self._take_steps(objective, layout, steps, batch.policy_version, rate, before_step)
         self.optimizer_step += len(norms)
         figures = objective.sums.reduce()
         metrics = {
@@ -217,6 +224,7 @@ class Learner(Rank):
         layout: BatchLayout,
         steps: Sequence[Sequence[MicroBatch]],
         policy_version: int,
+        rate: float,
         before_step: Callable[[], None],
     ) -> tuple[list[float], list[float]]:
         """The optimizer steps; the gradient norm of each the policy took, and of each the critic took."""
@@ -235,8 +243,7 @@ class Learner(Rank):
                 if not self._warms_up(policy_version):
                     outputs = token_answers(self._engine, micro_batch, entropy=entropy)
                     loss = objective.policy_loss(plan, step, number, micro_batch, outputs)
-                    # DeepSpeed averages over ranks, the shares are of the whole: times the ranks.
-                    self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
+                    self._engine.backward(loss)
                 if self._critic is not None:
                     values_N = self._critic.values(micro_batch)
                     self._critic.backward(objective.value_loss(plan, step, number, values_N))
@@ -244,10 +251,9 @@ class Learner(Rank):
             critic_norm = None if self._critic is None else self._critic.step()
             if critic_norm is not None:
                 critic_norms.append(critic_norm)
-            if not self._warms_up(policy_version):
-                self._engine.step()
-                if self._engine.was_step_applied():
-                    norms.append(float(self._engine.get_global_grad_norm()))
+            norm = None if self._warms_up(policy_version) else self._engine.step(rate)
+            if norm is not None:
+                norms.append(norm)
         return norms, critic_norms
 
     def _warms_up(self, policy_version: int) -> bool:
@@ -281,17 +287,14 @@ class Learner(Rank):
             result |= {"loss_kl_coefficient": used.loss}
         return result
 
-    def _set_learning_rate(self, policy_version: int) -> float:
-        rate = learning_rate(
+    def _learning_rate(self, policy_version: int) -> float:
+        return learning_rate(
             policy_version,
             peak=self._config.learning_rate,
             warmup_batches=self._config.warmup_batches,
             total_batches=self._total_batches,
             schedule=self._config.schedule,
         )
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     def save(self, folder: Path, batch_version: int) -> None:
         """Writes a checkpoint that contains every batch up to `batch_version`, and prunes its elder siblings.
@@ -300,6 +303,7 @@ class Learner(Rank):
             EnvironmentLackError: the disk is full.
         """
         state = CheckpointState(
+            backend=self._config.backend,
             batch_version=batch_version,
             optimizer_step=self.optimizer_step,
             world_size=self.world_size,
@@ -308,9 +312,7 @@ class Learner(Rank):
             trainer=self._config.model_dump(mode="json"),
             kl_coefficients=asdict(self._coefficients),
         )
-        save_checkpoint(
-            self._engine, Path(folder), state, rank=self.rank, barrier=self.barrier, beside=self._engines_beside()
-        )
+        save_checkpoint(self._trained_engines(), Path(folder), state, rank=self.rank, barrier=self.barrier)
         if self.rank == 0:
             prune_checkpoints(Path(folder).parent, self._config.keep_checkpoints)
 
@@ -319,23 +321,24 @@ class Learner(Rank):
 
         Raises:
             DataError: there is no finished checkpoint.
-            ConfigError: it was written by another number of ranks, ZeRO stage or dtype.
+            ConfigError: it was written by another backend, number of ranks, ZeRO stage or dtype.
         """
         state = load_checkpoint(
-            self._engine,
+            self._trained_engines(),
             Path(folder),
+            backend=self._config.backend,
             world_size=self.world_size,
             zero_stage=self._config.zero_stage,
             dtype=self._config.dtype,
             rank=self.rank,
-            beside=self._engines_beside(),
         )
         self.optimizer_step = state.optimizer_step
         self._coefficients = resumed_coefficients(self._config.kl, state.kl_coefficients)
         return state.batch_version
 
-    def _engines_beside(self) -> dict[str, Any]:
-        return {} if self._critic is None else {"critic": self._critic.engine}
+    def _trained_engines(self) -> dict[str, TrainingEngine]:
+        critic = {} if self._critic is None else {"critic": self._critic.engine}
+        return {"engine": self._engine, **critic}
 
     def export(self, folder: Path) -> None:
         """Writes the policy as a Hugging Face folder, in place of an earlier one of that name; adapters are merged into
@@ -356,34 +359,25 @@ class Learner(Rank):
         self.barrier()
 
     @property
-    def travelling_adapters(self) -> Any:
+    def travelling_adapters(self) -> Adapters | None:
         """The adapters, if samplers get them alone (see `AdapterSource`); None if they get all weights."""
         lora = self._config.lora
         return self._adapters if lora is not None and lora.broadcast == "adapter" else None
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """(Hugging Face name, dtype as "float32", shape) of every parameter, tied ones once; the same on all ranks."""
-        if self._adapters is not None:
-            return list(self._adapters.specs())
-        return [parameter_spec(name, parameter) for name, parameter in self._parameters.items()]
+        return list(self._engine.specs) if self._adapters is None else self._adapters.specs()
 
-    @contextmanager
-    def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
         """The whole tensors of these parameters, adapters merged, on every rank, to be read inside the block. All ranks
         enter with the same names.
         """
-        if self._adapters is not None:
-            with self._adapters.gather(names) as merged:
-                yield merged
-            return
-        chosen = {name: self._parameters[name] for name in names}
-        with whole_parameters(list(chosen.values()), self._config.zero_stage):
-            yield {name: parameter.detach() for name, parameter in chosen.items()}
+        return (self._engine if self._adapters is None else self._adapters).gather(names)
 
     def close(self) -> None:
         """Leaves the process group. The learner is of no use afterwards."""
         for beside in (self._reference, self._critic):
             if beside is not None:
                 beside.close()
-        self._engine.destroy()
-        leave_process_group()
+        self._engine.close()
+        self._backend.leave_process_group()

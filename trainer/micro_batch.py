@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import Packing, Segment, Trajectory
+from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.token_model import token_answers
 
 
@@ -187,6 +188,6 @@ def _token_rewards(row: TrainingRow, columns: NDArray[np.intp]) -> NDArray[np.fl
 _EMPTY = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), ())
 
 
-def token_logprobs(model: nn.Module, batch: MicroBatch) -> Tensor:
+def token_logprobs(model: nn.Module | TrainingEngine, batch: MicroBatch) -> Tensor:
     """log π(token | what comes before it) of the N loss tokens; see trainer/token_model.py."""
     return token_answers(model, batch).logprobs_N

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.trainer.backend.base import Backend, TrainingEngine
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.engine import build_frozen_engine
 from tandem.trainer.micro_batch import MicroBatch, token_logprobs
 from tandem.trainer.model import load_model
 
@@ -25,16 +25,16 @@ class ReferencePolicy:
     """
 
     def __init__(
-        self, engine: Any, policy_set_aside: Callable[[], AbstractContextManager[Any]], *, owned: bool
+        self, engine: TrainingEngine, policy_set_aside: Callable[[], AbstractContextManager[Any]], *, owned: bool
     ) -> None:
         self._engine = engine
         self.engines = [engine] if owned else []  # those that are its own
         self._policy_set_aside = policy_set_aside
 
     @classmethod
-    def frozen_copy(cls, config: TrainerConfig, folder: Path) -> ReferencePolicy:
-        """The model of a folder in a ZeRO-3 engine of its own, without optimizer; with `offload_reference` in host
-        memory.
+    def frozen_copy(cls, backend: Backend, config: TrainerConfig, folder: Path) -> ReferencePolicy:
+        """The model of a folder in an engine of its own, partitioned, without optimizer; with
+        `offload_reference` in host memory.
 
         The folder is what the run started from, also when it resumes. All ranks enter, the process group joined.
 
@@ -42,11 +42,11 @@ class ReferencePolicy:
             ModelError: transformers cannot load it.
         """
         model = load_model(folder, config.dtype)
-        engine = build_frozen_engine(config, model, offload=config.offload_reference)
+        engine = backend.build_frozen_engine(config, model, offload=config.offload_reference)
         return cls(engine, nullcontext, owned=True)
 
     @classmethod
-    def base_weights(cls, engine: Any, adapters: Adapters) -> ReferencePolicy:
+    def base_weights(cls, engine: TrainingEngine, adapters: Adapters) -> ReferencePolicy:
         """The policy's own engine with its adapters off. It lasts as long as that engine, whose owner closes it."""
         return cls(engine, adapters.disabled, owned=False)
 
@@ -63,4 +63,4 @@ class ReferencePolicy:
     def close(self) -> None:
         """Gives the memory back."""
         for engine in self.engines:
-            engine.destroy()
+            engine.close()

@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
 
 if TYPE_CHECKING:
@@ -96,14 +97,15 @@ def _logits_are_the_heads(model: transformers.PreTrainedModel) -> bool:
 
 
 def token_answers(
-    model: nn.Module, batch: MicroBatch, *, entropy: bool = False, squared_probs: bool = False
+    model: nn.Module | TrainingEngine, batch: MicroBatch, *, entropy: bool = False, squared_probs: bool = False
 ) -> TokenStatistics:
     """The statistics of a micro-batch's N loss tokens, from any language model or the engine around one.
 
     A model that `answer_with_tokens` has not seen is asked for its logits, all at once.
     """
     asked = {"entropy": entropy, "squared_probs": squared_probs}
-    if getattr(model, "answers_with_tokens", False):
+    module = model.module if isinstance(model, TrainingEngine) else model
+    if getattr(module, "answers_with_tokens", False):
         return TokenStatistics(*model(tokens=batch, **asked))
     logits_BKV = model(**batch.inputs, use_cache=False, logits_to_keep=batch.columns_K).logits
     return statistics_from_logits(logits_BKV[batch.row_N, batch.column_N], batch.target_N, batch.temperature_N, **asked)

@@ -23,7 +23,7 @@ from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis
 from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model
 from tandem.services.run.placement import gpu_ids, gpus_wanted
 from tandem.services.run.resume import check_resumable
-from tandem.trainer.engine_options import check_engine
+from tandem.trainer.backend import registry as training_backends
 
 if TYPE_CHECKING:
     from tandem.reward.rubric.rubric import Rubric
@@ -49,7 +49,7 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
     """
     require_installed(*TRAINER_PACKAGES, *SAMPLER_PACKAGES)
     check_run_folder(recipe, resume=resume)
-    check_engine(recipe.trainer)
+    training_backends.check_backend(recipe.trainer)
     check_dataset(recipe)
     facts = check_models(recipe)
     check_backend(recipe)
@@ -70,7 +70,7 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
     if service in ("feed", "trainer"):
         check_dataset(recipe)
     if service == "trainer":
-        check_engine(recipe.trainer)
+        training_backends.check_backend(recipe.trainer)
         check_models(recipe)
     elif service != "reward":
         check_model(recipe)

@@ -5,17 +5,33 @@ without an engine.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import Tensor, nn
 
+from tandem.trainer.backend.base import parameter_specs
 from tandem.trainer.engine_options import LoraOptions
-from tandem.trainer.lora import Adapters
+from tandem.trainer.lora import Adapters, insert_adapters
 from tandem.trainer.model import load_model
 
 RANK, ALPHA = 4, 12.0
+
+
+class WholeModel:
+    """A model whose parameters are whole, in place of an engine."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.specs = parameter_specs(module)
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        yield {name: self.module.get_parameter(name).detach() for name in names}
 
 
 class AdapterPolicy:
@@ -25,8 +41,8 @@ class AdapterPolicy:
 
     def __init__(self, folder: Path, dtype: str = "float32", **options: Any) -> None:
         module = load_model(folder, dtype)
-        options = {"rank": RANK, "alpha": ALPHA, **options}
-        self.adapters = Adapters(module, LoraOptions(**options), seed=0, zero_stage=0)
+        lora = LoraOptions(**{"rank": RANK, "alpha": ALPHA, **options})
+        self.adapters = Adapters(insert_adapters(module, lora, seed=0), lora, WholeModel(module))
         self.parameter_specs = self.adapters.specs
         self.gather = self.adapters.gather
         self.matrices = [matrix for matrix in module.parameters() if matrix.requires_grad]

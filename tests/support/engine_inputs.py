@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tandem.protos.types import Segment
+from tandem.trainer.backend.base import TrainingEngine
+from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.engine import whole_parameters
 from tandem.trainer.micro_batch import MicroBatch, TrainingRow, stack, token_logprobs
+from tandem.trainer.model import load_model
 
 CPU = torch.device("cpu")
 NUM_ROWS = 8
@@ -43,16 +46,18 @@ def make_micro_batches(seed: int = 0, *, rank: int = 0, world_size: int = 1, row
     return [stack(own[first : first + rows_each], CPU) for first in range(0, len(own), rows_each)]
 
 
-def policy_step(engine: Any, micro_batches: Sequence[MicroBatch], *, world_size: int = 1) -> float:
+def engine_of(folder: Path, config: TrainerConfig) -> TrainingEngine:
+    """The configured backend's engine around the folder's model."""
+    return load_backend(config).build_engine(config, load_model(folder, config.dtype))
+
+
+def policy_step(engine: TrainingEngine, micro_batches: Sequence[MicroBatch]) -> float:
     """One step of REINFORCE, every token with an advantage of its own; the gradient's norm."""
     for batch in micro_batches:
-        loss = -torch.dot(token_logprobs(engine, batch), advantages(batch)) / NUM_TOKENS
-        engine.backward(loss * world_size, scale_wrt_gas=False)
-    for group in engine.optimizer.param_groups:
-        group["lr"] = RATE
-    engine.step()
-    assert engine.was_step_applied()
-    return float(engine.get_global_grad_norm())
+        engine.backward(-torch.dot(token_logprobs(engine, batch), advantages(batch)) / NUM_TOKENS)
+    norm = engine.step(RATE)
+    assert norm is not None
+    return norm
 
 
 def advantages(batch: MicroBatch) -> Tensor:
@@ -66,11 +71,17 @@ def logprobs_of(model: Any, micro_batches: Sequence[MicroBatch]) -> Tensor:
     return torch.cat([token_logprobs(model, batch) for batch in micro_batches])
 
 
-def weights_of(engine: Any, config: TrainerConfig, *, trained: bool = True) -> dict[str, Tensor]:
+def weights_of(engine: TrainingEngine, *, trained: bool = True) -> dict[str, Tensor]:
     """Copies of the parameters that are trained (or of those that are not), whole."""
-    chosen = {name: each for name, each in engine.module.named_parameters() if each.requires_grad is trained}
-    with whole_parameters(list(chosen.values()), config.zero_stage):
-        return {name: each.detach().to("cpu", copy=True) for name, each in chosen.items()}
+    names = [name for name, each in engine.module.named_parameters() if each.requires_grad is trained]
+    with engine.gather(names) as tensors:
+        return {name: each.to("cpu", copy=True) for name, each in tensors.items()}
+
+
+def held_elements(module: nn.Module) -> int:
+    """Elements of the parameters that this rank holds between two passes."""
+    held = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters()]
+    return sum(each.numel() for each in held)
 
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

@@ -17,7 +17,7 @@ from tandem.protos.types import SamplingParameters, ScoredTrajectory, Trajectory
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tests.support.algorithm_groups import groups_of, plain_policy
-from tests.support.engine_inputs import weights_of
+from tests.support.engine_inputs import held_elements, weights_of
 from tests.support.training_groups import make_batch, make_group
 
 CONFIG = TrainerConfig(
@@ -99,7 +99,7 @@ def train_whole_batch(
         metrics = dict(learner.train(batch, {group_id: by_id[group_id] for group_id in own}).metrics)
     weights = all_weights(learner)
     if learner._critic is not None:
-        critic = weights_of(learner._critic.engine, config.model_copy(update={"zero_stage": 3}))
+        critic = weights_of(learner._critic.engine)
         weights |= {f"critic.{name}": weight for name, weight in critic.items()}
     if learner.world_size == 1:  # several ranks leave their group together, at the end
         learner.close()
@@ -135,13 +135,14 @@ def bad_rows_error(learner: Learner) -> str:
     return "trained"
 
 
-def main(model: str, folder: Path) -> None:
-    learner = Learner(CONFIG, model_path=model, total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
+def main(model: str, backend: str, folder: Path) -> None:
+    config = CONFIG.model_copy(update={"backend": backend})
+    learner = Learner(config, model_path=model, total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
     seen: dict[str, object] = {
         "bad_rows": bad_rows_error(learner),
         "agree": [learner.all_agree(True), learner.all_agree(learner.rank == 0)],
         "told": learner.broadcast_object({"answer": [42, "é"]} if learner.rank == 0 else None),
-        "held_elements": sum(parameter.numel() for parameter in learner._model.parameters()),
+        "held_elements": held_elements(learner._model),
         "specs": learner.parameter_specs(),
     }
     for version in range(1, NUM_BATCHES):
@@ -158,8 +159,9 @@ def main(model: str, folder: Path) -> None:
     again = all_weights(learner)
     seen["resumed_equal"] = all(again[name].equal(weights[name]) for name in weights)
     metrics = {}
-    for number, (name, config) in enumerate(WHOLE_BATCH.items()):
-        weights, metrics[name] = train_whole_batch(config, model)
+    whole_batch = WHOLE_BATCH if learner.world_size == 2 else {}
+    for number, (name, config) in enumerate(whole_batch.items()):
+        weights, metrics[name] = train_whole_batch(config.model_copy(update={"backend": backend}), model)
         if learner.rank == 0:
             save_file(weights, folder / f"whole{number}.safetensors")
     seen["whole_batch"] = metrics
@@ -168,4 +170,4 @@ def main(model: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

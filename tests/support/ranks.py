@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.paths import ROOT
 
 
-def run_ranks(module: str, *arguments: Path, folder: Path, seconds: float, num_ranks: int = 2) -> None:
+def run_ranks(module: str, *arguments: Path | str, folder: Path, seconds: float, num_ranks: int = 2) -> None:
     """Runs `python -m <module> <arguments> <folder>` on every rank; all must end well before the deadline. None is left
     running.
     """
@@ -40,7 +40,9 @@ def run_ranks(module: str, *arguments: Path, folder: Path, seconds: float, num_r
             rank.wait()
 
 
-def run_two_ranks(module: str, *arguments: Path, folder: Path, seconds: float) -> list[Any]:
-    """`run_ranks` with two, and what each wrote into `<folder>/rank<number>.json`."""
-    run_ranks(module, *arguments, folder=folder, seconds=seconds)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+def reports_of_ranks(
+    module: str, *arguments: Path | str, folder: Path, seconds: float, num_ranks: int = 2
+) -> list[Any]:
+    """`run_ranks`, and what each wrote into `<folder>/rank<number>.json`."""
+    run_ranks(module, *arguments, folder=folder, seconds=seconds, num_ranks=num_ranks)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]

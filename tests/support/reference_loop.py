@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tandem.trainer.backend.deepspeed.engine import build_engine, join_process_group, leave_process_group
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
 from tandem.trainer.token_model import answer_with_tokens
 
 Row = dict[str, Any]
@@ -142,10 +142,9 @@ class Policy:
         self.module = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).train()
         self.engine: Any = None
         if engine == "deepspeed":
-            start_process_group(config.collective_timeout_seconds)
+            join_process_group(config.collective_timeout_seconds)
             answer_with_tokens(self.module)
             self.engine = build_engine(config, self.module)
-            self.optimizer = self.engine.optimizer
         else:
             settings = {"betas": config.adam_betas, "weight_decay": config.weight_decay}
             self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, **settings)
@@ -177,19 +176,20 @@ class Policy:
         return -torch.nn.functional.cross_entropy(logits_NV, target_N, reduction="none")
 
     def set_learning_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self.rate = rate
 
     def backward(self, loss: Tensor) -> None:
         if self.engine is None:
             loss.backward()
         else:
-            self.engine.backward(loss, scale_wrt_gas=False)
+            self.engine.backward(loss)
 
     def step(self) -> None:
         if self.engine is not None:
-            self.engine.step()
+            assert self.engine.step(self.rate) is not None
             return
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.gradient_clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -197,9 +197,10 @@ class Policy:
     def close(self) -> dict[str, Tensor]:
         """The weights, and the end."""
         named = dict(self.module.named_parameters())
-        with whole_parameters(list(named.values()), self.config.zero_stage if self.engine is not None else 0):
-            weights = {name: parameter.detach().clone() for name, parameter in named.items()}
-        if self.engine is not None:
-            self.engine.destroy()
-            leave_process_group()
+        if self.engine is None:
+            return {name: parameter.detach().clone() for name, parameter in named.items()}
+        with self.engine.gather(list(named)) as tensors:
+            weights = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.engine.close()
+        leave_process_group()
         return weights

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
+from tandem.trainer.backend.deepspeed.engine import build_engine, join_process_group, leave_process_group
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.engine import build_engine, leave_process_group, start_process_group, whole_parameters
 from tandem.trainer.micro_batch import MicroBatch, stack
 from tandem.trainer.model import load_model
 from tandem.trainer.token_logprobs import TokenStatistics
@@ -46,7 +46,7 @@ def answers(model: Any, batch: MicroBatch) -> TokenStatistics:
 
 def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
     """The weights after some steps, whole, and how many numbers this rank held whole between them."""
-    start_process_group(60)
+    join_process_group(60)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     model = load_model(folder, config.dtype)
     answer_with_tokens(model)
@@ -58,16 +58,12 @@ def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
         for batch, known_N in zip(batches, known, strict=True):
             found = answers(engine, batch)
             assert torch.equal(found.logprobs_N, known_N)
-            engine.backward(loss_of(found, batch) * world_size, scale_wrt_gas=False)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = RATE
-        engine.step()
-        assert engine.was_step_applied()
+            engine.backward(loss_of(found, batch))
+        assert engine.step(RATE) is not None
     held = sum(parameter.numel() for parameter in model.parameters())
-    named = dict(model.named_parameters())
-    with whole_parameters(list(named.values()), config.zero_stage):
-        weights = {name: parameter.detach().to(copy=True) for name, parameter in named.items()}
-    engine.destroy()
+    with engine.gather([name for name, _, _ in engine.specs]) as tensors:
+        weights = {name: tensor.to(copy=True) for name, tensor in tensors.items()}
+    engine.close()
     if world_size == 1:  # several ranks leave their group together, at the end
         leave_process_group()
     return weights, held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,27 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from tandem.protos.errors import ConfigError, ModelError
+from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.checkpoint import CheckpointState, read_state
 from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.critic import Critic
-from tandem.trainer.engine import build_engine, leave_process_group, start_process_group
 from tandem.trainer.engine_options import CriticOptions
 from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.model import load_model, load_value_model
-from tests.support.engine_inputs import NUM_TOKENS, advantages, equal, make_micro_batches, policy_step, weights_of
+from tandem.trainer.model import load_value_model
+from tests.support.backends import Settings, checkpoint_facts
+from tests.support.engine_inputs import (
+    NUM_TOKENS,
+    advantages,
+    engine_of,
+    equal,
+    make_micro_batches,
+    policy_step,
+    weights_of,
+)
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("process_group")]
 OPTIONS = CriticOptions(learning_rate=1e-2)
 CONFIG = TrainerConfig()
 
@@ -44,11 +53,8 @@ def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    start_process_group(60)
-    yield
-    leave_process_group()
+def make_critic(config: TrainerConfig, folder: Path) -> Critic:
+    return Critic(load_backend(config), config, OPTIONS, folder)
 
 
 def learn(critic: Critic, batches: Sequence[MicroBatch], **options: float) -> tuple[float, float | None]:
@@ -66,9 +72,10 @@ def values_of(critic: Critic, batches: Sequence[MicroBatch]) -> Tensor:
     return torch.cat([critic.values(batch) for batch in batches])
 
 
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_from_a_language_model_values_begin_at_zero_and_learn(model: Path, dtype: str) -> None:
-    critic = Critic(TrainerConfig(dtype=dtype), OPTIONS, model)
+def test_from_a_language_model_values_begin_at_zero_and_learn(model: Path, dtype: str, backend: str) -> None:
+    critic = make_critic(TrainerConfig(dtype=dtype, backend=backend), model)
     batches = make_micro_batches()
     values = [critic.values(batch) for batch in batches]
     assert [each.shape for each in values] == [batch.target_N.shape for batch in batches]
@@ -79,7 +86,7 @@ def test_from_a_language_model_values_begin_at_zero_and_learn(model: Path, dtype
 
 
 def test_a_head_in_the_folder_is_kept_and_values_stand_before_their_tokens(model: Path, reward_model: Path) -> None:
-    critic = Critic(CONFIG, OPTIONS, reward_model)
+    critic = make_critic(CONFIG, reward_model)
     plain = AutoModelForTokenClassification.from_pretrained(reward_model, num_labels=1).eval()
     torch.nn.init.zeros_(plain.score.bias)  # a reward model has none
     for batch in make_micro_batches():
@@ -98,7 +105,7 @@ def test_a_head_in_the_folder_is_kept_and_values_stand_before_their_tokens(model
 
 
 def test_in_bfloat16_values_keep_float32s_digits(reward_model: Path) -> None:
-    critic = Critic(TrainerConfig(dtype="bfloat16"), OPTIONS, reward_model)
+    critic = make_critic(TrainerConfig(dtype="bfloat16"), reward_model)
     values = values_of(critic, make_micro_batches())
     assert not values.bfloat16().float().equal(values)
     critic.close()
@@ -109,73 +116,77 @@ def test_two_critics_alike_learn_alike_however_a_batch_is_cut(reward_model: Path
     for rows_each, rng in ((2, 0), (2, 9), (8, 0)):
         torch.manual_seed(rng)
         state = torch.get_rng_state()
-        critic = Critic(CONFIG, OPTIONS, reward_model)
+        critic = make_critic(CONFIG, reward_model)
         assert torch.get_rng_state().equal(state)
         for seed in (1, 2):
             learn(critic, make_micro_batches(seed, rows_each=rows_each))
-        ends.append(weights_of(critic.engine, TrainerConfig()))
+        ends.append(weights_of(critic.engine))
         critic.close()
     assert equal(ends[0], ends[1])
     assert all((ends[0][name] - ends[2][name]).abs().max() < 1e-4 for name in ends[0])
 
 
-def test_beside_a_critic_the_policy_learns_as_alone_and_both_resume_bit_exactly(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"backend": "fsdp"}], ids=["stage1", "fsdp"])
+def test_beside_a_critic_the_policy_learns_as_alone_and_both_resume_bit_exactly(
+    model: Path, tmp_path: Path, settings: Settings
+) -> None:
     folder = tmp_path / "000002"
-    known: dict[str, Any] = {"world_size": 1, "zero_stage": 1, "dtype": "float32"}
-    config = TrainerConfig(zero_stage=1)
+    known = checkpoint_facts(settings)
+    config = TrainerConfig(**settings)
 
     def both_step(policy: Any, critic: Critic, version: int) -> None:
         learn(critic, make_micro_batches(version), learning_rate=1e-3 * version)
         policy_step(policy, make_micro_batches(version))
 
-    alone = build_engine(config, load_model(model, "float32"))
-    policy, critic = build_engine(config, load_model(model, "float32")), Critic(config, OPTIONS, model)
+    alone = engine_of(model, config)
+    policy, critic = engine_of(model, config), make_critic(config, model)
     for version in (1, 2):
         policy_step(alone, make_micro_batches(version))
         both_step(policy, critic, version)
-    assert equal(weights_of(alone, config), weights_of(policy, config))
+    assert equal(weights_of(alone), weights_of(policy))
     state = CheckpointState(batch_version=2, optimizer_step=2, trainer={}, **known)
-    save_checkpoint(policy, folder, state, rank=0, barrier=lambda: None, beside={"critic": critic.engine})
+    save_checkpoint({"engine": policy, "critic": critic.engine}, folder, state, rank=0, barrier=lambda: None)
     assert read_state(folder).trained_elements.keys() == {"engine", "critic"}
     both_step(policy, critic, 3)
-    expected = weights_of(policy, config), weights_of(critic.engine, TrainerConfig())
+    expected = weights_of(policy), weights_of(critic.engine)
     for engine in (alone, policy, critic.engine):
-        engine.destroy()
+        engine.close()
 
-    policy, critic = build_engine(config, load_model(model, "float32")), Critic(config, OPTIONS, model)
+    policy, critic = engine_of(model, config), make_critic(config, model)
     with pytest.raises(ConfigError, match="holds the policy and the critic, this run trains the policy: "):
-        load_checkpoint(policy, folder, rank=0, **known)
-    load_checkpoint(policy, folder, rank=0, **known, beside={"critic": critic.engine})
+        load_checkpoint({"engine": policy}, folder, rank=0, **known)
+    load_checkpoint({"engine": policy, "critic": critic.engine}, folder, rank=0, **known)
     both_step(policy, critic, 3)
-    assert equal(weights_of(policy, config), expected[0])
-    assert equal(weights_of(critic.engine, TrainerConfig()), expected[1])
-    save_checkpoint(policy, folder, state, rank=0, barrier=lambda: None)
+    assert equal(weights_of(policy), expected[0])
+    assert equal(weights_of(critic.engine), expected[1])
+    save_checkpoint({"engine": policy}, folder, state, rank=0, barrier=lambda: None)
     with pytest.raises(ConfigError, match="holds the policy, this run trains the policy and the critic: "):
-        load_checkpoint(policy, folder, rank=0, **known, beside={"critic": critic.engine})
-    policy.destroy()
+        load_checkpoint({"engine": policy, "critic": critic.engine}, folder, rank=0, **known)
+    policy.close()
     critic.close()
 
 
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gradient_that_is_not_finite_is_skipped(model: Path, dtype: str) -> None:
-    config = TrainerConfig(dtype=dtype)
-    critic = Critic(config, OPTIONS, model)
+def test_a_gradient_that_is_not_finite_is_skipped(model: Path, dtype: str, backend: str) -> None:
+    config = TrainerConfig(dtype=dtype, backend=backend)
+    critic = make_critic(config, model)
     batches = make_micro_batches()
     assert learn(critic, batches)[1] is not None
-    before = weights_of(critic.engine, config)
+    before = weights_of(critic.engine)
     critic.backward((critic.values(batches[0]) * math.inf).sum())
     assert critic.step() is None
-    assert equal(weights_of(critic.engine, config), before)
+    assert equal(weights_of(critic.engine), before)
     norm = learn(critic, batches)[1]
-    assert norm is not None and math.isfinite(norm) and not equal(weights_of(critic.engine, config), before)
+    assert norm is not None and math.isfinite(norm) and not equal(weights_of(critic.engine), before)
     critic.close()
 
 
 def test_learning_rate_zero_changes_nothing(model: Path) -> None:
-    critic = Critic(CONFIG, OPTIONS, model)
-    before = weights_of(critic.engine, CONFIG)
+    critic = make_critic(CONFIG, model)
+    before = weights_of(critic.engine)
     learn(critic, make_micro_batches(), learning_rate=0.0)
-    assert equal(weights_of(critic.engine, CONFIG), before)
+    assert equal(weights_of(critic.engine), before)
     critic.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,28 @@ from tandem.protos.errors import ConfigError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.weight_group import bucket_tensors
 from tandem.rollout.weight_receiver import StagedReceiver
+from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.checkpoint import CheckpointState, read_state
 from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.engine import build_engine, leave_process_group, start_process_group
 from tandem.trainer.engine_options import LoraOptions
 from tandem.trainer.export import collect_weights, write_export
-from tandem.trainer.lora import Adapters
+from tandem.trainer.lora import Adapters, insert_adapters
 from tandem.trainer.model import load_model
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import wait
+from tests.support.adapter_policy import WholeModel
+from tests.support.backends import Settings, checkpoint_facts, every_engine
 from tests.support.engine_inputs import equal, logprobs_of, make_micro_batches, plain_model, policy_step, weights_of
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("process_group")]
 OPTIONS = LoraOptions(rank=4, alpha=12)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    start_process_group(60)
-    yield
-    leave_process_group()
 
 
 class Policy:
@@ -53,8 +47,9 @@ class Policy:
     def __init__(self, folder: Path, options: LoraOptions = OPTIONS, seed: int = 0, **settings: Any) -> None:
         self.config = TrainerConfig(**settings)
         self.model = load_model(folder, self.config.dtype)
-        self.adapters = Adapters(self.model, options, seed=seed, zero_stage=self.config.zero_stage)
-        self.engine = build_engine(self.config, self.model)
+        adapted = insert_adapters(self.model, options, seed=seed)
+        self.engine = load_backend(self.config).build_engine(self.config, self.model)
+        self.adapters = Adapters(adapted, options, self.engine)
         self.parameter_specs = self.adapters.specs
         self.gather = self.adapters.gather
 
@@ -66,20 +61,22 @@ class Policy:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_only_adapters_learn_and_merged_weights_compute_the_same(model: Path, stage: int, dtype: str) -> None:
-    policy = Policy(model, zero_stage=stage, dtype=dtype)
+@every_engine
+def test_only_adapters_learn_and_merged_weights_compute_the_same(
+    model: Path, engine_settings: Settings, dtype: str
+) -> None:
+    policy = Policy(model, **engine_settings, dtype=dtype)
     batches = make_micro_batches()
     base = plain_model(model, dtype=dtype)
     specs = [(name, dtype, tuple(tensor.shape)) for name, tensor in base.named_parameters()]
     assert policy.adapters.specs() == specs
     assert logprobs_of(policy.engine, batches).equal(logprobs_of(base, batches))  # B is 0
-    before, frozen = policy.trained(), weights_of(policy.engine, policy.config, trained=False)
+    before, frozen = policy.trained(), weights_of(policy.engine, trained=False)
     for _ in range(3):
         assert policy_step(policy.engine, batches) > 0
     after = policy.trained()
     assert all(not before[name].equal(after[name]) for name in before)
-    assert equal(weights_of(policy.engine, policy.config, trained=False), frozen)
+    assert equal(weights_of(policy.engine, trained=False), frozen)
 
     adapted = logprobs_of(policy.engine, batches)
     assert (adapted - logprobs_of(base, batches)).abs().max() > 0.05
@@ -90,7 +87,7 @@ def test_only_adapters_learn_and_merged_weights_compute_the_same(model: Path, st
     with policy.adapters.disabled():
         assert logprobs_of(policy.engine, batches).equal(logprobs_of(base, batches))
     assert logprobs_of(policy.engine, batches).equal(adapted)
-    policy.engine.destroy()
+    policy.engine.close()
 
 
 def test_merged_is_the_papers_formula_in_float64(model: Path) -> None:
@@ -110,13 +107,13 @@ def test_merged_is_the_papers_formula_in_float64(model: Path) -> None:
             matrix_a, matrix_b = (adapters[f"{place}.lora_{x}.default.weight"].double() for x in "AB")
             expected = expected + 12 / 4 * matrix_b @ matrix_a
         torch.testing.assert_close(merged[name].double(), expected, atol=1e-6, rtol=0)
-    policy.engine.destroy()
+    policy.engine.close()
 
 
 def test_the_forward_pass_is_that_of_the_merged_weights_in_float64(model: Path) -> None:
     """Without float32's noise: to 1e-6, and far below."""
     module = load_model(model, "float32")
-    adapters = Adapters(module, OPTIONS, seed=0, zero_stage=0)
+    adapters = Adapters(insert_adapters(module, OPTIONS, seed=0), OPTIONS, WholeModel(module))
     module.double()
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -152,7 +149,7 @@ def test_both_exports_load_where_they_belong(model: Path, tmp_path: Path) -> Non
     }
     adapted = PeftModel.from_pretrained(plain_model(model), str(tmp_path / "adapters"))
     assert logprobs_of(adapted, batches).equal(expected)
-    policy.engine.destroy()
+    policy.engine.close()
 
 
 def test_samplers_get_merged_weights_bucket_by_bucket(model: Path) -> None:
@@ -167,13 +164,15 @@ def test_samplers_get_merged_weights_bucket_by_bucket(model: Path) -> None:
     for spec, buffer in zip(sender.copy.manifest.buckets, sender.copy.buffers, strict=True):
         received.update(bucket_tensors(spec, buffer))
     assert equal({name: tensor.clone() for name, tensor in received.items()}, policy.merged())
-    policy.engine.destroy()
+    policy.engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_samplers_get_adapters_alone_and_can_merge_them(model: Path, stage: int, dtype: str, tmp_path: Path) -> None:
-    policy = Policy(model, zero_stage=stage, dtype=dtype)
+@every_engine
+def test_samplers_get_adapters_alone_and_can_merge_them(
+    model: Path, engine_settings: Settings, dtype: str, tmp_path: Path
+) -> None:
+    policy = Policy(model, **engine_settings, dtype=dtype)
     sender = WeightSender(policy, bucket_bytes=1 << 13, adapters=policy.adapters)
     receiver = StagedReceiver(torch.device("cpu"), 0, None, frozenset(), model)
     for version in range(3):
@@ -183,41 +182,43 @@ def test_samplers_get_adapters_alone_and_can_merge_them(model: Path, stage: int,
         assert wait(receiver)["error"] is None
         assert equal(dict(receiver.take()), policy.merged())
         policy_step(policy.engine, make_micro_batches(version))
-    policy.engine.destroy()
+    policy.engine.close()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_resume_is_bit_exact_and_the_base_is_not_in_the_checkpoint(model: Path, tmp_path: Path, stage: int) -> None:
+@every_engine
+def test_resume_is_bit_exact_and_the_base_is_not_in_the_checkpoint(
+    model: Path, tmp_path: Path, engine_settings: Settings
+) -> None:
     folder = tmp_path / "000002"
-    known = {"world_size": 1, "zero_stage": stage, "dtype": "float32"}
-    policy = Policy(model, zero_stage=stage)
+    known = checkpoint_facts(engine_settings)
+    policy = Policy(model, **engine_settings)
     for version in (1, 2):
         policy_step(policy.engine, make_micro_batches(version))
-    state = CheckpointState(batch_version=2, optimizer_step=2, trainer={}, **known)  # type: ignore[arg-type]
-    save_checkpoint(policy.engine, folder, state, rank=0, barrier=lambda: None)
+    state = CheckpointState(batch_version=2, optimizer_step=2, trainer={}, **known)
+    save_checkpoint({"engine": policy.engine}, folder, state, rank=0, barrier=lambda: None)
     policy_step(policy.engine, make_micro_batches(3))
     expected = policy.merged()
     num_trained = sum(tensor.numel() for tensor in policy.trained().values())
-    policy.engine.destroy()
+    policy.engine.close()
     assert read_state(folder).trained_elements == {"engine": num_trained}
     size = sum(file.stat().st_size for file in (folder / "engine").iterdir())
     assert size < 4 * 4 * num_trained + 100_000  # weights, master weights and two moments of the adapters
 
-    resumed = Policy(model, seed=7, zero_stage=stage)
-    load_checkpoint(resumed.engine, folder, rank=0, **known)  # type: ignore[arg-type]
+    resumed = Policy(model, seed=7, **engine_settings)
+    load_checkpoint({"engine": resumed.engine}, folder, rank=0, **known)
     policy_step(resumed.engine, make_micro_batches(3))
     assert equal(resumed.merged(), expected)
-    resumed.engine.destroy()
-    other = Policy(model, LoraOptions(rank=2), zero_stage=stage)
+    resumed.engine.close()
+    other = Policy(model, LoraOptions(rank=2), **engine_settings)
     with pytest.raises(ConfigError, match=r"trained weights of the policy, .* the same LoRA settings"):
-        load_checkpoint(other.engine, folder, rank=0, **known)  # type: ignore[arg-type]
-    other.engine.destroy()
+        load_checkpoint({"engine": other.engine}, folder, rank=0, **known)
+    other.engine.close()
 
 
 def test_the_seed_alone_says_how_adapters_begin(model: Path) -> None:
     def begin(seed: int) -> dict[str, torch.Tensor]:
         module = load_model(model, "float32")
-        Adapters(module, OPTIONS, seed=seed, zero_stage=0)
+        insert_adapters(module, OPTIONS, seed=seed)
         return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
     state = torch.get_rng_state()
@@ -238,7 +239,7 @@ def test_the_seed_alone_says_how_adapters_begin(model: Path) -> None:
 )
 def test_layers_that_cannot_have_adapters_are_refused(model: Path, targets: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"target_modules: .*{complaint}"):
-        Adapters(load_model(model, "float32"), LoraOptions(target_modules=targets), seed=0, zero_stage=3)
+        insert_adapters(load_model(model, "float32"), LoraOptions(target_modules=targets), seed=0)
 
 
 def test_of_an_untied_model_the_head_may_have_adapters_the_embedding_not(tmp_path: Path) -> None:
@@ -249,6 +250,6 @@ def test_of_an_untied_model_the_head_may_have_adapters_the_embedding_not(tmp_pat
     merged = logprobs_of(plain_model(untied, policy.merged()), batches)
     torch.testing.assert_close(merged, logprobs_of(policy.engine, batches), atol=2e-6, rtol=0)
     assert {name.split(".")[-4] for name in policy.trained()} == {"lm_head", "q_proj"}
-    policy.engine.destroy()
+    policy.engine.close()
     with pytest.raises(ConfigError, match="embed_tokens is no linear layer"):
-        Adapters(load_model(untied, "float32"), LoraOptions(target_modules=("embed_tokens",)), seed=0, zero_stage=3)
+        insert_adapters(load_model(untied, "float32"), LoraOptions(target_modules=("embed_tokens",)), seed=0)

@@ -16,7 +16,7 @@ from tandem.trainer.config import TrainerConfig
 from tandem.trainer.micro_batch import stack
 from tandem.trainer.model import load_model
 from tandem.trainer.token_model import TokenHead, answer_with_tokens
-from tests.support.ranks import run_two_ranks
+from tests.support.ranks import reports_of_ranks
 from tests.support.tiny_model import VOCABULARY, build_tiny_model
 from tests.support.token_model_rank import CPU, RATE, STEPS, answers, loss_of, make_batches, train
 
@@ -38,7 +38,7 @@ def folder(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
 def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, int]]]:
     """What two ranks at stage 3 left in a folder, and how many numbers of each model each of them held."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, run_two_ranks("tests.support.token_model_rank", *models.values(), folder=folder, seconds=90)
+    return folder, reports_of_ranks("tests.support.token_model_rank", *models.values(), folder=folder, seconds=90)
 
 
 @pytest.fixture

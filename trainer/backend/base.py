@@ -1,0 +1,107 @@
+"""What every training backend provides: an engine around a model, and the functions that build one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tandem.protos.errors import ConfigError
+from tandem.trainer.config import TrainerConfig
+
+ParameterSpec = tuple[str, str, tuple[int, ...]]
+"""(Hugging Face name, dtype as "float32", shape)."""
+
+
+def parameter_specs(module: nn.Module) -> tuple[ParameterSpec, ...]:
+    """Of every parameter of a module that is not partitioned; tied ones once, under the first of their names."""
+    return tuple(
+        (name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+        for name, parameter in module.named_parameters()
+    )
+
+
+class TrainingEngine(ABC):
+    """A model whose state is spread over the ranks, and its optimizer. All ranks call the same methods in the same
+    order.
+
+    `module` is the model itself. Its parameters may be partitioned: read them through `gather` only.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Records the parameters while they are still whole."""
+        self.module: Any = module
+        self.specs = parameter_specs(module)
+        self.num_elements = sum(parameter.numel() for parameter in module.parameters())
+        self.num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+    @abstractmethod
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's forward pass."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of this micro-batch's share of the loss. Gradients sum over micro-batches and ranks until
+        `step`.
+        """
+
+    @abstractmethod
+    def step(self, learning_rate: float) -> float | None:
+        """Clips the gradient, takes the AdamW step and clears the gradient.
+
+        Returns the global gradient norm before clipping; None if it was not finite, and the step skipped.
+        """
+
+    @abstractmethod
+    def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        """The whole tensors of these parameters on every rank, for reading inside the block."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Writes this rank's part of the trained weights and of the optimizer's state. Frozen weights are left out."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote, bit for bit. Raises DataError if the folder lacks the files."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the memory."""
+
+
+class Backend(Protocol):
+    """The functions of a module `tandem.trainer.backend.<name>.engine`."""
+
+    def join_process_group(self, timeout_seconds: float) -> torch.device:
+        """Joins the ranks that torchrun's variables describe (a group of one without them) and returns this rank's
+        device.
+        """
+
+    def leave_process_group(self) -> None:
+        """Closes the process group, so that the process may end or join another one."""
+
+    def build_engine(self, config: TrainerConfig, model: nn.Module) -> TrainingEngine:
+        """An engine with AdamW over the model's trainable parameters.
+
+        Raises:
+            ConfigError: settings that do not go together, or a model without gradient checkpointing that is to have it.
+        """
+
+    def build_frozen_engine(self, config: TrainerConfig, model: nn.Module, *, offload: bool) -> TrainingEngine:
+        """An engine of a model that is only evaluated, partitioned. `offload`: its weights live in host memory."""
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Raises ConfigError if the model does not support it."""
+    try:
+        # Not reentrant: with adapters, no input of the first layer requires a gradient.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.gradient_checkpointing: {type(model).__name__} does not support it; switch it off"
+        ) from error

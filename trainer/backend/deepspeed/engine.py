@@ -1,0 +1,180 @@
+"""The DeepSpeed backend: ZeRO stages 0 to 3. Nothing is compiled here, neither by DeepSpeed nor by torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Set before DeepSpeed is imported. It finds the device by itself, but with a warning; and it imports an optimizer
+# decorated with torch.compile, which without the second line loads torch's whole compiler (1 s) for nothing.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+import deepspeed
+import deepspeed.comm.comm as deepspeed_comm
+from torch import Tensor, distributed, nn
+
+from tandem.protos.errors import DataError
+from tandem.trainer.backend import process_group
+from tandem.trainer.backend.adamw import adamw_arguments, clipping_adamw
+from tandem.trainer.backend.base import TrainingEngine, enable_gradient_checkpointing
+from tandem.trainer.backend.deepspeed.options import check
+from tandem.trainer.config import TrainerConfig
+
+_MAX_BUCKET_ELEMENTS = 200_000_000
+_MAX_PERSISTENT_ELEMENTS = 100_000
+
+
+class DeepSpeedEngine(TrainingEngine):
+    """`deepspeed` is DeepSpeed's own engine."""
+
+    def __init__(self, config: TrainerConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        super().__init__(model)
+        self._zero_stage = config.zero_stage
+        self.deepspeed: Any
+        self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config(config, model))
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.deepspeed(**inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed averages over ranks, the shares are of the whole: times the ranks.
+        self.deepspeed.backward(loss * distributed.get_world_size(), scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> float | None:
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.deepspeed.step()
+        return float(self.deepspeed.get_global_grad_norm()) if self.deepspeed.was_step_applied() else None
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        named = dict(self.module.named_parameters())
+        chosen = {name: named[name] for name in names}
+        with deepspeed.zero.GatheredParameters(
+            list(chosen.values()), modifier_rank=None, enabled=self._zero_stage == 3
+        ):
+            yield {name: parameter.detach() for name, parameter in chosen.items()}
+
+    def save(self, folder: Path) -> None:
+        self.deepspeed.save_checkpoint(
+            str(folder.parent), tag=folder.name, save_latest=False, exclude_frozen_parameters=self._has_frozen
+        )
+
+    def load(self, folder: Path) -> None:
+        # DeepSpeed's files are pickles: only a run's own checkpoints are loaded.
+        path, _ = self.deepspeed.load_checkpoint(
+            str(folder.parent), tag=folder.name, load_module_strict=not self._has_frozen
+        )
+        if path is None:
+            raise DataError(
+                f"checkpoint {folder.parent} lacks DeepSpeed's files: "
+                "remove the folder to resume from the one before it"
+            )
+
+    def close(self) -> None:
+        self.deepspeed.destroy()
+
+    @property
+    def _has_frozen(self) -> bool:
+        return self.num_trained < self.num_elements
+
+
+def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
+    """DeepSpeed's configuration. The caller owns the accumulation boundary: any number of backward calls, then one
+    step.
+    """
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    values: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0 if _runs_bare_optimizer(config) else config.gradient_clip,
+        "steps_per_print": 10**9,
+        # DeepSpeed's CPU Adam would be compiled (84 s), torch's fused one is as fast
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "overlap_comm": torch.cuda.is_available(),
+            "contiguous_gradients": True,
+            "reduce_bucket_size": min(num_trained or num_parameters, _MAX_BUCKET_ELEMENTS),
+        },
+    }
+    in_host_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if config.offload_optimizer:
+        values["zero_optimization"]["offload_optimizer"] = in_host_memory
+    if config.offload_parameters:
+        values["zero_optimization"]["offload_param"] = in_host_memory
+    if config.zero_stage == 3:
+        # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; relative to the model it shards small
+        # models, too.
+        threshold = min(num_parameters // 1000, _MAX_PERSISTENT_ELEMENTS)
+        values["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+    if config.dtype == "bfloat16":
+        values["bf16"] = {"enabled": True}
+        values["communication_data_type"] = "fp32"
+        # Without ZeRO, DeepSpeed accumulates in the model's dtype only; its master weights are float32 all the same.
+        values["data_types"] = {"grad_accum_dtype": "bf16" if config.zero_stage == 0 else "fp32"}
+    return values
+
+
+def build_engine(config: TrainerConfig, model: nn.Module) -> DeepSpeedEngine:
+    """See `Backend`."""
+    check(config)
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if _runs_bare_optimizer(config):
+        return DeepSpeedEngine(config, model, clipping_adamw(config, trained))
+    return DeepSpeedEngine(config, model, torch.optim.AdamW(trained, **adamw_arguments(config)))
+
+
+def build_frozen_engine(config: TrainerConfig, model: nn.Module, *, offload: bool) -> DeepSpeedEngine:
+    """See `Backend`."""
+    model.requires_grad_(False).eval()
+    frozen = config.model_copy(update={"zero_stage": 3, "offload_parameters": offload, "offload_optimizer": False})
+    return DeepSpeedEngine(frozen, model, None)
+
+
+def _runs_bare_optimizer(config: TrainerConfig) -> bool:
+    """DeepSpeed's ZeRO and bf16 optimizers clip and skip around a plain AdamW; at stage 0 in float32 it calls the
+    optimizer bare, which then has to do both.
+    """
+    return config.zero_stage == 0 and config.dtype == "float32"
+
+
+def join_process_group(timeout_seconds: float) -> torch.device:
+    """See `Backend`."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.")  # a line a collective
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    if not torch.cuda.is_available():
+        # DeepSpeed's shared-memory collectives would be compiled (a minute, needs g++), and training never uses them.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    device = process_group.join_process_group(timeout_seconds)
+    if process_group.is_alone():
+        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed insists on it
+    deepspeed.init_distributed(
+        dist_backend=distributed.get_backend(),
+        timeout=timedelta(seconds=timeout_seconds),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+    return device
+
+
+def leave_process_group() -> None:
+    """See `Backend`."""
+    if distributed.is_initialized():
+        deepspeed_comm.destroy_process_group()
+        deepspeed_comm.cdb = None  # DeepSpeed would go on using the closed one
+        if process_group.is_alone():
+            del os.environ["LOCAL_RANK"]

@@ -1,0 +1,40 @@
+"""Which settings the DeepSpeed backend accepts. Imports no torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from tandem.protos.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tandem.trainer.config import TrainerConfig
+
+
+def check(config: TrainerConfig) -> None:
+    """Refuses what DeepSpeed would ignore in silence or get wrong.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed; optimizer offload without ZeRO, or in bfloat16 below stage 3; parameter
+            offload below stage 3.
+    """
+    if find_spec("deepspeed") is None:
+        raise ConfigError(
+            'trainer.backend "deepspeed" needs a package that is not installed: pip install deepspeed, '
+            'or set trainer.backend to "fsdp"'
+        )
+    if config.offload_optimizer and config.zero_stage == 0:
+        raise ConfigError(
+            "trainer.offload_optimizer needs ZeRO: set trainer.zero_stage to 1, 2 or 3, or switch the offload off"
+        )
+    if config.offload_optimizer and config.zero_stage < 3 and config.dtype == "bfloat16":
+        # DeepSpeed 0.19.8 keeps the gradient of a skipped step there, so that every later step is skipped, too.
+        raise ConfigError(
+            "trainer.offload_optimizer in bfloat16 needs trainer.zero_stage = 3, or dtype float32 "
+            f"(zero_stage is {config.zero_stage})"
+        )
+    if config.offload_parameters and config.zero_stage != 3:
+        raise ConfigError(
+            "trainer.offload_parameters needs partitioned parameters: set trainer.zero_stage to 3, "
+            f"or switch the offload off (zero_stage is {config.zero_stage})"
+        )

@@ -1,0 +1,28 @@
+"""Which settings the FSDP backend accepts. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tandem.protos.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tandem.trainer.config import TrainerConfig
+
+
+def check(config: TrainerConfig) -> None:
+    """Refuses DeepSpeed's settings that FSDP has no counterpart of.
+
+    Raises:
+        ConfigError: a ZeRO stage other than 3; one offload without the other.
+    """
+    if config.zero_stage != 3:
+        raise ConfigError(
+            f"trainer.zero_stage = {config.zero_stage} is DeepSpeed's: FSDP always partitions parameters, gradients "
+            'and optimizer, as stage 3 does; leave it out, or set trainer.backend to "deepspeed"'
+        )
+    if config.offload_optimizer != config.offload_parameters:
+        raise ConfigError(
+            "FSDP offloads parameters and optimizer together: set both trainer.offload_parameters and "
+            'trainer.offload_optimizer, or neither, or set trainer.backend to "deepspeed"'
+        )

@@ -1,0 +1,50 @@
+"""The ranks' process group, and the settings of torch that training relies on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+
+def join_process_group(timeout_seconds: float) -> torch.device:
+    """Joins the ranks that torchrun's variables describe (a group of one without them) and returns this rank's device.
+
+    NCCL on CUDA; gloo with one deterministic thread a rank (or OMP_NUM_THREADS of them) on CPUs.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")  # a line a collective
+    device = _device()
+    if not distributed.is_initialized():
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_seconds)
+        if is_alone():
+            distributed.init_process_group(
+                backend, store=distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        else:
+            distributed.init_process_group(backend, timeout=timeout)
+    return device
+
+
+def leave_process_group() -> None:
+    """Closes the process group, so that the process may end or join another one."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def is_alone() -> bool:
+    """Whether this process was started without torchrun's variables."""
+    return "WORLD_SIZE" not in os.environ
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads such memory
+    return torch.device("cpu")
