@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.backend.registry import known_backend
+from tandem.trainer.backend.names import known_backend
 from tandem.trainer.engine_options import LoraOptions
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]

@@ -33,14 +33,14 @@ from tandem.trainer.critic import Critic
 from tandem.trainer.export import collect_weights, write_export
 from tandem.trainer.flat_rows import refuse_mixing, settle_packing
 from tandem.trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
-from tandem.trainer.micro_batch import MicroBatch, token_logprobs
+from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.model import load_model, model_folder
 from tandem.trainer.objective import BatchObjective, Needs
 from tandem.trainer.planning import padding_fraction
 from tandem.trainer.rank import Rank
 from tandem.trainer.reference import ReferencePolicy
 from tandem.trainer.schedule import learning_rate
-from tandem.trainer.token_model import token_answers
+from tandem.trainer.token_model import token_answers, token_logprobs
 
 if TYPE_CHECKING:
     from tandem.trainer.lora import Adapters

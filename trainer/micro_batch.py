@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import Packing, Segment, Trajectory
-from tandem.trainer.backend.base import TrainingEngine
-from tandem.trainer.token_model import token_answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +184,3 @@ def _token_rewards(row: TrainingRow, columns: NDArray[np.intp]) -> NDArray[np.fl
 
 
 _EMPTY = Segment(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.uint8), ())
-
-
-def token_logprobs(model: nn.Module | TrainingEngine, batch: MicroBatch) -> Tensor:
-    """log π(token | what comes before it) of the N loss tokens; see trainer/token_model.py."""
-    return token_answers(model, batch).logprobs_N

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tandem.trainer.backend.base import Backend, TrainingEngine
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.micro_batch import MicroBatch, token_logprobs
+from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.model import load_model
+from tandem.trainer.token_model import token_logprobs
 
 if TYPE_CHECKING:
     from tandem.trainer.lora import Adapters

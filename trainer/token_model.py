@@ -12,17 +12,15 @@ B lines, T columns, K columns whose logits matter, N loss tokens, H hidden size 
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
 from tandem.trainer.backend.base import TrainingEngine
+from tandem.trainer.micro_batch import MicroBatch
 from tandem.trainer.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
-
-if TYPE_CHECKING:
-    from tandem.trainer.micro_batch import MicroBatch
 
 
 class TokenHead(nn.Linear):
@@ -109,3 +107,8 @@ def token_answers(
         return TokenStatistics(*model(tokens=batch, **asked))
     logits_BKV = model(**batch.inputs, use_cache=False, logits_to_keep=batch.columns_K).logits
     return statistics_from_logits(logits_BKV[batch.row_N, batch.column_N], batch.target_N, batch.temperature_N, **asked)
+
+
+def token_logprobs(model: nn.Module | TrainingEngine, batch: MicroBatch) -> Tensor:
+    """log π(token | what comes before it) of the N loss tokens."""
+    return token_answers(model, batch).logprobs_N

@@ -72,9 +72,10 @@ class Ring:
         critic = weights_of(self.critic.engine)
         return merged | {f"critic.{name}": tensor for name, tensor in critic.items()}
 
-    def held_elements(self) -> list[int]:
-        """Numbers that are whole on this rank between two passes: policy, reference, critic."""
-        return [held_elements(each) for each in (self.module, self.copy._engine.module, self.critic.engine.module)]
+    def held_fractions(self) -> list[float]:
+        """The part of policy, reference and critic that this rank's parameters hold between two passes."""
+        engines = self.policy, self.copy._engine, self.critic.engine
+        return [held_elements(engine.module) / engine.num_elements for engine in engines]
 
     def close(self) -> None:
         self.copy.close()
@@ -114,7 +115,7 @@ def main(model: Path, backend: str, folder: Path) -> None:
     seen = {
         "references_agree": same,
         "resumed_equal": all(again[name].equal(weights[name]) for name in weights),
-        "held_elements": ring.held_elements(),
+        "held_fractions": ring.held_fractions(),
         "most_held": 0.01 if backend == "deepspeed" else 0.51,  # DeepSpeed keeps the parts elsewhere
     }
     ring.close()

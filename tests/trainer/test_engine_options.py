@@ -24,7 +24,7 @@ from tandem.trainer.backend.registry import check_backend, load_backend
 from tandem.trainer.checkpoint import CheckpointState
 from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.micro_batch import token_logprobs
+from tandem.trainer.token_model import token_logprobs
 from tests.support.backends import Settings, every_engine
 from tests.support.engine_inputs import (
     NUM_TOKENS,

@@ -98,9 +98,10 @@ class Backend(Protocol):
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
     """Raises ConfigError if the model does not support it."""
+    # Not reentrant: with adapters, no input of the first layer requires a gradient.
+    arguments = {"use_reentrant": False}
     try:
-        # Not reentrant: with adapters, no input of the first layer requires a gradient.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)  # type: ignore[operator]
     except (AttributeError, ValueError) as error:
         raise ConfigError(
             f"trainer.gradient_checkpointing: {type(model).__name__} does not support it; switch it off"

@@ -130,7 +130,10 @@ def _shard(model: nn.Module, config: TrainerConfig, *, master_weights: bool, off
     if config.dtype == "bfloat16" and master_weights:
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # Inputs stay as they are: FSDP would round the temperatures of a micro-batch to bfloat16.
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     arguments: dict[str, Any] = {
         "mesh": init_device_mesh(device, (distributed.get_world_size(),)),
         "reshard_after_forward": True,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tandem.protos.errors import ConfigError
-
-if TYPE_CHECKING:
-    from tandem.trainer.config import TrainerConfig
+from tandem.trainer.config import TrainerConfig
 
 
 def check(config: TrainerConfig) -> None:

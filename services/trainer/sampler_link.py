@@ -1,0 +1,124 @@
+"""What the publisher keeps of one sampler: its channel, the calls of a weight update, and how the last ones ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TypeVar
+
+import grpc
+
+from tandem.protos import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from tandem.protos.errors import MissingBaseWeightsError
+from tandem.protos.manifest import encode_manifest
+from tandem.protos.types import WeightGroupAddress, WeightManifest
+from tandem.services.buffer.registry import Sampler
+from tandem.services.rpc.client import connect, from_rpc_error
+
+log = logging.getLogger(__name__)
+
+_PING_SECONDS = 2.0
+_GRACE_SECONDS = 5.0  # the sampler's own deadline names the cause, so ours comes later
+_MAX_RETRY_SECONDS = 30.0
+
+Reply = TypeVar("Reply")
+
+
+class SamplerLink:
+    """One start of one sampler. A sampler that starts again gets a new one.
+
+    `busy`: a publication or a catch-up is using it; guarded by the publisher's lock.
+    `failed`: its last update failed, so publications leave it out until a catch-up succeeds.
+    `lacks_base`: it said that its model folder is not the adapters' base.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler = sampler
+        self.busy = False
+        self.failed = False
+        self.lacks_base = False
+        self._failed_catch_ups = 0
+        self._retry_at = 0.0
+        self._channel = connect(sampler.address)
+        self._rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+
+    @property
+    def id(self) -> str:
+        """The sampler's name."""
+        return self.sampler.id
+
+    @property
+    def may_retry(self) -> bool:
+        """False for a while after a failed catch-up, longer after each."""
+        return self._retry_at <= time.monotonic()
+
+    def note_catch_up(self, succeeded: bool) -> None:
+        """A catch-up ended."""
+        if succeeded:
+            self.failed = False
+            self._failed_catch_ups, self._retry_at = 0, 0.0
+            return
+        self._failed_catch_ups += 1
+        self._retry_at = time.monotonic() + min(2.0**self._failed_catch_ups, _MAX_RETRY_SECONDS)
+
+    def ping(self) -> grpc.Future[common_pb2.InfoReply]:
+        """Asks whether it answers."""
+        stub = common_pb2_grpc.InfoServiceStub(self._channel)
+        call: grpc.Future[common_pb2.InfoReply] = stub.Info.future(common_pb2.InfoRequest(), timeout=_PING_SECONDS)
+        return call
+
+    def join(
+        self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float
+    ) -> grpc.Future[rollout_pb2.JoinWeightGroupReply]:
+        """Has it join a weight group."""
+        request = rollout_pb2.JoinWeightGroupRequest(
+            host=address.host,
+            port=address.port,
+            group_name=address.group_name,
+            first_rank=first_rank,
+            world_size=address.world_size,
+            backend=address.backend,
+            timeout_seconds=timeout_seconds,
+        )
+        call: grpc.Future[rollout_pb2.JoinWeightGroupReply]
+        call = self._rollout.JoinWeightGroup.future(request, timeout=timeout_seconds + _GRACE_SECONDS)
+        return call
+
+    def update(
+        self, manifest: WeightManifest, timeout_seconds: float, group_name: str = ""
+    ) -> grpc.Future[rollout_pb2.UpdateWeightsReply]:
+        """Has it take a version."""
+        request = rollout_pb2.UpdateWeightsRequest(
+            manifest=encode_manifest(manifest), group_name=group_name, timeout_seconds=timeout_seconds
+        )
+        call: grpc.Future[rollout_pb2.UpdateWeightsReply]
+        call = self._rollout.UpdateWeights.future(request, timeout=timeout_seconds + _GRACE_SECONDS)
+        return call
+
+    def reply(self, call: grpc.Future[Reply], failure: str) -> Reply | None:
+        """The reply of a call, or None after noting that the sampler failed."""
+        try:
+            return call.result()
+        except grpc.RpcError as error:
+            cause = from_rpc_error(error)
+            self._note_failure(f"{failure}: {cause}")
+            self.lacks_base = self.lacks_base or isinstance(cause, MissingBaseWeightsError)
+            return None
+
+    def acknowledgement(
+        self, call: grpc.Future[rollout_pb2.UpdateWeightsReply], manifest: WeightManifest
+    ) -> rollout_pb2.UpdateWeightsReply | None:
+        """The reply of an update, or None unless the sampler holds every bucket as it was sent."""
+        reply = self.reply(call, f"did not take version {manifest.policy_version}")
+        if reply is not None and list(reply.digests) != [bucket.digest for bucket in manifest.buckets]:
+            self._note_failure(f"acknowledged other digests for version {manifest.policy_version}")
+            return None
+        return reply
+
+    def close(self) -> None:
+        """Closes the channel; calls under way fail."""
+        self._channel.close()
+
+    def _note_failure(self, text: str) -> None:
+        log.warning("weights: sampler %s %s", self.id, text)
+        self.failed = True
