@@ -1,9 +1,10 @@
-"""docs/reward.md as it should be: everything it shows is done against a real service, and what came out is put in.
+"""Runs every command and program in docs/reward.md against a real service and inserts their output.
 
-`python -m tests.support.reward_page` writes the page; tests/project/test_reward_document.py compares.
+`python -m tests.support.reward_page` rewrites the page; tests/project/test_reward_document.py compares it.
 
-Blocks of `console` hold commands behind `$ ` and what they print; a block of `text` behind one of `python` is what that
-printed. Job ids, times and the port differ from run to run: the page has stand-ins for them. Long outputs are cut.
+A `console` block has commands after `$ ` and their output; a `text` block after a `python` block has that program's
+output. Job ids, times and the port differ between runs, so the page has fixed values for them. Long outputs and lines
+are cut. The lists after `<!-- scorers -->`, `<!-- limits -->` and `<!-- errors -->` are made from the code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +39,7 @@ SHOWN_ADDRESS = "127.0.0.1:50051"
 SHOWN_IDS = ("0660ca468f1360c816690e7ac842a6a1", "0660ca47159750ed80bfe785e543c89b", "0660ca46c8d1f7a2b94e03d15c86f702")
 SHOWN_TIME = "2026-11-21 14:35"
 SHOWN_SECONDS = {"createdAt": "1795271712.25", "finishedAt": "1795271712.5", "expiresAt": "1795876512.5"}
-MOST_LINES = 20
+MAX_LINES, MAX_COLUMNS = 20, 120
 ERRORS = [
     "DataError",
     "SizeError",
@@ -57,14 +59,14 @@ _ID = re.compile(r"\b[0-9a-f]{32}\b")
 
 @dataclass
 class Reader:
-    """Somebody who follows the page in an empty folder."""
+    """Runs the page's commands in an empty folder."""
 
     address: str
     ids: dict[str, str] = field(default_factory=dict)
-    """Stand-ins by job id."""
+    """The page's fixed value for each job id."""
 
     def follow(self, page: str) -> str:
-        """The page with what came out in place of what it says comes out."""
+        """The page with the real output in place of the present one."""
         done = ""
         place, printed = 0, ""
         for block in _BLOCK.finditer(page):
@@ -80,7 +82,7 @@ class Reader:
                 text = (ROOT / "examples" / "rubrics" / named[1]).read_text()
             done += f"{before}```{kind}\n{text}```"
             place = block.end()
-        return self._with_tables(done + page[place:])
+        return self._with_lists(done + page[place:])
 
     def _console(self, command: str) -> str:
         real = command.replace(SHOWN_ADDRESS, self.address)
@@ -88,7 +90,7 @@ class Reader:
             real = real.replace(shown, actual)
         with RewardClient(self.address) as client:
             for job in client.jobs():
-                client.wait(job.job_id, timeout_seconds=WAIT_SECONDS)  # what is told of it is the same every time
+                client.wait(job.job_id, timeout_seconds=WAIT_SECONDS)  # so that its figures are the same in every run
         return f"$ {command}\n{self._shown(run(real, self.address))}"
 
     def _python(self, text: str) -> str:
@@ -105,28 +107,32 @@ class Reader:
         for key, shown in SHOWN_SECONDS.items():
             output = re.sub(rf'"{key}": [\d.]+', f'"{key}": {shown}', output)
         lines = output.splitlines()
-        if len(lines) > MOST_LINES:
-            lines = [*lines[: MOST_LINES - 1], "…"]
+        if len(lines) > MAX_LINES:
+            lines = [*lines[: MAX_LINES - 1], "…"]
+        lines = [line if len(line) <= MAX_COLUMNS else line[: MAX_COLUMNS - 1] + "…" for line in lines]
         return "".join(f"{line.rstrip()}\n" for line in lines)
 
-    def _with_tables(self, page: str) -> str:
-        """The tables of scorers, limits and errors as the code has them; what limits bound is the page's to say."""
-        scorers = [f"| `{one.name}` | {one.version} | {one.isolation} | {cell(one.summary)} |" for one in describe()]
-        said = dict(re.findall(r"^\| `(\w+)` \| [\d,.]+ \| (.*) \|$", page, re.M))
+    def _with_lists(self, page: str) -> str:
+        """Fills the lists of scorers, limits and errors. The explanation of a limit stays the page's."""
         with RewardClient(self.address) as client:
             limits = client.scorers().limits
-        bounds = [f"| `{name}` | {number(limits[name])} | {said.get(name, '?')} |" for name in limits_in_order(limits)]
+        explained = {
+            match[1]: match[2] for match in re.finditer(r"^- `(\w+)` \([\d,.]+\): ((?:.+\n)(?:  .+\n)*)", page, re.M)
+        }
         classes = [getattr(errors, name) for name in ERRORS]
-        rows = [f"| `{one.grpc_code}` | `{one.__name__}` | {cell(inspect.getdoc(one) or '')} |" for one in classes]
-        for head, body in (
-            ("| scorer | version | runs | what it does |\n|---|---|---|---|\n", scorers),
-            ("| limit | if nothing else is said | what it bounds |\n|---|---|---|\n", bounds),
-            ("| status | class | when |\n|---|---|---|\n", rows),
-        ):
-            table = re.compile(re.escape(head) + r"(?:\|.*\n)*")
-            filled = head + "".join(f"{row}\n" for row in body)
-            assert table.search(page), f"the page lacks the table {head!r}"
-            page = table.sub(lambda _, filled=filled: filled, page)
+        lists = {
+            "scorers": [
+                f"`{one.name}` (version {one.version}, `{one.isolation}`): {one.summary}" for one in describe()
+            ],
+            "limits": [
+                f"`{name}` ({number(limits[name])}): {explained.get(name, '?')}" for name in limits_in_order(limits)
+            ],
+            "errors": [f"`{one.__name__}` (`{one.grpc_code}`): {inspect.getdoc(one)}" for one in classes],
+        }
+        for name, texts in lists.items():
+            found = re.search(rf"(?<=<!-- {name} -->\n)(?:- .*\n(?:  .*\n)*)+", page)
+            assert found, f"the page lacks the list of {name}"
+            page = page[: found.start()] + "".join(f"{item(text)}\n" for text in texts) + page[found.end() :]
         return page
 
 
@@ -134,29 +140,38 @@ def limits_in_order(limits: object) -> list[str]:
     return sorted(limits, key=lambda name: (not name.startswith("max_"), name))  # type: ignore[call-overload, no-any-return]
 
 
-def cell(text: str) -> str:
-    """The first sentence or so of a docstring, as a cell of a table."""
-    return " ".join(text.partition("\n\n")[0].split()).replace("|", "\\|")
+def item(text: str) -> str:
+    """The first paragraph of a text as an item of a list."""
+    return textwrap.fill(
+        " ".join(text.partition("\n\n")[0].split()),
+        MAX_COLUMNS,
+        initial_indent="- ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def commands_of(block: str) -> list[str]:
-    """The commands of a block; one with `<<'END'` goes on until END."""
+    """The commands of a block. A line that ends with a backslash continues, and one with `<<'END'` until END."""
     found: list[str] = []
-    here_document = False
+    continued = here_document = False
     for line in block.splitlines():
         if line.startswith("$ "):
             found.append(line[2:])
-            here_document = "<<'END'" in line
-        elif here_document:
+        elif continued or here_document:
             found[-1] += f"\n{line}"
-            here_document = line != "END"
+        else:
+            continue
+        continued = line.endswith("\\")
+        here_document = (here_document or "<<'END'" in line) and line != "END"
     return found
 
 
 def run(command: str, address: str) -> str:
-    """What the command prints, errors among it."""
+    """What the command prints, including errors."""
     head, _, given = command.partition(" <<'END'\n")
-    words = shlex.split(head)
+    words = shlex.split(head.replace("\\\n", " "))
     if words[:3] == ["tandem", "reward", "serve"]:
         return f"reward: listens on {address}\n"  # the fixture has started it
     if words[0] == "grpcurl":
@@ -172,7 +187,7 @@ def run(command: str, address: str) -> str:
 
 @contextlib.contextmanager
 def reading_folder(address: str) -> Iterator[None]:
-    """An empty working folder with the examples, and the service where it is looked for."""
+    """An empty working folder with links to examples/ and protos/, and the address in the environment."""
     before, variable = Path.cwd(), os.environ.get("TANDEM_REWARD_ADDRESS")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "examples").symlink_to(ROOT / "examples")
@@ -190,14 +205,19 @@ def reading_folder(address: str) -> Iterator[None]:
 
 
 def followed() -> str:
-    """The page as it should be."""
+    """The page with the real output."""
     with running_reward() as address, reading_folder(address):
         return Reader(address).follow(PAGE.read_text(encoding="utf-8"))
 
 
 def remote_scorers() -> set[str]:
+<<<<<<< HEAD
     """Scorers that clients use only under names that the service declares."""
     return {name for name, kind in SCORERS.items() if kind.ISOLATION == "remote"}
+=======
+    """Scorers that clients use only under a name that the service declares."""
+    return {name for name, kind in BUILT_IN.items() if kind.ISOLATION == "remote"}
+>>>>>>> f924ea2 (docs/reward.md in plain English, at most 120 columns; its lists of scorers, limits and errors come from the code)
 
 
 if __name__ == "__main__":
