@@ -211,13 +211,8 @@ def followed() -> str:
 
 
 def remote_scorers() -> set[str]:
-<<<<<<< HEAD
-    """Scorers that clients use only under names that the service declares."""
-    return {name for name, kind in SCORERS.items() if kind.ISOLATION == "remote"}
-=======
     """Scorers that clients use only under a name that the service declares."""
-    return {name for name, kind in BUILT_IN.items() if kind.ISOLATION == "remote"}
->>>>>>> f924ea2 (docs/reward.md in plain English, at most 120 columns; its lists of scorers, limits and errors come from the code)
+    return {name for name, kind in SCORERS.items() if kind.ISOLATION == "remote"}
 
 
 if __name__ == "__main__":
