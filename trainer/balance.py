@@ -1,8 +1,8 @@
 """Sharing work out evenly: the largest differencing method of Karmarkar and Karp (1982) for k parts.
 
 Every item starts as a tuple of k sums, its cost and k − 1 zeros. The two tuples with the largest spread are merged, the
-heaviest part of the one with the lightest of the other, until one tuple is left. Deterministic: ties are broken by the
-items' numbers.
+heaviest part of the one with the lightest of the other, until one tuple is left. Which of two equal spreads comes first
+is open, and neither order is always better: both are tried, and the smaller largest sum wins. Deterministic.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 HIDDEN_SIZE = 4096
-"""Of the model that work is reckoned for, whichever is trained: plans are the same for all, and even a small one's are
-hardly less even.
+"""Hidden size that the workload assumes for every model, so that plans do not depend on the model. They are hardly less
+even for a small one.
 """
 
 
 def workload(num_tokens: int) -> int:
-    """6·hidden·n + n² = 24576·n + n²: the work of a row of n tokens in a transformer, up to a factor: what grows with n
-    (a layer's matrix products, 12·hidden²·n multiplications) and with n² (attention, 2·hidden·n²), both divided by
+    """The work of a row of n tokens in a transformer, up to a factor: 6·hidden·n + n² = 24576·n + n².
+
+    A layer's matrix products take 12·hidden²·n multiplications and its attention 2·hidden·n²; both are divided by
     2·hidden.
     """
     return 6 * HIDDEN_SIZE * num_tokens + num_tokens * num_tokens
@@ -35,21 +36,27 @@ def partition(costs: Sequence[int], num_parts: int, *, equal_size: bool = False)
     """
     assert num_parts >= 1, num_parts
     assert all(cost >= 0 for cost in costs), "costs are not negative"
+    both = [_difference(costs, num_parts, order, equal_size=equal_size) for order in (_SMALLEST_FIRST, _LARGEST_FIRST)]
+    return min(both, key=lambda parts: max(sum(costs[item] for item in part) for part in parts))
+
+
+def _difference(costs: Sequence[int], num_parts: int, order: int, *, equal_size: bool) -> list[list[int]]:
     items = sorted(range(len(costs)), key=lambda item: (costs[item], item))
     width = num_parts if equal_size else 1
-    # Of equal sizes: neighbours in tuples of k, the smallest tuple filled up with nothing. A merge adds one item (or
-    # nothing) to each part.
+    # With equal sizes the tuples start with k neighbours each, the smallest one with fewer. A merge then adds one item
+    # (or none) to each part.
     first = len(items) % width or width
     cuts = [0, *range(first, len(items), width), len(items)] if items else []
     heap: list[_Entry] = []
     for start, end in itertools.pairwise(cuts):
         parts = [_Part(costs[item], [item]) for item in reversed(items[start:end])]
-        heap.append(_entry(parts, min(items[start:end]), num_parts))
+        heap.append(_entry(parts, min(items[start:end]), num_parts, order))
     heapq.heapify(heap)
     while len(heap) > 1:
-        (_, first_one, one), (_, first_other, other) = heapq.heappop(heap), heapq.heappop(heap)
-        heapq.heappush(heap, _entry(_merge(one, other, num_parts), min(first_one, first_other), num_parts))
-    filled = [sorted(part.items) for part in heap[0][-1]] if heap else []
+        one, other = heapq.heappop(heap), heapq.heappop(heap)
+        merged = _merge(one.parts, other.parts, num_parts, order)
+        heapq.heappush(heap, _entry(merged, min(one.first_item, other.first_item), num_parts, order))
+    filled = [sorted(part.items) for part in heap[0].parts] if heap else []
     parts_of_items = filled + [[] for _ in range(num_parts - len(filled))]
     return sorted(parts_of_items, key=lambda part: part[:1] or [len(costs)])
 
@@ -80,30 +87,44 @@ class _Part(NamedTuple):
 
 _Parts = list[_Part]
 """Those that have an item, heaviest first."""
-_Entry = tuple[int, int, _Parts]
+_SMALLEST_FIRST, _LARGEST_FIRST = 1, -1
+"""Ties between entries go to the smallest item, or to the heaviest part; ties between parts to the smallest first item,
+or to the largest.
+"""
 
 
-def _entry(parts: _Parts, first_item: int, num_parts: int) -> _Entry:
-    # The largest spread comes out of the heap first, of equal ones that with the smallest item: no two entries share
-    # one.
-    lightest = parts[-1].total if len(parts) == num_parts else 0
-    return lightest - parts[0].total, first_item, parts
+class _Entry(NamedTuple):
+    """A tuple of sums in the heap. `rank` decides: no two entries have the same."""
+
+    rank: tuple[int, ...]
+    first_item: int
+    parts: _Parts
 
 
-def _order(part: _Part) -> tuple[int, int, int]:
-    return -part.total, -len(part.items), part.items[0]
+def _entry(parts: _Parts, first_item: int, num_parts: int, order: int) -> _Entry:
+    lightest, heaviest = parts[-1].total if len(parts) == num_parts else 0, parts[0]
+    spread = lightest - heaviest.total
+    tie = (first_item,) if order == _SMALLEST_FIRST else _rank(heaviest, order)
+    return _Entry((spread, *tie), first_item, parts)
 
 
-def _merge(one: _Parts, other: _Parts, num_parts: int) -> _Parts:
-    alone = num_parts - len(other)  # so many of the heaviest of `one` meet an empty part
+def _rank(part: _Part, order: int) -> tuple[int, int, int]:
+    return -part.total, -len(part.items), order * part.items[0]
+
+
+def _merge(one: _Parts, other: _Parts, num_parts: int, order: int) -> _Parts:
+    def rank(part: _Part) -> tuple[int, int, int]:
+        return _rank(part, order)
+
+    alone = num_parts - len(other)  # this many of the heaviest of `one` meet an empty part
     if alone >= len(one):
         if len(other) > 1:
-            return sorted(one + other, key=_order)
-        bisect.insort(one, other[0], key=_order)
+            return sorted(one + other, key=rank)
+        bisect.insort(one, other[0], key=rank)
         return one
     shared = len(one) - alone
     mixed = [
         _Part(heavy.total + light.total, heavy.items + light.items)
         for heavy, light in zip(one[alone:], reversed(other[-shared:]), strict=True)
     ]
-    return sorted(one[:alone] + mixed + other[:-shared], key=_order)
+    return sorted(one[:alone] + mixed + other[:-shared], key=rank)

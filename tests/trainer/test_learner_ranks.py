@@ -97,8 +97,10 @@ def test_what_looks_at_the_whole_batch_does_not_see_the_ranks(ranks: Ranks, mode
     of_two = load_file(folder / f"whole{number}.safetensors")
     assert of_two.keys() == weights.keys()
     for part in {key.partition(".")[0] for key in weights}:  # the policy's and the critic's
-        mine = {key: weight for key, weight in weights.items() if key.startswith(part)}
-        assert relative_error(of_two, mine, start) <= 1e-4, part
+        mine, theirs = (
+            {key: weight for key, weight in each.items() if key.startswith(part)} for each in (weights, of_two)
+        )
+        assert relative_error(theirs, mine, start) <= 1e-4, part
     for report in ranks.reports:
         theirs = report["whole_batch"][name]
         assert theirs.keys() == metrics.keys()
