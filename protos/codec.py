@@ -179,6 +179,11 @@ _PLAIN_COLUMNS = [
 ]  # what is read as Python values; the three token columns stay arrays
 
 
+def prompt_of(payload: bytes) -> Prompt:
+    """The prompt of a group, without decoding its rows."""
+    return decode_prompt(pa.ipc.open_stream(payload).schema.metadata[PROMPT_KEY].decode())
+
+
 def reward_breakdowns(payload: bytes) -> list[dict[str, float]]:
     """The reward's components of every policy trajectory that has a reward, without decoding the rest of a scored
     group.

@@ -1,6 +1,4 @@
-"""Addresses of a service that may have several replicas: calls go round, and one that meets a dead replica is tried at
-the next.
-"""
+"""Addresses of a service that may have several replicas. Calls rotate over them and skip replicas that are down."""
 
 from __future__ import annotations
 
@@ -9,11 +7,12 @@ import os
 import socket
 from collections.abc import Sequence
 
-from tandem.protos.errors import UserError
+from tandem.protos.errors import UnavailableError, UserError
 
 ADDRESS_VARIABLE = "TANDEM_REWARD_ADDRESS"
 DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
+_CONNECT_SECONDS = 3.0
 
 
 def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
@@ -35,6 +34,32 @@ def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
         if not sign or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise UserError(f"address {address!r} is not host:port (several are separated by commas)")
     return named
+
+
+def check_listening(addresses: Sequence[str]) -> None:
+    """Tries to connect to each address in turn, for commands that should not retry a wrong address for long.
+
+    Raises:
+        UnavailableError: nothing listens at any of them.
+    """
+    failures = []
+    for address in addresses:
+        unix = address.startswith("unix:")
+        try:
+            if unix:
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.settimeout(_CONNECT_SECONDS)
+                    probe.connect(address.removeprefix("unix:").removeprefix("//"))
+                return
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+            return
+        except OSError as error:
+            failures.append(f"{address} ({error.strerror or error})")
+    raise UnavailableError(
+        f"the reward service at {', '.join(failures)} cannot be reached; start it with `tandem reward serve`, or name "
+        f"its --address (or {ADDRESS_VARIABLE})"
+    )
 
 
 def target_of(addresses: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.services.command_line import console, end_with, finish, full_disk_named
+from tandem.services.command_line import command, console, full_disk_named, run_service_command
 from tandem.services.commands.reward import reward_app
 
 if TYPE_CHECKING:
@@ -56,45 +56,41 @@ RunArgument = Annotated[
 
 
 @app.command(short_help="Build data and a tiny model, and watch it learn.")
+@command
 def demo(
     overrides: Overrides = None,
     seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0,
-) -> None:
+) -> int:
     """Builds data and a tiny model, trains it with the whole ring, and shows that it has learned. Takes a few minutes,
     downloads nothing.
 
     Example: tandem demo --seed 1
     """
 
-    def work() -> int:
-        from tandem.services.commands.demo import main
+    from tandem.services.commands.demo import main
 
-        return main(seed, overrides or [])
-
-    finish(work)
+    return main(seed, overrides or [])
 
 
 @app.command(short_help="Run a recipe on this machine.")
+@command
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in the recipe's run folder where it stopped.")
     ] = False,
-) -> None:
+) -> int:
     """Runs a recipe on this machine: feed, samplers, reward and trainer, restarted when they die, stopped together by
     Ctrl-C.
 
     Example: tandem run examples/recipes/gsm8k.toml trainer.learning_rate=2e-6
     """
 
-    def work() -> int:
-        from tandem.services.config import load_recipe
-        from tandem.services.run.supervisor import run_recipe
+    from tandem.services.config import load_recipe
+    from tandem.services.run.supervisor import run_recipe
 
-        return run_recipe(load_recipe(recipe, overrides or ()), resume, console=console())
-
-    finish(work)
+    return run_recipe(load_recipe(recipe, overrides or ()), resume, console=console())
 
 
 @app.command(short_help="Run one service of a ring.")
@@ -135,139 +131,126 @@ def serve(
         with full_disk_named(loaded.folder):
             _serve(service, loaded, redis_url, replica, [str(recipe), *(overrides or ())])
 
-    end_with(work)
+    run_service_command(work)
 
 
 @app.command(short_help="Warm a model up by supervised training.")
-def sft(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+@command
+def sft(recipe: RecipeArgument, overrides: Overrides = None) -> int:
     """Warms a model up by supervised training on the recipe's [sft] section.
 
     Example: tandem sft recipe.toml sft.max_steps=500
     """
 
-    def work() -> int:
-        loaded = _load(recipe, overrides)
-        from tandem.services.commands.sft import main
+    loaded = _load(recipe, overrides)
+    from tandem.services.commands.sft import main
 
-        return main(loaded)
-
-    finish(work)
+    return main(loaded)
 
 
 @app.command("eval", short_help="Accuracy of a model on the evaluation file.")
-def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
+@command
+def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> int:
     """Answers the recipe's evaluation file greedily with its model and prints the accuracy.
 
     Example: tandem eval runs/demo/config.json model.path=runs/demo/hf
     """
 
-    def work() -> int:
-        loaded = _load(recipe, overrides)
-        from tandem.services.commands.evaluate import evaluate_recipe
+    loaded = _load(recipe, overrides)
+    from tandem.services.commands.evaluate import evaluate_recipe
 
-        return evaluate_recipe(loaded)
-
-    finish(work)
+    return evaluate_recipe(loaded)
 
 
 @app.command(short_help="Train a run's recorded batches again, bit for bit.")
-def replay(run_folder: RunArgument = None) -> None:
+@command
+def replay(run_folder: RunArgument = None) -> int:
     """Trains a finished run's recorded batches again and compares the weights, bit for bit. Exits 1 if they differ.
 
     Example: tandem replay runs/demo
     """
 
-    def work() -> int:
-        from tandem.services.run.folder import find_run
+    from tandem.services.run.folder import find_run
 
-        folder = find_run(run_folder)
-        from tandem.services.commands.replay import main
+    folder = find_run(run_folder)
+    from tandem.services.commands.replay import main
 
-        return main(folder)
-
-    finish(work)
+    return main(folder)
 
 
 @app.command(short_help="What a run is doing, or did.")
-def status(run_folder: RunArgument = None) -> None:
+@command
+def status(run_folder: RunArgument = None) -> int:
     """Shows the services of a running run and where its groups are; of a finished one, its summary.
 
     Example: tandem status runs/demo
     """
 
-    def work() -> int:
-        from tandem.services.commands.status import show_status
-        from tandem.services.run.folder import find_run
+    from tandem.services.commands.status import show_status
+    from tandem.services.run.folder import find_run
 
-        return show_status(find_run(run_folder), console())
-
-    finish(work)
+    return show_status(find_run(run_folder), console())
 
 
 @app.command(short_help="Count a run's groups and check that none is lost.")
+@command
 def ledger(
     run_folder: RunArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+) -> int:
     """Counts a run's groups in every state and checks that none was lost or counted twice. Exits 1 if one was.
 
     Works while the run goes on, and afterwards. Example: tandem ledger runs/demo
     """
 
-    def work() -> int:
-        from tandem.services.commands.status import show_ledger
-        from tandem.services.run.folder import find_run
+    from tandem.services.commands.status import show_ledger
+    from tandem.services.run.folder import find_run
 
-        return show_ledger(find_run(run_folder), console(), as_json=as_json)
-
-    finish(work)
+    return show_ledger(find_run(run_folder), console(), as_json=as_json)
 
 
 @app.command(short_help="What this machine has and lacks.")
-def doctor() -> None:
+@command
+def doctor() -> int:
     """Says what this machine has and lacks, with the command that mends each lack. Exits 1 if it cannot run a demo.
 
     Example: tandem doctor
     """
 
-    def work() -> int:
-        from tandem.services.commands.doctor import run_doctor
+    from tandem.services.commands.doctor import run_doctor
 
-        return run_doctor(console())
-
-    finish(work)
+    return run_doctor(console())
 
 
 @app.command(short_help="A recipe with every default filled in.")
+@command
 def config(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="A recipe; without one, every key is explained.")
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as a run saves it.")] = False,
-) -> None:
+) -> int:
     """Prints a recipe with every default filled in, and marks what differs. Without a recipe: every key with its type
     and default.
 
     Example: tandem config recipe.toml run.staleness_budget=0
     """
 
-    def work() -> int:
-        from tandem.services.config import dump_recipe
-        from tandem.services.config.docs import as_toml, explained
+    from tandem.services.config import dump_recipe
+    from tandem.services.config.docs import as_toml, explained
 
-        if recipe is None:
-            for lines in explained():
-                print(lines)
-            return 0
-        loaded = _load(recipe, overrides)
-        print(dump_recipe(loaded) if as_json else as_toml(loaded), end="")
+    if recipe is None:
+        for lines in explained():
+            print(lines)
         return 0
-
-    finish(work)
+    loaded = _load(recipe, overrides)
+    print(dump_recipe(loaded) if as_json else as_toml(loaded), end="")
+    return 0
 
 
 @data_app.command("check", short_help="Judge a dataset row by row.")
+@command
 def data_check(
     file: Annotated[
         Path,
@@ -280,7 +263,7 @@ def data_check(
         int | None, typer.Option(min=1, help="Longest prompt allowed; needs --model.", show_default=False)
     ] = None,
     chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template.", show_default=False)] = "",
-) -> None:
+) -> int:
     """Judges a dataset row by row: columns, roles, empty or over-long prompts, duplicates, missing ground truth.
 
     Exits 1 if a row is faulty.
@@ -288,12 +271,9 @@ def data_check(
     Example: tandem data check data/train.parquet --model models/tiny --max-prompt-tokens 512
     """
 
-    def work() -> int:
-        from tandem.services.commands.data_check import run
+    from tandem.services.commands.data_check import run
 
-        return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
-
-    finish(work)
+    return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
 
 
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 import typer
 
@@ -19,6 +20,8 @@ from tandem.services.extras import missing_extra_named
 if TYPE_CHECKING:
     from rich.console import Console
 
+P = ParamSpec("P")
+
 
 def console() -> Console:
     """Standard output, as rich sees it."""
@@ -27,33 +30,40 @@ def console() -> Console:
     return Console()
 
 
-def complain(line: str) -> None:
-    """A line for the user on standard error."""
+def print_error(line: str) -> None:
+    """Prints one line for the user on standard error."""
     print(f"tandem: {line}", file=sys.stderr, flush=True)
 
 
-def finish(work: Callable[[], int]) -> NoReturn:
-    """Ends the command with its exit code; what the user can mend is one line and exit code 2, never a traceback."""
-    try:
-        with full_disk_named(Path.cwd()), missing_extra_named():
-            code = work()
-            print(end="", flush=True)
-    except UserError as error:
-        complain(str(error))
-        code = 2
-    except TandemError as error:
-        complain(f"{type(error).__name__}: {error}")
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    _output_is_written()
-    raise typer.Exit(code)
+def command(function: Callable[P, int]) -> Callable[P, NoReturn]:
+    """Makes a command of a function that returns its exit code. A user's error is one line and exit code 2, never a
+    traceback.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **options: P.kwargs) -> NoReturn:
+        try:
+            with full_disk_named(Path.cwd()), missing_extra_named():
+                code = function(*arguments, **options)
+                print(end="", flush=True)
+        except UserError as error:
+            print_error(str(error))
+            code = 2
+        except TandemError as error:
+            print_error(f"{type(error).__name__}: {error}")
+            code = 1
+        except KeyboardInterrupt:
+            code = 130
+        _output_is_written()
+        raise typer.Exit(code)
+
+    return run
 
 
 @contextmanager
 def full_disk_named(place: Path) -> Iterator[None]:
-    """Turns what a full disk raises into one line; `place` is named where the error names no file and standard output
-    has room.
+    """Turns the OSError of a full disk into one line, which names the error's file, else standard output if that is
+    full, else `place`.
 
     Raises:
         EnvironmentLackError: the disk is full.
@@ -68,22 +78,22 @@ def full_disk_named(place: Path) -> Iterator[None]:
 
 
 def _output_is_written() -> bool:
-    """True if nothing is held back that standard output does not take. What it does not take is given up: Python would
-    try again as it ends, and end with an exit code of its own.
+    """Flushes standard output; False if that fails. The rest is then discarded: Python would flush again at exit, and
+    exit with a code of its own.
     """
     try:
-        print(end="", flush=True)  # which also does where there is no standard output at all
+        print(end="", flush=True)  # works without any standard output, too
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
 
 
-def end_with(work: Callable[[], None]) -> NoReturn:
-    """Runs a service and ends its process without Python's finalisation, in which the threads of gRPC, gloo and CUDA
-    are known to
-    hang: a service that crashed but does not end is never started again, and one that stopped holds up the stop of the
-        run.
+def run_service_command(work: Callable[[], None]) -> NoReturn:
+    """Runs a service and exits without Python's finalisation.
+
+    Threads of gRPC, gloo and CUDA are known to hang in it. A service that crashed but does not exit is never restarted,
+    and one that stopped delays the stop of the run.
     """
     from tandem.services.process import run_service
 
@@ -98,7 +108,7 @@ def end_with(work: Callable[[], None]) -> NoReturn:
         code = ended.code
     except KeyboardInterrupt:
         code = 130
-    except BaseException:  # a bug: its traceback belongs into the log, as ever
+    except BaseException:  # a bug: its traceback belongs in the log
         traceback.print_exc()
     _output_is_written()
     sys.stderr.flush()

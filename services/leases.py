@@ -375,7 +375,7 @@ class GroupLeases:
         """Gives the group back, or drops it once its budget is spent."""
         if partial is not None:
             self.renew([lease], {lease.token: partial})
-        outcome = self._buffer.release(lease, release.reason, release.kind)
+        outcome = self._buffer.release(lease, release.reason, release.kind, release.detail)
         if release.detail:
             words = (lease.group_id, outcome, release.reason, release.detail)
             log.warning("group %s is %s (%s): %s", *words, extra={"group": lease.group_id})

@@ -50,8 +50,10 @@ class BatchSums:
     def reduce(self) -> dict[str, float]:
         """The figures of the batch; every rank enters and gets the same. Every rank has added the same kinds of sums.
 
-        `loss` and `value_loss` sum over optimizer steps; marks are means over the tokens that were trained
-        (`clipped_fraction`: tokens whose gradient the loss bounded); the rest is trainer/off_policy/diagnostics.py's.
+        `loss` and `value_loss` sum over optimizer steps. Marks are means over the tokens that were trained
+        (`clipped_fraction`: tokens whose gradient the loss bounded). `entropy` is exact where the loss has an entropy
+        bonus, else the mean of −log π over the sampled tokens, which estimates it. The rest is described in
+        trainer/off_policy/diagnostics.py.
         """
         names = sorted(self._sums)
         values = torch.stack([self._sums[name] for name in names])

@@ -5,6 +5,7 @@ R trajectories, N loss tokens flat, in the order of trainer/batch_layout.py; C r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,7 +102,18 @@ def learning_targets(
     if selection.advantage_clip is not None:
         advantages_N = clip_advantages(advantages_N, selection.advantage_clip)
     counts_R = _counts(layout, scores_R, config, seed)
-    return Targets(advantages_N, result.returns_N, counts_R, _figures(layout, advantages_N, scores_R), reward_kl)
+    figures = _figures(layout, advantages_N, scores_R)
+    if result.returns_N is not None and start.values_N is not None:
+        figures["critic_explained_variance"] = explained_variance(start.values_N.double(), result.returns_N.double())
+    return Targets(advantages_N, result.returns_N, counts_R, figures, reward_kl)
+
+
+def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
+    """1 − Var(returns − values) / Var(returns): 1 for a perfect critic, 0 for one that predicts a constant; NaN if the
+    returns do not vary.
+    """
+    variance = returns_N.var(correction=0).item()
+    return 1.0 - (returns_N - values_N).var(correction=0).item() / variance if variance > 0.0 else math.nan
 
 
 def reward_components(groups: Mapping[str, TrajectoryGroup]) -> dict[TrajectoryKey, dict[str, float]]:

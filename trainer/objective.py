@@ -162,6 +162,8 @@ class BatchObjective:
             entropy_K = kept(outputs.entropy_N)
             losses_K = losses_K - self._config.entropy_coefficient * entropy_K
             marks["entropy"] = entropy_K.detach()
+        else:  # an estimate that costs nothing: the tokens were sampled from (nearly) this policy
+            marks["entropy"] = -tokens.current_logprobs_N.detach()
         shares_K = kept(self._part(plan.shares_N, step, number, batch).float())
         loss = policy_loss_sum(replace(terms, losses_N=losses_K), shares_K)
         _break_gradient(loss, outputs.logprobs_N)

@@ -93,6 +93,13 @@ class Buffer(Ledger, Registry):
         budgets = (failure_budget["infrastructure"], failure_budget["data"])
         self.connection.run("create", new_request(), int(resume), *limits, *budgets)
 
+    def delete(self) -> None:
+        """Removes every key of the run. Only its supervisor may call this, and only before the first batch."""
+        redis, pattern = self.connection.redis, self.connection.key("*")
+        keys = self.connection.retried(lambda: list(redis.scan_iter(match=pattern, count=1000)))
+        if keys:
+            self.connection.retried(lambda: redis.unlink(*keys))
+
     def exists(self) -> bool:
         """Whether Redis holds a run of this id."""
         return bool(self.connection.retried(lambda: self.connection.redis.exists(self.connection.key("meta"))))
@@ -200,14 +207,15 @@ class Buffer(Ledger, Registry):
         assert bool(headers) == (claim.stage == "generated"), "headers belong to scored groups"
         return bool(self.connection.run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
 
-    def release(self, claim: Claim, reason: str, kind: FailureKind) -> Released:
+    def release(self, claim: Claim, reason: str, kind: FailureKind, detail: str = "") -> Released:
         """Gives the group back, or drops it with `reason` once its budget for this kind of failure is spent.
 
+        `detail` explains the reason; `drop_errors` returns it if the group is the first to be dropped for that reason.
         `voluntary` spends none and puts the group to the front of its queue; a failure puts it to the back. `refused`
         if the lease is no longer current.
         """
         reply = self.connection.run(
-            "release", new_request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind
+            "release", new_request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind, detail
         ).decode()
         assert reply in ("requeued", "dropped", "refused")
         return reply  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import redis
@@ -155,6 +155,10 @@ class Connection:
     def key(self, name: str) -> str:
         """A key of this namespace."""
         return self.prefix + name
+
+    def hash(self, name: str) -> dict[bytes, bytes]:
+        """The fields of a hash of this namespace."""
+        return cast("dict[bytes, bytes]", self.retried(lambda: self.redis.hgetall(self.key(name))))
 
     def run(self, verb: str, *arguments: bytes | str | int) -> Any:
         """Runs a verb atomically. If an answer is lost it runs twice, so each is idempotent or carries a request id."""

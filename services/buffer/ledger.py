@@ -118,6 +118,12 @@ class Ledger:
         figures = dict.fromkeys((*_COUNTERS, *STATES), 0)
         return figures | {name.decode(): int(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
 
+    def drop_errors(self) -> dict[str, str]:
+        """By reason of a drop, the error of the first group dropped for it."""
+        return {
+            name.decode(): text.decode(errors="replace") for name, text in self.connection.hash("drop_errors").items()
+        }
+
     def verify(self) -> list[str]:
         """Violations of conservation and consistency at one instant, one line each; [] if the ledger is sound.
 

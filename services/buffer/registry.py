@@ -82,30 +82,24 @@ class Registry:
 
     def services(self) -> dict[str, str]:
         """Address of every registered service by name."""
-        return {name.decode(): address.decode() for name, address in self._hash("services").items()}
+        return {name.decode(): address.decode() for name, address in self.connection.hash("services").items()}
 
     def figures(self) -> dict[str, dict[str, float]]:
         """The last figures of every service and sampler by name."""
-        return {name.decode(): json.loads(text) for name, text in self._hash("figures").items()}
+        return {name.decode(): json.loads(text) for name, text in self.connection.hash("figures").items()}
 
     def silences(self) -> dict[str, float]:
         """Seconds since the last sign of life of every service and sampler by name."""
         seconds, microseconds = self.connection.retried(self.connection.redis.time)
         now_ms = seconds * 1000 + microseconds / 1000
-        return {name.decode(): (now_ms - float(beat)) / 1000 for name, beat in self._hash("beats").items()}
+        return {name.decode(): (now_ms - float(beat)) / 1000 for name, beat in self.connection.hash("beats").items()}
 
     def published_version(self) -> int:
         """The published policy version, -1 before the first publication."""
-        return int(self._hash("meta").get(b"published_version", -1))
+        return int(self.connection.hash("meta").get(b"published_version", -1))
 
     def _generation(self, name: str) -> int | str:
         return self._generations.get(name, "")
-
-    def _hash(self, name: str) -> dict[bytes, bytes]:
-        return cast(
-            "dict[bytes, bytes]",
-            self.connection.retried(lambda: self.connection.redis.hgetall(self.connection.key(name))),
-        )
 
 
 def with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:

@@ -1,4 +1,4 @@
-"""`tandem eval`: a sampler and a reward service for as long as it takes to answer the evaluation file once."""
+"""`tandem eval`: starts a sampler and a reward service, and answers the evaluation file once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child
-from tandem.services.run.crew import FAILED, FINISHED, Crew
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
 from tandem.services.run.preflight import check_ports, check_reward
+from tandem.services.run.process_group import FAILED, FINISHED, ProcessGroup
 from tandem.services.run.redis_child import RedisChild
 from tandem.services.run.supervisor import child_specs
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_examiner
 
 START_SECONDS = 600.0
-"""How long the services may take to be ready: loading a large model from a slow disk is the longest of it."""
+"""How long the services may take to start. Loading a large model from a slow disk takes longest."""
 
 
 def evaluate_recipe(recipe: Recipe) -> int:
@@ -36,7 +36,7 @@ def evaluate_recipe(recipe: Recipe) -> int:
         raise ConfigError(
             "data.eval_file is empty: name a file of prompts to evaluate on, e.g. data.eval_file=data/test.parquet"
         )
-    check_model(recipe)  # what is bad is found before anything is started
+    check_model(recipe)  # before anything starts
     check_ports(recipe)
     check_reward(recipe)
     prompts = load_evaluation_prompts(recipe)
@@ -45,37 +45,37 @@ def evaluate_recipe(recipe: Recipe) -> int:
         recipe = recipe.model_copy(
             update={"run": recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})}
         )
-        crew = Crew(say=lambda line: print(line, flush=True), logs_stay=False)
-        stack.enter_context(crew.signals())
-        redis = stack.enter_context(RedisChild(folder, say=crew.say))
-        crew.chores.append(redis.attend)
+        processes = ProcessGroup(report=lambda line: print(line, flush=True), keep_logs=False)
+        stack.enter_context(processes.signals())
+        redis = stack.enter_context(RedisChild(folder, report=processes.report))
+        processes.on_poll.append(redis.restart_if_dead)
         buffer = Buffer(redis.url, recipe.run.run_id)
         stack.callback(buffer.close)
         create_ledger(buffer, recipe, resume=False)
         specs = [
             spec for spec in child_specs(recipe, redis.url) if spec.name.partition("-")[0] in ("rollout", "reward")
         ]
-        crew.children = [Child(spec, crew.token) for spec in specs]
-        examination = _Examination(recipe, prompts, buffer, crew)
-        outcome = crew.run()
-        return examination.report() if examination.ended else outcome
+        processes.children = [Child(spec, processes.token) for spec in specs]
+        evaluation = _EvaluationThread(recipe, prompts, buffer, processes)
+        outcome = processes.run()
+        return evaluation.report() if evaluation.ended else outcome
 
 
-class _Examination(threading.Thread):
-    """Waits for the services, evaluates, and lets the crew end."""
+class _EvaluationThread(threading.Thread):
+    """Waits for the services, evaluates, and then ends the process group."""
 
-    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], buffer: Buffer, crew: Crew) -> None:
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], buffer: Buffer, processes: ProcessGroup) -> None:
         super().__init__(name="evaluation", daemon=True)
         self._recipe = recipe
         self._prompts = prompts
         self._buffer = buffer
-        self._crew = crew
+        self._processes = processes
         self._result: Evaluation | BaseException | None = None
         self.start()
 
     @property
     def ended(self) -> bool:
-        """False while (or if) the crew ended first."""
+        """False if the process group ended before the evaluation did."""
         return self._result is not None
 
     def run(self) -> None:
@@ -88,10 +88,10 @@ class _Examination(threading.Thread):
                     f"is {self._recipe.model.path} too large for this machine, or its disk too slow?"
                 )
             self._result = evaluate(None, self._prompts, examiner)
-        except BaseException as error:  # a bug must end the command, not only this thread: `report` raises it
+        except BaseException as error:  # `report` raises it in the main thread
             self._result = error
         finally:
-            self._crew.ask_to_stop()
+            self._processes.finish()
 
     def report(self) -> int:
         """Prints the result, or raises what ended the evaluation."""

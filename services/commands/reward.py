@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tandem.services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
-from tandem.services.command_line import console, end_with, finish
+from tandem.services.command_line import command, console, run_service_command
 
 reward_app = typer.Typer(
     no_args_is_help=True,
@@ -74,6 +74,7 @@ JobId = Annotated[
 
 
 @reward_app.command("score", short_help="Score a small file, or one completion, at once.")
+@command
 def score(
     file: Annotated[
         str | None,
@@ -101,7 +102,7 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
     strict: Strict = False,
     address: Address = "",
-) -> None:
+) -> int:
     """Scores a file of up to 10,000 rows, or a single completion, at once: a line a row, then their sum.
 
     A row that cannot be scored keeps its reason, and the others are scored.
@@ -109,22 +110,20 @@ def score(
     Example: tandem reward score answers.jsonl --rubric examples/rubrics/gsm8k.toml
     """
 
-    def work() -> int:
-        from tandem.services.commands.reward_tasks import Choice, score_file, score_single
-        from tandem.services.data.completions import Fields
+    from tandem.services.commands.reward_tasks import Choice, score_file, score_single
+    from tandem.services.data.completions import Fields
 
-        choice = Choice(address, rubric, scorer, tuple(arguments or ()))
-        if solution is not None:
-            return score_single(
-                choice, file, solution, ground_truth, data_source, extra_info, as_json=as_json, strict=strict
-            )
-        fields = Fields(column, group_column, with_prompt)
-        return score_file(choice, file, fields, out=out, as_json=as_json, strict=strict)
-
-    finish(work)
+    choice = Choice(address, rubric, scorer, tuple(arguments or ()))
+    if solution is not None:
+        return score_single(
+            choice, file, solution, ground_truth, data_source, extra_info, as_json=as_json, strict=strict
+        )
+    fields = Fields(column, group_column, with_prompt)
+    return score_file(choice, file, fields, out=out, as_json=as_json, strict=strict)
 
 
 @reward_app.command("submit", short_help="Submit a file of any size as a job.")
+@command
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help=f"{_COMPLETIONS}.", show_default=False)],
     rubric: RubricFile = None,
@@ -150,7 +149,7 @@ def submit(
     with_prompt: WithPrompt = False,
     strict: Strict = False,
     address: Address = "",
-) -> None:
+) -> int:
     """Submits a file as a job, which is scored whatever happens to this command, to a service, or to Redis.
 
     The same file with the same rubric is the same job: a submission that was interrupted goes on where it was when it
@@ -160,40 +159,36 @@ def submit(
     Example: tandem reward submit answers.parquet --rubric examples/rubrics/gsm8k.toml --watch
     """
 
-    def work() -> int:
-        from tandem.services.commands.reward_tasks import Choice, submit_file
-        from tandem.services.data.completions import Fields
+    from tandem.services.commands.reward_tasks import Choice, submit_file
+    from tandem.services.data.completions import Fields
 
-        choice = Choice(address, rubric, scorer, tuple(arguments or ()))
-        fields = Fields(column, group_column, with_prompt)
-        return submit_file(
-            choice, file, fields, console(), key=key, name=name, priority=priority, watch=watch, out=out, strict=strict
-        )
-
-    finish(work)
+    choice = Choice(address, rubric, scorer, tuple(arguments or ()))
+    fields = Fields(column, group_column, with_prompt)
+    return submit_file(
+        choice, file, fields, console(), key=key, name=name, priority=priority, watch=watch, out=out, strict=strict
+    )
 
 
 @reward_app.command("jobs", short_help="List the newest jobs.")
+@command
 def jobs(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
     address: Address = "",
-) -> None:
+) -> int:
     """Lists the newest jobs, newest first.
 
     Example: tandem reward jobs --limit 5
     """
 
-    def work() -> int:
-        from tandem.services.commands.reward_tasks import list_jobs
+    from tandem.services.commands.reward_tasks import list_jobs
 
-        return list_jobs(address, limit, as_json=as_json)
-
-    finish(work)
+    return list_jobs(address, limit, as_json=as_json)
 
 
 @reward_app.command("results", short_help="Fetch a job's scores.")
-def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Address = "") -> None:
+@command
+def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Address = "") -> int:
     """Waits until a job has ended and sums it up; with --out, writes every row's score to a file, whole or not at all.
 
     Columns: index (the row, from 0), value, reason, detail, and one for each part of the breakdown.
@@ -201,63 +196,54 @@ def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Add
     Example: tandem reward results 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11 --out scores.parquet
     """
 
-    def work() -> int:
-        from tandem.services.commands.reward_tasks import fetch_results
+    from tandem.services.commands.reward_tasks import fetch_results
 
-        return fetch_results(address, job_id, console(), out=out, strict=strict)
-
-    finish(work)
+    return fetch_results(address, job_id, console(), out=out, strict=strict)
 
 
 @reward_app.command("cancel", short_help="Cancel a job.")
-def cancel(job_id: JobId, address: Address = "") -> None:
+@command
+def cancel(job_id: JobId, address: Address = "") -> int:
     """Cancels a job: what is scored stays, the rest is counted as cancelled. A job that has ended stays as it is.
 
     Example: tandem reward cancel 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
 
-    def work() -> int:
-        from tandem.services.commands.reward_tasks import cancel_job
+    from tandem.services.commands.reward_tasks import cancel_job
 
-        return cancel_job(address, job_id)
-
-    finish(work)
+    return cancel_job(address, job_id)
 
 
 @reward_app.command("delete", short_help="Delete a job and its scores.")
-def delete(job_id: JobId, address: Address = "") -> None:
+@command
+def delete(job_id: JobId, address: Address = "") -> int:
     """Makes the service forget a job that has ended: its scores, and its key, so that the same file can be submitted
     anew.
 
     Example: tandem reward delete 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
 
-    def work() -> int:
-        from tandem.services.commands.reward_tasks import delete_job
+    from tandem.services.commands.reward_tasks import delete_job
 
-        return delete_job(address, job_id)
-
-    finish(work)
+    return delete_job(address, job_id)
 
 
 @reward_app.command("scorers", short_help="List scorers and their parameters.")
+@command
 def scorers(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="One of them, with its parameters.", show_default=False)
     ] = None,
     address: Address = "",
-) -> None:
+) -> int:
     """Lists the scorers that a rubric may name, and the service's limits; of one scorer, its parameters.
 
     Example: tandem reward scorers numeric
     """
 
-    def work() -> int:
-        from tandem.services.commands.reward_tasks import list_scorers
+    from tandem.services.commands.reward_tasks import list_scorers
 
-        return list_scorers(address, name)
-
-    finish(work)
+    return list_scorers(address, name)
 
 
 @reward_app.command("serve", short_help="Run the service on its own.")
@@ -308,4 +294,4 @@ def serve(
 
         serve_alone(arguments or [], host=host, port=port, redis_url=redis_url, folder=folder, name=name)
 
-    end_with(work)
+    run_service_command(work)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.services.clients.messages import Job
-from tandem.services.command_line import complain
+from tandem.services.command_line import print_error
 from tandem.services.data.completions import CompletionFile
 
 PLAIN_SECONDS = 10.0
@@ -88,15 +88,15 @@ class Faults:
         self.number += 1
         if self.number <= _MOST_FAULTS_TOLD:
             row = "" if fault.detail.startswith(f"row {index}:") else f"row {index}: "
-            complain(f"{self._completions.name} {row}{fault.detail}")
+            print_error(f"{self._completions.name} {row}{fault.detail}")
 
     def close(self) -> None:
         """The rest in one line, and what may be a fault."""
         completions = self._completions
         if self.number > _MOST_FAULTS_TOLD:
-            complain(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
+            print_error(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
         if completions.num_without_truth:
-            complain(
+            print_error(
                 f"{completions.name}: {counted(completions.num_without_truth, 'row')} "
                 "without reward_model.ground_truth, the first "
                 f"is row {completions.first_without_truth}; a scorer that needs it gives no score there"

@@ -17,10 +17,10 @@ from rich.console import Console
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import JobError, ScorerError, UserError
-from tandem.services.addresses import DEFAULT_PORT
+from tandem.services.addresses import DEFAULT_PORT, check_listening, named_addresses
 from tandem.services.clients import RewardClient
 from tandem.services.clients.messages import Job
-from tandem.services.command_line import complain
+from tandem.services.command_line import print_error
 from tandem.services.commands.reward_display import (
     Faults,
     JobProgress,
@@ -94,6 +94,12 @@ def _argument(text: str) -> str:
     return f"{name} = {json.dumps(value)}"
 
 
+def _connect(address: str) -> RewardClient:
+    """A client of the service. Raises UnavailableError at once if nothing listens at any of its addresses."""
+    check_listening(named_addresses(address))
+    return RewardClient(address)
+
+
 def score_single(
     choice: Choice,
     file: str | None,
@@ -148,8 +154,11 @@ def _score_now(
     strict: bool,
     text: str | None = None,
 ) -> int:
-    with RewardClient(choice.address) as client:
-        scores = client.score(items, choice.text() if text is None else text)
+    with _connect(choice.address) as client:
+        rubric = choice.text() if text is None else text
+        if not rubric:
+            print_error(f"no --rubric or --scorer: scoring with the service's default, {_default_of(client)}")
+        scores = client.score(items, rubric)
     if out is not None:
         with ScoreFile(out) as written:
             written.add(0, scores)
@@ -160,6 +169,12 @@ def _score_now(
     if not as_json:
         print(_sum_of(scores))
     return int(strict and not all(isinstance(score, Scored) for score in scores))
+
+
+def _default_of(client: RewardClient) -> str:
+    """The names of the scorers in the service's default rubric."""
+    components = tomllib.loads(client.scorers().default_rubric).get("components", [])
+    return ", ".join(str(component.get("scorer")) for component in components) or "its rubric"
 
 
 def _sum_of(scores: Sequence[Score]) -> str:
@@ -190,7 +205,7 @@ def submit_file(
     completions = CompletionFile(file, fields)
     faults = Faults(completions)
     replies: list[str] = []
-    with RewardClient(choice.address) as client:
+    with _connect(choice.address) as client:
         with JobProgress(console, "submitting") as progress:
 
             def on_progress(job: Job) -> None:
@@ -208,7 +223,7 @@ def submit_file(
                     on_fault=faults.tell,
                 )
             except KeyboardInterrupt:
-                complain(f"{file} is not submitted as a whole; the same command goes on where this one was")
+                print_error(f"{file} is not submitted as a whole; the same command goes on where this one was")
                 raise
             except JobError as error:
                 return _overtaken(error)
@@ -218,7 +233,7 @@ def submit_file(
         if job.state == "expired":
             return _expired(job)
         if job.state == "cancelled":
-            complain(
+            print_error(
                 f"job {job.job_id} was cancelled; to score the file, `tandem reward "
                 f"delete {job.job_id}` and submit it again, "
                 "or give another --key"
@@ -244,7 +259,7 @@ def fetch_results(address: str, job_id: str, console: Console, *, out: Path | No
     """Waits for a job's end, and writes its scores."""
     if out is not None:
         check_out(out)
-    with RewardClient(address) as client:
+    with _connect(address) as client:
         return _watch(client, job_id, console, out, strict)
 
 
@@ -256,7 +271,7 @@ def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None
             progress = stack.enter_context(JobProgress(console, f"job {job_id}:"))
             for event in client.watch(job_id, with_results=written is not None):
                 if job is None and event.job.state == "open":
-                    complain(f"job {job_id} is open: it ends when its submission has ended, or is cancelled")
+                    print_error(f"job {job_id} is open: it ends when its submission has ended, or is cancelled")
                 job = event.job
                 unscored = sum(job.num_unscored.values())
                 progress.show(job.num_settled, job.num_items, f"{unscored:,} not scored" if unscored else "")
@@ -265,7 +280,7 @@ def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None
             if written is not None and job is not None:
                 written.finish(job.num_items)
     except KeyboardInterrupt:
-        complain(
+        print_error(
             f"job {job_id} goes on; watch it by `tandem reward results {job_id}`, "
             f"end it by `tandem reward cancel {job_id}`"
         )
@@ -283,13 +298,13 @@ def _overtaken(error: JobError) -> int:
     """For a job that was cancelled, or gave up its results, meanwhile; what else a job is refused for is raised."""
     if type(error) is not JobError:
         raise error
-    complain(str(error))
+    print_error(str(error))
     return 1
 
 
 def _expired(job: Job) -> int:
     """Says what became of its results."""
-    complain(
+    print_error(
         f"the results of job {job.job_id} were given up for those of later jobs "
         "(limit max_result_bytes); to have them anew, "
         f"`tandem reward delete {job.job_id}` and submit the file again"
@@ -299,7 +314,7 @@ def _expired(job: Job) -> int:
 
 def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
     """Prints the newest jobs."""
-    with RewardClient(address) as client:
+    with _connect(address) as client:
         found = client.jobs(limit)
     if as_json:
         for job in found:
@@ -327,21 +342,21 @@ def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
 
 def cancel_job(address: str, job_id: str) -> int:
     """Cancels a job; says so if it had ended before."""
-    with RewardClient(address) as client:
+    with _connect(address) as client:
         print(job_line(client.cancel(job_id)))
     return 0
 
 
 def delete_job(address: str, job_id: str) -> int:
     """Deletes a job that has ended."""
-    with RewardClient(address) as client:
+    with _connect(address) as client:
         print(f"deleted: {job_line(client.delete(job_id))}")
     return 0
 
 
 def list_scorers(address: str, name: str | None) -> int:
     """Prints the scorers, or the parameters of one."""
-    with RewardClient(address) as client:
+    with _connect(address) as client:
         told = client.scorers()
     if name is None:
         rows = [(one.name, one.version or "–", one.isolation, one.summary) for one in told.scorers]

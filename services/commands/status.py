@@ -18,10 +18,9 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.config import load_resolved
 from tandem.services.rpc.client import connect, translated
-from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url, running
+from tandem.services.run.folder import CONFIG_FILE, SUMMARY_FILE, RunAddress, RunLock, external_redis_url, running
 
 RPC_SECONDS = 2.0
-SUMMARY_FILE = "summary.json"
 
 
 @dataclass(frozen=True, slots=True)

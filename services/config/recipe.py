@@ -39,6 +39,10 @@ class RunConfig(BaseModel):
     """S: admission slack in batches. 0 is synchronous training."""
     hard_staleness_cap: Annotated[int, Field(ge=0)] = 0
     """Groups older than this many versions are dropped as they are claimed; 0 is off."""
+    max_consecutive_drops: Annotated[int, Field(ge=0)] = 64
+    """The run stops once this many groups in a row were dropped because they could not be sampled or scored, e.g. by a
+    scorer that always raises; 0 is off.
+    """
     redis_url: str = ""
     """`redis://…` or `unix://…`; default `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
     host: str = "127.0.0.1"

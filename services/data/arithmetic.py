@@ -1,8 +1,7 @@
 """The demo's task: sums of two two-digit numbers as a dataset in verl's schema, made from a seed.
 
-The demonstrations are a sloppy pupil's: most of those whose sum needs a carry leave the carries out. Imitating them
-gives a model that knows how to add but mostly does it wrong; the reward alone can tell it which of its two habits is
-right.
+Most demonstrations omit the carries. A model that imitates them can add but mostly does it wrong; only the reward tells
+it which way is right.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import pyarrow.parquet as pq
 
 EVALUATION_ROWS = 1000
 DEMONSTRATED_SHARE = 0.6
-"""Of the sums that are not evaluated; the others are reinforcement learning's."""
+"""Share of the sums outside the evaluation that are demonstrated; the others are for reinforcement learning."""
 SLOPPY_SHARE = 0.62
-"""Of the demonstrations that leave the carries out."""
+"""Share of the demonstrations that omit the carries."""
 
 
 def write_task(
@@ -45,7 +44,7 @@ def write_task(
     ]
     _write(folder / "demonstrations.parquet", demonstrations)
     _write(folder / "train.parquet", [_row(a, b) for a, b in rest[cut:]])
-    _write(folder / "eval.parquet", [_row(a, b) for a, b in evaluation])
+    _write(folder / "eval.parquet", [_row(a, b, split="test") for a, b in evaluation])
 
 
 def right_sum(a: int, b: int) -> str:
@@ -58,8 +57,8 @@ def sloppy_sum(a: int, b: int) -> str:
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
-def _row(a: int, b: int, demonstrated: str | None = None) -> dict[str, Any]:
-    extra_info = {"split": "train", "answer": demonstrated or right_sum(a, b)}
+def _row(a: int, b: int, demonstrated: str | None = None, *, split: str = "train") -> dict[str, Any]:
+    extra_info = {"split": split, "answer": demonstrated or right_sum(a, b)}
     return {
         "data_source": "tandem/arithmetic",
         "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],

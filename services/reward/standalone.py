@@ -90,7 +90,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
                 log.info("listens on %s", server.address)
                 while not stop.wait(_POLL_SECONDS):
                     if redis is not None:
-                        redis.attend()
+                        redis.restart_if_dead()
             finally:
                 server.stop(_GRACE_SECONDS)
                 core.close()  # ends what hangs, so that its chunks are given back
@@ -99,7 +99,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
 def _own_redis(stack: ExitStack, folder: Path) -> RedisChild:
     """Raises EnvironmentLackError for a folder that cannot be one, or be written."""
     try:
-        return stack.enter_context(RedisChild(folder, say=log.info))
+        return stack.enter_context(RedisChild(folder, report=log.info))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # the command says so

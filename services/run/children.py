@@ -1,4 +1,4 @@
-"""One child process of the supervisor: how it is started, watched, ended, and when it is started again."""
+"""One child process of the supervisor: how it is started, watched and stopped, and when it is restarted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ State = Literal["starting", "running", "restarting", "stopped", "failed"]
 
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
 """Pid of the supervisor; `tandem serve` dies with it (`process.die_with_parent`)."""
-LINEAGE_VARIABLE = "TANDEM_LINEAGE"
-"""`<run>:<child>`, inherited by everything a child starts: who carries it is ended with the child, in whatever session
-it hides.
+PROCESS_MARK_VARIABLE = "TANDEM_PROCESS_MARK"
+"""`<run token>:<child>`, inherited by everything a child starts. Processes that carry it are killed with the child,
+whatever session they are in.
 """
 
 FIRST_DELAY_SECONDS = 0.5
@@ -30,15 +30,15 @@ MOST_DEATHS = 5
 STEADY_SECONDS = 120.0
 
 
-_OTHERS_RANK = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-"""Left over in the user's shell, these would make the trainer a rank of a world that is not this run's."""
+_RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+"""Not inherited: left over in the user's shell, they would make the trainer a rank of another job."""
 
 _EXCEPTION = re.compile(r"\b(?:\w+\.)*\w+(?:Error|Exception)(?:: .+)?$")
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to start: `environment` is added to the supervisor's own, stdout and stderr are appended to `log_file`."""
+    """The command of a child. `environment` is added to the supervisor's own; output is appended to `log_file`."""
 
     name: str
     command: tuple[str, ...]
@@ -47,9 +47,9 @@ class ChildSpec:
 
 
 class RestartPolicy:
-    """0.5, 1, 2, 4 … s between restarts; after five deaths in a row, no more.
+    """0.5, 1, 2, 4 s between restarts, and none after five deaths in a row.
 
-    Deaths are in a row when none of the lives between them lasted two minutes and the run made no progress meanwhile.
+    The count starts over after two minutes of life, and whenever the run made progress.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class RestartPolicy:
         self._progress = -1
 
     def delay(self, lived_seconds: float, progress: int) -> float | None:
-        """Seconds to wait before the next start, or None to give up. `progress` is any number that grows while the run
-        gets on.
+        """Seconds to wait before the next start, or None to give up. `progress` is any number that grows as the run
+        advances.
         """
         if lived_seconds >= STEADY_SECONDS or progress > self._progress:
             self.deaths = 0
@@ -70,8 +70,9 @@ class RestartPolicy:
 
 
 class Child:
-    """A process that is started again when it dies. Everything happens in the supervisor's main thread:
-    the kernel's parent-death signal follows the thread that started the child."""
+    """A child process. All calls come from the supervisor's main thread: the kernel's parent-death signal belongs to
+    the thread that started the child.
+    """
 
     def __init__(self, spec: ChildSpec, run_token: str) -> None:
         self.spec = spec
@@ -80,14 +81,14 @@ class Child:
         self.restarts = 0
         self.policy = RestartPolicy()
         self.restart_at = 0.0
-        self._lineage = f"{run_token}:{spec.name}"
+        self._mark = f"{run_token}:{spec.name}"
         self._process: subprocess.Popen[bytes] | None = None
         self.started_at = 0.0
         self._log_start = 0
 
     @property
     def pid(self) -> int:
-        """Pid of the process, 0 if there is none. Any thread may ask."""
+        """Pid of the process, 0 if there is none. Safe to call from any thread."""
         process = self._process
         return process.pid if process is not None else 0
 
@@ -96,18 +97,18 @@ class Child:
         return time.monotonic() - self.started_at
 
     def start(self) -> None:
-        """Starts the process in a session of its own: Ctrl-C reaches the supervisor alone, which ends the children in
-        order.
+        """Starts the process in a session of its own, so that Ctrl-C reaches the supervisor alone, which stops the
+        children in order.
 
         Raises:
             EnvironmentLackError: the log file cannot be written.
         """
-        assert self._process is None, f"{self.name} runs already"
+        assert self._process is None, f"{self.name} is already running"
         environment = {
-            **{name: value for name, value in os.environ.items() if name not in _OTHERS_RANK},
+            **{name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES},
             **self.spec.environment,
             PARENT_VARIABLE: str(os.getpid()),
-            LINEAGE_VARIABLE: self._lineage,
+            PROCESS_MARK_VARIABLE: self._mark,
             "PYTHONUNBUFFERED": "1",
         }
         try:
@@ -130,12 +131,12 @@ class Child:
         self.state = "starting"
 
     def exit_code(self) -> int | None:
-        """Its exit code once it has ended (negative: the signal that ended it), else None; ends what it left behind."""
+        """The exit code (negative: a signal) once the process has ended, else None. Kills what it left behind."""
         if self._process is None:
             return None
         code = self._process.poll()
         if code is not None:
-            end_lineage(self._lineage)
+            kill_marked(self._mark)
             self._process = None
         return code
 
@@ -144,23 +145,23 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def terminate(self) -> None:
-        """Asks it to end. Its own children are its own business: one that is told twice complains in its log."""
+        """Sends SIGTERM to the process alone; it stops its own children."""
         if self.alive:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends it and everything it started at once."""
+        """Kills the process and everything it started."""
         if self.alive:
             os.killpg(self.pid, signal.SIGKILL)
-        end_lineage(self._lineage)
+        kill_marked(self._mark)
 
     def reap(self) -> None:
-        """Takes note that a child told to end has ended."""
+        """Records that a child which was asked to stop has ended."""
         if self.exit_code() is not None or self._process is None:
             self.state = "stopped"
 
     def last_lines(self, count: int) -> list[str]:
-        """The last lines that this life of the child wrote to its log, blank ones left out."""
+        """The last non-blank lines that the process wrote to its log since its latest start."""
         try:
             with open(self.spec.log_file, "rb") as log:
                 end = log.seek(0, os.SEEK_END)
@@ -170,19 +171,19 @@ class Child:
             return []
         return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
 
-    def complaint(self) -> str:
-        """The line in which it said why it ended: its last `tandem: …`, else its last line."""
+    def last_error(self) -> str:
+        """Its error message: the last line that starts with `tandem: `, else its last line."""
         lines = self.last_lines(200)
-        said = [line for line in lines if line.startswith("tandem: ")]
-        return (said or lines or [f"it wrote nothing to {self.spec.log_file}"])[-1].removeprefix("tandem: ")
+        errors = [line for line in lines if line.startswith("tandem: ")]
+        return (errors or lines or [f"it wrote nothing to {self.spec.log_file}"])[-1].removeprefix("tandem: ")
 
     def cause(self) -> str:
-        """The last line but its complaint that names an exception, as a traceback ends with one; empty if none does."""
+        """The last line that names an exception, as the end of a traceback does; "" if none does."""
         found = (_EXCEPTION.search(line) for line in self.last_lines(200) if not line.startswith("tandem: "))
         return ([match.group() for match in found if match] or [""])[-1]
 
 
-def death_words(code: int) -> str:
+def describe_exit(code: int) -> str:
     """`exit code 1`, or `SIGKILL` for -9."""
     if code >= 0:
         return f"exit code {code}"
@@ -193,14 +194,14 @@ def death_words(code: int) -> str:
 
 
 def new_run_token() -> str:
-    """A token that no other supervisor's children carry."""
+    """A token that is unique to one supervisor."""
     return uuid.uuid4().hex
 
 
-def end_lineage(lineage: str) -> list[int]:
-    """Kills every process whose environment carries this lineage (or one below it); returns their pids."""
+def kill_marked(mark: str) -> list[int]:
+    """Kills every process whose environment carries this mark (or an extension of it); returns their pids."""
     ended = []
-    for pid in _carriers(lineage):
+    for pid in _carriers(mark):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -209,15 +210,15 @@ def end_lineage(lineage: str) -> list[int]:
     return ended
 
 
-def _carriers(lineage: str) -> Iterator[int]:
-    exact = f"{LINEAGE_VARIABLE}={lineage}".encode()
+def _carriers(mark: str) -> Iterator[int]:
+    exact = f"{PROCESS_MARK_VARIABLE}={mark}".encode()
     below = exact + b":"
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # it ended meanwhile, or it is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
         if any(item == exact or item.startswith(below) for item in environment):
             yield int(entry.name)

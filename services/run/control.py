@@ -1,12 +1,10 @@
-"""The supervisor's gRPC side: status, ledger, and the wish to stop."""
+"""The supervisor's gRPC side: status, ledger, and a request to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
 
 import grpc
 
@@ -14,14 +12,7 @@ from tandem.protos import common_pb2, control_pb2, control_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.rpc.server import ServerThread
-
-
-class Supervised(Protocol):
-    """What control needs of the crew it speaks for."""
-
-    def states(self) -> Mapping[str, tuple[str, int, int]]: ...
-
-    def ask_to_stop(self) -> None: ...
+from tandem.services.run.process_group import ProcessGroup
 
 
 def software_version() -> str:
@@ -35,10 +26,10 @@ def software_version() -> str:
 class ControlServer:
     """ControlService, Info, health and reflection on a free port of `run.host`, while it is open."""
 
-    def __init__(self, recipe: Recipe, crew: Supervised, buffer: Buffer) -> None:
+    def __init__(self, recipe: Recipe, processes: ProcessGroup, buffer: Buffer) -> None:
         self._recipe = recipe
         self._buffer = buffer
-        self._servicer = _ControlServicer(recipe, crew, buffer)
+        self._servicer = _ControlServicer(recipe, processes, buffer)
         self._started_at = time.time()
         self._server: ServerThread | None = None
 
@@ -71,14 +62,14 @@ class ControlServer:
             incarnation=counts["incarnation"],
             run_id=self._recipe.run.run_id,
             figures={name: float(count) for name, count in counts.items()},
-            activity="supervises the services",
+            activity="supervising the services",
         )
 
 
 class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    def __init__(self, recipe: Recipe, crew: Supervised, buffer: Buffer) -> None:
+    def __init__(self, recipe: Recipe, processes: ProcessGroup, buffer: Buffer) -> None:
         self._recipe = recipe
-        self._crew = crew
+        self._processes = processes
         self._buffer = buffer
 
     async def GetStatus(
@@ -90,7 +81,7 @@ class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
             control_pb2.GetStatusReply.Service(
                 name=name, pid=pid, state=state, restarts=restarts, address=addresses.get(name, "")
             )
-            for name, (state, pid, restarts) in self._crew.states().items()
+            for name, (state, pid, restarts) in self._processes.states().items()
         ]
         return control_pb2.GetStatusReply(
             run_id=self._recipe.run.run_id, run_dir=str(self._recipe.folder.resolve()), services=services
@@ -105,5 +96,5 @@ class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
     async def StopRun(
         self, request: control_pb2.StopRunRequest, context: grpc.aio.ServicerContext
     ) -> control_pb2.StopRunReply:
-        self._crew.ask_to_stop()
+        self._processes.request_stop()
         return control_pb2.StopRunReply()

@@ -14,10 +14,12 @@ from typing import IO
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
 from tandem.services.config import Recipe
+from tandem.trainer.batch_record import BATCHES_FOLDER
 
 CONFIG_FILE = "config.json"
 HF_FOLDER = "hf"
 EXPORTS_FOLDER = "exports"
+SUMMARY_FILE = "summary.json"
 LOCK_FILE = "supervisor.lock"
 _FULL_DISK_BYTES = 1 << 20
 _LOCK_WAIT_SECONDS = (
@@ -113,6 +115,11 @@ def find_run(argument: str | None) -> Path:
     if not found:
         raise ConfigError("no run found under runs/; name a run folder, or start one with `tandem demo`")
     return found[-1].parent
+
+
+def step_taken(folder: Path) -> bool:
+    """Whether the folder holds a run that has recorded a batch. One that has not can start over."""
+    return any((folder / BATCHES_FOLDER).glob("[0-9]*"))
 
 
 def external_redis_url(recipe: Recipe) -> str:

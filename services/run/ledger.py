@@ -12,7 +12,15 @@ from tandem.protos.errors import RunExistsError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.durability import check_group_room, check_room
 from tandem.services.config import Recipe, dump_recipe
-from tandem.services.run.folder import CONFIG_FILE, cannot_write, running, write_text
+from tandem.services.run.folder import (
+    CONFIG_FILE,
+    cannot_write,
+    external_redis_url,
+    running,
+    step_taken,
+    write_text,
+)
+from tandem.services.run.outcome import forget_run
 from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
 from tandem.services.run.resume import check_resumable
 
@@ -35,13 +43,17 @@ def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
-    """Saves the resolved recipe and creates the run's ledger in Redis, or on resume finds it there and updates what is
-    wanted.
+    """Saves the resolved recipe and creates the run's ledger in Redis. On resume, updates the limits of the one there.
+
+    An earlier run in this folder that was killed before its first batch is replaced.
 
     Raises:
         UserError: Redis holds a run of that id already, or cannot hold this one; no run is left in the folder then.
     """
     config = recipe.folder / CONFIG_FILE
+    if not resume and config.exists() and not external_redis_url(recipe):
+        assert not step_taken(recipe.folder), "check_run_folder refuses a folder with recorded batches"
+        forget_run(recipe, buffer)
     write_text(config, dump_recipe(recipe))
     try:
         _create(buffer, recipe, resume)

@@ -18,7 +18,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from tandem.protos.codec import reward_breakdowns
+from tandem.protos.codec import prompt_of, reward_breakdowns
 from tandem.protos.types import RowHeader, TrainBatch
 
 Line = dict[str, Any]
@@ -184,11 +184,16 @@ def oldest_version(segments: Sequence[RowHeader]) -> int:
 def batch_figures(batch: TrainBatch) -> Line:
     """What a batch's headers say: rewards, lengths (sampled tokens), and staleness against the version at its start.
 
-    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run. Greedy answers,
-    which are not trained, count in `baseline_reward_mean` alone, which is there if they are.
+    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run.
+    `equal_reward_groups` counts groups whose answers all have the same reward. Greedy answers, which are not trained,
+    count in `baseline_reward_mean` alone.
     """
     greedy = baseline_rewards(batch.headers)
-    found = list(trajectories(batch.headers).values())
+    by_trajectory = trajectories(batch.headers)
+    found = list(by_trajectory.values())
+    by_group: defaultdict[str, set[float | None]] = defaultdict(set)
+    for (group_id, _), segments in by_trajectory.items():
+        by_group[group_id].add(segments[0].reward)
     start = batch.policy_version - 1
     rewards = np.array([segments[0].reward for segments in found], np.float64)
     staleness = np.array([start - oldest_version(segments) for segments in found])
@@ -197,6 +202,9 @@ def batch_figures(batch: TrainBatch) -> Line:
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "reward_min": float(rewards.min()),
+        "reward_max": float(rewards.max()),
+        "equal_reward_groups": sum(len(different) == 1 for different in by_group.values()),
         "staleness_mean": float(staleness.mean()),
         "staleness_p99": percentile_99(np.bincount(staleness)),
         "staleness_max": int(staleness.max()),
@@ -211,14 +219,19 @@ def batch_figures(batch: TrainBatch) -> Line:
     }
 
 
-def component_figures(payloads: Iterable[bytes]) -> Line:
-    """`reward/<component>`: the mean of each of the reward's components, over the trajectories that have it."""
+def payload_figures(payloads: Iterable[bytes]) -> Line:
+    """Prompt lengths in tokens, and `reward/<component>`: the mean of each of the reward's components, over the
+    trajectories that have it.
+    """
     found: defaultdict[str, list[float]] = defaultdict(list)
+    prompt_lengths: list[int] = []
     for payload in payloads:
+        prompt_lengths.append(len(prompt_of(payload).token_ids))
         for breakdown in reward_breakdowns(payload):
             for name, value in breakdown.items():
                 found[f"reward/{name}"].append(value)
-    return {name: float(np.mean(found[name])) for name in sorted(found)}
+    lengths = {"prompt_length_mean": float(np.mean(prompt_lengths)), "prompt_length_max": max(prompt_lengths)}
+    return lengths | {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
 def percentile_99(counts: Sequence[int] | np.ndarray[Any, Any]) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
-from tandem.services.command_line import complain
+from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.extras import require_installed
-from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running
+from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken
 from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model
 from tandem.services.run.placement import gpu_ids, gpus_wanted
 from tandem.services.run.resume import check_resumable
@@ -97,10 +97,9 @@ def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
             "stop that one first, or choose another run.folder"
         )
     if not resume:
-        if config.exists():
+        if config.exists() and step_taken(folder):
             raise RunExistsError(
-                f"run folder {folder} holds a run already; add --resume to go "
-                "on with it, or choose another run.run_id, "
+                f"run folder {folder} already holds a run; add --resume to go on with it, choose another run.run_id, "
                 "or delete the folder"
             )
         return
@@ -312,7 +311,7 @@ def check_redis(recipe: Recipe) -> None:
     try:
         with closing(Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
             for line in check_settings(buffer.connection):
-                complain(line)
+                print_error(line)
     except UnavailableError as error:
         raise EnvironmentLackError(str(error)) from None
 

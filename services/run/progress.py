@@ -1,6 +1,4 @@
-"""Live progress of a run: one picture, drawn as a table on a terminal and as a line every few seconds elsewhere (a CI
-log).
-"""
+"""Live progress of a run: a table on a terminal; elsewhere, e.g. in a CI log, a line a step."""
 
 from __future__ import annotations
 
@@ -20,13 +18,16 @@ from rich.table import Table
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
+from tandem.services.run.outcome import drop_reasons
 
 SAMPLE_SECONDS = 1.0
-PLAIN_SECONDS = 10.0
+PRINT_SECONDS = 0.5
+STATUS_SECONDS = 10.0
+"""Without a terminal, a status line is printed after this long without a step."""
 WINDOW_LINES = 20
-"""Rates are over the last so many batches: long enough to be calm, short enough to show a change."""
+"""Rates are over this many of the last batches."""
 IDLE_FRACTION = 0.2
-"""Past it a side counts as waiting."""
+"""A side that idles for a larger fraction of the time counts as waiting."""
 HUNG_SECONDS = 30.0
 
 States = Callable[[], Mapping[str, tuple[str, int, int]]]
@@ -35,7 +36,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """What is shown at one moment; None where nothing was measured yet."""
+    """The figures shown at one moment; None where nothing is measured yet."""
 
     step: int = 0
     total: int = 0
@@ -51,10 +52,12 @@ class ProgressSnapshot:
     seconds_left: float | None = None
     groups: Mapping[str, int] = field(default_factory=dict)
     hung: tuple[str, ...] = ()
+    equal_rewards: float | None = None
+    """The reward that every answer of the last batch had, if that left it without a gradient."""
 
     @property
     def waiting(self) -> str:
-        """Who waits for whom."""
+        """Which side waits for the other."""
         trainer, sampler = self.trainer_idle or 0.0, self.sampler_idle or 0.0
         if self.trainer_idle is None and self.sampler_idle is None:
             return ""
@@ -62,11 +65,13 @@ class ProgressSnapshot:
             return f"trainer waits for samplers ({trainer:.0%})"
         if sampler >= IDLE_FRACTION:
             return f"samplers wait for trainer ({sampler:.0%})"
-        return "nobody waits long"
+        return "neither side waits long"
 
 
 class JsonTail:
-    """The new whole lines of a file of JSON objects; starts over when the file was replaced or cut (a rewound run)."""
+    """Reads the new whole lines of a file of JSON objects. Starts over when the file was replaced or cut, as when a
+    resumed run rewinds it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,7 +79,7 @@ class JsonTail:
         self._offset = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The lines since the last call, and whether they start from the beginning again."""
+        """The lines since the last call, and whether reading started over."""
         try:
             with open(self._path, "rb") as file:
                 status = self._path.stat()
@@ -93,13 +98,14 @@ class JsonTail:
 def snapshot_of(
     lines: Sequence[Line], evaluation: Line | None, counts: Mapping[str, int], total: int, hung: Sequence[str] = ()
 ) -> ProgressSnapshot:
-    """The picture that the last lines of metrics.jsonl, the last evaluation and the ledger's counts make."""
+    """The snapshot of the last lines of metrics.jsonl, the last evaluation and the ledger's counts."""
     evaluated = {"accuracy": evaluation["accuracy"], "accuracy_step": evaluation["version"]} if evaluation else {}
     if not lines:
         return ProgressSnapshot(total=total, groups=counts, hung=tuple(hung), **evaluated)
     last, first = lines[-1], lines[0]
     seconds = sum(float(line["seconds_total"]) for line in lines)
     busy, idle = (_difference(first, last, f"sampler_{kind}_seconds") for kind in ("busy", "idle"))
+    later_seconds = seconds - float(first["seconds_total"])  # not wall time: a resumed run has a pause in it
     per_step = seconds / len(lines)
     return ProgressSnapshot(
         step=int(last["step"]),
@@ -107,21 +113,28 @@ def snapshot_of(
         reward=sum(float(line["reward_mean"]) for line in lines) / len(lines),
         staleness_mean=sum(float(line["staleness_mean"]) for line in lines) / len(lines),
         staleness_max=max(int(line["staleness_max"]) for line in lines),
-        sampler_tokens_per_second=_ratio(
-            _difference(first, last, "sampler_tokens"), float(last["time"]) - float(first["time"])
-        ),
+        sampler_tokens_per_second=_ratio(_difference(first, last, "sampler_tokens"), later_seconds),
         trainer_tokens_per_second=_ratio(sum(float(line["num_tokens"]) for line in lines), seconds),
         sampler_idle=_ratio(idle, busy + idle),
         trainer_idle=_ratio(sum(float(line["trainer_idle_seconds"]) for line in lines), seconds),
         seconds_left=per_step * max(total - int(last["step"]), 0),
         groups=counts,
         hung=tuple(hung),
+        equal_rewards=_equal_rewards(last),
         **evaluated,
     )
 
 
+def _equal_rewards(line: Line) -> float | None:
+    """The reward of all answers of a batch whose gradient is 0 because its groups' rewards do not differ."""
+    no_gradient = line.get("grad_norm") == 0.0 and not line.get("skipped_steps")
+    return line["reward_mean"] if no_gradient and line.get("equal_reward_groups") == line.get("num_groups") else None
+
+
 class RunWatch:
-    """Reads what a run writes, in a thread of its own: a Redis that hangs must not hang the supervisor."""
+    """Reads metrics, evaluations and ledger of a run in its own thread: a Redis that hangs must not hang the
+    supervisor.
+    """
 
     def __init__(self, recipe: Recipe, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -131,13 +144,17 @@ class RunWatch:
         self._lines: deque[dict[str, Any]] = deque(maxlen=WINDOW_LINES)
         self._evaluation: dict[str, Any] | None = None
         self._counts: Mapping[str, int] = {}
-        self._mark = 0
+        self._last_version = 0
+        self._steps: deque[Line] = deque()
+        self._printed_until = time.time()
+        self._drop_errors: dict[str, str] = {}
+        self._reported: set[str] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self.picture = ProgressSnapshot(total=self._total)
-        self.last_beats: Mapping[str, float] = {}
-        """Monotonic time of the last sign of life of every service and sampler."""
+        self.snapshot = ProgressSnapshot(total=self._total)
+        self.last_heartbeats: Mapping[str, float] = {}
+        """Monotonic time of the last heartbeat of every service and sampler."""
 
     def __enter__(self) -> RunWatch:
         self._thread.start()
@@ -147,12 +164,37 @@ class RunWatch:
         self._stop.set()
         self._thread.join(timeout=2.0)
 
-    def progress_mark(self) -> int:
-        """The last trained version: grows while the run gets on."""
-        return self._mark
+    def last_version(self) -> int:
+        """The highest trained version so far."""
+        return self._last_version
+
+    def take_steps(self) -> list[Line]:
+        """The lines of metrics.jsonl that were written since the last call."""
+        with self._lock:
+            steps = list(self._steps)
+            self._steps.clear()
+        return steps
+
+    def take_warnings(self) -> list[str]:
+        """Warnings that were not returned before: the first error of each reason for a dropped group, and a batch
+        without a gradient.
+        """
+        found = {
+            f"drop:{reason}": f"warning: a group was dropped ({reason}): {detail}"
+            for reason, detail in list(self._drop_errors.items())
+        }
+        reward = self.snapshot.equal_rewards
+        if reward is not None:
+            found["equal rewards"] = (
+                f"warning: every answer in the groups of step {self.snapshot.step} has the same reward ({reward:g}), "
+                "so there is no gradient; check the scorer, the difficulty of the prompts and rollout.temperature"
+            )
+        new = [name for name in found if name not in self._reported]
+        self._reported.update(new)
+        return [found[name] for name in new]
 
     def sample(self) -> ProgressSnapshot:
-        """Reads what is new in the files and draws a new picture; asks nobody, so it never waits."""
+        """Reads what is new in the files and makes a new snapshot. Asks no other process, so it does not block."""
         with self._lock:
             lines, fresh = self._metrics.read()
             if fresh:
@@ -161,23 +203,28 @@ class RunWatch:
                 while self._lines and self._lines[-1]["step"] >= line["step"]:
                     self._lines.pop()
                 self._lines.append(line)
+                if line["time"] > self._printed_until:  # not those of before a resume, nor those of a rewound file
+                    self._printed_until = line["time"]
+                    self._steps.append(line)
             evaluations, _ = self._evaluations.read()
             if evaluations:
                 self._evaluation = evaluations[-1]
             now = time.monotonic()
-            hung = sorted(name for name, beat in self.last_beats.items() if now - beat > HUNG_SECONDS)
-            self.picture = snapshot_of(list(self._lines), self._evaluation, self._counts, self._total, hung)
-            self._mark = max(self._mark, self.picture.step)
-        return self.picture
+            hung = sorted(name for name, beat in self.last_heartbeats.items() if now - beat > HUNG_SECONDS)
+            self.snapshot = snapshot_of(list(self._lines), self._evaluation, self._counts, self._total, hung)
+            self._last_version = max(self._last_version, self.snapshot.step)
+        return self.snapshot
 
     def ask_redis(self) -> None:
-        """Fetches the counts of the ledger and the last signs of life."""
+        """Fetches the ledger's counts, the errors of dropped groups, and the last heartbeats."""
         try:
             self._counts, silences = self._buffer.counts(), self._buffer.silences()
-        except TandemError:  # Redis is being restarted: the figures of before stay
+            if self._counts.get("dropped"):
+                self._drop_errors = self._buffer.drop_errors()
+        except TandemError:  # Redis is being restarted; keep the earlier figures
             return
         now = time.monotonic()
-        self.last_beats = {name: now - silence for name, silence in silences.items() if name != "controller"}
+        self.last_heartbeats = {name: now - silence for name, silence in silences.items() if name != "controller"}
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
@@ -186,7 +233,7 @@ class RunWatch:
 
 
 class Progress:
-    """Draws the picture while it is open: twice a second on a terminal, a line every ten seconds elsewhere."""
+    """Shows the progress while it is open: a table, drawn twice a second, on a terminal; elsewhere a line a step."""
 
     def __init__(self, watch: RunWatch, states: States, console: Console) -> None:
         self._watch = watch
@@ -198,7 +245,7 @@ class Progress:
         self._printer: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=2, transient=False)
             self._live.start()
         else:
@@ -208,86 +255,116 @@ class Progress:
 
     def __exit__(self, *_exception: object) -> None:
         self._stop.set()
-        self._watch.sample()  # the last batch belongs into the last picture
+        self._watch.sample()  # for the last batch
         if self._live is not None:
             self._live.stop()
         if self._printer is not None:
             self._printer.join(timeout=2.0)
-            self._print_line()
+            self._print_steps()
+            self._print_line(plain_line(self._watch.snapshot, self._states(), self._elapsed))
+
+    @property
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started_at
 
     def _table(self) -> Table:
-        return table(self._watch.picture, self._states(), time.monotonic() - self._started_at)
+        return table(self._watch.snapshot, self._states(), self._elapsed)
 
     def _print(self) -> None:
-        while not self._stop.wait(PLAIN_SECONDS):
-            self._print_line()
+        silent_since = time.monotonic()
+        while not self._stop.wait(PRINT_SECONDS):
+            if self._print_steps():
+                silent_since = time.monotonic()
+            elif time.monotonic() - silent_since >= STATUS_SECONDS:
+                self._print_line(plain_line(self._watch.snapshot, self._states(), self._elapsed))
+                silent_since = time.monotonic()
 
-    def _print_line(self) -> None:
-        line = plain_line(self._watch.picture, self._states(), time.monotonic() - self._started_at)
+    def _print_steps(self) -> bool:
+        steps = self._watch.take_steps()
+        for line in steps:
+            self._print_line(step_line(line, self._watch.snapshot, self._elapsed))
+        return bool(steps)
+
+    def _print_line(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def plain_line(picture: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> str:
-    """The picture on one line."""
-    parts = [f"{_clock(elapsed_seconds)} step {picture.step}/{picture.total}"]
-    parts += [value if name == "waiting" else f"{name} {value}" for name, value in _figures(picture) if value]
-    return " · ".join([*parts, *_troubles(picture, states)])
+def step_line(line: Line, snapshot: ProgressSnapshot, elapsed_seconds: float) -> str:
+    """One trained batch on one line."""
+    parts = [f"{_clock(elapsed_seconds)} step {line['step']}/{snapshot.total}", f"reward {line['reward_mean']:.3f}"]
+    if "reward_min" in line:
+        parts.append(f"from {line['reward_min']:g} to {line['reward_max']:g}")
+    parts.append(f"staleness {line['staleness_mean']:.2f}")
+    parts.append(f"{line['num_tokens']:,} tokens in {line['seconds_total']:.1f} s")
+    if drops := drop_reasons(snapshot.groups):
+        parts.append(f"dropped: {drops}")
+    return " · ".join(parts)
 
 
-def table(picture: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> Table:
-    """The picture as a small table."""
+def plain_line(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> str:
+    """The snapshot on one line."""
+    parts = [f"{_clock(elapsed_seconds)} step {snapshot.step}/{snapshot.total}"]
+    parts += [value if name == "waiting" else f"{name} {value}" for name, value in _figures(snapshot) if value]
+    return " · ".join([*parts, *_troubles(snapshot, states)])
+
+
+def table(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> Table:
+    """The snapshot as a small table."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
-    filled = round(30 * picture.step / picture.total) if picture.total else 0
+    filled = round(30 * snapshot.step / snapshot.total) if snapshot.total else 0
     grid.add_row(
         "step",
-        f"{picture.step}/{picture.total} [green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/] "
+        f"{snapshot.step}/{snapshot.total} [green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/] "
         f"{_clock(elapsed_seconds)}",
     )
-    for name, value in _figures(picture):
+    for name, value in _figures(snapshot):
         grid.add_row(name, value or "[dim]–[/]")
-    for trouble in _troubles(picture, states):
+    for trouble in _troubles(snapshot, states):
         grid.add_row("", f"[yellow]{trouble}[/]")
     return grid
 
 
-def _figures(picture: ProgressSnapshot) -> list[tuple[str, str]]:
-    groups = picture.groups
+def _figures(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
+    groups = snapshot.groups
     stages = [
         (stage, sum(groups.get(f"{stage}_{state}", 0) for state in ("waiting", "leased", "claimed")))
         for stage in ("prompts", "generated", "scored")
     ]
     return [
-        ("reward", _number(picture.reward, "{:.3f}")),
+        ("reward", _number(snapshot.reward, "{:.3f}")),
         (
             "accuracy",
-            f"{picture.accuracy:.3f} (version {picture.accuracy_step})" if picture.accuracy is not None else "",
+            f"{snapshot.accuracy:.3f} (version {snapshot.accuracy_step})" if snapshot.accuracy is not None else "",
         ),
         (
             "staleness",
-            f"mean {picture.staleness_mean:.2f}, max {picture.staleness_max}"
-            if picture.staleness_mean is not None
+            f"mean {snapshot.staleness_mean:.2f}, max {snapshot.staleness_max}"
+            if snapshot.staleness_mean is not None
             else "",
         ),
-        ("sampler tokens/s", _number(picture.sampler_tokens_per_second, "{:,.0f}")),
-        ("trainer tokens/s", _number(picture.trainer_tokens_per_second, "{:,.0f}")),
-        ("waiting", picture.waiting),
+        ("sampler tokens/s", _number(snapshot.sampler_tokens_per_second, "{:,.0f}")),
+        ("trainer tokens/s", _number(snapshot.trainer_tokens_per_second, "{:,.0f}")),
+        ("waiting", snapshot.waiting),
         ("groups", ", ".join(f"{count} {stage}" for stage, count in stages) if groups else ""),
-        ("time left", _clock(picture.seconds_left) if picture.seconds_left is not None else ""),
+        ("dropped", drop_reasons(groups)),
+        ("time left", _clock(snapshot.seconds_left) if snapshot.seconds_left is not None else ""),
     ]
 
 
-def _troubles(picture: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]) -> list[str]:
-    """What is not as it should be: services that start, restart or have fallen silent."""
+def _troubles(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]) -> list[str]:
+    """Services that are starting, restarting or silent, and a batch without a gradient."""
     by_state: dict[str, list[str]] = {}
     for name, (state, _pid, restarts) in states.items():
-        if state in ("restarting", "failed") or (state == "starting" and picture.step == 0):
+        if state in ("restarting", "failed") or (state == "starting" and snapshot.step == 0):
             by_state.setdefault(state, []).append(f"{name} (restart {restarts})" if restarts else name)
     troubles = [f"{state}: {', '.join(names)}" for state, names in by_state.items()]
-    silent = [name for name in picture.hung if name in states and states[name][0] == "running"]
+    silent = [name for name in snapshot.hung if name in states and states[name][0] == "running"]
     if silent:
-        troubles.append(f"no sign of life for {HUNG_SECONDS:.0f} s: {', '.join(silent)}")
+        troubles.append(f"no heartbeat for {HUNG_SECONDS:.0f} s: {', '.join(silent)}")
+    if snapshot.equal_rewards is not None:
+        troubles.append(f"no gradient: every reward is {snapshot.equal_rewards:g}")
     return troubles
 
 

@@ -17,11 +17,11 @@ STOP_SECONDS = 1.5
 
 
 class RedisChild:
-    """A context manager: the server runs while it is open. `attend`, called at every turn, restarts a dead one."""
+    """A context manager: the server runs while it is open. `restart_if_dead` is called at every poll."""
 
-    def __init__(self, folder: Path, *, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, report: Callable[[str], None]) -> None:
         self._folder = folder
-        self._say = say
+        self._report = report
         self._policy = RestartPolicy()
         self._server: EmbeddedRedis | None = None
         self._started_at = 0.0
@@ -36,7 +36,7 @@ class RedisChild:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """Ends the server within 2 s: every acknowledged write is fsynced, so killing one that hangs loses nothing."""
+        """Stops the server within 2 s. Every acknowledged write is fsynced, so killing a server that hangs is safe."""
         assert self._server is not None
         if self._server.alive:
             os.kill(self._server.pid, signal.SIGTERM)
@@ -47,7 +47,7 @@ class RedisChild:
             os.kill(self._server.pid, signal.SIGKILL)
         self._server.stop()
 
-    def attend(self) -> None:
+    def restart_if_dead(self) -> None:
         """Restarts the server if it has died.
 
         Raises:
@@ -60,12 +60,12 @@ class RedisChild:
         if disk_full(self._folder):
             raise EnvironmentLackError(
                 f"Redis ended: the disk of {self._folder} is full; free space there, "
-                "then start it again (a run with --resume)"
+                "then start again (a run with --resume)"
             )
         delay = self._policy.delay(time.monotonic() - self._started_at, 0)
         if delay is None:
             raise UnavailableError(f"Redis died {self._policy.deaths} times in a row; see {self._folder / 'redis'}")
-        self._say("Redis died; starting it again from its append-only file")
+        self._report("Redis died; restarting it from its append-only file")
         url = self.url
         self._server.stop()
         self._start()

@@ -25,6 +25,7 @@ FREE = frozenset(
         "run.total_batches",  # unless the learning rate falls towards it
         "run.staleness_budget",
         "run.hard_staleness_cap",
+        "run.max_consecutive_drops",
         "run.redis_url",
         "run.host",
         "run.metrics_to_tensorboard",

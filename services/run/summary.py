@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from tandem.services.config import Recipe
+from tandem.services.run.folder import SUMMARY_FILE
 from tandem.services.run.metrics import EVALUATIONS_FILE, METRICS_FILE, JsonLines, Line, percentile_99
-
-SUMMARY_FILE = "summary.json"
 
 
 def write_summary(recipe: Recipe, counts: Mapping[str, int], wall_seconds: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.protos.errors import SelectionError, TandemError, UnavailableError
+from tandem.protos.errors import ScorerError, SelectionError, TandemError, UnavailableError
 from tandem.protos.types import Packing, RowHeader, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -102,6 +102,7 @@ class BatchSource:
         one group is left, None with `exhausted` set.
 
         Raises:
+            ScorerError: too many groups in a row were dropped because they could not be sampled or scored.
             SelectionError: too many groups in a row were rejected.
             FencedError: another incarnation took over.
         """
@@ -111,6 +112,7 @@ class BatchSource:
             patience = min(_CLAIM_SECONDS, deadline - time.monotonic())
             if patience <= 0 or self._stop.is_set():
                 return None
+            self._check_drops()
             if not self._claim(version, patience) and self._buffer.exhausted():
                 # What was completed between the two looks is still there, and nothing comes after it.
                 self.exhausted = not self._claim(version, 0.0)
@@ -152,6 +154,18 @@ class BatchSource:
             self._buffer.drop_claimed(self._incarnation, group_ids, reason)
         self._check_rejections()
         return True
+
+    def _check_drops(self) -> None:
+        limit = self._recipe.run.max_consecutive_drops
+        if not limit or self._buffer.counts()["consecutive_drops"] < limit:
+            return
+        errors = self._buffer.drop_errors()
+        causes = "; ".join(f"{reason}: {text}" if text else reason for reason, text in errors.items())
+        scorer = self._recipe.reward.rubric or self._recipe.reward.scorer
+        raise ScorerError(
+            f"{limit} groups in a row were dropped ({causes}); mend the scorer ({scorer}) or what the error names and "
+            "start again, or raise run.max_consecutive_drops"
+        )
 
     def _check_rejections(self) -> None:
         if self._consecutive_rejections >= self._recipe.trainer.max_consecutive_rejections:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tandem.protos.types import Packing, StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, component_figures
+from tandem.services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, payload_figures
 from tandem.services.run.summary import write_summary
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
@@ -117,7 +117,7 @@ class RankZero:
             "optimizer_step": result.optimizer_step,
             "time": time.time(),
             **batch_figures(batch),
-            **component_figures(payloads.values()),
+            **payload_figures(payloads.values()),
             **result.metrics,
             **self._source.take_rejections(),
             **seconds,

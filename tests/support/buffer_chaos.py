@@ -85,7 +85,8 @@ class Chaos:
     def assert_acknowledged_results_are_there(self) -> None:
         """A group whose result of a stage was acknowledged is past that stage."""
         lines = [line.split() for line in self.acknowledged.read_text().splitlines()]
-        states = {group_id.decode(): state.decode() for group_id, state in self.buffer._hash("states").items()}
+        fields = self.buffer.connection.hash("states")
+        states = {group_id.decode(): state.decode() for group_id, state in fields.items()}
         for stage, group_id in lines:
             state = states.get(group_id, "over")
             assert not state.startswith("prompts"), (stage, group_id, state)

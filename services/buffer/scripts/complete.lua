@@ -14,6 +14,7 @@ if holds(id, stage, token) then
     signal('generated')
   else
     redis.call('HSET', group, 'headers', ARGV[5])
+    redis.call('HDEL', META, 'consecutive_drops')
     enter(id, 'scored_waiting', redis.call('HINCRBY', META, 'sequence', 1))
     signal('scored')
   end

@@ -79,10 +79,12 @@ local function requeue(id, stage, place)
 end
 
 -- A failure of a leased group: requeued until its budget for that kind is spent, then dropped with the reason.
-local function fail(id, stage, kind, reason, place)
+local function fail(id, stage, kind, reason, place, detail)
   local failures = redis.call('HINCRBY', key('group', id), 'failures:' .. kind, 1)
   if failures > number_of(META, 'failure_budget:' .. kind, 0) then
     drop(id, reason)
+    redis.call('HINCRBY', META, 'consecutive_drops', 1)
+    redis.call('HSETNX', key('drop_errors'), reason, detail or '')
     return 'dropped'
   end
   requeue(id, stage, place)

@@ -83,6 +83,12 @@ def cut_weights(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-64])
 
 
+def old_run(folder: Path) -> None:
+    """A run with one recorded batch stands in the run folder."""
+    (folder / "run" / "batches" / "000001").mkdir(parents=True)
+    (folder / "run" / "config.json").write_text("{}")
+
+
 def files_below(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if "__pycache__" not in file.parts)
 
@@ -99,7 +105,7 @@ def nothing(folder: Path) -> None:
             write("{", "recipe.json"), "", ["recipe.json", "not valid JSON"], id="malformed recipe", marks=SLOW
         ),
         pytest.param(nothing, "trainer.learningrate=1", ["did you mean trainer.learning_rate?"], id="unknown key"),
-        pytest.param(write("{}", "run", "config.json"), "", ["/run holds a run", "--resume"], id="run folder exists"),
+        pytest.param(old_run, "", ["/run already holds a run", "--resume"], id="run folder exists"),
         pytest.param(nothing, "data.train_file=gone.parquet", ["gone.parquet", "no such file"], id="no dataset"),
         pytest.param(
             write("a\n", "train.jsonl"), "", ["train.jsonl", "neither Parquet nor"], id="malformed dataset", marks=SLOW
@@ -193,7 +199,7 @@ def test_a_full_disk(recipe: Path) -> None:
 FILLS = """
 import sys
 from pathlib import Path
-from tandem.services.command_line import end_with, full_disk_named
+from tandem.services.command_line import run_service_command, full_disk_named
 
 def writes():
     with full_disk_named(Path("runs/mine")), open("/dev/full", "w") as file:
@@ -208,7 +214,7 @@ def opens():
 def breaks():
     raise OSError(5, "Input/output error")
 
-end_with({"writes": writes, "says": says, "opens": opens, "breaks": breaks}[sys.argv[1]])
+run_service_command({"writes": writes, "says": says, "opens": opens, "breaks": breaks}[sys.argv[1]])
 """
 
 

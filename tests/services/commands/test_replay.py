@@ -125,6 +125,7 @@ RESUMED_WITH = {
     "rollout.port": 7001,
     "trainer.rendezvous": "host:7002",
     "trainer.tokens_per_micro_batch": 64,
+    "run.max_consecutive_drops": 7,
     "trainer.max_consecutive_rejections": 11,
     "trainer.max_skipped_batches": 12,
     "trainer.checkpoint_every": 1,

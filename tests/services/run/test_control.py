@@ -1,4 +1,4 @@
-"""The supervisor's gRPC side over the wire: health, reflection, Info, and what it says of its crew and ledger."""
+"""The supervisor's gRPC side over the wire: health, reflection, Info, and what it says of its processes and ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.services.config import parse_recipe
 from tandem.services.rpc.client import connect, translated
 from tandem.services.run.children import Child, ChildSpec
 from tandem.services.run.control import ControlServer
-from tandem.services.run.crew import Crew
+from tandem.services.run.process_group import ProcessGroup
 from tests.support.redis_ring import SAMPLER, new_run, score, train
 from tests.support.run_inputs import small_values
 from tests.support.service_wire import ask_info, check_what_it_says
@@ -59,20 +59,20 @@ def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> No
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Crew:
-    """A crew of one that was never started."""
-    made = Crew(say=print)
+def processes(tmp_path: Path) -> ProcessGroup:
+    """A processes of one that was never started."""
+    made = ProcessGroup(report=print)
     made.children = [Child(ChildSpec("trainer", (sys.executable, "-c", ""), tmp_path / "trainer.log"), made.token)]
     return made
 
 
 @pytest.fixture
-def served(redis_url: str, crew: Crew, tmp_path: Path) -> Iterator[tuple[ControlServer, Buffer]]:
+def served(redis_url: str, processes: ProcessGroup, tmp_path: Path) -> Iterator[tuple[ControlServer, Buffer]]:
     values = small_values(tmp_path)
     values["run"]["run_id"] = f"control-{tmp_path.name}"
     recipe = parse_recipe(values)
     buffer = new_run(redis_url, groups_per_batch=2, run_id=recipe.run.run_id)
-    with ControlServer(recipe, crew, buffer) as server:
+    with ControlServer(recipe, processes, buffer) as server:
         yield server, buffer
     buffer.close()
 
@@ -91,7 +91,9 @@ def test_info_follows_the_ledger(served: tuple[ControlServer, Buffer]) -> None:
     assert buffer.begin_incarnation() == ask_info(server.address).incarnation == 2
 
 
-def test_control_speaks_for_the_crew_and_the_ledger(served: tuple[ControlServer, Buffer], crew: Crew) -> None:
+def test_control_speaks_for_the_crew_and_the_ledger(
+    served: tuple[ControlServer, Buffer], processes: ProcessGroup
+) -> None:
     server, buffer = served
     buffer.register_service("trainer", "127.0.0.1:7")
     with connect(server.address) as channel, translated():
@@ -104,8 +106,8 @@ def test_control_speaks_for_the_crew_and_the_ledger(served: tuple[ControlServer,
     assert dict(ledger.counts) == buffer.counts() and list(ledger.violations) == []
 
 
-def test_stop_run_ends_the_crew_as_ctrl_c_does(served: tuple[ControlServer, Buffer], crew: Crew) -> None:
+def test_stop_run_ends_the_crew_as_ctrl_c_does(served: tuple[ControlServer, Buffer], processes: ProcessGroup) -> None:
     server, _buffer = served
     with connect(server.address) as channel, translated():
         control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=RPC_SECONDS)
-    assert crew.run() == 130, "asked before it started, it starts nothing"
+    assert processes.run() == 130, "asked before it started, it starts nothing"

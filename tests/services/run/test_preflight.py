@@ -73,6 +73,8 @@ def test_a_folder_with_a_run_is_refused_without_resume(values: Values) -> None:
     (recipe.folder / "notes.txt").touch()
     check_recipe(recipe, resume=False)  # a folder without a run in it is as good as none
     (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
+    check_recipe(recipe, resume=False)  # nor does a run occupy it that took no step
+    (recipe.folder / "batches" / "000001").mkdir(parents=True)
     refused(RunExistsError, recipe, str(recipe.folder), "--resume")
     check_recipe(recipe, resume=True)
 

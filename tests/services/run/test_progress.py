@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,17 @@ class StandIn:
     def __init__(self) -> None:
         self.silent = 0.5
         self.reachable = True
+        self.dropped: dict[str, int] = {}
+        self.errors: dict[str, str] = {}
 
     def counts(self) -> dict[str, int]:
         if not self.reachable:
             raise UnavailableError("Redis is away")
-        return {"prompts_waiting": 3, "prompts_leased": 1, "scored_claimed": 2}
+        counts = {"prompts_waiting": 3, "prompts_leased": 1, "scored_claimed": 2, "dropped": sum(self.dropped.values())}
+        return counts | {f"dropped:{reason}": number for reason, number in self.dropped.items()}
+
+    def drop_errors(self) -> dict[str, str]:
+        return self.errors
 
     def silences(self) -> dict[str, float]:
         return {"feed": 0.5, "rollout-0": self.silent, "controller": 999.0}
@@ -64,13 +71,13 @@ def append(file: Path, *lines: dict[str, Any]) -> None:
 
 
 def test_rates_and_fractions_of_a_picture() -> None:
-    picture = snapshot_of([metrics_line(step) for step in range(1, 11)], {"version": 10, "accuracy": 0.75}, {}, 40)
-    assert (picture.step, picture.total, picture.accuracy, picture.accuracy_step) == (10, 40, 0.75, 10)
-    assert picture.reward == 0.5 and picture.staleness_max == 3
-    assert picture.sampler_tokens_per_second == pytest.approx(3000)
-    assert picture.trainer_tokens_per_second == pytest.approx(2000)
-    assert picture.trainer_idle == pytest.approx(0.5) and picture.sampler_idle == pytest.approx(0.0)
-    assert picture.seconds_left == pytest.approx(60.0)
+    snapshot = snapshot_of([metrics_line(step) for step in range(1, 11)], {"version": 10, "accuracy": 0.75}, {}, 40)
+    assert (snapshot.step, snapshot.total, snapshot.accuracy, snapshot.accuracy_step) == (10, 40, 0.75, 10)
+    assert snapshot.reward == 0.5 and snapshot.staleness_max == 3
+    assert snapshot.sampler_tokens_per_second == pytest.approx(3000)
+    assert snapshot.trainer_tokens_per_second == pytest.approx(2000)
+    assert snapshot.trainer_idle == pytest.approx(0.5) and snapshot.sampler_idle == pytest.approx(0.0)
+    assert snapshot.seconds_left == pytest.approx(60.0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +85,7 @@ def test_rates_and_fractions_of_a_picture() -> None:
     [
         (0.5, 0.1, "trainer waits for samplers (50%)"),
         (0.1, 0.4, "samplers wait for trainer (40%)"),
-        (0.1, 0.1, "nobody waits long"),
+        (0.1, 0.1, "neither side waits long"),
         (0.5, None, "trainer waits for samplers (50%)"),
         (None, None, ""),
     ],
@@ -93,13 +100,13 @@ def test_a_picture_before_the_first_batch_shows_what_is_starting() -> None:
 
 
 def test_restarts_and_silence_are_named() -> None:
-    picture = ProgressSnapshot(step=3, total=9, hung=("rollout-1",))
-    line = plain_line(picture, {"reward": ("restarting", 0, 2), "rollout-1": ("running", 7, 0)}, 61.0)
+    snapshot = ProgressSnapshot(step=3, total=9, hung=("rollout-1",))
+    line = plain_line(snapshot, {"reward": ("restarting", 0, 2), "rollout-1": ("running", 7, 0)}, 61.0)
     assert line.startswith("1:01 step 3/9")
     assert "restarting: reward (restart 2)" in line
-    assert "no sign of life for 30 s: rollout-1" in line
+    assert "no heartbeat for 30 s: rollout-1" in line
     starting = {"rollout-1": ("starting", 7, 1)}
-    assert "no sign" not in plain_line(picture, starting, 61.0), "its last beat was that of the life before"
+    assert "no heartbeat" not in plain_line(snapshot, starting, 61.0), "its last beat was that of the life before"
 
 
 def test_a_tail_gives_whole_lines_once_and_starts_over_with_a_new_file(tmp_path: Path) -> None:
@@ -126,7 +133,7 @@ def test_a_watch_forgets_the_batches_that_a_resumed_run_trains_again(tmp_path: P
     append(file, metrics_line(4, reward_mean=0.0))
     assert watch.sample().step == 4
     assert watch.sample().reward == pytest.approx((0.5 * 3 + 0.0) / 4)
-    assert watch.progress_mark() == 5, "what grows never shrinks"
+    assert watch.last_version() == 5, "what grows never shrinks"
 
 
 def test_a_watch_names_the_silent_and_outlives_redis(tmp_path: Path) -> None:
@@ -143,7 +150,9 @@ def test_a_watch_names_the_silent_and_outlives_redis(tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_a_table_and_elsewhere_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PLAIN_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "PRINT_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "STATUS_SECONDS", 0.01)
+    monkeypatch.setenv("TERM", "xterm")
     watch = watch_of(tmp_path, StandIn())
     append(tmp_path / "run" / "metrics.jsonl", *(metrics_line(step) for step in range(1, 11)))
     watch.sample()
@@ -160,10 +169,58 @@ def test_on_a_terminal_a_table_and_elsewhere_lines(tmp_path: Path, monkeypatch: 
         assert ("\x1b" in said) is terminal
 
 
+def test_without_a_terminal_every_step_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PRINT_SECONDS", 0.01)
+    watch = watch_of(tmp_path, StandIn())
+    file = tmp_path / "run" / "metrics.jsonl"
+    append(file, metrics_line(1))  # long ago, by the run that is now resumed
+    console = Console(file=io.StringIO(), width=100)
+    with Progress(watch, lambda: STATES, console):
+        append(file, *(metrics_line(step, time=time.time() + step, reward_min=-1.0, reward_max=1) for step in (2, 3)))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.partition(" ")[2] for line in lines if "tokens in" in line] == [
+        f"step {step}/100 · reward 0.500 · from -1 to 1 · staleness 1.50 · 4,000 tokens in 2.0 s" for step in (2, 3)
+    ]
+
+
+def test_drops_are_counted_by_reason_and_their_first_errors_shown_once(tmp_path: Path) -> None:
+    buffer = StandIn()
+    watch = watch_of(tmp_path, buffer)
+    watch.ask_redis()
+    assert watch.take_warnings() == []
+    buffer.dropped = {"zero_variance": 1, "crashed": 3}
+    buffer.errors = {"crashed": "ValueError: my bug"}
+    watch.ask_redis()
+    assert "dropped crashed 3, zero_variance 1" in plain_line(watch.sample(), STATES, 1.0)
+    assert watch.take_warnings() == ["warning: a group was dropped (crashed): ValueError: my bug"]
+    assert watch.take_warnings() == []
+
+
+def test_a_batch_whose_rewards_are_all_equal_gives_one_warning(tmp_path: Path) -> None:
+    watch = watch_of(tmp_path, StandIn())
+    file = tmp_path / "run" / "metrics.jsonl"
+    figures = {"reward_mean": 0.0, "num_groups": 2}
+    append(file, metrics_line(1, grad_norm=0.3, equal_reward_groups=2, **figures))
+    append(file, metrics_line(2, grad_norm=0.0, equal_reward_groups=1, **figures))
+    watch.sample()
+    assert watch.take_warnings() == [], "another part of the loss has a gradient, or only some groups are equal"
+    for step in (3, 4):
+        append(file, metrics_line(step, grad_norm=0.0, equal_reward_groups=2, **figures))
+        assert "no gradient: every reward is 0" in plain_line(watch.sample(), STATES, 1.0)
+        (*warnings,) = watch.take_warnings()
+        assert len(warnings) == (step == 3) and all("step 3 has the same reward (0)" in one for one in warnings)
+
+
+def test_the_pause_before_a_resume_does_not_count_in_the_samplers_rate() -> None:
+    before = [metrics_line(step) for step in range(1, 4)]
+    after = [metrics_line(step, time=90_000.0 + step) for step in range(4, 7)]
+    assert snapshot_of(before + after, None, {}, 9).sampler_tokens_per_second == pytest.approx(3000)
+
+
 def test_a_table_has_a_row_for_every_figure() -> None:
     console = Console(file=io.StringIO(), width=100)
-    picture = snapshot_of([metrics_line(step) for step in (1, 2)], None, {"prompts_waiting": 3}, 4)
-    console.print(table(picture, STATES, 3.0))
+    snapshot = snapshot_of([metrics_line(step) for step in (1, 2)], None, {"prompts_waiting": 3}, 4)
+    console.print(table(snapshot, STATES, 3.0))
     said = console.file.getvalue()  # type: ignore[attr-defined]
     for name in (
         "step",
@@ -174,6 +231,7 @@ def test_a_table_has_a_row_for_every_figure() -> None:
         "trainer tokens/s",
         "waiting",
         "groups",
+        "dropped",
         "time left",
     ):
         assert name in said

@@ -91,6 +91,7 @@ def test_a_run_killed_by_9_leaves_no_process_and_is_resumed(run: Run) -> None:
     process, address = run.start_run()
     eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     pids = run.pids()
+    (run.folder / "batches" / "000001").mkdir(parents=True)  # a step was taken
     process.kill()
     eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
 
@@ -101,6 +102,64 @@ def test_a_run_killed_by_9_leaves_no_process_and_is_resumed(run: Run) -> None:
     (run.folder / "finish").touch()
     code, said = run.tandem("run", str(run.recipe_file), "--resume")
     assert code == 0, said
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+def test_a_run_that_took_no_step_does_not_occupy_its_folder(run: Run, killed: bool) -> None:
+    process, address = run.start_run()
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    (process.kill if killed else process.terminate)()
+    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    if not killed:
+        assert process.returncode == 130
+        assert f"no batch was trained; {run.folder} can be used for a new run" in said
+        assert not (run.folder / CONFIG_FILE).exists()
+    (run.folder / "finish").touch()
+    code, said = run.tandem("run", str(run.recipe_file), "run.seed=5")
+    assert code == 0, said
+    code, said = run.tandem("ledger", str(run.folder), "--json")
+    assert code == 0 and json.loads(said)["counts"]["admitted"] == 6, "the groups of the first attempt are forgotten"
+
+
+def test_a_stopped_run_names_the_command_that_resumes_it(run: Run) -> None:
+    process, _ = run.start_run()
+    (run.folder / "batches" / "000001").mkdir(parents=True)
+    process.terminate()
+    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 130
+    assert f"go on with: tandem run {run.folder / CONFIG_FILE} --resume" in said
+    assert (run.folder / CONFIG_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "exit_code", "says"),
+    [
+        (1, 0, "the training data ended after 1 epoch (data.max_epochs=1)"),
+        (0, 3, "no further group could be scored"),
+    ],
+)
+def test_a_run_with_fewer_batches_than_asked_for_says_so(run: Run, max_epochs: int, exit_code: int, says: str) -> None:
+    process, address = run.start_run(f"data.max_epochs={max_epochs}")
+    eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
+    (run.folder / "finish").touch()
+    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == exit_code, said
+    assert f"trained 0 of 3 batches: {says}. Of 6 groups, 6 were trained and 0 dropped" in said
+    assert f"summary: {run.folder / 'summary.json'} · trained model: {run.folder / 'hf'}" in said
+
+
+def test_the_first_error_of_each_reason_for_a_drop_is_shown_once(run: Run) -> None:
+    process, address = run.start_run()
+    buffer = Buffer(address.redis_url, "small")
+    eventually(lambda: buffer.counts()["admitted"] == 6)
+    buffer.register_sampler("rollout-0", "", 1)
+    buffer.publish(buffer.begin_incarnation(), 0, ["rollout-0"])
+    while buffer.counts()["dropped"] < 2:
+        for claim in buffer.claim("prompts", "rollout-0", 6, 60.0, 5.0):
+            buffer.release(claim, "crashed", "data", f"ValueError: {claim.group_id}")
+    (run.folder / "finish").touch()
+    said, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert said.count("warning: a group was dropped (crashed): ValueError: ") == 1, said
 
 
 def test_one_folder_has_one_supervisor(run: Run) -> None:

@@ -15,7 +15,7 @@ from tandem.services.run.metrics import (
     PhaseClock,
     SamplerTotals,
     batch_figures,
-    component_figures,
+    payload_figures,
     percentile_99,
 )
 from tandem.services.run.summary import summarise, write_summary
@@ -129,7 +129,13 @@ def test_components_of_the_reward_are_figures() -> None:
         encode_group(TrajectoryGroup(group.prompt, tuple(rows))),
         encode_group(TrajectoryGroup(greedy.prompt, tuple(others))),
     ]
-    assert component_figures(payloads) == {"reward/format": pytest.approx(0.5), "reward/math": pytest.approx(0.5)}
+    lengths = [len(one.prompt.token_ids) for one in (group, greedy)]
+    assert payload_figures(payloads) == {
+        "prompt_length_mean": sum(lengths) / 2,
+        "prompt_length_max": max(lengths),
+        "reward/format": pytest.approx(0.5),
+        "reward/math": pytest.approx(0.5),
+    }
 
 
 def test_percentile() -> None:

@@ -1,6 +1,4 @@
-"""The crew of a run: restarts, giving up, a user's error, Ctrl-C, and nothing left behind, with small programs as
-children.
-"""
+"""A process group: restarts, giving up, user errors, Ctrl-C, and no process left. Its children are small programs."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tandem.protos.errors import LINES_ABOVE
-from tandem.services.run import children, crew
-from tandem.services.run.children import Child, ChildSpec, RestartPolicy, end_lineage, new_run_token
-from tandem.services.run.crew import FAILED, FINISHED, INTERRUPTED, USER_ERROR, Crew
+from tandem.services.run import children, process_group
+from tandem.services.run.children import Child, ChildSpec, RestartPolicy, kill_marked, new_run_token
+from tandem.services.run.process_group import FAILED, FINISHED, INTERRUPTED, USER_ERROR, ProcessGroup
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 
@@ -49,28 +47,28 @@ DRIVER = """
 import json, sys
 from pathlib import Path
 from tandem.services.run.children import Child, ChildSpec
-from tandem.services.run.crew import Crew
+from tandem.services.run.process_group import ProcessGroup
 folder, table = Path(sys.argv[1]), json.loads(sys.argv[2])
-crew = Crew(say=lambda line: print(line, flush=True))
+processes = ProcessGroup(report=lambda line: print(line, flush=True))
 specs = [ChildSpec(name, (sys.executable, "-c", code), folder / f"{name}.log") for name, code in table.items()]
-crew.children = [Child(spec, crew.token) for spec in specs]
-with crew.signals():
-    sys.exit(crew.run())
+processes.children = [Child(spec, processes.token) for spec in specs]
+with processes.signals():
+    sys.exit(processes.run())
 """
 
 
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(crew, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(process_group, "POLL_SECONDS", 0.01)
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], subprocess.Popen[str]]]:
-    """Starts a crew in a process of its own, as `tandem run` is one."""
+    """Starts a processes in a process of its own, as `tandem run` is one."""
     started: list[subprocess.Popen[str]] = []
 
-    def start_crew(table: dict[str, str]) -> subprocess.Popen[str]:
+    def start_processes(table: dict[str, str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", DRIVER, str(tmp_path), json.dumps(table)],
             cwd=ROOT,
@@ -82,7 +80,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], subprocess.Pope
         started.append(process)
         return process
 
-    yield start_crew
+    yield start_processes
     for process in started:
         if process.poll() is None:
             process.kill()
@@ -91,14 +89,16 @@ def start(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], subprocess.Pope
         process.stdout.close()
 
 
-def run_crew(folder: Path, table: dict[str, str], *, logs_stay: bool = True) -> tuple[int, list[str], Crew]:
+def run_processes(
+    folder: Path, table: dict[str, str], *, keep_logs: bool = True
+) -> tuple[int, list[str], ProcessGroup]:
     said: list[str] = []
-    team = Crew(say=said.append, logs_stay=logs_stay)
-    team.children = [
-        Child(ChildSpec(name, (sys.executable, "-c", code), folder / f"{name}.log"), team.token)
+    processes = ProcessGroup(report=said.append, keep_logs=keep_logs)
+    processes.children = [
+        Child(ChildSpec(name, (sys.executable, "-c", code), folder / f"{name}.log"), processes.token)
         for name, code in table.items()
     ]
-    return team.run(), said, team
+    return processes.run(), said, processes
 
 
 def log_says(file: Path, text: str) -> bool:
@@ -117,18 +117,20 @@ def pids_in(file: Path) -> list[int]:
 
 
 def test_the_end_of_the_trainer_ends_the_run_and_every_other_child(tmp_path: Path) -> None:
-    outcome, said, team = run_crew(tmp_path, {"feed": SLEEP, "rollout-0": SLEEP, "trainer": "print('trained')"})
+    outcome, said, processes = run_processes(
+        tmp_path, {"feed": SLEEP, "rollout-0": SLEEP, "trainer": "print('trained')"}
+    )
     assert outcome == FINISHED
-    assert {state for state, _, _ in team.states().values()} == {"stopped"}
-    assert not any(child.alive for child in team.children)
+    assert {state for state, _, _ in processes.states().values()} == {"stopped"}
+    assert not any(child.alive for child in processes.children)
     assert said == []
     assert log_says(tmp_path / "trainer.log", "trained")
 
 
 def test_the_end_of_another_child_ends_nothing(tmp_path: Path) -> None:
-    outcome, _, team = run_crew(tmp_path, {"feed": "pass", "trainer": "import time; time.sleep(0.5)"})
+    outcome, _, processes = run_processes(tmp_path, {"feed": "pass", "trainer": "import time; time.sleep(0.5)"})
     assert outcome == FINISHED
-    assert team.states()["feed"] == ("stopped", 0, 0)
+    assert processes.states()["feed"] == ("stopped", 0, 0)
 
 
 def test_a_child_that_dies_is_started_again_and_says_why(tmp_path: Path) -> None:
@@ -138,9 +140,9 @@ def test_a_child_that_dies_is_started_again_and_says_why(tmp_path: Path) -> None
         "mark.touch(); print('life', flush=True); "
         "sys.exit(0 if done else 'engine out of order')"
     )
-    outcome, said, team = run_crew(tmp_path, {"trainer": dies_once})
+    outcome, said, processes = run_processes(tmp_path, {"trainer": dies_once})
     assert outcome == FINISHED
-    assert team.states()["trainer"] == ("stopped", 0, 1)
+    assert processes.states()["trainer"] == ("stopped", 0, 1)
     assert len(said) == 1 and "trainer died (exit code 1: engine out of order)" in said[0]
     assert (tmp_path / "trainer.log").read_text().splitlines().count("life") == 2, "both lives write to one log"
 
@@ -151,26 +153,28 @@ def test_a_child_killed_by_a_signal_is_named_with_it(tmp_path: Path) -> None:
         f"import os, pathlib; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); mark.touch(); "
         "done or os.kill(os.getpid(), 9)"
     )
-    outcome, said, _ = run_crew(tmp_path, {"trainer": killed_once})
+    outcome, said, _ = run_processes(tmp_path, {"trainer": killed_once})
     assert outcome == FINISHED
     assert "trainer died (SIGKILL" in said[0]
 
 
 def test_it_gives_up_loudly_after_five_deaths_in_a_row(tmp_path: Path) -> None:
-    outcome, said, team = run_crew(tmp_path, {"trainer": SLEEP, "reward": "raise RuntimeError('no such scorer')"})
+    outcome, said, processes = run_processes(
+        tmp_path, {"trainer": SLEEP, "reward": "raise RuntimeError('no such scorer')"}
+    )
     assert outcome == FAILED
-    assert team.states()["reward"][2] == children.MOST_DEATHS - 1
+    assert processes.states()["reward"][2] == children.MOST_DEATHS - 1
     assert any("reward died" in line and "giving up" in line for line in said)
     assert any("RuntimeError: no such scorer" in line for line in said[-12:]), "its last lines are shown"
-    assert not any(child.alive for child in team.children)
+    assert not any(child.alive for child in processes.children)
 
 
 def test_a_users_error_ends_the_run_at_once_with_its_line(tmp_path: Path) -> None:
     complains = "import sys; print('tandem: reward.port: in use', file=sys.stderr); print('noise'); sys.exit(2)"
-    outcome, said, team = run_crew(tmp_path, {"trainer": SLEEP, "reward": complains})
+    outcome, said, processes = run_processes(tmp_path, {"trainer": SLEEP, "reward": complains})
     assert outcome == USER_ERROR
     assert said == ["tandem: reward: reward.port: in use"]
-    assert team.states()["reward"][2] == 0, "it is not started again"
+    assert processes.states()["reward"][2] == 0, "it is not started again"
 
 
 ENGINE_ENDS = f"""
@@ -184,11 +188,11 @@ sys.exit(2)
 """
 
 
-@pytest.mark.parametrize("logs_stay", [True, False])
-def test_a_complaint_of_lines_above_brings_the_last_of_them_and_its_log(tmp_path: Path, logs_stay: bool) -> None:
-    outcome, said, _ = run_crew(tmp_path, {"trainer": SLEEP, "rollout-0": ENGINE_ENDS}, logs_stay=logs_stay)
+@pytest.mark.parametrize("keep_logs", [True, False])
+def test_a_complaint_of_lines_above_brings_the_last_of_them_and_its_log(tmp_path: Path, keep_logs: bool) -> None:
+    outcome, said, _ = run_processes(tmp_path, {"trainer": SLEEP, "rollout-0": ENGINE_ENDS}, keep_logs=keep_logs)
     assert outcome == USER_ERROR
-    log = str(tmp_path / "rollout-0.log") if logs_stay else "its log"
+    log = str(tmp_path / "rollout-0.log") if keep_logs else "its log"
     assert said == [
         "tandem: rollout-0: the engine for models/x does not start on this machine: RuntimeError: no core; "
         f"{log} names the cause: ValueError: No available memory for the cache blocks."
@@ -197,21 +201,21 @@ def test_a_complaint_of_lines_above_brings_the_last_of_them_and_its_log(tmp_path
 
 def test_a_complaint_of_lines_above_that_name_no_exception_brings_the_log_alone(tmp_path: Path) -> None:
     killed = f"import sys; print('tandem: Failed core proc(s): -9; {LINES_ABOVE}'); sys.exit(2)"
-    _, said, _ = run_crew(tmp_path, {"trainer": SLEEP, "rollout-0": killed})
+    _, said, _ = run_processes(tmp_path, {"trainer": SLEEP, "rollout-0": killed})
     assert said == [f"tandem: rollout-0: Failed core proc(s): -9; {tmp_path / 'rollout-0.log'} names the cause"]
 
 
 def test_on_a_full_disk_nobody_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "disk_full", lambda folder: True)
+    monkeypatch.setattr(process_group, "disk_full", lambda folder: True)
     cut = "import sys; print('tandem: half of a li'); sys.exit(2)"
-    outcome, said, _ = run_crew(tmp_path, {"trainer": cut})
+    outcome, said, _ = run_processes(tmp_path, {"trainer": cut})
     assert outcome == USER_ERROR
     assert said == [f"tandem: trainer: the disk of {tmp_path} is full; free space there, then go on with --resume"]
 
 
 def test_a_full_disk_is_the_users_error(tmp_path: Path) -> None:
     full = "raise OSError(28, 'No space left on device')"
-    outcome, said, _ = run_crew(tmp_path, {"trainer": full})
+    outcome, said, _ = run_processes(tmp_path, {"trainer": full})
     assert outcome == USER_ERROR
     assert len(said) == 1 and "disk" in said[0] and "full" in said[0]
 
@@ -233,20 +237,20 @@ for _ in range(100):
     time.sleep(0.05)
 sys.exit("it is still there")
 """
-    outcome, said, _ = run_crew(tmp_path, {"trainer": leaves})
+    outcome, said, _ = run_processes(tmp_path, {"trainer": leaves})
     assert outcome == FINISHED and len(said) == 1, said
 
 
 def test_end_lineage_ends_nobody_else() -> None:
     token = new_run_token()
     bystander = subprocess.Popen(
-        [sys.executable, "-c", SLEEP], env={**os.environ, children.LINEAGE_VARIABLE: f"{token}x:feed"}
+        [sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: f"{token}x:feed"}
     )
     victim = subprocess.Popen(
-        [sys.executable, "-c", SLEEP], env={**os.environ, children.LINEAGE_VARIABLE: f"{token}:feed"}
+        [sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: f"{token}:feed"}
     )
     try:
-        eventually(lambda: end_lineage(token) == [victim.pid])  # until its exec its environment is still ours
+        eventually(lambda: kill_marked(token) == [victim.pid])  # until its exec its environment is still ours
         assert victim.wait(timeout=DEADLINE_SECONDS) == -signal.SIGKILL
         assert bystander.poll() is None
     finally:
@@ -263,8 +267,8 @@ def test_ctrl_c_ends_everything_within_ten_seconds_even_the_stubborn(
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=10.0)
     assert process.returncode == INTERRUPTED
-    assert "trainer did not end when asked to; killed" in said
-    assert "feed did not end" not in said
+    assert "trainer did not stop after SIGTERM; killed" in said
+    assert "feed did not stop" not in said
     eventually(lambda: not any(alive(pid) for pid in pids_in(tmp_path / "reward.log")))
 
 
@@ -291,7 +295,7 @@ def test_a_second_ctrl_c_waits_for_nobody(
     assert process.stdout is not None
     assert "stopping" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=crew.SIGKILL_AFTER_SECONDS - 2.0) == INTERRUPTED
+    assert process.wait(timeout=process_group.SIGKILL_AFTER_SECONDS - 2.0) == INTERRUPTED
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.protos.errors import FencedError, LedgerError, SelectionError, UnavailableError
+from tandem.protos.errors import FencedError, LedgerError, ScorerError, SelectionError, UnavailableError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
@@ -79,6 +79,36 @@ def test_too_many_rejections_in_a_row_end_the_run_with_the_counts(tmp_path: Path
     put_scored(run.buffer, [make_group(index, rewards=(0.0,) * 4) for index in range(4)])
     with pytest.raises(SelectionError, match=r"4 groups in a row.*dropped:zero_variance': 4"):
         run.source().poll(0, 1.0)
+
+
+def test_too_many_drops_in_a_row_end_the_run_with_the_scorers_error(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, run={"max_consecutive_drops": 3})
+    drop(run.buffer, 2, start=0)
+    assert run.source().poll(0, 0.05) is None, "two drops in a row are fewer than three"
+    drop(run.buffer, 1, start=2)
+    with pytest.raises(ScorerError, match=r"3 groups in a row were dropped \(crashed: ValueError: of 0-[01]\).*exact"):
+        run.source().poll(0, 1.0)
+
+
+def test_a_scored_group_ends_a_row_of_drops(tmp_path: Path, redis_url: str) -> None:
+    run = Run(tmp_path, redis_url, run={"max_consecutive_drops": 3})
+    drop(run.buffer, 2, start=0)
+    put_scored(run.buffer, different_rewards(1, start=2))
+    drop(run.buffer, 2, start=3)
+    assert run.buffer.counts()["consecutive_drops"] == 2
+    assert run.source().poll(0, 0.05) is None
+
+
+def drop(buffer: Buffer, count: int, *, start: int) -> None:
+    """Admits groups and drops them, as the reward service does when its scorer raises."""
+    group_ids = [f"0-{index}" for index in range(start, start + count)]
+    assert buffer.admit([(group_id, b"prompt") for group_id in group_ids], start + count) == count
+    buffer.register_sampler("dropping", "127.0.0.1:1", 1)
+    buffer.publish(buffer.begin_incarnation(), max(0, buffer.published_version()), ["dropping"])
+    dropped = 0
+    while dropped < count:
+        for claim in buffer.claim("prompts", "dropping", count, 60.0, 1.0):
+            dropped += buffer.release(claim, "crashed", "data", f"ValueError: of {claim.group_id}") == "dropped"
 
 
 def test_rules() -> None:

@@ -1,0 +1,83 @@
+"""How a run ends for the user: what was trained, where the results are, how to go on, and the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tandem.protos.errors import TandemError
+from tandem.services.buffer.buffer import Buffer
+from tandem.services.config import Recipe
+from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER, SUMMARY_FILE, step_taken
+from tandem.services.run.process_group import FAILED, FINISHED, INCOMPLETE
+
+
+def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, report: Callable[[str], None]) -> int:
+    """Reports the end of a run whose processes ended with `outcome` after training `step` batches.
+
+    Returns the exit code. A run that took no step is forgotten, so that it does not occupy its folder and its id.
+    """
+    folder = recipe.folder
+    if outcome == FINISHED:
+        outcome = _verify(buffer, report)
+        if outcome == FINISHED and step < recipe.run.total_batches:
+            report(early_end(recipe, step, buffer.counts()))
+            outcome = FINISHED if recipe.data.max_epochs else INCOMPLETE
+        report(f"summary: {folder / SUMMARY_FILE} · trained model: {folder / HF_FOLDER}")
+    elif step_taken(folder):
+        report(f"{step} of {recipe.run.total_batches} batches are trained; go on with: {resume_command(folder)}")
+    else:
+        forget_run(recipe, buffer)
+        report(f"no batch was trained; {folder} can be used for a new run")
+    return outcome
+
+
+def resume_command(folder: Path) -> str:
+    """The command that goes on with the run in a folder."""
+    return f"tandem run {folder / CONFIG_FILE} --resume"
+
+
+def early_end(recipe: Recipe, step: int, counts: Mapping[str, int]) -> str:
+    """Why a finished run trained fewer batches than `run.total_batches`, and what became of its groups."""
+    epochs = recipe.data.max_epochs
+    if epochs:
+        why = f"the training data ended after {epochs} epoch{'s' if epochs > 1 else ''} (data.max_epochs={epochs})"
+    else:
+        why = "no further group could be scored"
+    dropped = counts["dropped"]
+    reasons = f" ({drop_reasons(counts)})" if dropped else ""
+    return (
+        f"trained {step} of {recipe.run.total_batches} batches: {why}. Of {counts['admitted']} groups, "
+        f"{counts['admitted'] - dropped} were trained and {dropped} dropped{reasons}"
+    )
+
+
+def drop_reasons(counts: Mapping[str, int]) -> str:
+    """`crashed 3, zero_variance 1` from the counts of a ledger, the most frequent reason first; "" if nothing is
+    dropped.
+    """
+    found = {name.removeprefix("dropped:"): number for name, number in counts.items() if name.startswith("dropped:")}
+    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{reason} {number}" for reason, number in ordered if number)
+
+
+def forget_run(recipe: Recipe, buffer: Buffer) -> None:
+    """Removes a run that took no step from Redis and from its folder. Its logs stay."""
+    try:
+        buffer.delete()
+    except TandemError:
+        return  # Redis is gone; without its config.json removed, the folder still tells what it holds
+    for name in (CONFIG_FILE, "evaluations.jsonl"):
+        (recipe.folder / name).unlink(missing_ok=True)
+
+
+def _verify(buffer: Buffer, report: Callable[[str], None]) -> int:
+    """FAILED if the ledger of a finished run does not add up."""
+    try:
+        violations = buffer.verify()
+    except TandemError as error:
+        report(f"the ledger of the finished run could not be checked: {error}")
+        return FAILED
+    for violation in violations:
+        report(f"ledger: {violation}")
+    return FAILED if violations else FINISHED

@@ -1,0 +1,181 @@
+"""Runs a group of child processes: starts them, restarts what dies, and stops all of them together."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from tandem.protos.errors import LINES_ABOVE
+from tandem.services.run.children import Child, describe_exit, kill_marked, new_run_token
+from tandem.services.run.folder import disk_full
+
+POLL_SECONDS = 0.1
+SIGKILL_AFTER_SECONDS = 6.0
+"""A child that ignores SIGTERM for this long is killed: everything has to be gone 10 s after Ctrl-C."""
+
+FINISHED, FAILED, USER_ERROR, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit codes of `tandem run`. A child that exits with 2 reports a user's error, too."""
+
+FINAL_CHILD = "trainer"
+"""When this child exits with 0, the run is over."""
+
+SERVICE_ORDER = ("feed", "rollout", "reward", "trainer")
+"""In the direction of the data. Children stop in this order, so that none hands work to one that is gone."""
+
+
+class ProcessGroup:
+    """The children of one run. It runs until the trainer has finished, a child cannot go on, or a stop is requested.
+
+    `report` receives each line for the user. `keep_logs`: the logs outlive the run, so messages name their paths.
+    """
+
+    def __init__(self, *, report: Callable[[str], None], keep_logs: bool = True) -> None:
+        self.token = new_run_token()
+        self.children: list[Child] = []
+        self.on_poll: list[Callable[[], None]] = []
+        """Called at every poll, e.g. to restart Redis; an exception ends the run."""
+        self.last_version: Callable[[], int] = lambda: 0
+        """The last trained version: a restart after progress does not count as one more failure in a row."""
+        self.last_heartbeat: Callable[[str], float] = lambda name: time.monotonic()
+        """Monotonic time of a child's last heartbeat; one after its start turns `starting` into `running`."""
+        self.report = report
+        self._keep_logs = keep_logs
+        self._stops_requested = 0
+        self._stops_seen = 0
+        self._done = False
+
+    def run(self) -> int:
+        """Starts the children and watches them until the end. Returns the exit code; no child survives this call."""
+        try:
+            for child in () if self._stops_requested else self.children:
+                child.start()
+            return self._watch()
+        finally:
+            self._stop_children()
+
+    def request_stop(self) -> None:
+        """Stops the run as Ctrl-C does. A second request kills the children at once."""
+        self._stops_requested += 1
+
+    def finish(self) -> None:
+        """Ends the run successfully: its work is done, although no child exited."""
+        self._done = True
+
+    def states(self) -> Mapping[str, tuple[str, int, int]]:
+        """State, pid and number of restarts by child. Safe to call from any thread."""
+        return {child.name: (child.state, child.pid, child.restarts) for child in self.children}
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Turns SIGINT, SIGTERM and SIGHUP into `request_stop`.
+
+        The handler only increments a counter: taking an Event's lock inside a signal handler is not safe.
+        """
+
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            self.request_stop()
+
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> int:
+        while not self._done:
+            if self._stops_requested:
+                self._stops_seen = 1  # a second request stops at once
+                self.report("stopping all services ...")
+                return INTERRUPTED
+            for child in self.children:
+                outcome = self._check_child(child)
+                if outcome is not None:
+                    return outcome
+            for function in self.on_poll:
+                function()
+            time.sleep(POLL_SECONDS)
+        return FINISHED
+
+    def _check_child(self, child: Child) -> int | None:
+        """Restarts a child that died. Returns the exit code of the run if the run is over."""
+        code = child.exit_code()
+        if code is None:
+            if child.state == "restarting" and time.monotonic() >= child.restart_at:
+                child.start()
+            elif child.state == "starting" and self.last_heartbeat(child.name) > child.started_at:
+                child.state = "running"
+            return None
+        if code == 0:
+            child.state = "stopped"
+            return FINISHED if child.name == FINAL_CHILD else None
+        child.state = "failed"
+        folder = child.spec.log_file.parent
+        full = disk_full(folder)  # then its log may lack its last lines
+        if full or any("No space left on device" in line for line in child.last_lines(20)):
+            self.report(
+                f"tandem: {child.name}: the disk of {folder} is full; free space there, then go on with --resume"
+            )
+            return USER_ERROR
+        if code == USER_ERROR:
+            self.report(f"tandem: {child.name}: {self._error_line(child)}")
+            return USER_ERROR
+        return self._restart(child, code)
+
+    def _error_line(self, child: Child) -> str:
+        """The child's error message. If it refers to the lines above it, names the log and its last exception."""
+        error = child.last_error()
+        if not error.endswith(LINES_ABOVE):
+            return error
+        text, cause = error.removesuffix(LINES_ABOVE), child.cause()
+        if not self._keep_logs:
+            return text + (f"its log names the cause: {cause}" if cause else "its log names no cause")
+        return f"{text}{child.spec.log_file} names the cause" + (f": {cause}" if cause else "")
+
+    def _restart(self, child: Child, code: int) -> int | None:
+        delay = child.policy.delay(child.lived_seconds, self.last_version())
+        if delay is None:
+            self.report(
+                f"{child.name} died ({describe_exit(code)}) for the {child.policy.deaths}th "
+                "time in a row without progress; giving up"
+            )
+            self.report(f"the last lines of {child.spec.log_file}:")
+            for line in child.last_lines(12):
+                self.report(f"  {line}")
+            return FAILED
+        child.state = "restarting"
+        child.restarts += 1
+        child.restart_at = time.monotonic() + delay
+        self.report(f"{child.name} died ({describe_exit(code)}: {child.last_error()}); restarting it in {delay:g} s")
+        return None
+
+    def _stop_children(self) -> None:
+        """Sends SIGTERM to all children, SIGKILL to those left after 6 s or at a second request, and kills what they
+        left behind.
+        """
+        deadline = time.monotonic() + SIGKILL_AFTER_SECONDS
+        for child in sorted(self.children, key=_stop_order):
+            child.terminate()
+        self._wait_until(deadline, interruptible=True)
+        for child in self.children:
+            if child.alive:
+                self.report(f"{child.name} did not stop after SIGTERM; killed")
+                child.kill()
+        self._wait_until(time.monotonic() + 1.0)
+        kill_marked(self.token)
+        for child in self.children:
+            child.reap()
+
+    def _wait_until(self, deadline: float, *, interruptible: bool = False) -> None:
+        while any(child.alive for child in self.children) and time.monotonic() < deadline:
+            if interruptible and self._stops_requested > self._stops_seen:
+                return
+            time.sleep(0.02)
+
+
+def _stop_order(child: Child) -> int:
+    service = child.name.partition("-")[0]
+    return SERVICE_ORDER.index(service) if service in SERVICE_ORDER else len(SERVICE_ORDER)
