@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -33,20 +34,19 @@ _INTRODUCTION = """\
 <!-- Written by `python -m tandem.services.config.docs` from the configuration models.
      Do not edit; `make check` compares. -->
 
-A recipe is one TOML file. Every key may also be given on the command line, which wins:
+A recipe is one TOML file. The command line overrides its keys:
 
 ```
 tandem run recipe.toml trainer.learning_rate=2e-6 run.staleness_budget=4
 ```
 
 A table that is chosen by name may be written as that name alone: `loss = "gspo"` is short for
-`loss = { name = "gspo" }`, and `trainer.loss=gspo trainer.loss.clip_low=3e-4` on the command
-line is the table with two keys. Another name begins the table anew.
-`none` on the command line takes away what a recipe need not have.
+`loss = { name = "gspo" }`, and `trainer.loss=gspo trainer.loss.clip_low=3e-4` on the command line is the table with two
+keys. Another name starts a new table. `none` on the command line removes an optional table or key.
 
-An unknown key is an error that names the nearest known one. `tandem config recipe.toml` prints a recipe with
-every default filled in and marks what differs. Every run saves the same, as JSON, in `config.json`, which
-can be given wherever a recipe can.
+An unknown key is an error that names the nearest known one. `tandem config recipe.toml` prints a recipe with every
+default filled in and marks what differs. Every run saves the same as JSON in `config.json`, which is accepted wherever
+a recipe is.
 """
 
 NO_DEFAULT = "none"
@@ -136,15 +136,9 @@ def page(root: type[BaseModel] = Recipe) -> str:
                 parts.append(_choice_words(table))
         if table.choice:
             parts.append(f"### `{table.shape.chooser} = {json.dumps(table.choice)}`\n")
-        parts.append(f"{purpose(table.model)}\n")
-        rows = [
-            (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "must be given", key.doc)
-            for key in keys_of(table)
-        ]
-        if rows:
-            parts.append("| key | type | default | |\n|---|---|---|---|")
-            parts.extend("| " + " | ".join(_cell(text) for text in row) + " |" for row in rows)
-            parts.append("")
+        parts.append(_filled(purpose(table.model)) + "\n")
+        if items := [_item(key) for key in keys_of(table)]:
+            parts.extend([*items, ""])
     return "\n".join(parts)
 
 
@@ -165,7 +159,7 @@ def _choice_words(table: Table) -> str:
         words += (
             f" `{name} = {json.dumps(table.choice)}` under `[{section}]` is short for a table with nothing else in it."
         )
-    return f"{words}\n"
+    return _filled(words) + "\n"
 
 
 def as_toml(recipe: BaseModel) -> str:
@@ -230,8 +224,14 @@ def _json(value: Any) -> str:
     return json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _item(key: Key) -> str:
+    default = f"default `{key.default}`" if key.default else "required"
+    text = f"- `{key.name}` ({key.type}; {default}): {key.doc}"
+    return _filled(text, "  ")
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def main(arguments: list[str]) -> int:

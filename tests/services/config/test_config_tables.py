@@ -400,6 +400,6 @@ def test_the_page_has_a_section_for_every_table_and_one_for_every_choice() -> No
         "## `[[trainer.correction.rules]]`",
         "## `[trainer.adapters]`",
     ]
-    assert "| `temperature` | number > 0.0 | `1.0` | How sharp the gate is. |" in lines
-    assert '| `loss` | name or table | `"clipped"` | What is minimised. |' in lines
+    assert "- `temperature` (number > 0.0; default `1.0`): How sharp the gate is." in lines
+    assert '- `loss` (name or table; default `"clipped"`): What is minimised.' in lines
     assert "Low-rank adapters." in lines and lines.count("Nothing to set.") == 2
