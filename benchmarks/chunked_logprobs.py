@@ -30,7 +30,7 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.trainer.token_logprobs import token_statistics  # noqa: E402
+from tandem.trainer.models.token_logprobs import token_statistics  # noqa: E402
 
 WAYS = ("naive", "chunked", "chunked_with_entropy")
 COPIES = 4

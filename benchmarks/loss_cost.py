@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tandem.trainer.aggregation import token_shares  # noqa: E402
+from tandem.trainer.batch.ragged import spread  # noqa: E402
 from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum  # noqa: E402
 from tandem.trainer.policy_losses.options import loss_models  # noqa: E402
 from tandem.trainer.policy_losses.registry import find_loss, policy_loss  # noqa: E402
-from tandem.trainer.ragged import spread  # noqa: E402
 
 LIMIT = 1.5
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_": "100000000000"}

@@ -30,8 +30,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.trainer.balance import deal, workload  # noqa: E402
-from tandem.trainer.packing import SMALL_BATCH, pack, pack_flat  # noqa: E402
+from tandem.trainer.batch.balance import deal, workload  # noqa: E402
+from tandem.trainer.batch.packing import SMALL_BATCH, pack, pack_flat  # noqa: E402
 
 WANTED = 0.95
 TABLE_ROWS = (64, 128, 256, 512, 1024)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem.trainer.aggregation_options import Aggregation
-from tandem.trainer.engine_options import CriticOptions
+from tandem.trainer.batch.selection_options import SelectionOptions
 from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_elsewhere, estimator_models
 from tandem.trainer.kl_options import KlOptions
+from tandem.trainer.models.options import CriticOptions
 from tandem.trainer.named_options import named, one_of
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.policy_losses.options import ClippedSurrogateOptions, LossOptions, loss_elsewhere, loss_models
-from tandem.trainer.selection_options import SelectionOptions
 
 if TYPE_CHECKING:
     AnyEstimatorOptions = EstimatorOptions

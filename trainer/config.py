@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.backend.names import known_backend
-from tandem.trainer.engine_options import LoraOptions
+from tandem.trainer.models.options import LoraOptions
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 

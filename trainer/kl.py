@@ -12,7 +12,7 @@ With d = log π − log π_reference of a token that π sampled, KL(π ‖ π_re
 A trailing `+` keeps the value and takes the gradient of k2, d·∇log π, whose expectation under π is the gradient of the
 KL.
 
-N: loss tokens, flat, of R trajectories (trainer/ragged.py). Log-probs that are not finite: in the reward they are
+N: loss tokens, flat, of R trajectories (trainer/batch/ragged.py). Log-probs that are not finite: in the reward they are
     refused; in the loss they make the loss so, and with it the gradient (trainer/objective.py), so that the optimizer
     step is skipped and counted.
 """
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from tandem.protos.errors import DataError
+from tandem.trainer.batch.ragged import row_means
 from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
-from tandem.trainer.ragged import row_means
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

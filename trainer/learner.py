@@ -21,29 +21,29 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
 from tandem.trainer.backend.base import ParameterSpec, TrainingEngine
 from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.batch_layout import BatchLayout
-from tandem.trainer.batch_metrics import finite
-from tandem.trainer.batch_rewards import StartColumns, Targets, learning_targets, reward_components
-from tandem.trainer.batch_rows import rank_micro_batches
-from tandem.trainer.batch_start import look, rank_columns
-from tandem.trainer.checkpoint import CheckpointState, prune_checkpoints
-from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
+from tandem.trainer.batch.columns import look, rank_columns
+from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.metrics import finite
+from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.batch.planning import padding_fraction
+from tandem.trainer.batch.rewards import StartColumns, Targets, learning_targets, reward_components
+from tandem.trainer.batch.rows import rank_micro_batches
+from tandem.trainer.checkpoints.export import collect_weights, write_export
+from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
+from tandem.trainer.checkpoints.state import CheckpointState, prune_checkpoints
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.critic import Critic
-from tandem.trainer.export import collect_weights, write_export
-from tandem.trainer.flat_rows import refuse_mixing, settle_packing
 from tandem.trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
-from tandem.trainer.micro_batch import MicroBatch
-from tandem.trainer.model import load_model, model_folder
+from tandem.trainer.models.critic import Critic
+from tandem.trainer.models.flat_rows import refuse_mixing, settle_packing
+from tandem.trainer.models.loading import load_model, model_folder
+from tandem.trainer.models.reference import ReferencePolicy
+from tandem.trainer.models.token_model import token_answers, token_logprobs
 from tandem.trainer.objective import BatchObjective, Needs
-from tandem.trainer.planning import padding_fraction
 from tandem.trainer.rank import Rank
-from tandem.trainer.reference import ReferencePolicy
 from tandem.trainer.schedule import learning_rate
-from tandem.trainer.token_model import token_answers, token_logprobs
 
 if TYPE_CHECKING:
-    from tandem.trainer.lora import Adapters
+    from tandem.trainer.models.lora import Adapters
 
 
 class Learner(Rank):
@@ -97,7 +97,10 @@ class Learner(Rank):
         """The policy's engine, with adapters in its model if the run has some."""
         if self._config.lora is None:
             return self._backend.build_engine(self._config, self._model)
-        from tandem.trainer.lora import Adapters, insert_adapters  # loads PEFT, 2 s that only runs with adapters spend
+        from tandem.trainer.models.lora import (  # loads PEFT, 2 s that only runs with adapters spend
+            Adapters,
+            insert_adapters,
+        )
 
         adapted = insert_adapters(self._model, self._config.lora, seed=self._seed)
         engine = self._backend.build_engine(self._config, self._model)

@@ -3,7 +3,7 @@
 `BatchObjective` holds the whole batch's columns and is the same on every rank; `policy_loss` and `value_loss` then look
 at one micro-batch at a time and add up to the loss of the optimizer step, however it was cut. No model in here.
 
-R trajectories, N loss tokens of the batch (order: trainer/batch_layout.py), M those of a micro-batch, K those of them
+R trajectories, N loss tokens of the batch (order: trainer/batch/layout.py), M those of a micro-batch, K those of them
 that are kept.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from tandem.trainer.aggregation import token_shares
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.batch_layout import BatchLayout
-from tandem.trainer.batch_metrics import BatchSums
-from tandem.trainer.batch_rewards import StartColumns, Targets
+from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.metrics import BatchSums
+from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.batch.ragged import keep_tokens
+from tandem.trainer.batch.rewards import StartColumns, Targets
 from tandem.trainer.kl import KlCoefficients, kl_loss
-from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.models.token_logprobs import TokenStatistics
 from tandem.trainer.off_policy.correct import Corrected, correct
 from tandem.trainer.off_policy.diagnostics import correction_sums
 from tandem.trainer.off_policy.proximal import proximal_logprobs
 from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum
 from tandem.trainer.policy_losses.registry import find_loss, policy_loss
-from tandem.trainer.ragged import keep_tokens
-from tandem.trainer.token_logprobs import TokenStatistics
 from tandem.trainer.value_loss import clipped_value_loss
 
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import Segment
-from tandem.trainer.export import write_export
-from tandem.trainer.micro_batch import TrainingRow, stack
-from tandem.trainer.model import load_model, model_folder
-from tandem.trainer.token_model import token_logprobs
+from tandem.trainer.batch.micro_batch import TrainingRow, stack
+from tandem.trainer.checkpoints.export import write_export
+from tandem.trainer.models.loading import load_model, model_folder
+from tandem.trainer.models.token_model import token_logprobs
 
 _GRADIENT_CLIP = 1.0
 _WARMUP_FRACTION = 0.05

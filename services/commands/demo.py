@@ -24,7 +24,7 @@ from tandem.services.process import die_with_parent, run_service
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, write_text
 from tandem.services.run.preflight import REDIS_SECONDS
 from tandem.services.run.supervisor import run_recipe
-from tandem.trainer.durable import disk_full_named, whole_folder
+from tandem.trainer.checkpoints.durable import disk_full_named, whole_folder
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "arithmetic.toml"
 WARM_UP_DEADLINE_SECONDS = 900.0

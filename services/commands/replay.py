@@ -26,8 +26,8 @@ from tandem.services.trainer.batch_source import groups_of_rank
 from tandem.services.trainer.launch import single_rank_environment
 from tandem.services.trainer.publisher import copy_digest
 from tandem.services.trainer.recovery import check_world
-from tandem.trainer.batch_record import BATCHES_FOLDER, read_record, recorded_versions
-from tandem.trainer.export import collect_weights
+from tandem.trainer.batch.record import BATCHES_FOLDER, read_record, recorded_versions
+from tandem.trainer.checkpoints.export import collect_weights
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 

@@ -12,7 +12,7 @@ from tandem.reward.scoring import ScoringCore
 from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError, load_tokenizer
 from tandem.services.data.dataset import Row, load_prompts, read_rows
-from tandem.trainer.durable import begin_folder
+from tandem.trainer.checkpoints.durable import begin_folder
 from tandem.trainer.sft import SftRow, SftSettings, Validate, sample_answers, train_sft
 
 

@@ -14,8 +14,8 @@ from tandem.protos.types import Packing, RowHeader, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.metrics import baseline_rewards, oldest_version, trajectories
-from tandem.trainer.planning import plan_batch
-from tandem.trainer.selection import zero_variance
+from tandem.trainer.batch.planning import plan_batch
+from tandem.trainer.batch.selection import zero_variance
 
 _CLAIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0

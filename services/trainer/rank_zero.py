@@ -20,7 +20,7 @@ from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.services.trainer.recovery import TrainerLock, take_over
 from tandem.services.trainer.server import CheckpointRequest, TrainerState, training_endpoint
 from tandem.services.trainer.watchdog import Watchdog
-from tandem.trainer.batch_record import batch_to_json, write_record
+from tandem.trainer.batch.record import batch_to_json, write_record
 from tandem.trainer.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any
 from tandem.protos.errors import ConfigError, DeadlineError, LedgerError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
-from tandem.trainer.batch_record import record_group_ids, recorded_versions
-from tandem.trainer.checkpoint import latest_checkpoint
+from tandem.trainer.batch.record import record_group_ids, recorded_versions
+from tandem.trainer.checkpoints.state import latest_checkpoint
 
 CHECKPOINTS_FOLDER = "checkpoints"
 _LOCK_FILE = "trainer.lock"

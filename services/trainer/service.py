@@ -25,7 +25,7 @@ from tandem.services.trainer.batch_source import groups_of_rank, read_payloads
 from tandem.services.trainer.publisher import Publication
 from tandem.services.trainer.rank_zero import Order, RankZero
 from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, Lineage, check_world
-from tandem.trainer.batch_record import batch_from_json, read_record
+from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 

@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 
 from tandem.trainer.aggregation_options import Aggregation
+from tandem.trainer.batch.selection_options import OverlongPenalty, PolicyFiltration, SelectionOptions
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
 from tandem.trainer.estimators.options import estimator_models
@@ -21,7 +22,6 @@ from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.off_policy.presets import PRESETS
 from tandem.trainer.policy_losses.options import NAMES_ELSEWHERE as LOSSES_ELSEWHERE
 from tandem.trainer.policy_losses.options import loss_models
-from tandem.trainer.selection_options import OverlongPenalty, PolicyFiltration, SelectionOptions
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()

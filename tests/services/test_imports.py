@@ -22,14 +22,14 @@ LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.co
 TRAINER_OPTIONS = [
     "tandem.trainer.aggregation_options",
     "tandem.trainer.algorithm",
-    "tandem.trainer.engine_options",
+    "tandem.trainer.models.options",
     "tandem.trainer.estimators.options",
     "tandem.trainer.kl_options",
     "tandem.trainer.named_options",
     "tandem.trainer.off_policy.options",
     "tandem.trainer.off_policy.presets",
     "tandem.trainer.policy_losses.options",
-    "tandem.trainer.selection_options",
+    "tandem.trainer.batch.selection_options",
 ]
 """What a recipe may say of the mathematics, without the mathematics."""
 
@@ -83,10 +83,10 @@ LIGHT = [
     "tandem.protos.manifest",
     "tandem.protos.scratch_folder",
     "tandem.rollout.vllm.engine_folder",
-    "tandem.trainer.balance",
-    "tandem.trainer.packing",
-    "tandem.trainer.planning",
-    "tandem.trainer.selection",
+    "tandem.trainer.batch.balance",
+    "tandem.trainer.batch.packing",
+    "tandem.trainer.batch.planning",
+    "tandem.trainer.batch.selection",
     "tandem.services.config.docs",
     "tandem.services.run.preflight",
     "tandem.services.run.supervisor",

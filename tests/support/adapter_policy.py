@@ -15,9 +15,9 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from tandem.trainer.backend.base import parameter_specs
-from tandem.trainer.engine_options import LoraOptions
-from tandem.trainer.lora import Adapters, insert_adapters
-from tandem.trainer.model import load_model
+from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.lora import Adapters, insert_adapters
+from tandem.trainer.models.options import LoraOptions
 
 RANK, ALPHA = 4, 12.0
 

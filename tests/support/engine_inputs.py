@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from tandem.protos.types import Segment
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
+from tandem.trainer.batch.micro_batch import MicroBatch, TrainingRow, stack
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.micro_batch import MicroBatch, TrainingRow, stack
-from tandem.trainer.model import load_model
-from tandem.trainer.token_model import token_logprobs
+from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.token_model import token_logprobs
 
 CPU = torch.device("cpu")
 NUM_ROWS = 8

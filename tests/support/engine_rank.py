@@ -1,5 +1,5 @@
 """One rank of a policy with adapters, its reference and its critic, as started by
-tests/trainer/test_engine_ranks.py.
+tests/trainer/backend/test_engine_ranks.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, distributed
 
 from tandem.protos.manifest import encode_manifest
 from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.checkpoint import CheckpointState
-from tandem.trainer.checkpoint_io import load_checkpoint, save_checkpoint
+from tandem.trainer.checkpoints.export import collect_weights
+from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
+from tandem.trainer.checkpoints.state import CheckpointState
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.critic import Critic
-from tandem.trainer.engine_options import CriticOptions, LoraOptions
-from tandem.trainer.export import collect_weights
-from tandem.trainer.lora import Adapters, insert_adapters
-from tandem.trainer.model import load_model
-from tandem.trainer.reference import ReferencePolicy
+from tandem.trainer.models.critic import Critic
+from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.lora import Adapters, insert_adapters
+from tandem.trainer.models.options import CriticOptions, LoraOptions
+from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.engine_inputs import (
     NUM_TOKENS,

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.batch_layout import BatchLayout
-from tandem.trainer.batch_rewards import StartColumns, Targets
-from tandem.trainer.batch_rows import rank_micro_batches
-from tandem.trainer.batch_start import finite_tokens
+from tandem.trainer.batch.columns import finite_tokens
+from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.rewards import StartColumns, Targets
+from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.kl import first_coefficients
+from tandem.trainer.models.token_logprobs import TokenStatistics
 from tandem.trainer.objective import BatchObjective
-from tandem.trainer.token_logprobs import TokenStatistics
 from tests.support.training_groups import make_batch
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.trainer.backend.deepspeed.engine import build_engine, join_process_group, leave_process_group
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.token_model import answer_with_tokens
+from tandem.trainer.models.token_model import answer_with_tokens
 
 Row = dict[str, Any]
 

@@ -1,5 +1,5 @@
 """One rank that trains models by their token statistics, in a process of its own; started by
-tests/trainer/test_token_model.py.
+tests/trainer/models/test_token_model.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 
 from tandem.trainer.backend.deepspeed.engine import build_engine, join_process_group, leave_process_group
+from tandem.trainer.batch.micro_batch import MicroBatch, stack
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.micro_batch import MicroBatch, stack
-from tandem.trainer.model import load_model
-from tandem.trainer.token_logprobs import TokenStatistics
-from tandem.trainer.token_model import answer_with_tokens, token_answers
+from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.token_logprobs import TokenStatistics
+from tandem.trainer.models.token_model import answer_with_tokens, token_answers
 from tests.support.engine_inputs import random_rows
 
 STEPS, NUM_ROWS, RATE = 2, 5, 1e-2

@@ -21,7 +21,7 @@ from tandem.protos.types import (
     TrajectoryGroup,
     VersionSpan,
 )
-from tandem.trainer.planning import plan_batch
+from tandem.trainer.batch.planning import plan_batch
 
 NUM_TOKENS_KNOWN = 98  # ids above the special tokens of tests.support.tiny_model
 

@@ -20,7 +20,7 @@ from tandem.protos.codec import decode_group
 from tandem.protos.types import ScoredTrajectory, TrajectoryGroup
 from tandem.services.data.arithmetic import write_task
 from tandem.services.data.tiny_model import build_tiny_model
-from tandem.trainer.batch_record import read_record, recorded_versions
+from tandem.trainer.batch.record import read_record, recorded_versions
 from tests.support.paths import ROOT
 
 RUN_DEADLINE_SECONDS = 300.0

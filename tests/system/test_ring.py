@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tandem.trainer.batch_record import read_plan, recorded_versions
+from tandem.trainer.batch.record import read_plan, recorded_versions
 from tests.support.whole_run import WholeRun
 
 TOTAL, P, N, S = 6, 4, 4, 2

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.trainer.aggregation import Aggregation, token_shares
+from tandem.trainer.batch.ragged import flatten, spread
 from tandem.trainer.policy_losses.inputs import LossTerms, policy_loss_sum
-from tandem.trainer.ragged import flatten, spread
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.trainer.batch.ragged import flatten, keep_tokens
 from tandem.trainer.off_policy.correct import correct
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTokens, policy_loss_sum
 from tandem.trainer.policy_losses.options import loss_models
 from tandem.trainer.policy_losses.registry import policy_loss
-from tandem.trainer.ragged import flatten, keep_tokens
 from tests.support.golden_cases import GoldenCase, golden_cases
 from tests.trainer.test_aggregation import golden_shares
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.protos.errors import DataError
+from tandem.trainer.batch.ragged import flatten, unflatten
 from tandem.trainer.kl import (
     KlCoefficients,
     first_coefficients,
@@ -23,7 +24,6 @@ from tandem.trainer.kl import (
     resumed_coefficients,
 )
 from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
-from tandem.trainer.ragged import flatten, unflatten
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.protos.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from tandem.protos.types import Segment, TrajectoryGroup
-from tandem.trainer.batch_rows import rank_micro_batches
-from tandem.trainer.checkpoint import latest_checkpoint, list_checkpoints
+from tandem.trainer.batch.rows import rank_micro_batches
+from tandem.trainer.checkpoints.state import latest_checkpoint, list_checkpoints
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
-from tandem.trainer.token_model import token_logprobs
+from tandem.trainer.models.token_model import token_logprobs
 from tests.support.backends import Settings, every_engine
 from tests.support.engine_inputs import equal, relative_error
 from tests.support.learner_rank import all_weights, untrainable
@@ -243,7 +243,7 @@ def test_a_full_disk_leaves_no_checkpoint(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr("tandem.trainer.durable.os.fsync", full)
+        patch.setattr("tandem.trainer.checkpoints.durable.os.fsync", full)
         with pytest.raises(EnvironmentLackError, match="no space left"):
             learner.save(tmp_path / "000001", 1)
         with pytest.raises(EnvironmentLackError, match="no space left"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tandem.trainer.batch.ragged import flatten, row_means, row_sums, spread, unflatten
 from tandem.trainer.estimators.whitening import variance, whiten, whiten_rows
-from tandem.trainer.ragged import flatten, row_means, row_sums, spread, unflatten
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 

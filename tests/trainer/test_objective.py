@@ -17,19 +17,19 @@ from torch import Tensor
 from tandem.trainer import learner as learner_module
 from tandem.trainer import objective as objective_module
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.batch_layout import BatchLayout
-from tandem.trainer.batch_rewards import StartColumns, Targets
-from tandem.trainer.batch_rows import rank_micro_batches
+from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.batch.rewards import StartColumns, Targets
+from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.kl import first_coefficients
 from tandem.trainer.learner import Learner
-from tandem.trainer.micro_batch import MicroBatch
+from tandem.trainer.models.token_logprobs import TokenStatistics
 from tandem.trainer.objective import BatchObjective
 from tandem.trainer.off_policy.proximal import loglinear_proximal
 from tandem.trainer.policy_losses.covariance import clip_cov, select_clip_cov
 from tandem.trainer.policy_losses.inputs import LossTokens
 from tandem.trainer.policy_losses.registry import PolicyLoss
-from tandem.trainer.token_logprobs import TokenStatistics
 from tests.support.learner_rank import all_weights
 from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch, make_group

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.trainer.batch_record import write_record
+from tandem.trainer.batch.record import write_record
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tests.support.reference_loop import train_reference

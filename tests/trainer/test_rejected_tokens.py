@@ -19,11 +19,11 @@ from torch import Tensor
 from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.aggregation import Aggregation, token_shares
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch.ragged import keep_tokens
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.policy_losses.inputs import LossTokens
 from tandem.trainer.policy_losses.registry import find_loss
-from tandem.trainer.ragged import keep_tokens
 from tests.support.learner_rank import all_weights
 from tests.support.made_up_batch import MAX_TOKENS, MadeUpBatch
 from tests.support.tiny_model import build_tiny_model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.trainer.aggregation import token_shares
-from tandem.trainer.ragged import flatten, spread, unflatten
+from tandem.trainer.batch.ragged import flatten, spread, unflatten
 from tandem.trainer.value_loss import clipped_value_loss
 from tests.support.golden_cases import GoldenCase, golden_cases
 

@@ -1,5 +1,5 @@
 """What an advantage estimator is given and what it gives back. N loss tokens, flat, of R trajectories (see
-trainer/ragged.py).
+trainer/batch/ragged.py).
 
 R counts the trajectories of the whole batch, not of one rank: the loss tokens of a trajectory's segments stand one
 after another, and
@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import row_sums, spread
 from tandem.trainer.estimators.groups import Groups
-from tandem.trainer.ragged import row_sums, spread
 
 
 @dataclass(frozen=True)

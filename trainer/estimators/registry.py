@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tandem.protos.errors import DataError
 from tandem.protos.plugins import load_function
+from tandem.trainer.batch.ragged import row_sums
 from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
 from tandem.trainer.estimators.options import EstimatorOptions, Need, estimator_models
-from tandem.trainer.ragged import row_sums
 
 _FIELDS: dict[Need, str] = {
     "values": "values_N",

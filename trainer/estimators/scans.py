@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.trainer.ragged import spread
+from tandem.trainer.batch.ragged import spread
 
 BLOCK = 32
 """w: longer blocks mean more multiplications, shorter ones more passes."""

@@ -1,7 +1,7 @@
 """Off-policy correction as a whole: which tokens are trained, and what each weighs.
 
-N loss tokens, flat, of B whole rows (see trainer/ragged.py): of a micro-batch, or of the batch. A row is a segment, or
-a trajectory whose segments stand one after another; its level `sequence` is then of all of them.
+N loss tokens, flat, of B whole rows (see trainer/batch/ragged.py): of a micro-batch, or of the batch. A row is a
+segment, or a trajectory whose segments stand one after another; its level `sequence` is then of all of them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import row_sums, spread
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.off_policy.rejection import Verdict, judge
 from tandem.trainer.off_policy.weights import bounded, normalized, ratios, weight_sums
-from tandem.trainer.ragged import row_sums, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def correct(
 
     A row with a NaN or infinite log-prob (a fault of the sampler's or the trainer's engine) is rejected whole, weighs
     0, and is counted (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Rows
-    that the sampler broke leave every denominator, for trainer/batch_start.py looks for them first. One that only the
+    that the sampler broke leave every denominator, for trainer/batch/columns.py looks for them first. One that only the
     trainer's engine breaks, in the pass that trains it, is known too late for that, and its gradient is not finite: the
     step is skipped. No tokens, or none that passes, is an ordinary outcome: every `keep_N` false, no NaN.
     """

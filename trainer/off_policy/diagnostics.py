@@ -31,10 +31,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
 from tandem.trainer.off_policy.correct import Corrected
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
-from tandem.trainer.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
 
 MAX_STALENESS = 8
 """Tokens and rows at least this stale are counted together."""

@@ -12,7 +12,7 @@ With z = log π_proximal − log π_behavior of a token, sampled from π_behavio
     k1     −z                    the golden convention's bounds lo_hi are of the sampler's over the trainer's: low = log
     lo, high = log hi k2     z²/2 k3     e^z − 1 − z
 
-N loss tokens, flat, of B rows (see trainer/ragged.py).
+N loss tokens, flat, of B rows (see trainer/batch/ragged.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import row_maxima, row_means, row_sums, spread
 from tandem.trainer.off_policy.options import RejectionOptions
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
-from tandem.trainer.ragged import row_maxima, row_means, row_sums, spread
 
 
 @dataclass(frozen=True, slots=True)

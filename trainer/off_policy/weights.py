@@ -20,7 +20,7 @@ behavior weight, a constant of the optimisation. With z the log-ratio of a token
                same tokens bounds A's way              again and again, and each of them is clipped around a policy that
                has already followed
 
-N loss tokens, flat, of B rows (see trainer/ragged.py).
+N loss tokens, flat, of B rows (see trainer/batch/ragged.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import row_maxima, row_means, row_sums, spread
 from tandem.trainer.off_policy.options import WeightOptions
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
-from tandem.trainer.ragged import row_maxima, row_means, row_sums, spread
 
 
 def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:

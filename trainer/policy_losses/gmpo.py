@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 
+from tandem.trainer.batch.ragged import row_means, spread
 from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import GmpoOptions
-from tandem.trainer.ragged import row_means, spread
 
 SMALLEST_WEIGHT = 1e-10
 """Added to a weight before its logarithm: a weight of 0 takes a row of n tokens down by e^(23/n), not to 0."""

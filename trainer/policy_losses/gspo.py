@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import torch
 
+from tandem.trainer.batch.ragged import row_means, spread
 from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import GspoOptions
-from tandem.trainer.ragged import row_means, spread
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 """The mean log-ratio of a row is cut off here before the exponential."""

@@ -1,4 +1,4 @@
-"""What a policy loss is given and what it gives back. N loss tokens, flat, of B rows (see trainer/ragged.py)."""
+"""What a policy loss is given and what it gives back. N loss tokens, flat, of B rows (see trainer/batch/ragged.py)."""
 
 from __future__ import annotations
 

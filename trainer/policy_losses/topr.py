@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tandem.trainer.batch.ragged import row_sums, spread
 from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import ToprOptions
-from tandem.trainer.ragged import row_sums, spread
 
 
 def topr(tokens: LossTokens, options: ToprOptions) -> LossTerms:

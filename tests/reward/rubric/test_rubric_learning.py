@@ -18,8 +18,8 @@ from tandem.reward.scoring import ScoringCore
 from tandem.services.reward.service import scored_row
 from tandem.services.run.preflight import check_reward
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.batch_layout import BatchLayout
-from tandem.trainer.batch_rewards import StartColumns, learning_targets, reward_components
+from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.rewards import StartColumns, learning_targets, reward_components
 from tests.support.run_inputs import recipe_of, small_values
 from tests.support.training_groups import make_batch, make_group
 

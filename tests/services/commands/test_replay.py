@@ -14,7 +14,7 @@ from tandem.services.commands import replay
 from tandem.services.config import Recipe, known_keys
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.resume import FREE, forbidden_changes
-from tandem.trainer.batch_record import read_record, record_folder
+from tandem.trainer.batch.record import read_record, record_folder
 from tests.support.redis_ring import running_redis
 from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, same_environment, train
 

@@ -17,7 +17,7 @@ from tandem.services.config import Recipe
 from tandem.services.trainer import rank_zero
 from tandem.services.trainer.rank_zero import RankZero
 from tandem.services.trainer.recovery import TrainerLock, check_world, find_lineage
-from tandem.trainer.batch_record import record_folder, recorded_versions, write_record
+from tandem.trainer.batch.record import record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
 from tests.support.training_groups import make_batch, make_group, make_payloads

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import row_sums, spread
 from tandem.trainer.estimators.inputs import EstimatorBatch
 from tandem.trainer.estimators.options import GaeOptions, estimator_models
 from tandem.trainer.estimators.registry import Estimate, estimate
 from tandem.trainer.estimators.scans import BLOCK, discounted_sums, running_sums
-from tandem.trainer.ragged import row_sums, spread
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 FAR_FROM_ZERO = 1e4

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.protos.errors import DataError
+from tandem.trainer.batch.ragged import flatten, spread, unflatten
 from tandem.trainer.estimators.inputs import EstimatorBatch
 from tandem.trainer.estimators.options import (
     EstimatorOptions,
@@ -28,7 +29,6 @@ from tandem.trainer.estimators.options import (
     estimator_models,
 )
 from tandem.trainer.estimators.registry import estimate
-from tandem.trainer.ragged import flatten, spread, unflatten
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 

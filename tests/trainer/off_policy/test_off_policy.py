@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import flatten, keep_tokens, spread, unflatten
 from tandem.trainer.off_policy.correct import Corrected, correct
 from tandem.trainer.off_policy.diagnostics import correction_sums
 from tandem.trainer.off_policy.options import CorrectionOptions, RejectionOptions
 from tandem.trainer.off_policy.proximal import proximal_logprobs
 from tandem.trainer.off_policy.weights import weight_sums
-from tandem.trainer.ragged import flatten, keep_tokens, spread, unflatten
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}

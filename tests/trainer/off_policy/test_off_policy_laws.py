@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import keep_tokens
 from tandem.trainer.off_policy.correct import Corrected, correct, finite_rows
 from tandem.trainer.off_policy.diagnostics import CorrectionSums, correction_sums
 from tandem.trainer.off_policy.options import CorrectionOptions, RejectionOptions, WeightOptions
 from tandem.trainer.off_policy.presets import PRESETS
-from tandem.trainer.ragged import keep_tokens
 
 laws = settings(max_examples=60, deadline=None)
 

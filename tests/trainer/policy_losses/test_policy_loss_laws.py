@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.trainer.aggregation import Aggregation, token_shares
+from tandem.trainer.batch.ragged import flatten, row_means, spread, unflatten
 from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens, policy_loss_sum
 from tandem.trainer.policy_losses.options import LossOptions, loss_models
 from tandem.trainer.policy_losses.registry import find_loss, policy_loss
-from tandem.trainer.ragged import flatten, row_means, spread, unflatten
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 

@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from tandem.trainer.batch.ragged import flatten, spread
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTokens, policy_loss_sum
 from tandem.trainer.policy_losses.options import (
     ClippedSurrogateOptions,
@@ -19,7 +20,6 @@ from tandem.trainer.policy_losses.options import (
     loss_models,
 )
 from tandem.trainer.policy_losses.registry import policy_loss
-from tandem.trainer.ragged import flatten, spread
 from tests.support.golden_cases import GoldenCase, golden_cases
 from tests.trainer.test_aggregation import golden_shares
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.trainer.aggregation import token_shares
+from tandem.trainer.batch.ragged import flatten, spread
 from tandem.trainer.policy_losses.covariance import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from tandem.trainer.policy_losses.dro import dro
 from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens, policy_loss_sum
@@ -34,7 +35,6 @@ from tandem.trainer.policy_losses.options import (
 )
 from tandem.trainer.policy_losses.topr import topr
 from tandem.trainer.policy_losses.truncated_importance import truncated_importance
-from tandem.trainer.ragged import flatten, spread
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 LOSSES: dict[str, tuple[Callable[..., LossTerms], Callable[..., Tensor] | None, Any]] = {

@@ -1,0 +1,203 @@
+"""Answers with tool output between what was sampled, in the real learner: only sampled tokens teach, each from its own
+place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tandem.protos.types import Segment, TrajectoryGroup
+from tandem.trainer import learner as learner_module
+from tandem.trainer.batch.rewards import Targets
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.learner import Learner
+from tests.support.learner_rank import all_weights
+from tests.support.tiny_model import build_tiny_model
+from tests.support.training_groups import make_batch, make_group, with_tool_output
+
+GAMMA, LAM = 0.9, 0.8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[TrajectoryGroup]:
+    found = [with_tool_output(make_group(index, num_samples=3, max_sampled=10)) for index in range(3)]
+    assert all(has_gap(segment) for segment in segments_of(found) if segment.num_loss_tokens > 2)
+    return found
+
+
+def segments_of(groups: Sequence[TrajectoryGroup]) -> list[Segment]:
+    """Of all answers, in the layout's order."""
+    return [segment for group in groups for row in group.scored_rows for segment in row.trajectory.segments]
+
+
+def has_gap(segment: Segment) -> bool:
+    return bool((np.diff(np.flatnonzero(segment.loss_mask)) > 1).any())
+
+
+def learned(
+    model: Path, groups: Sequence[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Targets, dict[str, Tensor], dict[str, float]]:
+    """What a batch taught, the weights after it and its figures."""
+    seen: list[Targets] = []
+    real = learner_module.learning_targets
+
+    def remembered(*arguments: Any, **named: Any) -> Targets:
+        seen.append(real(*arguments, **named))
+        return seen[-1]
+
+    monkeypatch.setattr(learner_module, "learning_targets", remembered)
+    config = TrainerConfig(learning_rate=1e-2, zero_stage=0, **settings)
+    learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=40)
+    try:
+        metrics = dict(learner.train(*make_batch(groups, tokens_per_micro_batch=80)).metrics)
+        return seen[0], all_weights(learner), metrics
+    finally:
+        learner.close()
+
+
+def test_only_sampled_tokens_have_a_gradient(
+    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of −Σ A·log π over them, by plain torch."""
+    settings: dict[str, Any] = {"advantage": "dr_grpo", "loss": "reinforce", "correction": "none"}
+    targets, _, metrics = learned(model, groups, monkeypatch, **settings)
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    logprobs = []
+    for segment in segments_of(groups):
+        ids = torch.tensor(segment.ids, dtype=torch.long)
+        sampled = torch.tensor(np.flatnonzero(segment.loss_mask))
+        logprobs.append(policy(ids[None]).logits[0].log_softmax(-1)[sampled - 1, ids[sampled]])
+    logprobs_N = torch.cat(logprobs)
+    (-(logprobs_N * targets.advantages_N).sum() / len(logprobs_N)).backward()
+    norm = math.sqrt(sum(float(one.grad.square().sum()) for one in policy.parameters() if one.grad is not None))
+    assert metrics["trained_tokens"] == len(logprobs_N)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_what_is_recorded_of_tool_output_is_not_read(
+    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN for its log-probs and rewards: to the bit the same."""
+
+    def scribbled(group: TrajectoryGroup) -> TrajectoryGroup:
+        rows = []
+        for row in group.scored_rows:
+            (segment,) = row.trajectory.segments
+            logprobs = np.where(segment.loss_mask, segment.behavior_logprobs, np.nan).astype(np.float32)
+            rewards = np.where(segment.loss_mask, 0.0, np.nan).astype(np.float32)
+            segments = (replace(segment, behavior_logprobs=logprobs),)
+            rows.append(replace(row, trajectory=replace(row.trajectory, segments=segments, token_rewards=(rewards,))))
+        return replace(group, rows=tuple(rows))
+
+    settings: dict[str, Any] = {
+        "advantage": "reinforce_plus_plus",
+        "correction": {"rejections": [{"level": "geometric", "measure": "k3", "high": 3.0}]},
+    }
+    _, want, figures = learned(model, groups, monkeypatch, **settings)
+    _, got, others = learned(model, [scribbled(group) for group in groups], monkeypatch, **settings)
+    assert 0 < figures["rejected_fraction"] == others["rejected_fraction"] < 1
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_gae_goes_over_the_gaps_from_value_to_value(
+    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A critic with a head of its own; V before a token, the next sampled token's V after it, no discount for what lies
+    between.
+    """
+    torch.manual_seed(1)
+    critic = AutoModelForTokenClassification.from_pretrained(model, num_labels=1)
+    critic.score.bias.data.fill_(0.5)
+    critic.save_pretrained(tmp_path)
+    critic.eval()
+    advantage = {"name": "gae", "gamma": GAMMA, "lam": LAM, "whiten": False}
+    targets, _, _ = learned(model, groups, monkeypatch, advantage=advantage, critic={"path": str(tmp_path)})
+    want, returns = [], []
+    for group in groups:
+        for row in group.scored_rows:
+            (segment,) = row.trajectory.segments
+            with torch.no_grad():
+                values_T = critic(torch.tensor(segment.ids, dtype=torch.long)[None]).logits[0, :, 0].double()
+            value_after = advantage_after = 0.0
+            reward = row.reward
+            of_row: list[tuple[float, float]] = []
+            for place in reversed(np.flatnonzero(segment.loss_mask).tolist()):
+                value = float(values_T[place - 1])
+                advantage_after = (reward or 0.0) + GAMMA * value_after - value + GAMMA * LAM * advantage_after
+                value_after, reward = value, 0.0  # all of it was on the last one
+                of_row.append((advantage_after, advantage_after + value))
+            want += [one for one, _ in reversed(of_row)]
+            returns += [one for _, one in reversed(of_row)]
+    assert targets.returns_N is not None
+    torch.testing.assert_close(targets.advantages_N, torch.tensor(want), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(targets.returns_N.float(), torch.tensor(returns), rtol=1e-4, atol=1e-5)
+
+
+REJECTION = {"level": "token", "measure": "k3", "high": 3.0}
+CORRECTIONS: dict[str, Any] = {
+    "truncated": {"preset": "token_tis"},
+    "stopped": {"preset": "token_clip"},
+    "not at all": {"preset": "none"},
+    "rejected": {
+        "preset": "token_tis",
+        "rejections": [REJECTION, {"level": "max", "high": 1.5, "negative_only": True}],
+    },
+}
+
+
+def weighed(given: str, z_N: Tensor) -> Tensor:
+    """What a correction makes of log-ratios, as far as advantages have no say."""
+    if given == "not at all":
+        return torch.ones_like(z_N)
+    weight_N = z_N.exp().clamp(max=2.0)
+    return weight_N * (z_N.exp() - 1 - z_N <= REJECTION["high"]) if given == "rejected" else weight_N
+
+
+@pytest.mark.parametrize("given", CORRECTIONS)
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_a_token_baseline_weighs_as_the_correction_does(
+    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, name: str, given: str
+) -> None:
+    """Σ G·W/Σ W over the group at the same place (tool output counted, or not), W = Σ w²(1 − 2π + Σπ²), w 0 where it
+    rejects.
+    """
+    settings: dict[str, Any] = {
+        "advantage": {"name": name, "handle_zero_tail": False},
+        "correction": CORRECTIONS[given],
+    }
+    targets, _, _ = learned(model, groups, monkeypatch, **settings)
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    want: list[float] = []
+    for group in groups:
+        gathered: list[dict[int, float]] = []
+        for segment in segments_of([group]):
+            sampled = np.flatnonzero(segment.loss_mask)
+            with torch.no_grad():
+                logits = policy(torch.tensor(segment.ids, dtype=torch.long)[None]).logits[0].double()
+            probs_NV = logits[sampled - 1].softmax(-1)
+            prob_N = probs_NV[torch.arange(len(sampled)), torch.tensor(segment.ids[sampled], dtype=torch.long)]
+            weight_N = weighed(given, prob_N.log() - torch.tensor(segment.behavior_logprobs[sampled]).double())
+            gathered_N = (weight_N.square() * (1 - 2 * prob_N + probs_NV.square().sum(-1))).cumsum(0)
+            places = range(len(sampled)) if name.startswith("tir") else (sampled - sampled[0]).tolist()
+            gathered.append(dict(zip(places, gathered_N.tolist(), strict=True)))
+        rewards = [row.reward or 0.0 for row in group.scored_rows]
+        for reward, places_of_row in zip(rewards, gathered, strict=True):
+            for place in places_of_row:
+                here = [(other.get(place, 0.0), score) for other, score in zip(gathered, rewards, strict=True)]
+                want.append(reward - sum(w * score for w, score in here) / (sum(w for w, _ in here) + 1e-8))
+    torch.testing.assert_close(targets.advantages_N, torch.tensor(want), rtol=1e-3, atol=1e-4)

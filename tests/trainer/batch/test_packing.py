@@ -1,0 +1,152 @@
+"""Micro-batches within a token budget: padded, and end to end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.errors import DataError
+from tandem.trainer.batch.balance import workload
+from tandem.trainer.batch.packing import MAX_PADDING, MAX_PADDING_OF_BUDGET, SMALL_BATCH, pack, pack_flat
+from tests.support.golden_cases import GoldenCase, golden_cases
+
+lengths_lists = st.lists(st.integers(1, 60), min_size=1, max_size=60)
+
+
+def lognormal_lengths(
+    random: np.random.Generator, *, num_rows: int, median: float, sigma: float, most: int
+) -> list[int]:
+    lengths = random.lognormal(np.log(median), sigma, num_rows).astype(int)
+    return [int(length) for length in np.clip(lengths, 1, most)]
+
+
+def padded_size(bins: list[list[int]], lengths: list[int]) -> int:
+    return sum(len(rows) * max(lengths[row] for row in rows) for rows in bins)
+
+
+@given(lengths=lengths_lists, slack=st.integers(0, 200), multiple=st.integers(1, 4))
+def test_every_row_is_packed_once_and_no_bin_exceeds_the_budget(lengths: list[int], slack: int, multiple: int) -> None:
+    budget = max(lengths) + slack
+    bins = pack(lengths, budget, multiple_of=multiple)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(len(rows) * max(lengths[row] for row in rows) <= budget for rows in bins)
+    assert bins == pack(lengths, budget, multiple_of=multiple)
+
+
+@given(lengths=lengths_lists, slack=st.integers(0, 200), multiple=st.integers(1, 4))
+def test_every_row_is_packed_flat_once_and_no_bin_exceeds_the_budget(
+    lengths: list[int], slack: int, multiple: int
+) -> None:
+    budget = max(lengths) + slack
+    bins = pack_flat(lengths, budget, multiple_of=multiple)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in rows) <= budget for rows in bins)
+    assert bins == pack_flat(lengths, budget, multiple_of=multiple)
+    assert len(bins) % multiple == 0 or len(bins) == len(lengths)
+
+
+@given(lengths=lengths_lists, slack=st.integers(0, 200), multiple=st.integers(1, 4))
+def test_ranks_cost_at_most_the_rounding_up(lengths: list[int], slack: int, multiple: int) -> None:
+    budget = max(lengths) + slack
+    fewest = len(pack(lengths, budget))
+    num_bins = len(pack(lengths, budget, multiple_of=multiple))
+    assert num_bins <= -(-fewest // multiple) * multiple
+    assert num_bins % multiple == 0 or num_bins == len(lengths)
+
+
+@given(lengths=lengths_lists, slack=st.integers(0, 400), multiple=st.integers(1, 4))
+def test_padding_is_little_or_not_worth_a_micro_batch(lengths: list[int], slack: int, multiple: int) -> None:
+    budget = max(lengths) + slack
+    padding = padded_size(pack(lengths, budget, multiple_of=multiple), lengths) - sum(lengths)
+    allowed = MAX_PADDING_OF_BUDGET * budget if sum(lengths) < SMALL_BATCH * budget else 0.0
+    assert padding <= max(MAX_PADDING * sum(lengths), allowed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    num_rows=st.integers(64, 512),
+    median=st.integers(200, 2000),
+    sigma=st.floats(0.2, 1.2),
+    multiple=st.sampled_from([1, 2, 8]),
+)
+def test_a_batch_of_lognormal_lengths_is_padded_by_a_twentieth_at_most(
+    seed: int, num_rows: int, median: int, sigma: float, multiple: int
+) -> None:
+    lengths = lognormal_lengths(np.random.default_rng(seed), num_rows=num_rows, median=median, sigma=sigma, most=8192)
+    bins = pack(lengths, 8192, multiple_of=multiple)
+    assert sum(lengths) / padded_size(bins, lengths) >= 0.95
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_so_is_a_batch_of_few_budgets(multiple: int) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        median, budget = random.uniform(200, 500), 32768
+        lengths = lognormal_lengths(random, num_rows=100, median=median, sigma=random.uniform(0.3, 1.0), most=budget)
+        bins = pack(lengths, budget, multiple_of=multiple)
+        assert SMALL_BATCH * budget <= sum(lengths) < 4 * budget
+        assert sum(lengths) / padded_size(bins, lengths) >= 0.95
+
+
+def test_no_bin_of_a_thousand_random_batches_exceeds_the_budget() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(1000):
+        budget = int(random.integers(512, 8192))
+        lengths = lognormal_lengths(
+            random, num_rows=int(random.integers(1, 65)), median=random.uniform(50, 500), sigma=1.0, most=budget
+        )
+        multiple = int(random.integers(1, 9))
+        padded = pack(lengths, budget, multiple_of=multiple)
+        flat = pack_flat(lengths, budget, multiple_of=multiple)
+        assert max(len(rows) * max(lengths[row] for row in rows) for rows in padded) <= budget
+        assert max(sum(lengths[row] for row in rows) for rows in flat) <= budget
+
+
+def test_rows_are_sorted_so_that_little_is_padding() -> None:
+    assert pack([10, 2, 10, 2, 10, 2], 30) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_bins_are_evened_out() -> None:
+    assert [len(rows) for rows in pack([10] * 12, 110)] == [6, 6]  # eleven would fit, then one would be alone
+    assert [len(rows) for rows in pack([10] * 12, 110, multiple_of=3)] == [4, 4, 4]
+
+
+def test_a_wide_bin_is_cut_where_that_saves_more_than_a_twentieth() -> None:
+    lengths = [100] * 10 + [10] * 50
+    assert len(pack(lengths, 6000)) == 2  # one bin would hold them, three quarters of it padding
+    assert pack([9, 1], 1000) == [[0, 1]]  # eight tokens of padding are cheaper than a forward pass
+
+
+def test_flat_bins_are_full() -> None:
+    assert pack_flat([6, 4, 5, 5, 7, 3], 10) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_flat_bins_become_more_until_they_fit() -> None:
+    lengths = [6, 6, 6, 6, 6]  # 30 tokens would fill three bins of 11
+    assert [len(rows) for rows in pack_flat(lengths, 11)] == [1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("case", golden_cases("seqlen_balance/micro_batches"), ids=lambda case: case.name)
+def test_golden_micro_batches(case: GoldenCase) -> None:
+    lengths = case.inputs["seqlens"].tolist()
+    budget = case.hyper["max_token_len"]
+    bins = pack_flat(lengths, budget)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert max(sum(lengths[row] for row in rows) for rows in bins) <= budget
+    assert len(bins) <= case.outputs["num_micro_batches"].item()
+    largest = max(sum(workload(lengths[row]) for row in rows) for rows in bins)
+    assert largest <= case.outputs["max_cost"].item() * (1 + case.tolerance["rel_slack"])
+
+
+@pytest.mark.parametrize("packer", [pack, pack_flat])
+def test_a_row_beyond_the_budget_is_refused(packer: object) -> None:
+    with pytest.raises(DataError, match="tokens_per_micro_batch"):
+        packer([5, 11], 10)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("packer", [pack, pack_flat])
+def test_nothing_packs_into_nothing(packer: object) -> None:
+    assert packer([], 10) == []  # type: ignore[operator]

@@ -1,0 +1,88 @@
+"""The plan of a batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protos.errors import DataError
+from tandem.protos.types import TrainBatch
+from tandem.trainer.batch.planning import padding_fraction
+from tests.support.training_groups import make_batch, make_group
+
+
+def plan_of(num_groups: int, **options: Any) -> TrainBatch:
+    return make_batch([make_group(index) for index in range(num_groups)], **options)[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_groups=st.integers(1, 8), world_size=st.integers(1, 4), steps=st.integers(1, 4), budget=st.integers(20, 200))
+def test_every_trainable_row_is_planned_once(num_groups: int, world_size: int, steps: int, budget: int) -> None:
+    batch = plan_of(num_groups, world_size=world_size, optimizer_steps=steps, tokens_per_micro_batch=budget)
+    lengths = {(h.group_id, h.trajectory_id, h.segment): h.num_tokens for h in batch.headers}
+    planned = Counter((row.group_id, row.trajectory_id, row.segment) for row in batch.plan)
+    assert planned == Counter(list(lengths))
+    assert len(batch.num_micro_batches) == min(steps, num_groups)
+    cells: dict[tuple[int, int, int], list[int]] = {}
+    for row in batch.plan:
+        assert row.rank < world_size
+        assert row.micro_batch < batch.num_micro_batches[row.optimizer_step]
+        key = row.optimizer_step, row.rank, row.micro_batch
+        cells.setdefault(key, []).append(lengths[row.group_id, row.trajectory_id, row.segment])
+    assert all(len(cell) * max(cell) <= budget for cell in cells.values())
+    assert 0 <= padding_fraction(batch) < 1
+    assert batch == plan_of(num_groups, world_size=world_size, optimizer_steps=steps, tokens_per_micro_batch=budget)
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_groups=st.integers(1, 8), world_size=st.integers(1, 4), steps=st.integers(1, 4), budget=st.integers(20, 200))
+def test_a_flat_plan_holds_every_row_once_within_the_budget_and_no_padding(
+    num_groups: int, world_size: int, steps: int, budget: int
+) -> None:
+    options = {"world_size": world_size, "optimizer_steps": steps, "tokens_per_micro_batch": budget}
+    batch = plan_of(num_groups, **options, packing="flat")
+    assert batch.packing == "flat" and batch == plan_of(num_groups, **options, packing="flat")
+    lengths = {(h.group_id, h.trajectory_id, h.segment): h.num_tokens for h in batch.headers}
+    assert Counter((row.group_id, row.trajectory_id, row.segment) for row in batch.plan) == Counter(list(lengths))
+    tokens: Counter[tuple[int, int, int]] = Counter()
+    for row in batch.plan:
+        assert row.rank < world_size and row.micro_batch < batch.num_micro_batches[row.optimizer_step]
+        key = row.optimizer_step, row.rank, row.micro_batch
+        tokens[key] += lengths[row.group_id, row.trajectory_id, row.segment]
+    assert max(tokens.values()) <= budget
+    assert padding_fraction(batch) == 0
+
+
+def test_optimizer_steps_take_whole_groups_in_order() -> None:
+    batch = plan_of(5, optimizer_steps=2)
+    step_of = {row.group_id: row.optimizer_step for row in batch.plan}
+    assert [step_of[group_id] for group_id in batch.group_ids] == [0, 0, 1, 1, 1]
+    assert all(step_of[row.group_id] == row.optimizer_step for row in batch.plan)
+
+
+def test_baselines_unscored_and_empty_rows_are_not_trained() -> None:
+    batch, _ = make_batch([make_group(0, rewards=[1.0, None, 0.0, 0.5], baseline=True)])
+    assert sorted(row.trajectory_id for row in batch.plan) == [0, 2, 3]
+    assert len(batch.headers) == 5
+
+
+def test_a_batch_without_a_trainable_row_still_has_a_micro_batch() -> None:
+    batch, _ = make_batch([make_group(0, rewards=[None, None], num_samples=2)], world_size=2)
+    assert batch.plan == ()
+    assert batch.num_micro_batches == (1,)
+
+
+def test_all_segments_of_a_trajectory_are_planned() -> None:
+    batch, _ = make_batch([make_group(0, num_samples=2, num_segments=3)])
+    assert sorted((row.trajectory_id, row.segment) for row in batch.plan) == [
+        (t, s) for t in range(2) for s in range(3)
+    ]
+
+
+def test_a_row_beyond_the_budget_is_refused() -> None:
+    with pytest.raises(DataError, match="tokens_per_micro_batch"):
+        plan_of(1, tokens_per_micro_batch=3)

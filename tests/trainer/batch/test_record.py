@@ -1,0 +1,131 @@
+"""batches/<version>: written whole, readable with pyarrow alone, read back bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tandem.protos.codec import decode_group, encode_group
+from tandem.protos.errors import DataError, EnvironmentLackError, LedgerError, SchemaVersionError
+from tandem.protos.types import TrainBatch, TrajectoryGroup
+from tandem.trainer.batch.record import (
+    GROUPS_FILE,
+    PLAN_FILE,
+    batch_from_json,
+    batch_to_json,
+    read_record,
+    record_folder,
+    record_group_ids,
+    recorded_versions,
+    write_record,
+)
+from tests.support.training_groups import make_batch, make_group, make_payloads
+
+
+@pytest.fixture
+def batch_and_groups() -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
+    groups = [
+        make_group(7, versions=(0, 1, 2), baseline=True),
+        make_group(3, rewards=[1.0, None, 0.25, 0.0], num_segments=2),
+        make_group(5, num_samples=1),
+    ]
+    return make_batch(groups, policy_version=3, optimizer_steps=2, world_size=2)
+
+
+def test_what_is_written_is_read(
+    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
+) -> None:
+    batch, groups = batch_and_groups
+    payloads = make_payloads(groups.values())
+    write_record(tmp_path, batch, payloads)
+    read_batch, read_payloads = read_record(tmp_path, 3)
+    assert read_batch == batch
+    assert list(read_payloads) == list(batch.group_ids) == record_group_ids(tmp_path, 3)
+    again = {group_id: encode_group(decode_group(payload)) for group_id, payload in read_payloads.items()}
+    assert again == payloads  # bit for bit
+    restored = decode_group(read_payloads["0-3"])
+    for row, expected in zip(restored.scored_rows, groups["0-3"].scored_rows, strict=True):
+        assert row.reward == expected.reward
+        for segment, original in zip(row.trajectory.segments, expected.trajectory.segments, strict=True):
+            assert segment.behavior_logprobs.tobytes() == original.behavior_logprobs.tobytes()
+            assert segment.ids.tolist() == original.ids.tolist()
+            assert segment.spans == original.spans
+
+
+def test_pyarrow_alone_shows_a_row_a_segment(
+    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
+) -> None:
+    batch, groups = batch_and_groups
+    parts = {"form": 0.5, "right/numeric": 1.0}
+    told = [
+        replace(one, rows=tuple(replace(row, breakdown=parts) for row in one.scored_rows)) for one in groups.values()
+    ]
+    write_record(tmp_path, batch, make_payloads(told))
+    table = pa.ipc.open_file(record_folder(tmp_path, 3) / GROUPS_FILE).read_all()
+    assert table.num_rows == len(batch.headers)
+    assert table.column("group_id").to_pylist() == [header.group_id for header in batch.headers]
+    assert json.loads(table.column("prompt")[0].as_py())["index"] == 7
+    assert table.column("reward").to_pylist() == [header.reward for header in batch.headers]
+    assert [json.loads(text) for text in table.column("breakdown").to_pylist()] == [parts] * len(batch.headers)
+    assert table.column("ids")[0].as_py() == groups["0-7"].scored_rows[0].trajectory.segments[0].ids.tolist()
+    assert json.loads((record_folder(tmp_path, 3) / PLAN_FILE).read_text())["policy_version"] == 3
+
+
+def test_versions_are_listed_and_never_overwritten(
+    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
+) -> None:
+    batch, groups = batch_and_groups
+    assert recorded_versions(tmp_path) == []
+    write_record(tmp_path, batch, make_payloads(groups.values()))
+    (tmp_path / "batches" / "000009.partial").mkdir()
+    assert recorded_versions(tmp_path) == [3]
+    with pytest.raises(LedgerError, match="000003 exists"):
+        write_record(tmp_path, batch, make_payloads(groups.values()))
+
+
+def test_a_missing_payload_or_record_is_named(
+    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
+) -> None:
+    batch, groups = batch_and_groups
+    payloads = make_payloads(groups.values())
+    del payloads["0-5"]
+    with pytest.raises(DataError, match="no payload of group 0-5"):
+        write_record(tmp_path, batch, payloads)
+    assert recorded_versions(tmp_path) == []
+    with pytest.raises(DataError, match="000004"):
+        read_record(tmp_path, 4)
+
+
+def test_a_later_schema_is_refused(
+    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, groups = batch_and_groups
+    write_record(tmp_path, batch, make_payloads(groups.values()))
+    monkeypatch.setattr("tandem.protos.codec.SCHEMA_VERSION", 0)
+    with pytest.raises(SchemaVersionError, match="update Tandem"):
+        read_record(tmp_path, 3)
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(
+    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, groups = batch_and_groups
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tandem.trainer.checkpoints.durable.os.fsync", full)
+    with pytest.raises(EnvironmentLackError, match=r"no space left on the disk of .*000003"):
+        write_record(tmp_path, batch, make_payloads(groups.values()))
+    assert list((tmp_path / "batches").iterdir()) == []
+
+
+def test_a_batch_survives_json(batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]) -> None:
+    batch, _ = batch_and_groups
+    assert batch_from_json(json.loads(json.dumps(batch_to_json(batch)))) == batch

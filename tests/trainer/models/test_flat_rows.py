@@ -1,0 +1,318 @@
+"""Rows end to end in one line: the same numbers as padded, no row sees another, and a model that mixes them is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FalconH1Config,
+    Gemma2Config,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+from tandem.protos.errors import ModelError
+from tandem.protos.types import Packing, Segment, TrainBatch, TrajectoryGroup
+from tandem.trainer.batch.micro_batch import TrainingRow, stack
+from tandem.trainer.batch.record import read_record, write_record
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.learner import Learner
+from tandem.trainer.models import flat_rows, varlen_attention
+from tandem.trainer.models.flat_rows import mixing, refuse_mixing
+from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.token_model import answer_with_tokens
+from tests.support.algorithm_groups import groups_of, plain_policy
+from tests.support.engine_inputs import relative_error
+from tests.support.learner_rank import all_weights
+from tests.support.tiny_model import VOCABULARY, build_tiny_model
+from tests.support.token_model_rank import CPU, answers, loss_of
+from tests.support.training_groups import make_batch, make_payloads
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+SMALL = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+LATENT = DeepseekV3Config(  # its values are narrower than its keys
+    **{**SMALL, "num_key_value_heads": 2},
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8},
+    first_k_dense_replace=2,
+)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+class Alone:
+    """An engine, and a rank, that are no more than a model."""
+
+    def __init__(self, model: Any) -> None:
+        self.module, self.device, self.rank = model, CPU, 0
+
+    def __call__(self, **named: Any) -> Any:
+        return self.module(**named)
+
+    def all_agree(self, ok: bool) -> bool:
+        return ok
+
+
+def small(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to(dtype).train()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make_rows(lengths: Sequence[int], seed: int = 0) -> list[TrainingRow]:
+    """Rows of these lengths, every token after a random first place sampled."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for length in lengths:
+        ids = random.integers(3, 98, length).astype(np.int32)
+        loss_mask = (np.arange(length) >= random.integers(1, max(2, length))).astype(np.uint8)
+        segment = Segment(ids, -random.random(length).astype(np.float32), loss_mask, ())
+        rows.append(TrainingRow(segment, float(random.choice([0.7, 1.0])), random.random(length).astype(np.float32)))
+    return rows
+
+
+@given(lengths=st.lists(st.integers(1, 9), max_size=6), seed=st.integers(0, 99))
+def test_a_line_holds_what_the_padded_rows_hold_and_no_padding(lengths: list[int], seed: int) -> None:
+    rows = make_rows(lengths, seed)
+    padded, flat = stack(rows, CPU), stack(rows, CPU, packing="flat")
+    assert flat.flat is not None and flat.flat.ends.tolist() == [0, *np.cumsum(lengths or [1])]
+    assert flat.ids_BT.tolist() == [[int(token) for row in rows for token in row.segment.ids] or [0]]
+    assert flat.flat.positions_BT.tolist() == [[place for length in lengths or [1] for place in range(length)]]
+    assert flat.flat.longest == max(lengths, default=1)
+    before_N = flat.ids_BT[flat.row_N, flat.columns_K[flat.column_N] + 1]
+    assert before_N.equal(flat.target_N)
+    assert [place for place in flat.columns_K[flat.column_N] + 1 if place in flat.flat.ends] == []
+    for name in (*("target_N", "temperature_N", "behavior_logprobs_N", "versions_N"), "lengths_B", "token_rewards_N"):
+        assert getattr(flat, name).equal(getattr(padded, name)), name
+
+
+@settings(max_examples=5, deadline=None)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 99))
+@pytest.mark.parametrize("architecture", ["tokens", "logits"])
+def test_statistics_and_gradients_are_the_padded_ones_in_float64(
+    folder: Path, architecture: str, lengths: list[int], seed: int
+) -> None:
+    if architecture == "tokens":
+        model = load_model(folder, "float32").double()
+    else:  # its logits are more than its head gives, and its layers' windows are shorter than rows
+        model = small(Gemma2Config(**SMALL, sliding_window=4, final_logit_softcapping=0.5), torch.float64)
+        answer_with_tokens(model)
+    found: list[Any] = []
+    for packing in ("padded", "flat"):
+        batch = stack(make_rows(lengths, seed), CPU, packing=packing)  # type: ignore[arg-type]
+        statistics = answers(model, batch)
+        loss_of(statistics, batch).backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        found.append([*statistics, gradients])
+        model.zero_grad()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("config", "apart"),
+    [
+        (MistralConfig(**SMALL, sliding_window=4), True),
+        (Qwen3MoeConfig(**SMALL, **EXPERTS), True),
+        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), False),
+        (Qwen3NextConfig(**SMALL, **EXPERTS, layer_types=["linear_attention", "full_attention"]), False),
+        (FalconH1Config(**SMALL, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_head=16), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_model_that_mixes_rows_is_found_out(config: Any, apart: bool, dtype: torch.dtype) -> None:
+    engine = Alone(small(config, dtype))
+    if apart:
+        refuse_mixing([engine], engine)  # type: ignore[arg-type]
+        return
+    with pytest.raises(ModelError, match=r"does not keep rows apart .*trainer\.packing") as refusal:
+        refuse_mixing([engine], engine)  # type: ignore[arg-type]
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_that_cannot_be_asked_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(folder, "float32")
+    monkeypatch.setattr(model, "forward", lambda input_ids, use_cache: model.base_model(input_ids, use_cache=use_cache))
+    with pytest.raises(ModelError, match=r"cannot run rows that lie end to end .*position_ids.*trainer\.packing"):
+        refuse_mixing([Alone(model)], Alone(model))  # type: ignore[arg-type, list-item]
+
+
+def kernel(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, **named: Any) -> Tensor:
+    """What torch's kernel on GPUs computes, a row at a time."""
+    left, right = named["window_size"]
+    assert right == 0 and named["enable_gqa"]
+    parts = []
+    for first, last in pairwise(ends.tolist()):
+        states = [each[first:last].transpose(0, 1) for each in (query, key, value)]
+        places = torch.arange(last - first)
+        distance = places[:, None] - places
+        mask = (distance >= 0) & (distance <= (left if left >= 0 else len(places)))
+        rows = functional.scaled_dot_product_attention(*states, mask, scale=named["scale"], enable_gqa=True)
+        parts.append(rows.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("config", [MistralConfig(**SMALL, sliding_window=4), LlamaConfig(**SMALL), LATENT])
+def test_torchs_variable_length_attention_is_asked_for_the_right_rows(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
+    model = small(config, torch.float64)
+    rows = make_rows([3, 9, 1, 12, 9])
+    expected = answers(model, stack(rows, CPU))
+    model.set_attn_implementation(varlen_attention.TORCH_VARLEN)
+    assert max(mixing(Alone(model), CPU)) < 1e-6
+    for packing in ("flat", "padded"):
+        found = answers(model, stack(rows, CPU, packing=packing))  # type: ignore[arg-type]
+        torch.testing.assert_close(list(found), list(expected), rtol=1e-6, atol=1e-9)
+
+
+def test_torchs_variable_length_attention_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
+    engine = Alone(small(Gemma2Config(**SMALL)))
+    engine.module.set_attn_implementation(varlen_attention.TORCH_VARLEN)
+    with pytest.raises(ValueError, match="knows no softcap"):
+        refuse_mixing([engine], engine)  # type: ignore[arg-type]
+
+
+MakeLearner = Callable[..., Learner]
+
+
+@pytest.fixture
+def make_learner(folder: Path) -> Iterator[MakeLearner]:
+    """Makes one learner at a time; the one before is closed."""
+    made: list[Learner] = []
+
+    def make(**given: Any) -> Learner:
+        if made:
+            made.pop().close()
+        config = TrainerConfig(**{"learning_rate": 1e-3, "optimizer_steps_per_batch": 2, **given})
+        made.append(Learner(config, model_path=str(folder), total_batches=10, seed=0, max_response_tokens=16))
+        return made[-1]
+
+    yield make
+    if made:
+        made.pop().close()
+
+
+def batch_of(
+    version: int, folder: Path, packing: Packing, budget: int
+) -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
+    return make_batch(
+        groups_of(version, plain_policy(folder)),
+        policy_version=version,
+        tokens_per_micro_batch=budget,
+        optimizer_steps=2,
+        packing=packing,
+    )
+
+
+EVERYTHING = {
+    "advantage": {"name": "gae", "lam": 0.95},
+    "critic": {"learning_rate": 1e-2, "value_clip": 0.5},
+    "kl": {"reward": {"coefficient": 0.1}, "loss": {"coefficient": 0.1}},
+    "entropy_coefficient": 0.01,
+    "correction": {"rejections": [{"level": "sequence", "measure": "ratio", "low": 0.5, "high": 2.0}]},
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"zero_stage": 0}, EVERYTHING, {"lora": {"rank": 4}, "gradient_checkpointing": True}],
+    ids=["default", "critic, reference, entropy, rejection", "adapters, checkpointed activations"],
+)
+def test_a_learner_learns_the_same_from_flat_rows(make_learner: MakeLearner, folder: Path, given: Any) -> None:
+    ends, figures = [], []
+    for packing, budget in (("padded", 2000), ("flat", 2000), ("flat", 60)):
+        learner = make_learner(packing=packing, **given)
+        assert learner.packing == packing
+        start = all_weights(learner)
+        for version in (1, 2):
+            batch, by_id = batch_of(version, folder, learner.packing, budget)
+            metrics = dict(learner.train(batch, by_id).metrics)
+        ends.append(all_weights(learner))
+        figures.append(metrics)
+    for weights, metrics in zip(ends[1:], figures[1:], strict=True):
+        assert metrics["padding_fraction"] == 0 < figures[0]["padding_fraction"]
+        for part in {name.partition(".")[0] for name in start}:  # the policy's and the critic's
+            mine = [{name: one[name] for name in one if name.startswith(part)} for one in (weights, ends[0], start)]
+            assert relative_error(*mine) <= 3e-4, part  # 1e-4 is what padded cuts differ by
+        for name in metrics.keys() - {"padding_fraction", "num_micro_batches"}:
+            if not name.startswith("seconds"):
+                assert metrics[name] == pytest.approx(figures[0][name], rel=1e-3, abs=1e-5), name
+
+
+def test_a_record_is_trained_again_as_it_was_packed(make_learner: MakeLearner, folder: Path, tmp_path: Path) -> None:
+    batch, by_id = batch_of(1, folder, "flat", 60)
+    write_record(tmp_path, batch, make_payloads(by_id.values()))
+    recorded, _ = read_record(tmp_path, 1)
+    assert recorded == batch and recorded.packing == "flat"
+    ends = []
+    for packing in ("flat", "auto"):  # on a CPU the latter would pad
+        learner = make_learner(packing=packing)
+        learner.train(recorded, by_id)
+        ends.append(all_weights(learner))
+    assert learner.packing == "padded"
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def _own_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("tandem.")]
+
+
+def test_auto_pads_with_a_line_where_rows_would_mix(
+    make_learner: MakeLearner, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert make_learner().packing == "padded"
+    assert not _own_lines(caplog)
+    monkeypatch.setattr(flat_rows, "varlen_attention", lambda model, device: "eager")
+    learner = make_learner()
+    assert learner.packing == "flat" and learner._model.config._attn_implementation == "eager"
+    monkeypatch.setattr(flat_rows, "mixing", lambda engine, device: (0.4, 1.0))
+    learner = make_learner()
+    assert learner.packing == "padded" and learner._model.config._attn_implementation == "sdpa"
+    (line,) = _own_lines(caplog)
+    assert line.startswith("rows are padded: Qwen2ForCausalLM does not keep rows apart")
+    with pytest.raises(ModelError, match="does not keep rows apart"):
+        make_learner(packing="flat")
+    with pytest.raises(ModelError, match="does not keep rows apart"):
+        learner.train(*batch_of(1, folder, "flat", 60))
+
+
+@pytest.mark.gpu
+def test_a_gpu_learns_from_flat_rows_by_variable_length_attention(make_learner: MakeLearner, folder: Path) -> None:
+    losses = []
+    for packing in ("padded", "auto"):
+        learner = make_learner(packing=packing, dtype="bfloat16")
+        losses.append(learner.train(*batch_of(1, folder, learner.packing, 2000)).metrics["loss"])
+    assert learner.packing == "flat"
+    assert learner._model.config._attn_implementation in ("flash_attention_2", varlen_attention.TORCH_VARLEN)
+    assert losses[0] == pytest.approx(losses[1], abs=5e-3)

@@ -1,0 +1,255 @@
+"""Adapters: only they learn, and what leaves the trainer is the merged model under the base model's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tandem.protos.errors import ConfigError
+from tandem.protos.manifest import encode_manifest
+from tandem.protos.weight_group import bucket_tensors
+from tandem.rollout.weight_receiver import StagedReceiver
+from tandem.trainer.backend.registry import load_backend
+from tandem.trainer.checkpoints.export import collect_weights, write_export
+from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
+from tandem.trainer.checkpoints.state import CheckpointState, read_state
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.models.loading import load_model
+from tandem.trainer.models.lora import Adapters, insert_adapters
+from tandem.trainer.models.options import LoraOptions
+from tandem.trainer.weight_sender import WeightSender
+from tests.protos.test_weight_group import wait
+from tests.support.adapter_policy import WholeModel
+from tests.support.backends import Settings, checkpoint_facts, every_engine
+from tests.support.engine_inputs import equal, logprobs_of, make_micro_batches, plain_model, policy_step, weights_of
+from tests.support.tiny_model import build_tiny_model
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("process_group")]
+OPTIONS = LoraOptions(rank=4, alpha=12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Policy:
+    """A model with adapters and its engine: a source of weights as a learner is one."""
+
+    rank = 0
+
+    def __init__(self, folder: Path, options: LoraOptions = OPTIONS, seed: int = 0, **settings: Any) -> None:
+        self.config = TrainerConfig(**settings)
+        self.model = load_model(folder, self.config.dtype)
+        adapted = insert_adapters(self.model, options, seed=seed)
+        self.engine = load_backend(self.config).build_engine(self.config, self.model)
+        self.adapters = Adapters(adapted, options, self.engine)
+        self.parameter_specs = self.adapters.specs
+        self.gather = self.adapters.gather
+
+    def merged(self) -> dict[str, torch.Tensor]:
+        return collect_weights(self.adapters.specs(), self.adapters.gather, keep=True)
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        return collect_weights(self.adapters.adapter_specs(), self.adapters.gather_adapters, keep=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_engine
+def test_only_adapters_learn_and_merged_weights_compute_the_same(
+    model: Path, engine_settings: Settings, dtype: str
+) -> None:
+    policy = Policy(model, **engine_settings, dtype=dtype)
+    batches = make_micro_batches()
+    base = plain_model(model, dtype=dtype)
+    specs = [(name, dtype, tuple(tensor.shape)) for name, tensor in base.named_parameters()]
+    assert policy.adapters.specs() == specs
+    assert logprobs_of(policy.engine, batches).equal(logprobs_of(base, batches))  # B is 0
+    before, frozen = policy.trained(), weights_of(policy.engine, trained=False)
+    for _ in range(3):
+        assert policy_step(policy.engine, batches) > 0
+    after = policy.trained()
+    assert all(not before[name].equal(after[name]) for name in before)
+    assert equal(weights_of(policy.engine, trained=False), frozen)
+
+    adapted = logprobs_of(policy.engine, batches)
+    assert (adapted - logprobs_of(base, batches)).abs().max() > 0.05
+    merged = logprobs_of(plain_model(model, policy.merged(), dtype), batches)
+    # Merged weights are rounded to bfloat16, what the adapters add to a layer's output is not.
+    tolerance = 2e-6 if dtype == "float32" else 0.05
+    torch.testing.assert_close(merged, adapted, atol=tolerance, rtol=0)
+    with policy.adapters.disabled():
+        assert logprobs_of(policy.engine, batches).equal(logprobs_of(base, batches))
+    assert logprobs_of(policy.engine, batches).equal(adapted)
+    policy.engine.close()
+
+
+def test_merged_is_the_papers_formula_in_float64(model: Path) -> None:
+    policy = Policy(model)
+    for _ in range(3):
+        policy_step(policy.engine, make_micro_batches())
+    adapters, merged = policy.trained(), policy.merged()
+    start = dict(plain_model(model).named_parameters())
+    touched = {name.partition(".lora_")[0] for name in adapters}
+    assert touched == {
+        name.removesuffix(".weight") for name in start if "_proj.weight" in name
+    }  # every linear layer but the head
+    for name in start:
+        expected = start[name].detach().double()
+        place = name.removesuffix(".weight")
+        if place in touched and name.endswith(".weight"):
+            matrix_a, matrix_b = (adapters[f"{place}.lora_{x}.default.weight"].double() for x in "AB")
+            expected = expected + 12 / 4 * matrix_b @ matrix_a
+        torch.testing.assert_close(merged[name].double(), expected, atol=1e-6, rtol=0)
+    policy.engine.close()
+
+
+def test_the_forward_pass_is_that_of_the_merged_weights_in_float64(model: Path) -> None:
+    """Without float32's noise: to 1e-6, and far below."""
+    module = load_model(model, "float32")
+    adapters = Adapters(insert_adapters(module, OPTIONS, seed=0), OPTIONS, WholeModel(module))
+    module.double()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=random)
+    batches = make_micro_batches()
+    ids = batches[0].ids_BT
+    with torch.no_grad(), adapters.gather([name for name, _, _ in adapters.specs()]) as merged:
+        plain = plain_model(model).double()
+        away = plain(ids).logits
+        plain.load_state_dict(merged, strict=False)
+        adapted = module(ids).logits
+        assert (adapted - away).abs().max() > 0.1
+        torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-6, rtol=0)
+
+
+def test_both_exports_load_where_they_belong(model: Path, tmp_path: Path) -> None:
+    policy = Policy(model)
+    batches = make_micro_batches()
+    policy_step(policy.engine, batches)
+    expected = logprobs_of(policy.engine, batches)
+    write_export(policy.model, policy.merged(), model, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logprobs_of(merged, batches), expected, atol=2e-6, rtol=0)
+    assert {file.name for file in (tmp_path / "merged").iterdir()} == {file.name for file in model.iterdir()}
+    assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
+
+    policy.adapters.write_adapters(policy.trained(), str(model), tmp_path / "adapters")
+    assert {file.name for file in (tmp_path / "adapters").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    adapted = PeftModel.from_pretrained(plain_model(model), str(tmp_path / "adapters"))
+    assert logprobs_of(adapted, batches).equal(expected)
+    policy.engine.close()
+
+
+def test_samplers_get_merged_weights_bucket_by_bucket(model: Path) -> None:
+    policy = Policy(model)
+    policy_step(policy.engine, make_micro_batches())
+    sender = WeightSender(policy, bucket_bytes=1 << 13)
+    manifest = sender.manifest(1, 1, "gloo")
+    assert len(manifest.buckets) > 3
+    sender.broadcast(manifest, 10.0)
+    assert sender.copy is not None
+    received = {}
+    for spec, buffer in zip(sender.copy.manifest.buckets, sender.copy.buffers, strict=True):
+        received.update(bucket_tensors(spec, buffer))
+    assert equal({name: tensor.clone() for name, tensor in received.items()}, policy.merged())
+    policy.engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@every_engine
+def test_samplers_get_adapters_alone_and_can_merge_them(
+    model: Path, engine_settings: Settings, dtype: str, tmp_path: Path
+) -> None:
+    policy = Policy(model, **engine_settings, dtype=dtype)
+    sender = WeightSender(policy, bucket_bytes=1 << 13, adapters=policy.adapters)
+    receiver = StagedReceiver(torch.device("cpu"), 0, None, frozenset(), model)
+    for version in range(3):
+        location = str(tmp_path / str(version))
+        sent = sender.broadcast(sender.manifest(1, version, "disk", location=location), 10.0)
+        receiver.start_receive(encode_manifest(sent), "", 10.0)
+        assert wait(receiver)["error"] is None
+        assert equal(dict(receiver.take()), policy.merged())
+        policy_step(policy.engine, make_micro_batches(version))
+    policy.engine.close()
+
+
+@every_engine
+def test_resume_is_bit_exact_and_the_base_is_not_in_the_checkpoint(
+    model: Path, tmp_path: Path, engine_settings: Settings
+) -> None:
+    folder = tmp_path / "000002"
+    known = checkpoint_facts(engine_settings)
+    policy = Policy(model, **engine_settings)
+    for version in (1, 2):
+        policy_step(policy.engine, make_micro_batches(version))
+    state = CheckpointState(batch_version=2, optimizer_step=2, trainer={}, **known)
+    save_checkpoint({"engine": policy.engine}, folder, state, rank=0, barrier=lambda: None)
+    policy_step(policy.engine, make_micro_batches(3))
+    expected = policy.merged()
+    num_trained = sum(tensor.numel() for tensor in policy.trained().values())
+    policy.engine.close()
+    assert read_state(folder).trained_elements == {"engine": num_trained}
+    size = sum(file.stat().st_size for file in (folder / "engine").iterdir())
+    assert size < 4 * 4 * num_trained + 100_000  # weights, master weights and two moments of the adapters
+
+    resumed = Policy(model, seed=7, **engine_settings)
+    load_checkpoint({"engine": resumed.engine}, folder, rank=0, **known)
+    policy_step(resumed.engine, make_micro_batches(3))
+    assert equal(resumed.merged(), expected)
+    resumed.engine.close()
+    other = Policy(model, LoraOptions(rank=2), **engine_settings)
+    with pytest.raises(ConfigError, match=r"trained weights of the policy, .* the same LoRA settings"):
+        load_checkpoint({"engine": other.engine}, folder, rank=0, **known)
+    other.engine.close()
+
+
+def test_the_seed_alone_says_how_adapters_begin(model: Path) -> None:
+    def begin(seed: int) -> dict[str, torch.Tensor]:
+        module = load_model(model, "float32")
+        insert_adapters(module, OPTIONS, seed=seed)
+        return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+    state = torch.get_rng_state()
+    first = begin(3)
+    assert torch.get_rng_state().equal(state)
+    torch.rand(5)
+    assert equal(begin(3), first) and not equal(begin(4), first)
+
+
+@pytest.mark.parametrize(
+    ("targets", "complaint"),
+    [
+        (("no_such_layer",), "no_such_layer"),
+        (("q_proj", "v_porj"), "no layer v_porj"),
+        (("q_proj", "embed_tokens"), "embed_tokens shares its weight with lm_head"),
+        (("lm_head",), "lm_head shares its weight with model.embed_tokens"),
+    ],
+)
+def test_layers_that_cannot_have_adapters_are_refused(model: Path, targets: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"target_modules: .*{complaint}"):
+        insert_adapters(load_model(model, "float32"), LoraOptions(target_modules=targets), seed=0)
+
+
+def test_of_an_untied_model_the_head_may_have_adapters_the_embedding_not(tmp_path: Path) -> None:
+    untied = build_tiny_model(tmp_path, tied=False)
+    policy = Policy(untied, LoraOptions(rank=2, target_modules=("lm_head", "q_proj")))
+    batches = make_micro_batches()
+    policy_step(policy.engine, batches)
+    merged = logprobs_of(plain_model(untied, policy.merged()), batches)
+    torch.testing.assert_close(merged, logprobs_of(policy.engine, batches), atol=2e-6, rtol=0)
+    assert {name.split(".")[-4] for name in policy.trained()} == {"lm_head", "q_proj"}
+    policy.engine.close()
+    with pytest.raises(ConfigError, match="embed_tokens is no linear layer"):
+        insert_adapters(load_model(untied, "float32"), LoraOptions(target_modules=("embed_tokens",)), seed=0)

@@ -1,0 +1,180 @@
+"""Log-probs, entropy and Σπ² in chunks: golden values, equality with the naive way, gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import tandem.trainer.models.token_logprobs
+from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_from_logits, token_statistics
+from tests.support.golden_cases import GoldenCase, golden_cases
+
+NUM_TOKENS, HIDDEN, VOCABULARY = 23, 8, 50
+
+
+@pytest.fixture(autouse=True)
+def chunks_of_four_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tandem.trainer.models.token_logprobs, "_CHUNK_LOGITS", 4 * VOCABULARY)
+
+
+def make_inputs(dtype: torch.dtype = torch.float32, *, bias: bool = True, scale: float = 1.0) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight_VH = scale * torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    bias_V = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64) if bias else None
+    return [None if given is None else given.to(dtype).requires_grad_() for given in (hidden_NH, weight_VH, bias_V)]
+
+
+def make_targets() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator), 0.5 + torch.rand(
+        NUM_TOKENS, generator=generator
+    )
+
+
+def chunked(inputs: list[Tensor | None], **asked: bool) -> TokenStatistics:
+    hidden_NH, weight_VH, bias_V = inputs
+    assert hidden_NH is not None and weight_VH is not None
+    return token_statistics(hidden_NH, weight_VH, bias_V, *make_targets(), **asked)
+
+
+def naive(inputs: list[Tensor | None], **asked: bool) -> TokenStatistics:
+    hidden_NH, weight_VH, bias_V = inputs
+    assert hidden_NH is not None and weight_VH is not None
+    return statistics_from_logits(functional.linear(hidden_NH, weight_VH, bias_V), *make_targets(), **asked)
+
+
+def gradients(found: TokenStatistics, inputs: list[Tensor | None]) -> list[Tensor]:
+    """Of a sum in which every statistic of every token has a factor of its own."""
+    generator = torch.Generator().manual_seed(2)
+    terms = [
+        values_N @ torch.randn(NUM_TOKENS, generator=generator).to(values_N)
+        for values_N in found
+        if values_N is not None
+    ]
+    return list(torch.autograd.grad(torch.stack(terms).sum(), [given for given in inputs if given is not None]))
+
+
+@pytest.mark.parametrize("case", golden_cases("masked_ops/from_logits/"), ids=lambda case: case.name)
+@pytest.mark.parametrize("in_chunks", [True, False])
+def test_golden_from_logits(case: GoldenCase, in_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_BTV, labels_BT = case.inputs["logits"], case.inputs["labels"]
+    logits_NV, vocabulary = logits_BTV.flatten(0, 1), logits_BTV.shape[-1]
+    monkeypatch.setattr(tandem.trainer.models.token_logprobs, "_CHUNK_LOGITS", 5 * vocabulary)
+    target_N, temperature_N = labels_BT.flatten(), torch.ones(labels_BT.numel())
+    if in_chunks:  # hidden states that a head of ones on the diagonal makes the logits
+        identity_VV = torch.eye(vocabulary, dtype=logits_NV.dtype)
+        found = token_statistics(
+            logits_NV, identity_VV, None, target_N, temperature_N, entropy=True, squared_probs=True
+        )
+    else:
+        found = statistics_from_logits(logits_NV, target_N, temperature_N, entropy=True, squared_probs=True)
+    for name, values_N in zip(("log_prob", "entropy", "sum_pi_squared"), found, strict=True):
+        assert values_N is not None
+        case.check(name, values_N.view_as(labels_BT))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
+@pytest.mark.parametrize(
+    "asked", [{}, {"entropy": True}, {"squared_probs": True}, {"entropy": True, "squared_probs": True}]
+)
+def test_the_same_as_the_naive_way(bias: bool, scale: float, asked: dict[str, bool]) -> None:
+    inputs = make_inputs(bias=bias, scale=scale)
+    got, want = chunked(inputs, **asked), naive(inputs, **asked)
+    for got_N, want_N in zip(got, want, strict=True):
+        assert (got_N is None) == (want_N is None)
+        if got_N is not None:
+            torch.testing.assert_close(got_N, want_N, rtol=1e-5, atol=1e-5)
+    for got_grad, want_grad in zip(gradients(got, inputs), gradients(want, inputs), strict=True):
+        torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-5 * max(1.0, float(want_grad.abs().max())))
+
+
+def test_gradients_by_finite_differences() -> None:
+    inputs = make_inputs(torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda *given: chunked(list(given), entropy=True, squared_probs=True), inputs, fast_mode=False
+    )
+
+
+@pytest.mark.parametrize("used", range(3))
+def test_gradient_of_one_statistic_while_all_are_asked_for(used: int) -> None:
+    inputs = make_inputs(torch.float64)
+    asked = {"entropy": True, "squared_probs": True}
+    got_N, want_N = chunked(inputs, **asked)[used], naive(inputs, **asked)[used]
+    assert got_N is not None and want_N is not None
+    given = [tensor for tensor in inputs if tensor is not None]
+    for got, want in zip(
+        torch.autograd.grad(got_N.sum(), given), torch.autograd.grad(want_N.sum(), given), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_bfloat16_is_as_close_to_the_truth_as_the_naive_way() -> None:
+    inputs = make_inputs(torch.bfloat16)
+    exact = [None if given is None else given.detach().double().requires_grad_() for given in inputs]
+    got, want, truth = chunked(inputs), naive(inputs), naive(exact)
+    assert got.logprobs_N.dtype == torch.float32
+    torch.testing.assert_close(got.logprobs_N, want.logprobs_N, rtol=1e-5, atol=1e-5)  # of the same bfloat16 logits
+    for got_grad, want_grad, true_grad in zip(
+        gradients(got, inputs), gradients(want, inputs), gradients(truth, exact), strict=True
+    ):
+        assert got_grad.dtype == torch.bfloat16
+        assert (got_grad - true_grad).norm() <= 1.2 * (want_grad - true_grad).norm() + 1e-3 * true_grad.norm()
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden_NH, weight_VH, _ = make_inputs(bias=False)
+    assert hidden_NH is not None and weight_VH is not None
+    weight_VH.requires_grad_(False)
+    found = token_statistics(hidden_NH, weight_VH, None, *make_targets())
+    found.logprobs_N.sum().backward()
+    assert hidden_NH.grad is not None and weight_VH.grad is None
+
+
+def test_no_token_gives_zero_gradients() -> None:
+    inputs = make_inputs()
+    hidden_NH, weight_VH, bias_V = inputs
+    assert hidden_NH is not None and weight_VH is not None
+    target_N, temperature_N = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    found = token_statistics(hidden_NH[:0], weight_VH, bias_V, target_N, temperature_N, entropy=True)
+    assert found.entropy_N is not None and found.logprobs_N.shape == found.entropy_N.shape == (0,)
+    for gradient in torch.autograd.grad(found.logprobs_N.sum(), [hidden_NH, weight_VH, bias_V]):  # type: ignore[list-item]
+        assert not gradient.any()
+
+
+def test_without_gradient_nothing_is_kept() -> None:
+    with torch.no_grad():
+        assert not chunked(make_inputs()).logprobs_N.requires_grad
+
+
+def test_bad_hidden_states_and_temperatures_are_not_hidden() -> None:
+    inputs = make_inputs()
+    with torch.no_grad():
+        assert inputs[0] is not None
+        inputs[0][3, 0] = math.nan
+    found = chunked(inputs, entropy=True)
+    assert found.logprobs_N.isnan().nonzero().tolist() == [[3]]
+    assert all(not bool(gradient.isfinite().all()) for gradient in gradients(found, inputs))
+    hidden_NH, weight_VH, bias_V = make_inputs()
+    assert hidden_NH is not None and weight_VH is not None
+    cold = token_statistics(hidden_NH, weight_VH, bias_V, make_targets()[0], torch.zeros(NUM_TOKENS))
+    assert not bool(cold.logprobs_N.isfinite().any())
+
+
+def test_wrong_shapes() -> None:
+    hidden_NH, weight_VH, _ = make_inputs()
+    target_N, temperature_N = make_targets()
+    assert hidden_NH is not None and weight_VH is not None
+    for bad in (
+        (hidden_NH[:, :3], weight_VH, None, target_N, temperature_N),
+        (hidden_NH, weight_VH, torch.zeros(3), target_N, temperature_N),
+        (hidden_NH, weight_VH, None, target_N[:3], temperature_N),
+        (hidden_NH, weight_VH, None, target_N, temperature_N[:3]),
+    ):
+        with pytest.raises(AssertionError):
+            token_statistics(*bad)

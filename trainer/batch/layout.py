@@ -1,0 +1,107 @@
+"""Where the loss tokens of a batch stand when all of them are one column: R trajectories, N tokens flat.
+
+A trajectory's segments stand one after another, trajectories in the order of the batch's headers. What a rank computes
+of its own micro-batches becomes a column of the whole batch by `gather`; what is then said about the batch goes back by
+`places`. So advantages, rejection and denominators are computed once over the batch, alike on every rank, whatever the
+cut into micro-batches and ranks was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+from tandem.protos.types import RowHeader, TrainBatch
+from tandem.trainer.batch.planning import group_steps
+from tandem.trainer.batch.ragged import row_sums
+
+TrajectoryKey = tuple[str, int]
+"""(group id, trajectory id)."""
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """R trajectories that have a reward, S segments, N loss tokens. int64 tensors on the CPU."""
+
+    trajectories: tuple[TrajectoryKey, ...]
+    headers: tuple[RowHeader, ...]
+    """The header of each trajectory's first segment."""
+    lengths_R: Tensor
+    groups_R: Tensor
+    """Number of each trajectory's group."""
+    steps_R: Tensor
+    """The optimizer step each trajectory is trained in; of one without a loss token its group's."""
+    segments_R: Tensor
+    """How many segments each trajectory has."""
+    lengths_S: Tensor
+    places: Mapping[tuple[int, int], Tensor]
+    """(optimizer step, micro-batch) of this rank → the place in N of each of its loss tokens, in the order of the
+    micro-batch.
+    """
+
+    @classmethod
+    def of(cls, batch: TrainBatch, *, rank: int) -> BatchLayout:
+        """The layout, the same on every rank but for `places`."""
+        rows: dict[TrajectoryKey, list[RowHeader]] = {}
+        for header in batch.headers:
+            if header.role == "policy" and header.reward is not None:
+                rows.setdefault((header.group_id, header.trajectory_id), []).append(header)
+        numbers = {group_id: number for number, group_id in enumerate(batch.group_ids)}
+        steps = {(row.group_id, row.trajectory_id): row.optimizer_step for row in batch.plan}
+        step_of_group = group_steps(len(batch.group_ids), len(batch.num_micro_batches))
+        first: dict[tuple[str, int, int], tuple[int, int]] = {}
+        total = 0
+        for header in (header for segments in rows.values() for header in segments):
+            first[header.group_id, header.trajectory_id, header.segment] = total, total + header.num_loss_tokens
+            total += header.num_loss_tokens
+        cells: dict[tuple[int, int], list[Tensor]] = {}
+        for row in batch.plan:
+            if row.rank == rank:
+                places = torch.arange(*first[row.group_id, row.trajectory_id, row.segment])
+                cells.setdefault((row.optimizer_step, row.micro_batch), []).append(places)
+        return cls(
+            trajectories=tuple(rows),
+            headers=tuple(segments[0] for segments in rows.values()),
+            lengths_R=_integers(sum(header.num_loss_tokens for header in segments) for segments in rows.values()),
+            groups_R=_integers(numbers[group_id] for group_id, _ in rows),
+            steps_R=_integers(steps.get(key, step_of_group[numbers[key[0]]]) for key in rows),
+            segments_R=_integers(len(segments) for segments in rows.values()),
+            lengths_S=_integers(header.num_loss_tokens for segments in rows.values() for header in segments),
+            places={cell: torch.cat(parts) for cell, parts in cells.items()},
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.lengths_R.sum())
+
+    def place_of(self, step: int, micro_batch: int) -> Tensor:
+        """`places`, empty where this rank has no rows."""
+        return self.places.get((step, micro_batch), torch.zeros(0, dtype=torch.int64))
+
+    def tokens_of(self, step: int) -> tuple[Tensor, Tensor]:
+        """(places in N, lengths of their segments) of everything trained in an optimizer step."""
+        here_S = (self.steps_R == step).repeat_interleave(self.segments_R)
+        return here_S.repeat_interleave(self.lengths_S).nonzero()[:, 0], self.lengths_S[here_S]
+
+    def kept_of(self, keep_N: Tensor) -> Tensor:
+        """int64 (R,): how many of each trajectory's tokens are kept."""
+        return row_sums(keep_N.double(), self.lengths_R).long()
+
+    def gather(self, parts: Mapping[tuple[int, int], Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The column (N,) of what every rank has of its micro-batches (`parts`: those of this one), on the CPU. All
+        ranks enter; tokens that nobody has are 0.
+        """
+        column_N = torch.zeros(self.num_tokens, dtype=dtype, device=device)
+        for cell, values_N in parts.items():
+            column_N[self.place_of(*cell).to(device)] = values_N.detach().to(device, dtype)
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            distributed.all_reduce(column_N)  # one rank has each token: adding zeros changes nothing
+        return column_N.cpu()
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)

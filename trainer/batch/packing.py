@@ -1,0 +1,154 @@
+"""Cutting rows into micro-batches within a token budget that no micro-batch ever exceeds: padded rectangles, or rows
+end to end.
+
+Which of the two a run has is settled in trainer/models/flat_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tandem.protos.errors import DataError
+from tandem.trainer.batch.balance import partition, workload
+
+MAX_PADDING = 1 / 20
+"""More padding than this share of the tokens is worth another micro-batch …"""
+MAX_PADDING_OF_BUDGET = 1 / 8
+"""… unless it is less than this share of the budget, in a batch below SMALL_BATCH: a forward pass costs something,
+however small.
+"""
+SMALL_BATCH = 1 / 2
+"""Budgets; from here on a batch is padded by MAX_PADDING at most, whatever that takes."""
+_PRICE_STEP = 0.7
+
+
+def pack(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
+    """Bins of row numbers; a bin of B rows, the longest T tokens long, takes B·T ≤ `token_budget` tokens.
+
+    Rows are sorted by length, so that little is padding. There are as few bins as the budget and `MAX_PADDING` allow,
+    rounded up to
+    `multiple_of` (ranks) where the rows suffice. Deterministic.
+
+    Raises:
+        DataError: a row alone exceeds the budget.
+    """
+    if not lengths:
+        return []
+    _check_longest(lengths, token_budget)
+    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    bins = _even_cut(order, lengths, token_budget, 1)
+    if _too_padded(bins, lengths, token_budget):
+        bins = _little_padded_cut(order, lengths, token_budget)
+    elif len(bins) % multiple_of:
+        evener = _even_cut(order, lengths, token_budget, multiple_of)
+        bins = bins if _too_padded(evener, lengths, token_budget) else evener
+    return _halve_to_multiple(bins, lengths, multiple_of)
+
+
+def pack_flat(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
+    """Bins of row numbers for attention over rows of any length end to end (no padding): a bin's lengths sum to ≤
+    `token_budget`.
+
+    The fewest bins for which the largest differencing method finds parts of like work
+    (`tandem.trainer.batch.balance.workload`) within the budget, rounded up to `multiple_of` where the rows suffice.
+    Deterministic.
+
+    Raises:
+        DataError: a row alone exceeds the budget.
+    """
+    if not lengths:
+        return []
+    _check_longest(lengths, token_budget)
+    works = [workload(length) for length in lengths]
+    count = _round_up(-(-sum(lengths) // token_budget), multiple_of)
+    while True:
+        bins = partition(works, min(count, len(lengths)))
+        if max(sum(lengths[row] for row in rows) for rows in bins) <= token_budget:
+            return bins  # at the latest when every row is alone
+        count += multiple_of
+
+
+def _too_padded(bins: Sequence[Sequence[int]], lengths: Sequence[int], token_budget: int) -> bool:
+    num_tokens = sum(lengths)
+    padding = sum(len(rows) * lengths[rows[0]] for rows in bins) - num_tokens
+    small = num_tokens < token_budget * SMALL_BATCH
+    return padding > max(num_tokens * MAX_PADDING, token_budget * MAX_PADDING_OF_BUDGET * small)
+
+
+def _check_longest(lengths: Sequence[int], token_budget: int) -> None:
+    assert min(lengths) >= 1, "a row has a token"
+    longest = max(lengths)
+    if longest > token_budget:
+        raise DataError(f"a row of {longest} tokens exceeds trainer.tokens_per_micro_batch ({token_budget}): raise it")
+
+
+def _round_up(number: int, multiple_of: int) -> int:
+    return -(-number // multiple_of) * multiple_of
+
+
+def _even_cut(order: Sequence[int], lengths: Sequence[int], token_budget: int, multiple_of: int) -> list[list[int]]:
+    # Among the cuts with the fewest bins (rounded up), the one whose largest bin is smallest.
+    wanted = _round_up(len(_cut(order, lengths, token_budget)), multiple_of)
+    low, high = lengths[order[0]], token_budget  # the smallest budget that still gives at most `wanted` bins
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(order, lengths, middle)) <= wanted:
+            high = middle
+        else:
+            low = middle + 1
+    return _cut(order, lengths, high)
+
+
+def _cut(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    # Rows come longest first, so a bin's first row is its longest: greedy filling is optimal for bins of neighbours.
+    bins: list[list[int]] = []
+    for row in order:
+        if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
+            bins[-1].append(row)
+        else:
+            bins.append([row])
+    return bins
+
+
+def _little_padded_cut(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    price = token_budget * _PRICE_STEP  # of one more bin, in tokens of padding
+    while True:
+        bins = _cheapest_cut(order, lengths, token_budget, price)
+        if not _too_padded(bins, lengths, token_budget):
+            return bins
+        price = max(price * _PRICE_STEP, 0.5)  # at half a token every length has bins of its own, without padding
+
+
+def _cheapest_cut(order: Sequence[int], lengths: Sequence[int], budget: int, price: float) -> list[list[int]]:
+    # The cut into bins of neighbours with the least area + price·bins: a shortest path over the places where a bin may
+    # begin.
+    num_rows = len(order)
+    costs = np.zeros(num_rows + 1)
+    ends = np.zeros(num_rows, np.int64)
+    sizes = np.arange(1, num_rows + 1)
+    for first in range(num_rows - 1, -1, -1):
+        longest = lengths[order[first]]
+        most = min(budget // longest, num_rows - first)
+        choices = sizes[:most] * longest + costs[first + 1 : first + most + 1]
+        best = int(choices.argmin())
+        costs[first], ends[first] = choices[best] + price, first + best + 1
+    bins: list[list[int]] = []
+    first = 0
+    while first < num_rows:
+        bins.append(list(order[first : ends[first]]))
+        first = int(ends[first])
+    return bins
+
+
+def _halve_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple_of: int) -> list[list[int]]:
+    # Part of a bin keeps every limit.
+    num_rows = sum(map(len, bins))
+    bins = list(bins)
+    while len(bins) % multiple_of and len(bins) < num_rows:
+        divisible = [number for number, rows in enumerate(bins) if len(rows) > 1]
+        number = max(divisible, key=lambda number: (sum(lengths[row] for row in bins[number]), -number))
+        middle = len(bins[number]) // 2
+        bins[number : number + 1] = [bins[number][:middle], bins[number][middle:]]
+    return bins

@@ -1,0 +1,92 @@
+"""The plan of a batch: which row is trained in which optimizer step, on which rank, in which micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.protos.types import Packing, PlannedRow, RowHeader, TrainBatch
+from tandem.trainer.batch.balance import deal, workload
+from tandem.trainer.batch.packing import pack, pack_flat
+
+
+def is_trained(header: RowHeader) -> bool:
+    """True for rows that the policy sampled, that have a reward and at least one loss token."""
+    return header.role == "policy" and header.reward is not None and header.num_loss_tokens > 0
+
+
+def group_steps(num_groups: int, num_steps: int) -> list[int]:
+    """The optimizer step each group of a batch is trained in: runs of neighbours, as many as there are steps, of like
+    length.
+    """
+    edges = [step * num_groups // num_steps for step in range(num_steps + 1)]
+    return [step for step in range(num_steps) for _ in range(edges[step], edges[step + 1])]
+
+
+def plan_batch(
+    headers: Sequence[RowHeader],
+    group_ids: Sequence[str],
+    *,
+    policy_version: int,
+    incarnation: int,
+    world_size: int,
+    tokens_per_micro_batch: int,
+    optimizer_steps: int,
+    packing: Packing = "padded",
+) -> TrainBatch:
+    """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one a group), each into micro-batches, and these
+    over ranks.
+
+    A pure function: the same headers give the same plan. Every rank gets the same number of micro-batches a step; one
+    that has fewer rows trains empty ones. Rows of one micro-batch stand in the plan in the order in which they are
+    stacked.
+
+    Raises:
+        DataError: a row exceeds `tokens_per_micro_batch`.
+    """
+    assert group_ids, "a batch has at least one group"
+    num_steps = min(optimizer_steps, len(group_ids))
+    plan: list[PlannedRow] = []
+    num_micro_batches = []
+    steps = group_steps(len(group_ids), num_steps)
+    for step in range(num_steps):
+        members = {group_id for group_id, of_group in zip(group_ids, steps, strict=True) if of_group == step}
+        rows = [header for header in headers if header.group_id in members and is_trained(header)]
+        lengths = [row.num_tokens for row in rows]
+        cut = pack_flat if packing == "flat" else pack
+        bins = cut(lengths, tokens_per_micro_batch, multiple_of=world_size)
+        costs = [sum(map(workload, _computed([lengths[row] for row in bin_rows], packing))) for bin_rows in bins]
+        hands = deal(costs, world_size)
+        num_micro_batches.append(max(1, *map(len, hands)))
+        plan += [
+            PlannedRow(rows[row].group_id, rows[row].trajectory_id, rows[row].segment, step, rank, micro_batch)
+            for rank, hand in enumerate(hands)
+            for micro_batch, number in enumerate(hand)
+            for row in bins[number]
+        ]
+    return TrainBatch(
+        policy_version=policy_version,
+        incarnation=incarnation,
+        group_ids=tuple(group_ids),
+        headers=tuple(headers),
+        plan=tuple(plan),
+        num_micro_batches=tuple(num_micro_batches),
+        packing=packing,
+    )
+
+
+def padding_fraction(batch: TrainBatch) -> float:
+    """The share of padding in the tokens that all forward passes of this batch together see (empty micro-batches not
+    counted).
+    """
+    lengths = {(h.group_id, h.trajectory_id, h.segment): h.num_tokens for h in batch.headers}
+    cells: dict[tuple[int, int, int], list[int]] = {}
+    for row in batch.plan:
+        cell = cells.setdefault((row.optimizer_step, row.rank, row.micro_batch), [])
+        cell.append(lengths[row.group_id, row.trajectory_id, row.segment])
+    area = sum(sum(_computed(cell, batch.packing)) for cell in cells.values())
+    return 1.0 - sum(map(sum, cells.values())) / area if area else 0.0
+
+
+def _computed(lengths: Sequence[int], packing: Packing) -> Sequence[int]:
+    """How long the rows of one micro-batch are to a forward pass."""
+    return lengths if packing == "flat" else [max(lengths)] * len(lengths)

@@ -1,0 +1,167 @@
+"""`batches/<version>` of the run folder: what a batch was made of, on disk before its first gradient.
+
+`groups.arrow` is one Arrow IPC file, a row a segment, in the batch's order: `pyarrow.ipc.open_file(path).read_all()`
+shows it. Its columns are the payload's, after two of the group: `group_id` and `prompt` (JSON). `plan.json` is the
+TrainBatch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tandem.protos.codec import (
+    PROMPT_KEY,
+    SCHEMA,
+    SCHEMA_VERSION,
+    VERSION_KEY,
+    batch_to_payload,
+    check_schema_version,
+    decode_headers,
+    encode_headers,
+    payload_to_batch,
+)
+from tandem.protos.errors import DataError, LedgerError
+from tandem.protos.types import PlannedRow, TrainBatch
+from tandem.trainer.checkpoints.durable import whole_folder
+
+BATCHES_FOLDER = "batches"
+PLAN_FILE = "plan.json"
+GROUPS_FILE = "groups.arrow"
+
+_GROUP_FIELDS = [
+    pa.field("group_id", pa.string(), nullable=False),
+    pa.field("prompt", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # stored once a group, not once a row
+]
+_FILE_SCHEMA = pa.schema([*_GROUP_FIELDS, *SCHEMA], {VERSION_KEY: str(SCHEMA_VERSION).encode()})
+
+
+def record_folder(run_folder: Path, version: int) -> Path:
+    """Where the batch that made `version` is recorded."""
+    return Path(run_folder) / BATCHES_FOLDER / f"{version:06d}"
+
+
+def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
+    """Writes the record and returns once it is on disk. It appears whole or not at all.
+
+    Raises:
+        LedgerError: this version is recorded already: a version means one history.
+        DataError: a payload is missing or cannot be read.
+        EnvironmentLackError: the disk is full.
+    """
+    folder = record_folder(run_folder, batch.policy_version)
+    if folder.exists():
+        raise LedgerError(f"{folder} exists: version {batch.policy_version} was trained on another batch")
+    missing = [group_id for group_id in batch.group_ids if group_id not in payloads]
+    if missing:
+        raise DataError(f"batch {batch.policy_version}: no payload of group {missing[0]}")
+    table = _to_table({group_id: payloads[group_id] for group_id in batch.group_ids})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _FILE_SCHEMA) as writer:
+        writer.write_table(table)
+    with whole_folder(folder) as begun:
+        (begun / GROUPS_FILE).write_bytes(sink.getvalue())
+        (begun / PLAN_FILE).write_text(json.dumps(batch_to_json(batch)) + "\n", encoding="utf-8")
+
+
+def read_record(run_folder: Path, version: int) -> tuple[TrainBatch, dict[str, bytes]]:
+    """The batch and its payloads, as they were written: `decode_group` gives back every array bit for bit.
+
+    Raises:
+        DataError: there is no such record, or it cannot be read.
+    """
+    batch = read_plan(run_folder, version)
+    path = record_folder(run_folder, version) / GROUPS_FILE
+    try:
+        with pa.ipc.open_file(path) as reader:
+            table = reader.read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    check_schema_version(table.schema.metadata)
+    payloads = _to_payloads(table)
+    if set(payloads) != set(batch.group_ids):
+        raise DataError(f"{path} holds other groups than {PLAN_FILE} beside it")
+    return batch, payloads
+
+
+def read_plan(run_folder: Path, version: int) -> TrainBatch:
+    """The batch of a record, without its payloads. Raises DataError if there is none."""
+    path = record_folder(run_folder, version) / PLAN_FILE
+    try:
+        return batch_from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def recorded_versions(run_folder: Path) -> list[int]:
+    """Versions whose batch is recorded, ascending."""
+    folder = Path(run_folder) / BATCHES_FOLDER
+    return sorted(int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdigit())
+
+
+def record_group_ids(run_folder: Path, version: int) -> list[str]:
+    """The groups of a recorded batch, in its order."""
+    return list(read_plan(run_folder, version).group_ids)
+
+
+def batch_to_json(batch: TrainBatch) -> dict[str, Any]:
+    """The batch as a value that JSON can write."""
+    return {
+        "policy_version": batch.policy_version,
+        "incarnation": batch.incarnation,
+        "group_ids": list(batch.group_ids),
+        "num_micro_batches": list(batch.num_micro_batches),
+        "packing": batch.packing,
+        "plan_columns": list(PlannedRow.__dataclass_fields__),
+        "plan": [[getattr(row, name) for name in PlannedRow.__dataclass_fields__] for row in batch.plan],
+        "headers": json.loads(encode_headers(batch.headers)),
+    }
+
+
+def batch_from_json(values: Mapping[str, Any]) -> TrainBatch:
+    """The batch of `batch_to_json`'s value."""
+    return TrainBatch(
+        policy_version=values["policy_version"],
+        incarnation=values["incarnation"],
+        group_ids=tuple(values["group_ids"]),
+        headers=decode_headers(json.dumps(values["headers"])),
+        plan=tuple(PlannedRow(**dict(zip(values["plan_columns"], row, strict=True))) for row in values["plan"]),
+        num_micro_batches=tuple(values["num_micro_batches"]),
+        packing=values.get("packing", "padded"),  # records of before there was a choice
+    )
+
+
+def _to_table(payloads: Mapping[str, bytes]) -> pa.Table:
+    group_ids: list[str] = []
+    prompt_numbers: list[int] = []
+    prompts: list[str] = []
+    batches = []
+    for number, (group_id, payload) in enumerate(payloads.items()):
+        batch = payload_to_batch(payload)
+        group_ids += [group_id] * batch.num_rows
+        prompt_numbers += [number] * batch.num_rows
+        prompts.append(batch.schema.metadata[PROMPT_KEY].decode())
+        batches.append(batch.replace_schema_metadata(None))
+    segments = pa.Table.from_batches(batches, SCHEMA).combine_chunks()
+    prompt_column = pa.DictionaryArray.from_arrays(pa.array(prompt_numbers, pa.int32()), pa.array(prompts, pa.string()))
+    columns = [pa.array(group_ids, pa.string()), prompt_column, *segments.columns]
+    return pa.Table.from_arrays(columns, schema=_FILE_SCHEMA)
+
+
+def _to_payloads(table: pa.Table) -> dict[str, bytes]:
+    group_ids = table.column("group_id").to_pylist()
+    segments = table.select(SCHEMA.names).combine_chunks()
+    payloads: dict[str, bytes] = {}
+    first = 0
+    for row in range(1, len(group_ids) + 1):
+        if row == len(group_ids) or group_ids[row] != group_ids[first]:
+            prompt = table.column("prompt")[first].as_py()
+            metadata = {VERSION_KEY: table.schema.metadata[VERSION_KEY], PROMPT_KEY: prompt.encode()}
+            (batch,) = segments.slice(first, row - first).to_batches()
+            payloads[group_ids[first]] = batch_to_payload(batch.replace_schema_metadata(metadata))
+            first = row
+    return payloads

@@ -1,0 +1,153 @@
+"""What is learned from: which groups, trajectories and tokens, and how much each trajectory counts. Pure functions; no
+torch at run time.
+
+DAPO: arXiv:2503.14476. PF-PPO: arXiv:2409.06957. R: trajectories of the batch, whose groups are labelled by any
+    integers; G: those of one group; N: loss tokens. A trajectory's reward is all that it earned, rewards on its tokens
+    included. One that is NaN or infinite is refused wherever it would decide something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.protos.errors import ConfigError, DataError
+from tandem.protos.types import FinishReason
+from tandem.trainer.batch.selection_options import OverlongPenalty, PolicyFiltration
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = NDArray[np.float64]
+
+POWER_EPSILON = 1e-8
+"""Keeps every trajectory drawable under `power`, and the weights defined when all rewards are 0."""
+
+
+def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> bool:
+    """True if the group has more than one reward and all are equal: no advantage can come of it, so DAPO samples
+    another instead.
+
+    They are what answers earned in all, on whichever tokens it fell, before any penalty. `by_deviation` asks whether
+    the computed standard deviation is exactly 0, as the golden convention does; rounding makes that false for three
+    times 0.1.
+
+    Raises:
+        DataError: a reward is NaN or infinite.
+    """
+    rewards = check_finite(np.asarray(rewards_G, np.float64), "rewards")
+    if len(rewards) < 2:
+        return False
+    return bool(rewards.std() == 0.0) if by_deviation else bool(rewards.min() == rewards.max())
+
+
+def finished_rows(finish_reasons: Sequence[FinishReason]) -> NDArray[np.bool_]:
+    """False for trajectories that were cut off at the length limit (overlong filtering): their loss tokens are to be
+    left out of the loss and of its denominators, while their rewards stay in the baselines. None finished: nothing is
+    left, and the loss is 0.
+    """
+    return np.array([reason != "length" for reason in finish_reasons], np.bool_)
+
+
+def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *, max_tokens: int) -> Floats:
+    """What is added to the rewards of answers of these lengths (sampled tokens; `max_tokens` is the longest one
+    allowed): never positive.
+
+    0 up to max_tokens − buffer, from there linearly down to −factor at max_tokens, and −factor beyond (DAPO, eq. 13).
+
+    Raises:
+        ConfigError: the buffer is longer than the longest answer.
+    """
+    if options.buffer_tokens > max_tokens:
+        raise ConfigError(
+            f"overlong_penalty.buffer_tokens = {options.buffer_tokens} exceeds the "
+            f"longest answer ({max_tokens} tokens): lower it"
+        )
+    excess_R = np.maximum(lengths_R - (max_tokens - options.buffer_tokens), 0)
+    if options.beyond == "flat":
+        excess_R = np.minimum(excess_R, options.buffer_tokens)
+    return -options.factor * excess_R / options.buffer_tokens
+
+
+def clip_rewards(rewards_R: Floats, bounds: tuple[float, float]) -> Floats:
+    """The rewards within the bounds. Raises DataError if one is NaN or infinite: a scorer's fault is not to be hidden
+    by clipping.
+    """
+    return np.clip(check_finite(rewards_R, "rewards"), *bounds)
+
+
+def clip_advantages(advantages_N: Tensor, limit: float) -> Tensor:
+    """The advantages within ±limit. Raises DataError if one is NaN or infinite."""
+    if not bool(advantages_N.isfinite().all()):
+        raise DataError(
+            f"{int((~advantages_N.isfinite()).sum())} of {advantages_N.numel()} advantages are NaN or infinite"
+        )
+    return advantages_N.clamp(-limit, limit)
+
+
+def filtration_weights(
+    rewards_R: Floats, groups_R: NDArray[np.int64], options: PolicyFiltration, *, seed: int
+) -> Floats:
+    """How often each trajectory counts, (R,): in the loss and in its denominators, as if it were in the batch that many
+    times.
+
+    PF-PPO trains on μ, which picks the i-th best of a group's K answers with probability w_i:
+
+        best_of_n    1, 0, …, 0
+        best_random  1/2, then 1/(2(K − 1)) each
+        best_worst   1/2, 0, …, 0, 1/2
+
+    Equal rewards share the probability of their ranks, so the order of rows decides nothing, and a group of equal
+    rewards or of one counts as it is. The weights are K·w_i, mean 1 in every group. `power`: probability ∝
+    |reward|^power + 1e-8 over the whole batch, mean weight 1 over the batch (the golden implementation's default).
+    Resampled, they are counts drawn with these probabilities, and the same seed draws the same. Trajectories of weight
+    0 leave the loss; baselines and advantages are computed before, of all.
+
+    Raises:
+        DataError: a reward is NaN or infinite.
+    """
+    assert rewards_R.ndim == 1 and rewards_R.shape == groups_R.shape, (rewards_R.shape, groups_R.shape)
+    check_finite(rewards_R, "rewards")
+    random = np.random.default_rng(seed)
+    weights_R = np.ones(len(rewards_R))
+    for rows in _groups(np.zeros_like(groups_R) if options.method == "power" else groups_R):
+        probabilities = _probabilities(rewards_R[rows], options)
+        expected = len(rows) * probabilities
+        weights_R[rows] = random.multinomial(len(rows), probabilities) if options.resample else expected
+    return weights_R
+
+
+def _probabilities(rewards_G: Floats, options: PolicyFiltration) -> Floats:
+    size = len(rewards_G)
+    if options.method == "power":
+        with np.errstate(over="ignore"):
+            raw_G = np.abs(rewards_G) ** options.power + POWER_EPSILON
+        return np.asarray(raw_G / check_finite(raw_G, "powers of rewards").sum(), np.float64)
+    by_rank = np.zeros(size)
+    if options.method == "best_of_n" or size == 1:
+        by_rank[0] = 1.0
+    elif options.method == "best_random":
+        by_rank[:] = 0.5 / (size - 1)
+        by_rank[0] = 0.5
+    else:
+        by_rank[[0, -1]] = 0.5
+    _, ties, counts = np.unique(-rewards_G, return_inverse=True, return_counts=True)
+    shared = np.add.reduceat(by_rank, np.cumsum(counts) - counts) / counts
+    return np.asarray(shared[ties], np.float64)
+
+
+def _groups(groups_R: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
+    order = np.argsort(groups_R, kind="stable")
+    if len(order):
+        yield from np.split(order, np.flatnonzero(np.diff(groups_R[order])) + 1)
+
+
+def check_finite(values: Floats, name: str) -> Floats:
+    """The values. Raises DataError if one is NaN or infinite."""
+    num_bad = int((~np.isfinite(values)).sum())
+    if num_bad:
+        raise DataError(f"{num_bad} of {len(values)} {name} are NaN or infinite: mend the scorer")
+    return values

@@ -1,0 +1,73 @@
+"""Exports: a Hugging Face folder in safetensors that `AutoModelForCausalLM.from_pretrained` and vLLM load."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+from pathlib import Path
+
+import torch
+import transformers
+
+from tandem.trainer.backend.base import ParameterSpec
+from tandem.trainer.checkpoints.durable import whole_folder
+
+COPIED = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files of the source folder that an export has unchanged."""
+
+_GATHER_ELEMENTS = 1 << 24
+
+Gather = Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]]
+
+
+def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Copies of all parameters in host memory, gathered some at a time; all ranks enter, those that do not `keep` get
+    none.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for names in _portions(specs):
+        with gather(names) as tensors:
+            if keep:
+                weights.update((name, tensor.to("cpu", copy=True)) for name, tensor in tensors.items())
+    return weights
+
+
+def write_export(
+    model: transformers.PreTrainedModel, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
+) -> None:
+    """Writes weights, configuration, tokenizer and generation settings. The folder appears whole, in place of an
+    earlier one.
+
+    Raises:
+        EnvironmentLackError: the disk is full.
+    """
+    with whole_folder(folder) as begun:
+        model.save_pretrained(begun, state_dict=dict(weights))
+        for pattern in COPIED:
+            for file in source.glob(pattern):
+                if file.is_file():
+                    shutil.copyfile(file, begun / file.name)
+
+
+def _portions(specs: Sequence[ParameterSpec]) -> Iterator[list[str]]:
+    names: list[str] = []
+    filled = 0
+    for name, _, shape in specs:
+        if names and filled + prod(shape) > _GATHER_ELEMENTS:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += prod(shape)
+    if names:
+        yield names

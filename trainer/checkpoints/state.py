@@ -1,0 +1,70 @@
+"""Checkpoints: `checkpoints/<version>` holds a folder of the backend's files for each engine, the ranks' random states,
+and `state.json` that describes them.
+
+The version is that of the last batch the weights contain. The folder appears whole or not at all. Finding checkpoints
+needs no torch;
+`tandem.trainer.checkpoints.files` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem.protos.errors import DataError
+
+STATE_FILE = "state.json"
+FORMAT = 3
+"""Format 1 had one engine and did not say what was trained; format 2 had one backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointState:
+    """What `state.json` says."""
+
+    batch_version: int
+    optimizer_step: int
+    world_size: int
+    zero_stage: int
+    dtype: str
+    trainer: dict[str, Any]
+    """The trainer's configuration, for the reader; a resumed run uses its own."""
+    trained_elements: dict[str, int] = field(default_factory=dict)
+    """Engine (`engine` is the policy's) → numbers it trains; what is frozen (LoRA's base weights) is not in the
+    checkpoint.
+    """
+    kl_coefficients: dict[str, float] = field(default_factory=dict)
+    """What the KL penalties cost by now."""
+    backend: str = "deepspeed"
+
+
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(version, folder) of every finished checkpoint inside the folder `checkpoints`, ascending."""
+    entries = ((entry.name, entry) for entry in Path(checkpoints).glob("[0-9]*") if (entry / STATE_FILE).exists())
+    return sorted((int(name), entry) for name, entry in entries if name.isdigit())
+
+
+def latest_checkpoint(checkpoints: Path) -> tuple[int, Path] | None:
+    """The newest finished checkpoint, or None."""
+    found = list_checkpoints(checkpoints)
+    return found[-1] if found else None
+
+
+def prune_checkpoints(checkpoints: Path, keep: int) -> None:
+    """Deletes all but the newest `keep`."""
+    for _, folder in list_checkpoints(checkpoints)[:-keep]:
+        shutil.rmtree(folder)
+
+
+def read_state(folder: Path) -> CheckpointState:
+    """What the checkpoint says of itself. Raises DataError if it is not a finished checkpoint of a known format."""
+    try:
+        values = json.loads((Path(folder) / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"checkpoint {folder} cannot be read: {error}") from error
+    if values.pop("format") > FORMAT:
+        raise DataError(f"checkpoint {folder} was written by a newer Tandem: update this one")
+    return CheckpointState(**values)

@@ -1,0 +1,62 @@
+"""The critic: PPO's value model, in an engine of its own beside the policy's.
+
+N: loss tokens of a micro-batch, flat.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from tandem.trainer.backend.base import Backend
+from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.models.loading import load_value_model
+from tandem.trainer.models.options import CriticOptions
+
+
+class Critic:
+    """V(what comes before a token), learned beside the policy. All ranks call the same methods, the process group
+    joined.
+
+    `engine` is for `save_checkpoint` and `load_checkpoint`, as `beside={"critic": critic.engine}`.
+    """
+
+    def __init__(self, backend: Backend, config: TrainerConfig, options: CriticOptions, folder: Path) -> None:
+        """Loads the value model of a folder (see `load_value_model`) into an engine that partitions it, whatever
+        `zero_stage` says.
+
+        Raises:
+            ModelError: it cannot be loaded, or not as a value model.
+            ConfigError: it is to have gradient checkpointing and has none.
+        """
+        self._learning_rate = options.learning_rate
+        model = load_value_model(folder, config.dtype)
+        self.engine = backend.build_engine(config.model_copy(update={"zero_stage": 3}), model)
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """V of the N loss tokens, float32, with gradient unless it is off: predicted, as their log-probs are, at the
+        column before.
+
+        So it is the value of the state in which the token was chosen.
+        """
+        values_BT: Tensor = self.engine(**batch.inputs, use_cache=False).logits.squeeze(-1)
+        return values_BT[batch.row_N, batch.columns_K[batch.column_N]].float()
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds a micro-batch's share of the whole batch's loss; gradients sum over micro-batches and ranks until
+        `step`.
+        """
+        self.engine.backward(loss)
+
+    def step(self, learning_rate: float | None = None) -> float | None:
+        """Takes the optimizer step, at the options' learning rate if none is given.
+
+        Returns the gradient's norm before clipping; None if it was not finite, and the step skipped.
+        """
+        return self.engine.step(self._learning_rate if learning_rate is None else learning_rate)
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.engine.close()

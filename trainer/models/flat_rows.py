@@ -1,0 +1,140 @@
+"""Rows end to end in one line, without padding: whether this run packs so, and the proof that its models keep such rows
+apart.
+
+A model that lets them mix (layers that carry a state past the end of a row, attention that looks at no positions) would
+train on nonsense without a word. So every model is asked once, on two short rows, before it is relied on:
+
+- leak: another first row must leave the second as it is. Nothing else changes, shapes included, so what does not mix
+  gives the same bits
+  (a mixture of experts nearly so), and the least leak shows.
+- apart: the second row must be what it is in a line of its own, up to rounding.
+
+Both in units of what mixing would do: the second row as the first one's continuation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.protos.errors import ModelError
+from tandem.protos.types import Packing, Segment
+from tandem.trainer.backend.base import TrainingEngine
+from tandem.trainer.batch.micro_batch import MicroBatch, TrainingRow, stack
+from tandem.trainer.models.varlen_attention import varlen_attention
+from tandem.trainer.rank import Rank
+
+log = logging.getLogger(__name__)
+
+_LENGTHS = 8, 12
+_MOST_LEAK = {torch.float32: 1e-5}
+_MOST_LEAK_IN_HALF_PRECISION = 2e-3
+_MOST_APART = {torch.float32: 1e-3}
+_MOST_APART_IN_HALF_PRECISION = 0.25  # a token near the border between two experts may go to the other
+
+
+def settle_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
+    """How the run's fresh batches are packed, on every rank alike; the models get the attention that goes with it.
+
+    `auto` is flat where there is variable-length attention for every model and none lets rows mix. All ranks enter.
+
+    Raises:
+        ModelError: `flat` is wanted and a model lets rows mix, or a model cannot run rows end to end at all.
+    """
+    if wanted == "padded":
+        return "padded"
+    found = [varlen_attention(engine.module, rank.device) for engine in engines]
+    if wanted == "auto" and not rank.all_agree(None not in found):
+        return "padded"
+    before = [engine.module.config._attn_implementation for engine in engines]
+    _set_attention(engines, found)
+    try:
+        refuse_mixing(engines, rank)
+    except _MixingError as error:
+        if wanted == "flat":
+            raise
+        _set_attention(engines, before)
+        if rank.rank == 0:
+            log.warning("rows are padded: %s", error)
+        return "padded"
+    return "flat"
+
+
+class _MixingError(ModelError):
+    """A model that runs, but not as it should."""
+
+
+def refuse_mixing(engines: Sequence[TrainingEngine], rank: Rank) -> None:
+    """Raises ModelError, on every rank, if a model lets rows mix that lie end to end, or cannot run them."""
+    for engine in engines:
+        leak, apart = mixing(engine, rank.device)
+        dtype = next(engine.module.parameters()).dtype
+        most_leak = _MOST_LEAK.get(dtype, _MOST_LEAK_IN_HALF_PRECISION)
+        most_apart = _MOST_APART.get(dtype, _MOST_APART_IN_HALF_PRECISION)
+        if not rank.all_agree(leak <= most_leak and apart <= most_apart):
+            raise _MixingError(
+                f"{type(engine.module).__name__} does not keep rows apart that lie end to "
+                f"end (leak {leak:.1g} of at most {most_leak:.1g}, "
+                f"{apart:.1g} of at most {most_apart:.1g} from the padded row): "
+                'trainer.packing = "flat" is not for it, set "padded"'
+            )
+
+
+@torch.no_grad()
+def mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
+    """(leak, apart) of the engine's model; NaN if it cannot be told. All ranks enter.
+
+    Raises:
+        ModelError: the model cannot run rows end to end.
+    """
+    first, second, other = (_row(engine, number, length) for number, length in enumerate((*_LENGTHS, _LENGTHS[0])))
+    joined = TrainingRow(_segment(np.concatenate([first.segment.ids, second.segment.ids])))
+    alone_TH = _hidden(engine, stack([first, second], device))[1]
+    continued_TH = _hidden(engine, stack([joined], device))[0, _LENGTHS[0] :]
+    try:
+        flat_TH = _hidden(engine, stack([first, second], device, packing="flat"))[0, _LENGTHS[0] :]
+        after_other_TH = _hidden(engine, stack([other, second], device, packing="flat"))[0, _LENGTHS[0] :]
+    except (TypeError, ValueError, RuntimeError) as error:
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"{type(engine.module).__name__} cannot run rows that lie end to "
+            f'end ({what}); set trainer.packing = "padded"'
+        ) from error
+    scale = _largest(continued_TH - alone_TH)
+    return float(_largest(flat_TH - after_other_TH) / scale), float(_largest(flat_TH - alone_TH) / scale)
+
+
+def _set_attention(engines: Sequence[TrainingEngine], names: Sequence[str | None]) -> None:
+    for engine, name in zip(engines, names, strict=True):
+        if name is not None:
+            engine.module.set_attn_implementation(name)
+
+
+def _row(engine: TrainingEngine, number: int, length: int) -> TrainingRow:
+    vocabulary = engine.module.config.get_text_config().vocab_size
+    return TrainingRow(_segment((np.arange(length) + 3 + number * max(_LENGTHS)) % vocabulary))
+
+
+def _segment(ids: Any) -> Segment:
+    return Segment(ids.astype(np.int32), np.zeros(len(ids), np.float32), np.zeros(len(ids), np.uint8), ())
+
+
+def _hidden(engine: TrainingEngine, batch: MicroBatch) -> Tensor:
+    """The last hidden states: a head may be 0."""
+    kept: list[Tensor] = []
+    hook = engine.module.base_model.register_forward_hook(lambda module, inputs, output: kept.append(output[0]))
+    try:
+        engine(**batch.inputs, use_cache=False)
+    finally:
+        hook.remove()
+    return kept[0].float()
+
+
+def _largest(states_TH: Tensor) -> Tensor:
+    largest: Tensor = torch.linalg.vector_norm(states_TH, dim=-1).max()
+    return largest

@@ -1,0 +1,216 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) inside the policy: W + (alpha/rank)·B·A, only A and B trained, by PEFT.
+
+PEFT puts its layers into the Hugging Face model itself, so that model goes on being what the engine runs, and with the
+adapters off it is the reference policy. What leaves the trainer bears the base model's names: nobody outside need know
+of PEFT's. Importing this module loads PEFT (2 s): do so only where a run has adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import peft
+import safetensors.torch
+import torch
+import transformers
+from peft.tuners.lora import Linear, LoraLayer
+from torch import Tensor, nn
+
+from tandem.protos.errors import ConfigError
+from tandem.protos.manifest import LORA_A, LORA_B
+from tandem.protos.weight_group import merge_adapter
+from tandem.trainer.backend.base import ParameterSpec
+from tandem.trainer.checkpoints.durable import whole_folder
+from tandem.trainer.models.options import LoraOptions
+
+_ADAPTER = "default"
+_PEFT_PREFIX = "base_model.model."
+"""What PEFT's own files put before a Hugging Face name."""
+
+
+def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *, seed: int) -> peft.PeftModel:
+    """Puts fresh adapters (B = 0, A by `seed`, the same on every rank) into the model and freezes everything else.
+
+    Comes before the engine is built, so that its optimizer holds the adapters only.
+
+    Raises:
+        ConfigError: the model has no layer of such a name, or one of them is not linear or tied to another.
+    """
+    targets = options.target_modules
+    config = peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=0.0,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )
+    _refuse_tied(model, targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            # In bfloat16 the backend keeps the float32 master of the adapters, as it does of all that is trained.
+            adapted = peft.get_peft_model(model, config, _ADAPTER, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise ConfigError(f"trainer.lora.target_modules: {error}") from error
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and not isinstance(module, Linear):
+            raise ConfigError(f"trainer.lora.target_modules: {name} is no linear layer; leave it out")
+    _refuse_unknown(targets, _adapted_layers(model))
+    return adapted
+
+
+class ModelWeights(Protocol):
+    """What `Adapters` needs of a `TrainingEngine`."""
+
+    module: Any
+    specs: tuple[ParameterSpec, ...]
+
+    def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]: ...
+
+
+class Adapters:
+    """The adapters of one model. `specs` and `gather` show its weights merged, `gather_base` without them,
+    `adapter_specs` and `gather_adapters` the adapters alone, `factor_specs` and `gather_factors` these under the base
+    model's names, as samplers merge them. All ranks call a gather method with the same names; its tensors are for
+    reading inside the block.
+    """
+
+    def __init__(self, adapted: peft.PeftModel, options: LoraOptions, weights: ModelWeights) -> None:
+        """`adapted`: what `insert_adapters` returned; `weights`: the engine built around the same model."""
+        self.adapter_rank = options.rank
+        self.scaling = options.alpha / options.rank
+        self._peft = adapted
+        self._weights = weights
+        self._layers = _adapted_layers(weights.module)
+        trained = {name for name, parameter in weights.module.named_parameters() if parameter.requires_grad}
+        self._adapter_specs = {spec[0]: spec for spec in weights.specs if spec[0] in trained}
+        self._base_specs = {
+            name.replace(".base_layer.", "."): (name, dtype, shape)
+            for name, dtype, shape in weights.specs
+            if name not in trained
+        }
+
+    def specs(self) -> list[ParameterSpec]:
+        """(Hugging Face name, dtype, shape) of every parameter of the base model, tied ones once; the same on all
+        ranks.
+        """
+        return [(name, dtype, shape) for name, (_, dtype, shape) in self._base_specs.items()]
+
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """These parameters whole and merged, W + (alpha/rank)·B·A. Merged tensors are new ones, so a call costs the
+        memory of what it names; the model is left as it is.
+        """
+        adapted = [name for name in names if name in self._layers]
+        wanted = [self._base_specs[name][0] for name in names]
+        wanted += [matrix for name in adapted for matrix in _matrices(name)]
+        with self._weights.gather(wanted) as found, torch.no_grad():
+            tensors = {name: found[self._base_specs[name][0]] for name in names}
+            for name in adapted:
+                tensors[name] = merge_adapter(tensors[name], *self._factors(name, found), self.scaling)
+            yield tensors
+
+    @contextmanager
+    def gather_base(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """These parameters, whole, without the adapters."""
+        with self._weights.gather([self._base_specs[name][0] for name in names]) as found:
+            yield {name: found[self._base_specs[name][0]] for name in names}
+
+    def factor_specs(self) -> list[ParameterSpec]:
+        """(W.lora_A or W.lora_B, dtype, shape) of the two factors of every adapted W; the same on all ranks."""
+        specs: list[ParameterSpec] = []
+        for name, layer in self._layers.items():
+            (_, dtype, (rank, size_in)), (_, _, (size_out, _)) = (self._adapter_specs[m] for m in _matrices(name))
+            if layer.fan_in_fan_out:
+                size_in, size_out = size_out, size_in
+            specs += [(name + LORA_A, dtype, (rank, size_in)), (name + LORA_B, dtype, (size_out, rank))]
+        return specs
+
+    @contextmanager
+    def gather_factors(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """These factors, whole."""
+        layers = {name.removesuffix(LORA_A).removesuffix(LORA_B): None for name in names}
+        with self._weights.gather([matrix for name in layers for matrix in _matrices(name)]) as found:
+            factors: dict[str, Tensor] = {}
+            for name in layers:
+                lora_a, lora_b = self._factors(name, found)
+                factors |= {name + LORA_A: lora_a, name + LORA_B: lora_b}
+            yield {name: factors[name] for name in names}
+
+    def adapter_specs(self) -> list[ParameterSpec]:
+        """(name in the model, dtype, shape) of every matrix A and B."""
+        return list(self._adapter_specs.values())
+
+    def gather_adapters(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
+        """These matrices, whole."""
+        return self._weights.gather(names)
+
+    def _factors(self, name: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(A, B) for the weight as it lies in memory: some layers (GPT-2's) keep theirs transposed, and
+        (B·A)ᵀ = Aᵀ·Bᵀ.
+        """
+        lora_a, lora_b = (found[matrix] for matrix in _matrices(name))
+        return (lora_b.T, lora_a.T) if self._layers[name].fan_in_fan_out else (lora_a, lora_b)
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Inside the block the model is the base model. Not to be entered between a forward pass and its backward."""
+        disabled: AbstractContextManager[None] = self._peft.disable_adapter()
+        return disabled
+
+    def write_adapters(self, weights: Mapping[str, Tensor], source: str, folder: Path) -> None:
+        """Writes what `PeftModel.from_pretrained` loads onto `source`. The folder appears whole, in place of an earlier
+        one.
+
+        `weights`: all of `adapter_specs`, as `collect_weights` gives them.
+
+        Raises:
+            EnvironmentLackError: the disk is full.
+        """
+        assert weights.keys() == self._adapter_specs.keys(), "an adapter export holds every matrix"
+        config = self._peft.peft_config[_ADAPTER]
+        config.base_model_name_or_path = source
+        tensors = {
+            _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.items()
+        }
+        with whole_folder(folder) as begun:
+            safetensors.torch.save_file(tensors, begun / "adapter_model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(begun)
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """Hugging Face name of an adapted weight → its layer."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _matrices(name: str) -> list[str]:
+    """Names in the model of the matrices A and B of an adapted weight."""
+    layer = name.removesuffix(".weight")
+    return [f"{layer}.lora_A.{_ADAPTER}.weight", f"{layer}.lora_B.{_ADAPTER}.weight"]
+
+
+def _refuse_unknown(targets: str | tuple[str, ...], layers: Mapping[str, LoraLayer]) -> None:
+    """PEFT says nothing of a name without a layer as long as another has one."""
+    for target in () if isinstance(targets, str) else targets:
+        if not any(f".{name}".endswith(f".{target}.weight") for name in layers):
+            raise ConfigError(f"trainer.lora.target_modules: the model has no layer {target}; leave it out")
+
+
+def _refuse_tied(model: nn.Module, targets: str | tuple[str, ...]) -> None:
+    """A tied weight has two users, and an adapter would change one of them only: there is no merged weight."""
+    if isinstance(targets, str):
+        return  # the output head, the only linear layer that is ever tied, is left out
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            users.setdefault(id(weight), []).append(name)
+    for names in (names for names in users.values() if len(names) > 1):
+        for name in names:
+            if name in targets or any(name.endswith(f".{target}") for target in targets):
+                raise ConfigError(
+                    f"trainer.lora.target_modules: {name} shares its weight with "
+                    f"{' and '.join(set(names) - {name})}; leave it out"
+                )

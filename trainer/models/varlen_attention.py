@@ -1,0 +1,111 @@
+"""Variable-length attention: rows of any lengths end to end, each seeing itself alone, at the cost of the rows and not
+of their square sum.
+
+Flash attention's own package where it is installed, through transformers; else the copy that torch's CUDA builds have,
+put behind transformers' interface here. Half precision on CUDA only. **Not run**: no GPU has been at hand; what a model
+makes of either is found out at start-up (trainer/models/flat_rows.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import varlen
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+from transformers.utils import is_flash_attn_2_available
+
+TORCH_VARLEN = "torch_varlen"
+
+
+def varlen_attention(model: Any, device: torch.device) -> str | None:
+    """What `model.set_attn_implementation` takes for it; None if there is none for this model, its dtype or this
+    device.
+    """
+    dtype = next(model.parameters()).dtype
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if not model._supports_flash_attn or model._compatible_flash_implementations:
+        return None  # neither knows the latter's additions, such as learned sinks
+    if is_flash_attn_2_available():
+        return "flash_attention_2"
+    config = model.config.get_text_config()
+    num_heads, soft_cap = config.num_attention_heads, getattr(config, "attn_logit_softcapping", None)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    shape = num_heads, getattr(config, "num_key_value_heads", None) or num_heads, head_size
+    return TORCH_VARLEN if soft_cap is None and _kernel_runs(device, dtype, *shape) else None
+
+
+@cache
+def _kernel_runs(device: torch.device, dtype: torch.dtype, num_heads: int, num_shared: int, head_size: int) -> bool:
+    """Tried out on two rows, backwards, too: builds and cards differ in what they have."""
+    query, key = (
+        torch.ones(8, heads, head_size, device=device, dtype=dtype, requires_grad=True)
+        for heads in (num_heads, num_shared)
+    )
+    ends = torch.tensor([0, 3, 8], device=device, dtype=torch.int32)
+    try:
+        _attend(query, key, key, ends, 5, None, (-1, 0)).sum().backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float | None,
+    window: tuple[int, int],
+) -> Tensor:
+    found = varlen.varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, enable_gqa=True
+    )
+    assert isinstance(found, Tensor)
+    return found
+
+
+def torch_varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """torch's variable-length attention as transformers calls one: (lines, heads, T, size) → (lines, T, heads, size).
+
+    Without ends every line is a row. Raises ValueError for what the kernel does not know.
+    """
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if named.get(name) is not None]
+    if attention_mask is not None or dropout or unknown:
+        raise ValueError(f"torch's variable-length attention knows no {', '.join(unknown) or 'mask or dropout'}")
+    num_lines, num_heads, length, _ = query.shape
+    ends, longest = cu_seq_lens_q, max_length_q
+    if ends is None or longest is None:
+        ends = torch.arange(0, (num_lines + 1) * length, length, device=query.device, dtype=torch.int32)
+        longest = length
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    # transformers counts the token itself among those of a window, the kernel does not
+    left = -1 if sliding_window is None or sliding_window >= longest else sliding_window - 1
+    value_size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    value = functional.pad(value, [0, missing]) if missing else value  # the kernel wants one size for all
+    query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    found = _attend(query, key, value, ends, longest, scaling, (left, 0 if causal else left))
+    return found.view(num_lines, length, num_heads, -1)[..., :value_size], None
+
+
+AttentionInterface.register(TORCH_VARLEN, torch_varlen_attention)
+AttentionMaskInterface.register(TORCH_VARLEN, flash_attention_mask)  # none: who sees whom is said by the ends
