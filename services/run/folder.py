@@ -14,7 +14,7 @@ from typing import IO
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
 from tandem.services.config import Recipe
-from tandem.trainer.batch_record import BATCHES_FOLDER
+from tandem.trainer.batch.record import BATCHES_FOLDER
 
 CONFIG_FILE = "config.json"
 HF_FOLDER = "hf"
