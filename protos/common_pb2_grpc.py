@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InfoServiceStub:
-    """What every process of a run answers about itself.
+    """Every service answers this.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class InfoServiceStub:
 
 
 class InfoServiceServicer:
-    """What every process of a run answers about itself.
+    """Every service answers this.
     """
 
     def Info(self, request, context):
@@ -69,7 +69,7 @@ def add_InfoServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InfoService:
-    """What every process of a run answers about itself.
+    """Every service answers this.
     """
 
     @staticmethod

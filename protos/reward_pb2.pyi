@@ -71,12 +71,55 @@ class ScoreStreamRequest(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., request: _Optional[_Union[ScoreRequest, _Mapping]] = ...) -> None: ...
 
 class ScoreStreamReply(_message.Message):
-    __slots__ = ("request_id", "reply")
+    __slots__ = ("request_id", "reply", "error")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     reply: ScoreReply
-    def __init__(self, request_id: _Optional[int] = ..., reply: _Optional[_Union[ScoreReply, _Mapping]] = ...) -> None: ...
+    error: StreamError
+    def __init__(self, request_id: _Optional[int] = ..., reply: _Optional[_Union[ScoreReply, _Mapping]] = ..., error: _Optional[_Union[StreamError, _Mapping]] = ...) -> None: ...
+
+class StreamError(_message.Message):
+    __slots__ = ("message", "invalid_request", "too_large", "invalid_rubric", "unknown_job", "wrong_state", "key_in_use", "limit_reached")
+    class InvalidRequest(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class TooLarge(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class InvalidRubric(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class UnknownJob(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class WrongState(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class KeyInUse(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    class LimitReached(_message.Message):
+        __slots__ = ()
+        def __init__(self) -> None: ...
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    INVALID_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TOO_LARGE_FIELD_NUMBER: _ClassVar[int]
+    INVALID_RUBRIC_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_JOB_FIELD_NUMBER: _ClassVar[int]
+    WRONG_STATE_FIELD_NUMBER: _ClassVar[int]
+    KEY_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_REACHED_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    invalid_request: StreamError.InvalidRequest
+    too_large: StreamError.TooLarge
+    invalid_rubric: StreamError.InvalidRubric
+    unknown_job: StreamError.UnknownJob
+    wrong_state: StreamError.WrongState
+    key_in_use: StreamError.KeyInUse
+    limit_reached: StreamError.LimitReached
+    def __init__(self, message: _Optional[str] = ..., invalid_request: _Optional[_Union[StreamError.InvalidRequest, _Mapping]] = ..., too_large: _Optional[_Union[StreamError.TooLarge, _Mapping]] = ..., invalid_rubric: _Optional[_Union[StreamError.InvalidRubric, _Mapping]] = ..., unknown_job: _Optional[_Union[StreamError.UnknownJob, _Mapping]] = ..., wrong_state: _Optional[_Union[StreamError.WrongState, _Mapping]] = ..., key_in_use: _Optional[_Union[StreamError.KeyInUse, _Mapping]] = ..., limit_reached: _Optional[_Union[StreamError.LimitReached, _Mapping]] = ...) -> None: ...
 
 class SubmitJobRequest(_message.Message):
     __slots__ = ("header", "chunk", "seal")
@@ -112,12 +155,14 @@ class SubmitJobRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[SubmitJobRequest.Header, _Mapping]] = ..., chunk: _Optional[_Union[SubmitJobRequest.Chunk, _Mapping]] = ..., seal: _Optional[_Union[SubmitJobRequest.Seal, _Mapping]] = ...) -> None: ...
 
 class SubmitJobReply(_message.Message):
-    __slots__ = ("job", "next_chunk")
+    __slots__ = ("job", "next_chunk", "error")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NEXT_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     job: Job
     next_chunk: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., next_chunk: _Optional[int] = ...) -> None: ...
+    error: StreamError
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., next_chunk: _Optional[int] = ..., error: _Optional[_Union[StreamError, _Mapping]] = ...) -> None: ...
 
 class Job(_message.Message):
     __slots__ = ("job_id", "idempotency_key", "name", "state", "priority", "num_items", "num_scored", "num_unscored", "num_waiting", "mean_value", "created_at", "finished_at", "expires_at", "result_bytes")
@@ -189,7 +234,7 @@ class WatchJobRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., with_results: _Optional[bool] = ..., after_cursor: _Optional[int] = ...) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("job", "results", "cursor")
+    __slots__ = ("job", "results", "error", "cursor")
     class Results(_message.Message):
         __slots__ = ("first_item", "items")
         FIRST_ITEM_FIELD_NUMBER: _ClassVar[int]
@@ -199,11 +244,13 @@ class JobEvent(_message.Message):
         def __init__(self, first_item: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ScoreReply.Item, _Mapping]]] = ...) -> None: ...
     JOB_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     job: Job
     results: JobEvent.Results
+    error: StreamError
     cursor: int
-    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., results: _Optional[_Union[JobEvent.Results, _Mapping]] = ..., cursor: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., results: _Optional[_Union[JobEvent.Results, _Mapping]] = ..., error: _Optional[_Union[StreamError, _Mapping]] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class CancelJobRequest(_message.Message):
     __slots__ = ("job_id",)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub:
-    """Scoring, for the ring and for anybody else. docs/reward.md shows each call with grpcurl.
+    """Scoring for any client. docs/reward.md shows each call with grpcurl.
     """
 
     def __init__(self, channel):
@@ -83,26 +83,27 @@ class RewardServiceStub:
 
 
 class RewardServiceServicer:
-    """Scoring, for the ring and for anybody else. docs/reward.md shows each call with grpcurl.
+    """Scoring for any client. docs/reward.md shows each call with grpcurl.
     """
 
     def Score(self, request, context):
-        """One group, or any batch: one result an item, in order.
+        """Scores a batch: one result for each item, in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ScoreStream(self, request_iterator, context):
-        """The same for a stream of batches; replies come as they are ready and name their request. Reading stops while too much waits.
+        """Scores a stream of batches. Replies come as they are ready and name their request. The service stops reading while
+        too many requests are being scored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitJob(self, request_iterator, context):
-        """Stores a job chunk by chunk: a header, chunks, a seal. Every reply tells what is stored for good. A header with the key of a job
-        that exists returns that job, and the client goes on with the chunk it lacks.
+        """Stores a job chunk by chunk: a header, then chunks, then a seal. Every reply says how many chunks are stored. For
+        the key of a job that exists, the first reply shows that job, and the client continues with its next chunk.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,7 +116,7 @@ class RewardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """Progress and, if wanted, results as they come, until the job has ended; `cursor` resumes after a broken stream.
+        """Progress and, if requested, results as they come, until the job ends. `cursor` resumes after a broken stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +129,7 @@ class RewardServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteJob(self, request, context):
-        """Forgets a job that has ended, with its results and its key, and answers it as it was.
+        """Deletes a job that has ended, with its results and its key. Returns the job as it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,7 +204,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService:
-    """Scoring, for the ring and for anybody else. docs/reward.md shows each call with grpcurl.
+    """Scoring for any client. docs/reward.md shows each call with grpcurl.
     """
 
     @staticmethod

@@ -18,6 +18,7 @@ from tandem.protos.contracts import Score
 from tandem.protos.errors import DataError, DeadlineError, TandemError
 from tandem.services.clients.item_reader import ItemReader
 from tandem.services.clients.messages import Job, JobEvent, Packed, event_of, job_of, result_of
+from tandem.services.reward.stream_errors import error_of
 from tandem.services.rpc.client import from_rpc_error
 
 STREAM_SECONDS = 120.0
@@ -173,6 +174,8 @@ class Submission:
             await self._patience.after(broken)
 
     def _take(self, reply: reward_pb2.SubmitJobReply) -> Job:
+        if reply.WhichOneof("outcome") == "error":
+            raise error_of(reply.error)
         job = job_of(reply.job)
         if not self._job_id:
             self._job_id = job.job_id
@@ -251,6 +254,8 @@ async def watch_job(
         call = stub.WatchJob(resumed, timeout=min(left, STREAM_SECONDS))
         try:
             async for message in call:
+                if message.WhichOneof("event") == "error":
+                    raise error_of(message.error)
                 event = event_of(message)
                 cursor, ended = max(cursor, event.cursor), event.job.ended
                 patience.heard(cursor)
@@ -322,6 +327,8 @@ class ScoreConversation:
             raise TandemError(
                 f"the service answered request {reply.request_id}, which was not asked or answered before"
             )
+        if reply.WhichOneof("outcome") == "error":
+            raise error_of(reply.error)
         self._answers[reply.request_id] = scores_of(batch, reply.reply)
         self._patience.heard(reply.request_id)
 

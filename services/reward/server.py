@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from tandem.protos import reward_pb2, reward_pb2_grpc
-from tandem.protos.errors import DataError, DeadlineError, ScorerError
+from tandem.protos.errors import DataError, DeadlineError, UserError
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
 from tandem.services.config.jobs import JobsConfig
@@ -31,6 +31,7 @@ from tandem.services.reward.scorer_list import (
     REQUESTS_PER_STREAM,
     scorer_list,
 )
+from tandem.services.reward.stream_errors import ends_with_error, error_message
 from tandem.services.reward.waits import IDLE_SECONDS, Waits, seconds_left
 from tandem.services.reward.wire import MAX_CARRIED_BYTES, check_size
 from tandem.services.rpc.limits import RpcLimits
@@ -87,7 +88,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         """The same for a stream of requests, some of them at a time; a request that is refused ends the stream."""
         closing = asyncio.ensure_future(self._waits.closing.wait())
         reading: asyncio.Future[Any] | None = asyncio.ensure_future(anext(request_iterator, None))
-        scoring: set[asyncio.Future[Any]] = set()
+        scoring: dict[asyncio.Future[Any], int] = {}
         try:
             while reading is not None or scoring:
                 open_to_more = reading is not None and len(scoring) < REQUESTS_PER_STREAM
@@ -97,31 +98,29 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 self._waits.check_open()
                 if not done:
                     raise DeadlineError(f"no request for {IDLE_SECONDS:.0f} s; begin a new stream")
-                for task in done & scoring:
-                    scoring.discard(task)
-                    yield task.result()
+                for task in done & scoring.keys():
+                    request_id = scoring.pop(task)
+                    error = task.exception()
+                    if isinstance(error, UserError):
+                        error = type(error)(f"request {request_id}: {error}")
+                        yield reward_pb2.ScoreStreamReply(request_id=request_id, error=error_message(error))
+                        raise error
+                    yield reward_pb2.ScoreStreamReply(request_id=request_id, reply=task.result())
                 if reading in done:
                     request = reading.result()
                     reading = None
                     if request is not None:
-                        scoring.add(asyncio.ensure_future(self._answer(request, context)))
+                        score = self._calls.score(request.request, seconds_left(context))
+                        scoring[asyncio.ensure_future(score)] = request.request_id
                         reading = asyncio.ensure_future(anext(request_iterator, None))
         finally:
             for one in (closing, reading, *scoring):
                 if one is not None:
                     one.cancel()
 
-    async def _answer(
-        self, request: reward_pb2.ScoreStreamRequest, context: grpc.aio.ServicerContext
-    ) -> reward_pb2.ScoreStreamReply:
-        try:
-            reply = await self._calls.score(request.request, seconds_left(context))
-        except (DataError, ScorerError) as error:
-            raise type(error)(f"request {request.request_id}: {error}") from None
-        return reward_pb2.ScoreStreamReply(request_id=request.request_id, reply=reply)
-
     # ---- jobs ----
 
+    @ends_with_error(reward_pb2.SubmitJobReply)
     async def SubmitJob(
         self, request_iterator: AsyncIterator[reward_pb2.SubmitJobRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.SubmitJobReply]:
@@ -202,6 +201,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         job, _ = await self._stored(self._store.events, request.job_id, 0, 0)
         return job_message(job)
 
+    @ends_with_error(reward_pb2.JobEvent)
     async def WatchJob(
         self, request: reward_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.JobEvent]:

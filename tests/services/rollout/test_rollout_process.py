@@ -124,9 +124,9 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
         )
         assert info.figures["prompts_waiting"] == 4 and "no version is published" in info.activity
 
-        address = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
+        group = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
         join = rollout_pb2.JoinWeightGroupRequest(
-            host=address.host, port=address.port, group_name=address.group_name,
+            host=group.host, port=group.port, group_name=group.group_name,
             first_rank=1, world_size=2, backend="gloo",
             timeout_seconds=TIMEOUT,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
         joining.result()
         manifest = sender.manifest(1, 0, "gloo")
         update = rollout_pb2.UpdateWeightsRequest(
-            manifest=encode_manifest(manifest), group_name=address.group_name, timeout_seconds=TIMEOUT
+            manifest=encode_manifest(manifest), group_name=group.group_name, timeout_seconds=TIMEOUT
         )
         updating = stub.UpdateWeights.future(update, timeout=TIMEOUT)
         sent = sender.broadcast(manifest, TIMEOUT)

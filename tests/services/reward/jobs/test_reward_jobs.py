@@ -5,6 +5,7 @@ item.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -119,8 +120,13 @@ REFUSALS: list[tuple[list[Request], type[TandemError], str]] = [
 def test_a_submission_that_is_wrong_says_where(
     service: Service, requests: list[Request], kind: type[TandemError], words: str
 ) -> None:
+    replies = []
     with pytest.raises(kind, match=words), translated():
-        list(service.stub.SubmitJob(iter(requests), timeout=20))
+        for reply in service.stub.SubmitJob(iter(requests), timeout=20):
+            replies.append(reply)
+    assert replies[-1].WhichOneof("outcome") == "error"
+    cause = "invalid_rubric" if kind is ScorerError else "invalid_request"
+    assert replies[-1].error.WhichOneof("cause") == cause and re.search(words, replies[-1].error.message)
 
 
 def test_a_key_means_one_job(service: Service) -> None:
@@ -140,8 +146,10 @@ def test_a_job_that_is_not_there_is_not_found(service: Service) -> None:
     ):
         with pytest.raises(UnknownJobError), translated():
             call(request, timeout=20)
+    events = service.stub.WatchJob(reward_pb2.WatchJobRequest(job_id="no"), timeout=20)
+    assert next(events).error.WhichOneof("cause") == "unknown_job"
     with pytest.raises(grpc.RpcError) as caught:
-        service.watch("no")
+        next(events)
     assert code_of(caught.value) == "NOT_FOUND"
     with pytest.raises(DataError, match="at most 1000 jobs"), translated():
         service.stub.ListJobs(reward_pb2.ListJobsRequest(limit=1001), timeout=20)
