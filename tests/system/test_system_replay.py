@@ -42,9 +42,9 @@ def check_replay(run: WholeRun) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_an_asynchronous_run_replays_bit_for_bit(tmp_path: Path, tied: bool) -> None:
-    run = WholeRun(tmp_path, tied=tied)
+@pytest.mark.parametrize(("engine", "tied"), [("vllm", True), ("vllm", False), ("transformers", True)])
+def test_an_asynchronous_run_replays_bit_for_bit(tmp_path: Path, engine: str, tied: bool) -> None:
+    run = WholeRun(tmp_path, tied=tied, rollout={"engine": engine})
     run.finish()
     check_asynchronous(run)
     check_replay(run)
