@@ -75,8 +75,7 @@ class Engine(ABC):
             others = [name for name in engine_names() if name != self.name and find_engine(name).installed]
             instead = f', or set rollout.engine="{others[0]}"' if others else ""
             raise EnvironmentLackError(
-                f'rollout.engine="{self.name}" needs the package {self.library}, which is not installed: '
-                f"{self.install}{instead}"
+                f'rollout.engine="{self.name}": {self.library} is not installed; install it: {self.install}{instead}'
             )
 
     def core_environment(self, cores: Sequence[int]) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ class TransformersEngine(Engine):
 
     name = "transformers"
     library = "transformers"
-    install = "pip install transformers"
+    install = "pip install 'tandem-rl[train]'"
 
     def known_architectures(self) -> frozenset[str]:
         return class_names_in("transformers", "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")

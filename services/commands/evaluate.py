@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from tandem.protos.errors import ConfigError, DeadlineError
 from tandem.protos.scratch_folder import ScratchFolder
 from tandem.protos.types import Prompt
-from tandem.rollout.engine import remove_leftovers
+from tandem.rollout.engine import find_engine, remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child
@@ -36,7 +36,8 @@ def evaluate_recipe(recipe: Recipe) -> int:
         raise ConfigError(
             "data.eval_file is empty: name a file of prompts to evaluate on, e.g. data.eval_file=data/test.parquet"
         )
-    check_model(recipe)  # before anything starts
+    find_engine(recipe.rollout.engine).check(recipe.rollout)  # before anything starts
+    check_model(recipe)
     check_ports(recipe)
     check_reward(recipe)
     prompts = load_evaluation_prompts(recipe)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
+from tandem.rollout.engine import find_engine
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.jobs import JobsConfig
@@ -38,7 +39,6 @@ _PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4
 _LOG_COPIES = 3  # what Redis' log holds of its memory when it has doubled and is being rewritten
 _PROBE_BYTES = 1 << 20
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
-SAMPLER_PACKAGES = ("vllm",)
 
 
 def check_recipe(recipe: Recipe, *, resume: bool) -> None:
@@ -47,7 +47,8 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
     Raises:
         UserError: the first fault found, in one line.
     """
-    require_installed(*TRAINER_PACKAGES, *SAMPLER_PACKAGES)
+    require_installed(*TRAINER_PACKAGES)
+    find_engine(recipe.rollout.engine).check(recipe.rollout)
     check_run_folder(recipe, resume=resume)
     training_backends.check_backend(recipe.trainer)
     check_dataset(recipe)
@@ -66,7 +67,10 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
     Raises:
         UserError: as `check_recipe`.
     """
-    require_installed(*{"trainer": TRAINER_PACKAGES, "rollout": SAMPLER_PACKAGES}.get(service, ()))
+    if service == "trainer":
+        require_installed(*TRAINER_PACKAGES)
+    if service == "rollout":
+        find_engine(recipe.rollout.engine).check(recipe.rollout)
     if service in ("feed", "trainer"):
         check_dataset(recipe)
     if service == "trainer":

@@ -32,6 +32,7 @@ FREE = frozenset(
         "data.eval_file",
         "data.max_epochs",
         # How answers come about: a batch's record has them, with temperature, lengths and rewards.
+        "rollout.engine",
         "rollout.num_replicas",
         "rollout.samples_per_prompt",
         "rollout.temperature",
