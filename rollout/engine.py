@@ -98,6 +98,12 @@ def find_engine(name: str) -> Engine:
     return engine
 
 
+def usable_engine() -> str:
+    """The engine that recipes have by default; where its library is not installed, the first one whose library is."""
+    preferred = RolloutConfig().engine
+    return next((name for name in (preferred, *engine_names()) if find_engine(name).installed), preferred)
+
+
 def remove_leftovers() -> None:
     """Removes what killed samplers of every engine left on this machine; nothing of one that lives."""
     for name in engine_names():

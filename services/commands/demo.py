@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError, UnavailableError
+from tandem.rollout.config import RolloutConfig
+from tandem.rollout.engine import find_engine, usable_engine
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe, load_recipe, read_values
 from tandem.services.data.arithmetic import write_task
@@ -56,6 +58,12 @@ def main(seed: int, overrides: list[str]) -> int:
             highlight=False,
             soft_wrap=True,
         )
+        if recipe.rollout.engine != RolloutConfig().engine:
+            lacking = find_engine(RolloutConfig().engine)
+            why = "" if lacking.installed else f": {lacking.library} is not installed here ({lacking.install})"
+            console.print(
+                f"· sampling with {recipe.rollout.engine}{why}", highlight=False, markup=False, soft_wrap=True
+            )
         code = _make_task_and_model(recipe, seed)
         if code:
             return code
@@ -86,7 +94,8 @@ def demo_settings(seed: int, overrides: list[str]) -> list[str]:
         "sft.train_file": folder / "data" / "demonstrations.parquet",
         "sft.output": folder / "model",
     }
-    return [*(f"{key}={_quoted(place)}" for key, place in places.items()), *given]
+    engine = [f"rollout.engine={usable_engine()}"] if usable_engine() != RolloutConfig().engine else []
+    return [*(f"{key}={_quoted(place)}" for key, place in places.items()), *engine, *given]
 
 
 def _quoted(path: Path) -> str:

@@ -237,3 +237,30 @@ def test_the_table_tells_what_was_measured_and_what_was_not(
         said = capsys.readouterr().out
         assert all(words in said for words in expected), said
         assert f"tandem replay {folder} " in said
+
+
+@pytest.mark.system
+@pytest.mark.timeout(400)
+def test_without_vllm_the_demo_samples_with_transformers_and_says_so(tmp_path: Path) -> None:
+    """vLLM is hidden from the demo's process and from all it starts."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = classmethod(lambda _, name, *rest: None if name == 'vllm' else find(name, *rest))\n"
+    )
+    warm_up = ["sft.max_steps=20", "sft.validate_every=20", "sft.target_accuracy=0"]
+    small = ["run.total_batches=2", "run.groups_per_batch=4", *warm_up]
+    done = subprocess.run(
+        [sys.executable, "-m", "tandem.services.cli", "demo", *small],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TANDEM_REDIS_URL": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "sampling with transformers: vllm is not installed here (pip install 'tandem-rl[cpu]'" in done.stdout
+    config = load_resolved(tmp_path / "runs" / "demo" / CONFIG_FILE)
+    assert config.rollout.engine == "transformers"
+    assert json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())["train_steps"] == 2
