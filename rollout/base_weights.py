@@ -1,9 +1,8 @@
-"""The base weights that adapter-only versions are merged into: found in the model folder or received, and never
-changed.
+"""The base weights that adapter-only versions are merged into. They come from the model folder or from the trainer.
 
-Every version is merged from these anew, so rounding never adds up. What lies in the folder in the run's dtype is
-mapped, not read: it takes no memory of its own, and all workers of a machine share it. In another dtype, or received,
-it is a copy in host memory.
+Every version is merged into the unchanged base, so rounding errors do not add up. Weights that the folder holds in the
+run's dtype are memory-mapped: they take no memory of their own, and all workers of a machine share them. Weights in
+another dtype, or received ones, are a copy in host memory.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class BaseWeights:
         """Names and tensors of the whole model on `device`, from the checked tensors of a version's buckets.
 
         Raises:
-            MissingBaseWeightsError: the base did not come along, is not held, and does not lie in the folder.
+            MissingBaseWeightsError: the base was not sent, is not held, and is not in the folder.
         """
         if adapters.brings_base:
             self._tensors = {t.name: arrived[t.name].cpu() for spec in adapters.base for t in spec.tensors}
@@ -93,9 +92,7 @@ def check_factors(manifest: WeightManifest) -> None:
 
 
 def local_folder(model: str) -> Path | None:
-    """Where a model's files lie on this machine, be it a folder or a hub's model that was downloaded; None if they do
-    not.
-    """
+    """The folder of a model's files, which may be a downloaded hub model; None if they are not on this machine."""
     if Path(model).is_dir():
         return Path(model)
     try:
@@ -126,6 +123,7 @@ def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
         with safe_open(file, framework="pt") as opened:
-            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            names = opened.keys()
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     # Some old checkpoints store rotary tables, which are computed, not trained.
     return {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")} or None
