@@ -34,9 +34,9 @@ from tandem.reward.workers.pool import ScorerPool
 __all__ = ["CompiledRubric", "Priority", "ScoringCore", "validate"]
 
 MAX_RUBRICS = 256
-"""Rubrics of clients that are kept; the one not used for longest goes first."""
+"""Cached rubrics of clients; the least recently used is dropped first."""
 _MAX_JUDGES = 1024
-_REMOTE_GROUPS = 16  # groups of the ring under way at once where scoring is waiting
+_REMOTE_GROUPS = 16  # the ring scores so many groups at once if scoring means waiting for remote judges
 
 Wait = Callable[[], list[Score]]
 
@@ -49,25 +49,23 @@ class _Caller(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CompiledRubric:
-    """A rubric that was checked. `digest` is the same where the same text names the same scorers, in the same
-    versions.
-    """
+    """A checked rubric. `digest` identifies its text together with the versions of its scorers."""
 
     rubric: Rubric
     text: str
     digest: str
     in_process: bool
-    """All its scorers run where they are called, in no time."""
+    """All its scorers run in the caller's thread."""
     grouped: bool
-    """It has a scorer that compares the items of a group: they must be scored in one call."""
+    """It has a scorer that compares the items of a group, which must therefore be scored in one call."""
     num_callers: int
-    """Calls that are worth making at once."""
+    """Number of concurrent calls that make scoring faster."""
     sole: Callable[[ScoreItem], Score] | None = None
-    """The judge of a cheap scorer alone, without anything around it."""
+    """The judge, if the rubric is a single in-process scorer."""
 
 
 class ScoringCore:
-    """Scores items by rubrics. Thread-safe. Starts what the default rubric needs.
+    """Scores items by rubrics. Thread-safe. Starts the processes and judges of the default rubric.
 
     Raises:
         ScorerError: at construction, if the rubric or a scorer of `[reward]` cannot be used.
@@ -91,7 +89,7 @@ class ScoringCore:
             raise
 
     def compile(self, text: str) -> CompiledRubric:
-        """A client's rubric: built-in scorers and declared names only; "" is the default. Kept by its text.
+        """Compiles a client's rubric, which may name built-in and declared scorers only; "" is the default. Cached.
 
         Raises:
             ScorerError: see `Rubric.parse`.
@@ -122,7 +120,7 @@ class ScoringCore:
         *,
         at_once: bool = False,
     ) -> list[Score]:
-        """One result an item, in order. Blocks; raises nothing for a bad item.
+        """One result per item, in order. Blocks; raises nothing for a bad item.
 
         `at_once`: scorers of this process run without waiting for a time slice. For an event loop whose request takes
         only some milliseconds.
@@ -141,7 +139,7 @@ class ScoringCore:
         )
 
     def scorers(self) -> list[ScorerInfo]:
-        """What a client's rubric may name: built-in scorers that need no recipe, and declared ones."""
+        """Scorers that a client's rubric may name: built-in ones that need no recipe, and declared ones."""
         known = {info.name: info for info in describe()}
         found = [info for info in known.values() if info.isolation != "remote"]
         for name, spec in self._catalogue.declared.items():
@@ -152,21 +150,21 @@ class ScoringCore:
 
     @property
     def closing(self) -> bool:
-        """Whether `close` was called: what is unscored for infrastructure since then is so because of it."""
+        """Whether `close` was called. Items unscored for infrastructure since then are so because of it."""
         return self._closing
 
     @property
     def replaced_workers(self) -> int:
-        """Processes that hung, crashed or broke a limit, and gave way to another."""
+        """Number of processes that were replaced because they hung, crashed or exceeded a limit."""
         return self._pool.replaced_workers if self._pool is not None else 0
 
     def figures(self) -> dict[str, float]:
-        """Sums since the start, and what waits now."""
+        """Totals since the start, and the requests that wait now."""
         figures = {"workers_replaced": 0.0} if self._pool is None else self._pool.figures()
         return figures | self._remote.figures()
 
     def close(self) -> None:
-        """Ends processes and connections; calls under way return at once, their rest unscored (`infrastructure`)."""
+        """Ends processes and connections. Running calls return at once, items without a score are `infrastructure`."""
         with self._lock:
             self._closing = True
             pool = self._pool
@@ -174,7 +172,7 @@ class ScoringCore:
             pool.close()
         self._remote.close()
 
-    # ---- what a rubric needs ----
+    # ---- processes and judges ----
 
     def _default(self, start: bool) -> CompiledRubric:
         config, place = self._config, "reward"
@@ -201,21 +199,21 @@ class ScoringCore:
         if not spec.runs_in_pool:
             return
         try:
-            self._the_pool().load(spec)
+            self._get_pool().load(spec)
         except ScorerError as error:
             raise ScorerError(f"{place}{error}") from None
 
     def _prepare(self, name: str, spec: ScorerSpec, start: bool = True) -> None:
-        """Builds what runs in this process, and the pool for what does not. The name is for figures."""
+        """Builds in-process and remote judges, and the pool if it is needed. The name is used in figures."""
         if spec.runs_in_pool:
-            self._the_pool()
+            self._get_pool()
         elif spec.isolation == "remote":
-            if spec not in self._remote:  # never so for a client's rubric: it can name declared ones only
+            if spec not in self._remote:  # a client's rubric names only declared ones, which are there
                 self._remote.add(spec, name, start=start)
         else:
             self._judge(spec)
 
-    def _the_pool(self) -> ScorerPool:
+    def _get_pool(self) -> ScorerPool:
         with self._lock:
             if self._pool is None:
                 self._pool = ScorerPool(self._config)
@@ -254,21 +252,21 @@ class ScoringCore:
     # ---- scoring ----
 
     def _begin(self, rubric: Rubric, items: Sequence[ScoreItem], caller: _Caller) -> Wait:
-        """Starts what can run meanwhile; what it returns gives the scores."""
+        """Starts the first stage; the returned function runs the rest and returns the scores."""
         components, stages = rubric.components, rubric.stages()
         columns: list[list[Score | None]] = [[None] * len(items) for _ in components]
         started = self._begin_stage(rubric, stages[0], range(len(items)), items, caller)
 
         def finish() -> list[Score]:
-            running, open_ones = started, list(range(len(items)))
+            running, undecided = started, list(range(len(items)))
             for number, stage in enumerate(stages):
                 if number:
-                    running = self._begin_stage(rubric, stage, open_ones, items, caller)
+                    running = self._begin_stage(rubric, stage, undecided, items, caller)
                 for component, numbers, wait in running:
                     for place, score in zip(numbers, wait(), strict=True):
                         columns[component][place] = score
                 if number + 1 < len(stages):
-                    open_ones = [n for n in open_ones if not _is_over(rubric, stage, [column[n] for column in columns])]
+                    undecided = [n for n in undecided if not _is_over(rubric, stage, [column[n] for column in columns])]
             cut = caller.cancellation.cancelled
             return [
                 CANCELLED if cut and _is_cut(scores) else rubric.combine(scores, item.data_source)
@@ -281,7 +279,7 @@ class ScoringCore:
         self,
         rubric: Rubric,
         stage: Sequence[int],
-        open_ones: Sequence[int],
+        undecided: Sequence[int],
         items: Sequence[ScoreItem],
         caller: _Caller,
     ) -> list[tuple[int, Sequence[int], Wait]]:
@@ -289,10 +287,10 @@ class ScoringCore:
         remote = 0
         for number in stage:
             component = rubric.components[number]
-            numbers = open_ones
+            numbers = undecided
             if component.data_sources is not None:
-                fits = {source: component.applies(source) for source in {items[n].data_source for n in open_ones}}
-                numbers = [n for n in open_ones if fits[items[n].data_source]]
+                fits = {source: component.applies(source) for source in {items[n].data_source for n in undecided}}
+                numbers = [n for n in undecided if fits[items[n].data_source]]
             if not numbers:
                 continue
             part = items if len(numbers) == len(items) else [items[n] for n in numbers]
@@ -308,7 +306,7 @@ class ScoringCore:
     def _begin_scorer(self, spec: ScorerSpec, items: Sequence[ScoreItem], caller: _Caller, aside: bool) -> Wait:
         priority, cancellation, scheduler = caller
         if spec.runs_in_pool:
-            pool = self._the_pool()
+            pool = self._get_pool()
             return partial(wait_in_pool, pool, pool.submit(spec, items, priority), cancellation)
         if spec.isolation == "remote":
             return self._remote.begin(spec, items, priority, cancellation, aside=aside)
@@ -319,8 +317,8 @@ class ScoringCore:
 
 
 def validate(config: RewardConfig) -> Rubric:
-    """The rubric, or the ScorerError that `ScoringCore` would raise. Imports user's code in a worker process, starts
-    nothing remote.
+    """The rubric, or the ScorerError that `ScoringCore` would raise. Imports user's code in a worker process and starts
+    no remote judge.
     """
     core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
     core.close()
@@ -328,12 +326,12 @@ def validate(config: RewardConfig) -> Rubric:
 
 
 def _is_cut(scores: Sequence[Score | None]) -> bool:
-    """Whether a judge had no time for the item: then it has no score, not even one that would do without that judge."""
+    """Whether a judge was cancelled. Then the item has no score, even if that judge was optional."""
     return any(score is CANCELLED for score in scores)
 
 
 def _is_over(rubric: Rubric, stage: Sequence[int], scores: Sequence[Score | None]) -> bool:
-    """Whether the components after this stage have nothing to say of the item any more."""
+    """Whether the item's score is decided, so that later stages can skip it."""
     for number in stage:
         component, score = rubric.components[number], scores[number]
         if score is None:
@@ -362,7 +360,7 @@ def _digest(text: str) -> str:
 
 
 def _as_rubric(config: RewardConfig) -> str:
-    """A scorer alone in the words of a rubric, for clients that ask what they get by default."""
+    """A single scorer as the text of a rubric, for clients that ask for the default."""
     arguments = ", ".join(f"{json.dumps(key)} = {_toml(value)}" for key, value in config.arguments.items())
     return f"[[components]]\nscorer = {json.dumps(config.scorer)}\n" + (
         f"arguments = {{ {arguments} }}\n" if arguments else ""

@@ -1,6 +1,4 @@
-"""An OpenAI-compatible chat endpoint as judges use it: rate limits, a spend cap, retries, a deadline for every
-question.
-"""
+"""An OpenAI-compatible chat endpoint for judges, with rate limits, a spend cap, retries and a deadline per question."""
 
 from __future__ import annotations
 
@@ -43,15 +41,15 @@ _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "max
 
 @dataclass(frozen=True, slots=True)
 class EndpointSession:
-    """What the questions to one endpoint share; lives on one event loop."""
+    """State shared by the questions to one endpoint. Belongs to one event loop."""
 
     client: HttpClient
     limiter: RateLimiter
     meter: SpendMeter
     slots: PrioritySemaphore
-    """As many as questions may be under way."""
+    """One slot per question under way."""
     priority: Priority = "calls"
-    """Of those who ask here."""
+    """Priority of the caller."""
 
     def of(self, priority: Priority) -> EndpointSession:
         """The same session with another priority."""
@@ -64,16 +62,16 @@ class EndpointSession:
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What one request may need, known before it is sent."""
+    """Estimated cost of one request, known before it is sent."""
 
     body: bytes
     tokens: int
-    """Expected, prompt and answer."""
+    """Expected number, prompt and answer together."""
     highest_price: float
 
 
 class ChatEndpoint(Scorer):
-    """What every judge behind a chat endpoint has in common: its parameters, and how it asks.
+    """Base class of judges behind a chat endpoint: their common parameters, and how they ask.
 
     Limits, spending and connections belong to the object: build it once and share it.
     """
@@ -135,7 +133,7 @@ class ChatEndpoint(Scorer):
         self._portal = SessionPortal("judge", self._open_session)
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
-        """One result an item, in order. Thread-safe; blocks its caller."""
+        """One result per item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [CLOSING] * len(items)
         if not items:
             return scores
@@ -144,17 +142,17 @@ class ChatEndpoint(Scorer):
         return scores
 
     async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
-        """Puts each item's result in its place in `scores` as soon as there is one; what is not there yet when the loop
-        closes stays.
+        """Stores each item's result in `scores` as soon as there is one. If the portal closes first, the others stay as
+        they are.
         """
-        raise NotImplementedError("a judge's own")
+        raise NotImplementedError("every judge defines this")
 
     def close(self) -> None:
-        """Ends what is under way: it comes back unscored (`infrastructure`), and so does all that is asked later."""
+        """Ends running questions. They, and all later ones, are unscored (`infrastructure`)."""
         self._portal.close()
 
     def figures(self) -> dict[str, float]:
-        """Requests sent and money spent since the start, and questions that wait now."""
+        """Requests sent and money spent since the start, and the questions that wait now."""
         session = self._portal.session
         return {
             "judge_requests": 0.0 if session is None else float(session.client.num_requests),
@@ -180,17 +178,16 @@ class ChatEndpoint(Scorer):
     async def ask(
         self, session: EndpointSession, messages: Sequence[Message], read: Callable[[str], T]
     ) -> T | Unscored:
-        """What `read` makes of the endpoint's answer; unscored if there is none. `read` raises NoVerdictError.
+        """The endpoint's answer as `read` understands it; unscored if there is none. `read` raises NoVerdictError.
 
-        Waits for its turn first: at a place, then at the rates and at the money that is left, at each by the session's
-        lane.
+        Waits by priority for a slot first, then for the spend cap and the rate limits.
         """
         if fault := await wait_in_queue("a place at the judge", session.slots.acquire(session.priority)):
             return fault.unscored
         try:
             quote = self._quote(messages)
             outcome: T | Fault | Unscored = (
-                quote if isinstance(quote, Unscored) else await self._put(session, quote, read)
+                quote if isinstance(quote, Unscored) else await self._ask_admitted(session, quote, read)
             )
         finally:
             session.slots.release()
@@ -215,14 +212,14 @@ class ChatEndpoint(Scorer):
         }
         if self.temperature >= 0.0:
             request["temperature"] = self.temperature
-        # No tokenizer makes more tokens of a text than it has bytes.
+        # A text never has more tokens than bytes.
         return Quote(json.dumps(request).encode(), tokens, self._price(num_bytes + around, self.max_tokens))
 
     def _price(self, prompt_tokens: float, completion_tokens: float) -> float:
         return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
 
-    async def _put(self, session: EndpointSession, quote: Quote, read: Callable[[str], T]) -> T | Fault:
-        """Asks until there is an answer. The deadline runs from the first admission."""
+    async def _ask_admitted(self, session: EndpointSession, quote: Quote, read: Callable[[str], T]) -> T | Fault:
+        """Asks until there is an answer. The deadline runs from the first admission on."""
         clock = asyncio.get_running_loop().time
         if fault := await session.client.wait_until_open(clock() + self.deadline_seconds):
             return fault
@@ -239,7 +236,7 @@ class ChatEndpoint(Scorer):
         return await with_retries(attempt, max_attempts=self.max_attempts, deadline=deadline)
 
     async def _admit(self, session: EndpointSession, quote: Quote, *, again: bool) -> list[Taken] | Fault:
-        """Sets the highest price aside and takes room in the rates: for `_send` to settle."""
+        """Reserves the highest price and takes from the rate limits; `_send` settles both."""
         if not await session.meter.reserve(quote.highest_price, session.priority, again=again):
             spent = f"{session.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
             return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
@@ -261,9 +258,8 @@ class ChatEndpoint(Scorer):
     async def _send(
         self, session: EndpointSession, quote: Quote, read: Callable[[str], T], taken: Sequence[Taken], deadline: float
     ) -> T | Fault:
-        """One request that was admitted, and its bill."""
-        # Until there is a reply, were it because nobody waits for one any more: the cap holds even if such requests are
-        # billed.
+        """Sends one admitted request and settles its cost."""
+        # Without a reply, also because of cancellation, the highest cost counts: the request may have been billed.
         tokens, price = quote.tokens, quote.highest_price
         try:
             data = await session.client.post(quote.body, deadline)
@@ -282,7 +278,7 @@ class ChatEndpoint(Scorer):
         return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]
 
     def _used(self, reply: Any, quote: Quote) -> tuple[int, float]:
-        """Tokens and price by the reply's `usage`; what was expected at most if it has none."""
+        """Tokens and price by the reply's `usage`; the estimate if it has none."""
         usage = reply.get("usage") if isinstance(reply, dict) else None
         counts = [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")] if isinstance(usage, dict) else []
         numbers = [count for count in counts if isinstance(count, int) and 0 <= count < 1 << 40]
@@ -296,8 +292,8 @@ class ChatEndpoint(Scorer):
             content = choice["message"]["content"]
             ended = choice.get("finish_reason")
         except (LookupError, TypeError, AttributeError):
-            return Fault("infrastructure", "the endpoint answered what is no chat completion")
-        again = self.temperature != 0.0  # the same question would get the same words
+            return Fault("infrastructure", "the endpoint's answer is not a chat completion")
+        again = self.temperature != 0.0  # at temperature 0 the answer would be the same
         if not isinstance(content, str):
             return Fault("crashed", f"the judge gave no text (finish_reason {ended!r:.40})", retry=again)
         try:

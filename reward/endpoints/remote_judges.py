@@ -1,4 +1,4 @@
-"""The judges of a service that wait for others: built once, asked by priority, told apart in what they report."""
+"""The remote judges of a service: built once, asked by priority, with figures named by judge."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tandem.reward.rubric.rubric import Rubric
 from tandem.reward.scheduling.cancellation import CancellationToken
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 
-_THREADS = 32  # of each priority, that wait for a second remote scorer of one rubric; the first has the caller's
+_THREADS = 32  # per priority; they wait for further remote scorers of a rubric, the caller waits for the first
 
 
 class RemoteJudges:
-    """Thread-safe, but for `add`: all are there before the first is asked."""
+    """Thread-safe except for `add`, which is called before the first judge is asked."""
 
     def __init__(self) -> None:
         self._judges: dict[str, RemoteJudge] = {}
         self._names: dict[str, str] = {}
-        # By priority: threads that wait for the answers of jobs are none that the ring could need.
+        # One pool per priority, so that jobs cannot use up the threads that the ring needs.
         self._threads = {priority: ThreadPoolExecutor(_THREADS, f"remote-scorer-{priority}") for priority in PRIORITIES}
         self._closing = False
 
@@ -32,8 +32,7 @@ class RemoteJudges:
         return spec.key in self._judges
 
     def add(self, spec: ScorerSpec, name: str, *, start: bool) -> None:
-        """Builds and starts a judge. `name` tells its figures from those of others; if it is taken, a number is added
-        to it.
+        """Builds and starts a judge. `name` identifies it in figures; if it is taken, a number is appended.
 
         Raises:
             ScorerError: it cannot be started. It is closed with the others.
@@ -54,14 +53,14 @@ class RemoteJudges:
         *,
         aside: bool,
     ) -> Callable[[], list[Score]]:
-        """What waits for the scores. `aside`: another thread begins to wait for them now."""
+        """Returns a function that waits for the scores. `aside`: another thread starts waiting for them now."""
         judge_all = partial(judge_remotely, self._judges[spec.key], items, priority, cancellation, spec.grouped)
         if aside and not self._closing:
             return partial(wait_aside, self._threads[priority].submit(judge_all), cancellation, len(items))
         return judge_all
 
     def figures(self) -> dict[str, float]:
-        """What each says of itself (spend, requests, who waits), as `figure:name`."""
+        """Figures of every judge (spend, requests, waiting), as `figure:name`."""
         figures: dict[str, float] = {}
         for key, judge in list(self._judges.items()):
             read = getattr(judge, "figures", None)
@@ -70,7 +69,7 @@ class RemoteJudges:
         return figures
 
     def close(self) -> None:
-        """Ends what they hold; what is under way comes back unscored (`infrastructure`)."""
+        """Closes the judges; running items become unscored (`infrastructure`)."""
         self._closing = True
         for judge in list(self._judges.values()):
             if isinstance(judge, Closable):
@@ -80,7 +79,7 @@ class RemoteJudges:
 
 
 def named_specs(rubric: Rubric, within: str = "") -> Iterator[tuple[str, ScorerSpec]]:
-    """The scorers of a rubric under the names that the breakdown has for them; a scorer alone under its own."""
+    """The scorers of a rubric by their names in the breakdown; a single scorer by its own name."""
     for component in rubric.components:
         name = within + component.name
         if isinstance(component.source, Rubric):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -22,8 +20,7 @@ from tandem.reward.sandbox.launcher import (
     inside,
     inside_sources,
     open_alone,
-    start,
-    the_machines_proc,
+    open_proc,
 )
 from tandem.reward.sandbox.layout import Layout
 from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
@@ -58,13 +55,12 @@ class BubblewrapLauncher(ZygoteLauncher):
         self.place = find_bubblewrap()
         super().__init__(layout, disk_bytes)
 
-    def _launch(self, layout: Layout, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        with the_machines_proc() as proc:
-            zygote = inside("serve", theirs.fileno(), layout.path, {"proc": proc})
-            return start([*_entry(proc), self.place, *bubblewrap_arguments(layout), *zygote], [theirs.fileno(), proc])
+    def _command(self, layout: Layout, proc: int, descriptor: int) -> list[str]:
+        zygote = inside("serve", descriptor, layout.path, {"proc": proc})
+        return [*_entry(proc), self.place, *bubblewrap_arguments(layout), *zygote]
 
-    def _tell(self, layout: Layout) -> None:
-        del layout  # bubblewrap was told
+    def _send_layout(self, layout: Layout) -> None:
+        del layout  # bubblewrap has built it
         self._control.sendall(inside_sources())
 
 
@@ -83,7 +79,7 @@ class BubblewrapEachLauncher:
 
     def open(self, *, seccomp: bool) -> Sandbox:
         try:
-            with the_machines_proc() as proc:
+            with open_proc() as proc:
                 prefix = [*_entry(proc), self._binary, *self._arguments]
                 return open_alone(prefix, self._layout.path, apart=True, seccomp=seccomp, proc=proc)
         except OSError as error:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,7 +16,8 @@ from tandem.protos.scratch_folder import ScratchFolder
 from tandem.reward.sandbox.inside import wire
 from tandem.reward.sandbox.inside.zygote import WORK_FOLDER
 from tandem.reward.sandbox.layout import PACKAGES_FOLDER, Layout
-from tandem.reward.sandbox.sandbox import Sandbox, SandboxError, last_words
+from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
+from tandem.reward.workers.child_process import ChildProcess
 
 IsolationName = Literal["bubblewrap", "namespaces", "none"]
 
@@ -91,34 +90,32 @@ class ZygoteLauncher:
 
     def __init__(self, layout: Layout, disk_bytes: int) -> None:
         self._disk_bytes = disk_bytes
-        self._control, theirs = socket.socketpair()
+        try:
+            with open_proc() as proc:
+                self._process = start(partial(self._command, layout, proc), [proc])
+        except OSError as error:
+            raise SandboxError(f"the process that makes sandboxes cannot be started: {error}") from None
+        self._control = self._process.connection
         self._control.settimeout(ZYGOTE_SECONDS)
-        with theirs:
-            try:
-                self._process = self._launch(layout, theirs)
-            except OSError as error:
-                self._control.close()
-                raise SandboxError(f"the process that makes sandboxes cannot be started: {error}") from None
         reply: wire.Message | None = None
         try:
-            with suppress(ConnectionError):  # it has ended, and its last words say why
-                self._tell(layout)
+            with suppress(ConnectionError):  # it has ended; its exit reason says why
+                self._send_layout(layout)
                 reply = wire.receive(self._control)
         except (OSError, ValueError) as error:
             self.close()
             raise SandboxError(f"the process that makes sandboxes did not start: {error}") from None
         if reply is None or "ready" not in reply.header:
-            reason = reply.header["error"] if reply is not None else last_words(self._process)
+            exit_reason = self._process.exit_reason() if reply is None else ""
+            reason = reply.header["error"] if reply is not None else f"its process {exit_reason}"
             self.close()
             raise SandboxError(reason)
 
-    def _launch(self, layout: Layout, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        with the_machines_proc() as proc:
-            return start(
-                [*PYTHON, _START_ZYGOTE, REWARD_FOLDER, str(theirs.fileno()), str(proc)], [theirs.fileno(), proc]
-            )
+    def _command(self, layout: Layout, proc: int, descriptor: int) -> list[str]:
+        """What starts the zygote, with its end of the channel as `descriptor`."""
+        return [*PYTHON, _START_ZYGOTE, REWARD_FOLDER, str(descriptor), str(proc)]
 
-    def _tell(self, layout: Layout) -> None:
+    def _send_layout(self, layout: Layout) -> None:
         wire.send(self._control, layout.as_dict())
 
     def open(self, *, seccomp: bool) -> Sandbox:
@@ -133,12 +130,7 @@ class ZygoteLauncher:
 
     def close(self) -> None:
         """Ends the zygote and all its sandboxes; may be called again."""
-        self._control.close()
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it was started through, too
-        self._process.wait(timeout=ZYGOTE_SECONDS)
-        if self._process.stderr is not None:
-            self._process.stderr.close()
+        self._process.close()
 
 
 class BareLauncher:
@@ -200,36 +192,30 @@ def open_alone(
     Raises:
         SandboxError: it cannot be started.
     """
-    mine, theirs = socket.socketpair()
-    with theirs:
-        settings = {"proc": proc, "apart": apart}
-        command = [*prefix, *inside("serve_alone", theirs.fileno(), path, settings)]
-        try:
-            process = start(command, [theirs.fileno(), *([] if proc is None else [proc])], folder=folder)
-            mine.settimeout(ZYGOTE_SECONDS)
-            mine.sendall(inside_sources())  # fits into the socket's buffer: nothing waits for the process
-        except OSError as error:
-            mine.close()
-            raise SandboxError(f"{command[0]} cannot be started: {error}") from None
-    return Sandbox(mine, process, seccomp=seccomp, leave=leave)
+    settings = {"proc": proc, "apart": apart}
+    process: ChildProcess | None = None
+    try:
+        process = start(
+            lambda descriptor: [*prefix, *inside("serve_alone", descriptor, path, settings)],
+            [] if proc is None else [proc],
+            folder=folder,
+        )
+        process.connection.settimeout(ZYGOTE_SECONDS)
+        process.connection.sendall(inside_sources())  # fits into the socket's buffer: nothing waits for the process
+    except OSError as error:
+        if process is not None:
+            process.close()
+        raise SandboxError(f"{(*prefix, *PYTHON)[0]} cannot be started: {error}") from None
+    return Sandbox(process.connection, process, seccomp=seccomp, leave=leave)
 
 
-def start(command: Sequence[str], descriptors: Sequence[int], *, folder: str = "/") -> subprocess.Popen[bytes]:
-    """Starts a command with nothing of this process but those descriptors, in a session of its own. Raises OSError."""
-    return subprocess.Popen(
-        command,
-        pass_fds=descriptors,
-        env=_ENVIRONMENT,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+def start(command: Callable[[int], Sequence[str]], descriptors: Sequence[int], *, folder: str = "/") -> ChildProcess:
+    """Starts a command that inherits nothing of this process but its channel and the descriptors. Raises OSError."""
+    return ChildProcess(command, descriptors=descriptors, environment=_ENVIRONMENT, folder=folder, capture="errors")
 
 
 @contextmanager
-def the_machines_proc() -> Iterator[int]:
+def open_proc() -> Iterator[int]:
     """A descriptor of /proc. Raises OSError."""
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:

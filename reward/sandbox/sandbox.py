@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import select
-import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from tandem.reward.sandbox.inside import wire
 from tandem.reward.sandbox.limits import Limits, Outcome
+from tandem.reward.workers.child_process import ChildProcess
 
 GRACE_SECONDS = 10.0
 """How long a sandbox may take beyond a run's own limits to say how it ended."""
 _HEADER_BYTES = 1 << 16
+_EXIT_SECONDS = 1.0  # for a sandbox to end by itself once its channel is closed
 
 Kind = Literal["script", "answer", "test"]
 
@@ -42,7 +41,7 @@ class Sandbox:
     def __init__(
         self,
         channel: socket.socket,
-        process: subprocess.Popen[bytes] | None,
+        process: ChildProcess | None,
         *,
         seccomp: bool,
         leave: Callable[[], None] = lambda: None,
@@ -66,9 +65,7 @@ class Sandbox:
         except (OSError, ValueError):
             message = None
         if message is None or "ready" not in message.header:
-            raise SandboxError(
-                f"a sandbox did not start: {message.header.get('error') if message else last_words(self._process)}"
-            )
+            raise SandboxError(f"a sandbox did not start: {message.header.get('error') if message else self._ending()}")
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
         if poll.poll(0):
@@ -145,26 +142,12 @@ class Sandbox:
         """Ends the sandbox and everything in it; may be called again."""
         self._channel.close()
         if self._process is not None:
-            try:
-                self._process.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait(timeout=GRACE_SECONDS)
-            if self._process.stderr is not None:
-                self._process.stderr.close()
+            self._process.close(seconds=_EXIT_SECONDS)
             self._process = None
         leave, self._leave = self._leave, lambda: None
         leave()
 
-
-def last_words(process: subprocess.Popen[bytes] | None) -> str:
-    """What a process that has closed its line said last, else how it ended."""
-    if process is None or process.stderr is None:
-        return "it has gone without a word"
-    try:
-        process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        return "it closed its line"
-    os.set_blocking(process.stderr.fileno(), False)  # something it started may hold the other end
-    words = (process.stderr.read(4096) or b"").decode(errors="replace").strip()
-    return words.rpartition("\n")[2] or f"exit code {process.returncode}"
+    def _ending(self) -> str:
+        if self._process is None:
+            return "its process ended without a message"
+        return f"its process {self._process.exit_reason(seconds=_EXIT_SECONDS)}"

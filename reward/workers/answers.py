@@ -1,8 +1,7 @@
-"""The lines that a worker answers a chunk with. The user's code shares its process, so nothing that arrives is taken on
-trust.
+"""The lines that a worker answers a chunk with. User's code shares its process, so nothing that arrives is trusted.
 
-A line is the chunk's token, its number in the chunk, and JSON: what else is written to the service's line has neither,
-so it cannot pass for an answer nor shift the answers to other items.
+A line is the chunk's token, its number in the chunk, and JSON. Anything else written to the channel has neither token
+nor number, so it cannot pass for an answer or shift the answers of other items.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from typing import Any, Literal, get_args
 
 from tandem.protos.contracts import Score, Scored, Unscored, UnscoredReason
 
-STRAY = Unscored("crashed", "wrote to the service's line")
+STRAY = Unscored("crashed", "wrote to the channel of the scoring process")
 _REASONS = frozenset(get_args(UnscoredReason))
 
 
 def make_token() -> str:
-    """Of one chunk."""
+    """A token for one chunk."""
     return secrets.token_hex(8)
 
 
 def line(token: bytes, number: int, payload: bytes) -> bytes:
-    """The chunk's line of that number."""
+    """The line of that number."""
     return b"%b %d %b\n" % (token, number, payload)
 
 
 def payloads(lines: Sequence[bytes], token: bytes, number: int) -> list[bytes]:
-    """What the lines say, from the one of that number on, up to the first that is none of the chunk's."""
+    """The payloads of the lines, numbered from `number`, up to the first line that does not belong to the chunk."""
     found = []
     for one in lines:
         head = b"%b %d " % (token, number)
@@ -42,7 +41,7 @@ def payloads(lines: Sequence[bytes], token: bytes, number: int) -> list[bytes]:
 
 
 def encode_score(score: Score) -> bytes:
-    """A score as JSON. One that is not finite is a scorer's bug, and says so."""
+    """A score as JSON. One that is not finite is a bug of the scorer and becomes unscored."""
     if isinstance(score, Unscored):
         return json.dumps([score.reason, score.detail]).encode()
     for value in (score.value, *score.breakdown.values()):
@@ -54,7 +53,7 @@ def encode_score(score: Score) -> bytes:
 
 
 def decode_scores(found: Sequence[bytes]) -> tuple[list[Score], Literal["", "memory", "stray"]]:
-    """The scores up to the first payload that is none, and what that one is: `memory`, as a worker says it, or
+    """The scores up to the first payload that is none, and what that one is: `memory` (a worker ran out of it) or
     `stray`.
     """
     scores: list[Score] = []
@@ -68,7 +67,7 @@ def decode_scores(found: Sequence[bytes]) -> tuple[list[Score], Literal["", "mem
 
 def _parsed(found: Sequence[bytes]) -> list[Any]:
     try:
-        parsed: list[Any] = json.loads(b"[" + b",".join(found) + b"]")  # at once: many are short
+        parsed: list[Any] = json.loads(b"[" + b",".join(found) + b"]")  # one call for all: most are short
         if len(parsed) == len(found):
             return parsed
     except (ValueError, RecursionError):
@@ -84,7 +83,7 @@ def _parsed(found: Sequence[bytes]) -> list[Any]:
 
 def _score(found: Any) -> Score | None:
     if type(found) is list and len(found) == 1 and type(found[0]) is float and math.isfinite(found[0]):
-        return Scored(found[0])  # what nearly all are
+        return Scored(found[0])  # nearly all are of this form
     match found:
         case [float() | int() as value] if _is_finite(value):
             return Scored(value)

@@ -1,8 +1,8 @@
-"""The process that workers are forked from, and that answers for what they leave behind.
+"""The main loop of the launcher: the process that workers are forked from, and that kills what they leave behind.
 
-It has one thread and never runs user's code, so a fork of it is safe; it has imported what judges need, so a worker is
-ready within milliseconds. It is the subreaper of all that its workers start: what outlives its worker comes to it and
-is killed. When the service ends, however it ends, the control socket closes, and everything is killed.
+It has one thread and never runs user's code, so forking it is safe. It has imported what judges need, so a worker is
+ready within milliseconds. It is the subreaper of all that its workers start: a process that outlives its worker becomes
+its child and is killed. When the service ends in any way, the control socket closes, and everything is killed.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from tandem.reward.workers.worker import serve
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_SWEEP_MILLISECONDS = 250  # how long something that left its worker may live
+_SWEEP_MILLISECONDS = 250  # how long an orphan may live
 _END_SECONDS = 5.0
 _MAX_REQUEST_BYTES = 1 << 16
 _CHANNEL = 3  # the worker's descriptor of its socket
 
 
 @dataclass(slots=True)
-class _Born:
+class _Worker:
     pid: int
-    line: int
-    """Descriptor: tells the pool the exit status, and is told to kill."""
+    control: int
+    """Descriptor: reports the exit status to the pool, and receives the request to kill."""
 
 
 class Launcher:
-    """Forks on request. A request brings three descriptors: the worker's socket, its output, and the line to
-    the pool.
+    """Forks on request. A request brings three descriptors: the worker's socket, its output, and the control socket
+    between pool and launcher.
     """
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._workers: dict[int, _Born] = {}
-        self._by_line: dict[int, _Born] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._by_control: dict[int, _Worker] = {}
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Until the control socket closes."""
+        """Serves until the control socket closes."""
         while True:
             for descriptor, _ in self._poll.poll(_SWEEP_MILLISECONDS if self._workers else None):
                 if descriptor == self._wake:
@@ -69,21 +69,21 @@ class Launcher:
                     if not self._answer():
                         self._end_everything()
                         return
-                elif descriptor in self._by_line:
-                    self._kill(self._by_line[descriptor])
+                elif descriptor in self._by_control:
+                    self._kill(self._by_control[descriptor])
             self._reap()
             self._end_orphans()
 
     def _answer(self) -> bool:
-        """Forks the worker that is asked for; False at the end of the control socket."""
+        """Forks the requested worker; False if the control socket was closed."""
         message, descriptors, _, _ = socket.recv_fds(self._control, _MAX_REQUEST_BYTES, 3)
         if not message:
             return False
         request = json.loads(message)
-        channel, output, line = descriptors
+        channel, output, control = descriptors
         if request["preload"]:
             preload(request["preload"])
-            gc.freeze()  # what is shared with the workers is not written to, so it stays shared
+            gc.freeze()  # keeps the garbage collector from writing to, and so copying, shared pages
         sys.stdout.flush()
         sys.stderr.flush()
         launcher = os.getpid()
@@ -91,25 +91,25 @@ class Launcher:
         if pid == 0:
             _become_worker(launcher, channel, output, request["limits"])
         with suppress(OSError):
-            os.setpgid(pid, pid)  # here as well as there: whoever comes first
+            os.setpgid(pid, pid)  # both processes do this, to avoid a race
         os.close(channel)
         os.close(output)
-        os.set_blocking(line, False)
-        born = _Born(pid, line)
-        self._workers[pid] = self._by_line[line] = born
-        self._tell(born, {"pid": pid})
-        self._poll.register(line, select.POLLIN)
+        os.set_blocking(control, False)
+        worker = _Worker(pid, control)
+        self._workers[pid] = self._by_control[control] = worker
+        self._tell(worker, {"pid": pid})
+        self._poll.register(control, select.POLLIN)
         return True
 
-    def _tell(self, born: _Born, message: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # the pool has let go of it
-            os.write(born.line, json.dumps(message).encode() + b"\n")
+    def _tell(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # the pool has closed it
+            os.write(worker.control, json.dumps(message).encode() + b"\n")
 
-    def _kill(self, born: _Born) -> None:
+    def _kill(self, worker: _Worker) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(born.pid, signal.SIGKILL)
-        self._poll.unregister(born.line)
-        del self._by_line[born.line]  # its end is told when it is reaped
+            os.killpg(worker.pid, signal.SIGKILL)
+        self._poll.unregister(worker.control)
+        del self._by_control[worker.control]  # its exit is reported when it is reaped
 
     def _reap(self) -> None:
         while True:
@@ -119,20 +119,20 @@ class Launcher:
                 return
             if ended is None:
                 return
-            born = self._workers.pop(ended.si_pid, None)
-            if born is not None:
+            worker = self._workers.pop(ended.si_pid, None)
+            if worker is not None:
                 with suppress(ProcessLookupError):
-                    os.killpg(born.pid, signal.SIGKILL)  # while its number cannot be another's
+                    os.killpg(worker.pid, signal.SIGKILL)  # before its pid can be reused
             _, status = os.waitpid(ended.si_pid, 0)
-            if born is not None:
+            if worker is not None:
                 self._end_orphans()
-                self._tell(born, {"status": os.waitstatus_to_exitcode(status)})
-                if self._by_line.pop(born.line, None) is not None:
-                    self._poll.unregister(born.line)
-                os.close(born.line)
+                self._tell(worker, {"status": os.waitstatus_to_exitcode(status)})
+                if self._by_control.pop(worker.control, None) is not None:
+                    self._poll.unregister(worker.control)
+                os.close(worker.control)
 
     def _end_orphans(self) -> None:
-        """Kills what came here because its parent ended; its own children come next, until none is left."""
+        """Kills processes whose parents ended; then their children, which become ours, until none is left."""
         deadline = time.monotonic() + 0.2  # then the next sweep goes on
         while orphans := [pid for pid in children_of(os.getpid()) if pid not in self._workers]:
             ended = False
@@ -162,7 +162,7 @@ def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:
-            os._exit(1)  # it died before the line above
+            os._exit(1)  # it ended before the line above
         with suppress(OSError):
             os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
@@ -186,7 +186,7 @@ def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str
             resource.setrlimit(kind, (value, value))
         serve(_CHANNEL, limits)
         code = 0
-    except BaseException:  # whatever it is, this process must not return into the launcher's code
+    except BaseException:  # this process must never return into the launcher's code
         traceback.print_exc()
     finally:
         with suppress(Exception):
@@ -199,7 +199,7 @@ def main(descriptor: int) -> None:
     """Serves the control socket `descriptor`."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the service, not before it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the service
     os.set_inheritable(descriptor, False)
     list(SCORERS.values())  # imported here: once a user's folder is on a worker's path, its files could replace ours
     gc.freeze()

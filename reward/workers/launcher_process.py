@@ -1,29 +1,26 @@
-"""The launchers of worker processes as the service sees them."""
+"""The processes that fork workers, as the service sees them."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 
+from tandem.reward.workers.child_process import ChildProcess
 from tandem.reward.workers.processes import is_stopped
-from tandem.reward.workers.worker_process import LAUNCH_SECONDS, Limits, Parent, WorkerProcess
+from tandem.reward.workers.worker_process import LAUNCH_SECONDS, Limits, WorkerProcess
 
 # -P: the working folder stays off the path until user's code is loaded, see tandem.reward.workers.worker
 _BOOTSTRAP = "import sys; from tandem.reward.workers.launcher import main; main(int(sys.argv[1]))"
-_MOST_SILENCES = 2  # in a row
+_MAX_FAILURES = 2  # in a row
 _END_SECONDS = 10.0
 
 
 class Launchers:
-    """Start workers: one launcher for every set of modules that workers are to have, so that none imports while it has
-    workers.
+    """Starts workers. There is one launcher per set of preloaded modules, so that none imports while it has workers.
 
     Thread-safe.
     """
@@ -35,7 +32,7 @@ class Launchers:
         self._closed = False
 
     def spawn(self, preload: Sequence[str]) -> WorkerProcess:
-        """A fresh worker that has the modules. Raises OSError if there is none to be had."""
+        """A fresh worker that has imported the modules. Raises OSError if none can be started."""
         with self._lock:
             if self._closed:
                 raise OSError("the pool is closed")
@@ -51,31 +48,29 @@ class Launchers:
 
 
 class _Launcher:
-    """A process that forks workers (`tandem.reward.workers.launcher`), started anew if it ended or gives none in its
-    time. Thread-safe.
+    """A process that forks workers (`tandem.reward.workers.launcher`). It is replaced if it ended or does not answer.
+    Thread-safe.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._parent = Parent(0, ended=True)
-        self._silences = 0
+        self._process: ChildProcess | None = None
+        self._failures = 0
         self._closed = False
 
     def spawn(self, preload: Sequence[str]) -> WorkerProcess:
-        """A fresh worker. Raises OSError if there is none to be had, of a new launcher neither."""
-        asked: list[Parent] = []
+        """A fresh worker. Raises OSError if neither this launcher process nor a new one gives one."""
+        asked: list[ChildProcess] = []
         try:
             return self._spawn(preload, asked)
         except OSError:
-            if not asked or not self._replaced(asked[0]):
+            if not asked or not self._replace(asked[0]):
                 raise
             return self._spawn(preload, asked)
 
-    def _spawn(self, preload: Sequence[str], asked: list[Parent]) -> WorkerProcess:
-        """`asked`: gets the launcher that took the request."""
+    def _spawn(self, preload: Sequence[str], asked: list[ChildProcess]) -> WorkerProcess:
+        """`asked`: gets the process that took the request."""
         request = {
             "preload": list(preload),
             "limits": {
@@ -85,36 +80,36 @@ class _Launcher:
                 "seconds": self._limits.seconds,
             },
         }
-        channel, theirs = socket.socketpair()
-        line, their_line = socket.socketpair()
+        connection, theirs = socket.socketpair()
+        control, their_control = socket.socketpair()
         output, their_output = os.pipe()
         try:
-            with theirs, their_line:
-                parent = self._ask(json.dumps(request).encode(), [theirs.fileno(), their_output, their_line.fileno()])
+            with theirs, their_control:
+                descriptors = [theirs.fileno(), their_output, their_control.fileno()]
+                asked.append(self._ask(json.dumps(request).encode(), descriptors))
         except OSError:
-            for one in (channel, line):
-                one.close()
+            connection.close()
+            control.close()
             os.close(output)
             raise
         finally:
             os.close(their_output)
-        asked.append(parent)
-        worker = WorkerProcess(channel, line, output, self._limits, parent)
-        self._silences = 0
+        worker = WorkerProcess(connection, output, control, self._limits, asked[-1])
+        self._failures = 0
         return worker
 
-    def _replaced(self, parent: Parent) -> bool:
-        """Whether another launcher is to be asked, after one that gave no worker: if that has gone, is stopped, or gave
-        none the last time either (once, it may only be slow to import). Its other workers end with it, and their items
-        are unscored (`infrastructure`).
+    def _replace(self, process: ChildProcess) -> bool:
+        """Whether to ask another process, after this one gave no worker: if it has ended, is stopped, or failed the
+        last time as well. (One failure may only mean slow imports.) Its other workers end with it, and their items are
+        unscored (`infrastructure`).
         """
         with self._lock:
-            if self._closed or parent is not self._parent:
+            if self._closed or process is not self._process:
                 return not self._closed
-            self._silences += 1
-            if not parent.ended and not is_stopped(parent.pid) and self._silences < _MOST_SILENCES:
+            self._failures += 1
+            if not process.ended and not is_stopped(process.pid) and self._failures < _MAX_FAILURES:
                 return False
-            self._silences = 0
+            self._failures = 0
             self._end()
             return True
 
@@ -124,47 +119,34 @@ class _Launcher:
             self._closed = True
             self._end()
 
-    def _ask(self, request: bytes, descriptors: list[int]) -> Parent:
+    def _ask(self, request: bytes, descriptors: list[int]) -> ChildProcess:
         with self._lock:
             for attempt in (1, 2):
                 if self._closed:
                     raise OSError("the pool is closed")
-                if self._control is None or self._process is None or self._process.poll() is not None:
-                    self._start()
-                assert self._control is not None
+                process = self._running()
                 try:
-                    socket.send_fds(self._control, [request], descriptors)
-                    return self._parent
+                    socket.send_fds(process.connection, [request], descriptors)
+                    return process
                 except OSError:
                     self._end()
                     if attempt == 2:
                         raise
         raise AssertionError("the second attempt returns or raises")
 
-    def _start(self) -> None:
+    def _running(self) -> ChildProcess:
+        if self._process is not None and self._process.alive:
+            return self._process
         self._end()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOTSTRAP, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the service's to handle
-            )
-        self._control.settimeout(LAUNCH_SECONDS)
-        self._parent = Parent(self._process.pid)
+        self._process = ChildProcess(
+            lambda descriptor: [sys.executable, "-P", "-c", _BOOTSTRAP, str(descriptor)],
+            capture="nothing",
+            kind=socket.SOCK_SEQPACKET,
+        )
+        self._process.connection.settimeout(LAUNCH_SECONDS)
+        return self._process
 
     def _end(self) -> None:
-        self._parent.ended = True
-        if self._control is not None:
-            self._control.close()  # which is what tells it
-            self._control = None
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGCONT)  # if it is stopped: it has what its workers left to end
-            try:
-                self._process.wait(timeout=_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(timeout=_END_SECONDS)
+            self._process.close(seconds=_END_SECONDS)
             self._process = None

@@ -1,4 +1,4 @@
-"""The line to a reward model's process: one thread owns it, gathers what all callers ask into chunks, and replaces it
+"""The process of a reward model: one thread owns it, gathers the questions of all callers into chunks, and replaces it
 when it dies.
 """
 
@@ -18,15 +18,15 @@ from tandem.protos.errors import ScorerError
 from tandem.reward.endpoints.session_portal import CLOSING
 from tandem.reward.scheduling.cancellation import current_token
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
-from tandem.reward.workers.line_process import DiedError, HungError, LineProcess
+from tandem.reward.workers.child_process import DiedError, HungError, LineProcess
 
 T = TypeVar("T")
 
 _CHUNK_QUESTIONS = 256  # of one priority: enough to find rows of similar length
 _CHUNK_CHARACTERS = 1 << 20
-_LOOK_SECONDS = 5.0  # how often a caller makes sure that the thread still lives
+_CHECK_SECONDS = 5.0  # how often a caller checks that the thread is alive
 _END_SECONDS = 20.0
-_LONGEST_PAUSE_SECONDS = 60.0
+_MAX_PAUSE_SECONDS = 60.0
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -38,14 +38,14 @@ class Question:
     answer: str
     score: Future[Score] = field(default_factory=Future)
     alone: bool = False
-    """It was in a batch that hung or crashed, and is tried once more by itself: then the blame is its own."""
+    """It was in a batch that hung or crashed, and is retried by itself to find the question at fault."""
 
     @property
     def size(self) -> int:
         return len(self.answer) + len(str(self.prompt))
 
     def settle(self, score: Score) -> None:
-        """Enters its score, unless it was settled before: by the end of the call that asked."""
+        """Sets its score, unless it has one: its call may have been cancelled."""
         with suppress(InvalidStateError):
             self.score.set_result(score)
 
@@ -75,7 +75,7 @@ class ModelBatcher:
 
     @property
     def pid(self) -> int:
-        """Of the process, 0 if there is none."""
+        """Id of the process, 0 if there is none."""
         process = self._process
         return process.pid if process is not None else 0
 
@@ -86,15 +86,13 @@ class ModelBatcher:
             ScorerError: it cannot be loaded.
         """
         wanted: Future[str] = Future()
-        self._hand_over([], [wanted])
+        self._submit([], [wanted])
         if problem := self._await(wanted, CLOSING.detail):
             raise ScorerError(problem)
 
     def ask(self, questions: Sequence[Question], priority: Priority = "calls") -> list[Score]:
-        """One score a question, in order; blocks until all are known, or the caller's cancellation ends
-        (`tandem.reward.scheduling.cancellation`).
-        """
-        if not self._hand_over(questions, [], priority):
+        """One score per question, in order. Blocks until all are known or the caller's token is cancelled."""
+        if not self._submit(questions, [], priority):
             return [CLOSING] * len(questions)
         with current_token().on_cancel(partial(_withdraw, questions)):
             return [self._await(question.score, CLOSING) for question in questions]
@@ -104,7 +102,7 @@ class ModelBatcher:
         return self._queue.waiting(priority)
 
     def close(self) -> None:
-        """Ends the process; what is under way comes back unscored (`infrastructure`). May be called again."""
+        """Ends the process; running questions become unscored (`infrastructure`). May be called again."""
         with self._wake:
             self._closing = True
             process, thread = self._process, self._thread
@@ -114,7 +112,7 @@ class ModelBatcher:
         if thread is not None:
             thread.join(_END_SECONDS)
 
-    def _hand_over(
+    def _submit(
         self, questions: Sequence[Question], starts: Sequence[Future[str]], priority: Priority = "ring"
     ) -> bool:
         with self._wake:
@@ -134,7 +132,7 @@ class ModelBatcher:
         while True:
             alive = self._thread is not None and self._thread.is_alive()
             try:
-                return future.result(timeout=_LOOK_SECONDS if alive else 0.0)
+                return future.result(timeout=_CHECK_SECONDS if alive else 0.0)
             except TimeoutError:
                 if not alive:
                     return otherwise
@@ -147,7 +145,7 @@ class ModelBatcher:
             while not self._closing:
                 with self._wake:
                     if not (self._queue or self._starts or self._closing):
-                        self._wake.wait(_LOOK_SECONDS)
+                        self._wake.wait(_CHECK_SECONDS)
                     starts, self._starts = self._starts, []
                     priority, chunk = self._next_chunk()
                 if not starts and not chunk:
@@ -160,7 +158,7 @@ class ModelBatcher:
                         question.settle(Unscored("infrastructure", problem))
                 else:
                     self._converse(priority, chunk)
-        except BaseException as error:  # a bug: whoever waits raises it
+        except BaseException as error:  # a bug: every caller raises it
             with self._wake:
                 waiting = self._queue.clear()
             for question in (*chunk, *waiting):
@@ -175,7 +173,7 @@ class ModelBatcher:
             _withdraw(waiting)
 
     def _next_chunk(self) -> tuple[Priority, list[Question]]:
-        """Of the priority that is next as many as find similar ones among them; none if nobody waits. Called with
+        """Questions of the next priority, enough to batch rows of similar length; empty if none wait. The caller holds
         the lock.
         """
         self._forget_settled()
@@ -210,7 +208,7 @@ class ModelBatcher:
             self._head(priority)
 
     def _ensure_process(self) -> str:
-        """Starts the process if it is not there; returns why it cannot be had, "" if it can."""
+        """Starts the process if needed; returns why it cannot be started, "" on success."""
         if self._process is not None:
             if self._process.alive:
                 return ""
@@ -222,7 +220,7 @@ class ModelBatcher:
         problem = self._start_process()
         if problem:
             self._failed_starts += 1
-            pause = min(2.0 ** (self._failed_starts - 1), _LONGEST_PAUSE_SECONDS)
+            pause = min(2.0 ** (self._failed_starts - 1), _MAX_PAUSE_SECONDS)
             self._start_after, self._last_failure = time.monotonic() + pause, problem
         else:
             self._failed_starts = 0
@@ -239,9 +237,9 @@ class ModelBatcher:
             self._process = process
             if self._closing:
                 return CLOSING.detail
-        process.say(self._setup)
+        process.send(self._setup)
         try:
-            reply = next(process.hear(self._startup_seconds))
+            reply = next(process.receive(self._startup_seconds))
         except HungError:
             process.kill()
             return f"{name} did not load within {self._startup_seconds:g} s"
@@ -261,17 +259,17 @@ class ModelBatcher:
         suspects = list(pending)
         gave_way = False
         asked = [{"id": n, "prompt": one.prompt, "answer": one.answer} for n, one in pending.items()]
-        self._process.say({"questions": asked})
+        self._process.send({"questions": asked})
         try:
             while True:
-                for message in self._process.hear(self._timeout_seconds):
+                for message in self._process.receive(self._timeout_seconds):
                     if "done" in message:
                         if gave_way:
                             self._put_back(priority, pending.values())
                         return
                     if "next" in message:
                         gave_way = not self._continues(priority, pending.values())
-                        self._process.say({"go_on": not gave_way})
+                        self._process.send({"continue": not gave_way})
                     suspects = message.get("working", suspects)
                     for number, value in message.get("scores", ()):
                         pending.pop(number).settle(Scored(value))
@@ -282,13 +280,13 @@ class ModelBatcher:
             fault = Unscored("timeout", f"the reward model gave no answer within {self._timeout_seconds:g} s")
         except DiedError:
             fault = Unscored("crashed", f"the reward model's process {self._process.exit_reason()}")
-        self._sort_out(priority, pending, [number for number in suspects if number in pending], fault)
+        self._retry(priority, pending, [number for number in suspects if number in pending], fault)
 
-    def _sort_out(
+    def _retry(
         self, priority: Priority, pending: dict[int, Question], suspects: Sequence[int], fault: Unscored
     ) -> None:
         with self._wake:
-            if self._closing:  # it was killed by `close`
+            if self._closing:  # `close` killed it
                 _withdraw(pending.values())
                 return
             if len(suspects) == 1:
@@ -301,11 +299,11 @@ class ModelBatcher:
     def _put_back(self, priority: Priority, questions: Iterable[Question]) -> None:
         """Returns questions to the front of their queue, in order."""
         with self._wake:
-            for place, question in enumerate(questions):
-                self._queue.push_front(priority, question, place)
+            for index, question in enumerate(questions):
+                self._queue.push_front(priority, question, index)
 
 
 def _withdraw(questions: Iterable[Question]) -> None:
-    """What has no score gets none."""
+    """Marks questions without a score as unscored."""
     for question in questions:
         question.settle(CLOSING)

@@ -1,10 +1,10 @@
-"""What a reward model's process runs: the only place of `reward` that imports torch.
-`tandem.reward.workers.model_batcher` starts it.
+"""The process of a reward model, started by `tandem.reward.workers.model_batcher`. Only this module of `reward`
+imports torch.
 
-Lines of JSON, never pickle. First comes the set-up, answered with `{"ready": …}` or `{"error": …}`; then chunks of
-questions. For each the process says which questions it works on (`working`: whoever kills or outlives it knows the
-suspects), their scores or why there is none, and `done`. Before each forward but the first it says `next` and is
-answered `{"go_on": …}`; if false, the rest of the chunk gets no scores.
+Messages are lines of JSON, never pickle. The set-up comes first and is answered with `{"ready": …}` or `{"error": …}`;
+then come chunks of questions. For each the process reports the questions it works on (`working`, so that the parent
+knows the suspects if it hangs or dies), their scores or why there are none, and `done`. Before each forward pass but
+the first it sends `next` and gets `{"continue": …}`; if that is false, the rest of the chunk gets no scores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-_NO_LIMIT = 10**6  # what a tokenizer without a limit calls one is far above
+_NO_LIMIT = 10**6  # tokenizers without a limit report a number far above this
 
 Encoded = dict[str, list[int]]
 
@@ -31,7 +31,7 @@ class SetupError(Exception):
 
 
 class RefusedError(Exception):
-    """One question cannot be put to the model. Its arguments: reason, detail."""
+    """The model cannot score one question. Arguments: reason, detail."""
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -46,9 +46,7 @@ def main(descriptor: int, parent: int) -> None:
     try:
         with socket.socket(fileno=descriptor) as channel:
             serve(channel)
-    except (
-        BaseException
-    ):  # a bug, or a device that broke: torch would take seconds to clear up, and the parent waits for the end
+    except BaseException:  # a bug or a broken device; torch would take seconds to shut down while the parent waits
         traceback.print_exc()
         os._exit(1)
 
@@ -69,7 +67,7 @@ def serve(channel: socket.socket) -> None:
     for line in lines:
         for message in classifier.answer(json.loads(line)["questions"]):
             say(message)
-            if "next" in message and not json.loads(lines.readline() or '{"go_on": false}')["go_on"]:
+            if "next" in message and not json.loads(lines.readline() or '{"continue": false}')["continue"]:
                 break
         say({"done": True})
 
@@ -95,7 +93,7 @@ class Classifier:
             self._model.to(self._device)
         except SetupError:
             raise
-        except Exception as error:  # files and devices of others: their libraries raise anything, bare Exceptions too
+        except Exception as error:  # libraries raise anything here, even Exception itself
             raise SetupError(f"{type(error).__name__}: {' '.join(str(error).split())[:400]}") from error
         self._prepare_padding()
         self._max_length = setup["max_length"] or self._own_max_length()
@@ -112,7 +110,7 @@ class Classifier:
         )
         self._model.eval()
         if missing := sorted(info["missing_keys"]):
-            # transformers fills them with noise and only warns: that would be a reward of noise.
+            # transformers initialises them randomly and only warns: rewards would be random.
             raise SetupError(f"the folder has no weights for {', '.join(missing[:3])}; it holds no sequence classifier")
         if info["mismatched_keys"]:
             raise SetupError(f"weights have other shapes than config.json says: {sorted(info['mismatched_keys'])[:3]}")
@@ -121,7 +119,7 @@ class Classifier:
             raise SetupError(f"label {self._label} is not there: the model has {labels}, the first is 0")
 
     def _prepare_padding(self) -> None:
-        """Decoders find the last token of a row by what is padding, so tokenizer and model must agree on it."""
+        """Makes tokenizer and model agree on the padding token: decoders find the last token of a row by it."""
         config, tokenizer = self._model.config, self._tokenizer
         if tokenizer.pad_token_id is None:
             own = getattr(config, "pad_token_id", None)
@@ -167,7 +165,7 @@ class Classifier:
                     prompt if isinstance(prompt, str) else "\n\n".join(f"{t['role']}: {t['content']}" for t in prompt)
                 )
                 encoded = tokenizer(text, answer, **({**cut, "truncation": "only_first"} if cut else {}))
-        except Exception as error:  # a template may raise anything for a conversation it does not like
+        except Exception as error:  # a template may raise anything for a conversation that it rejects
             words = " ".join(str(error).split())[:200]
             raise RefusedError("invalid_input", f"the model's tokenizer refuses it: {words}") from error
         length = len(encoded["input_ids"])
@@ -215,8 +213,8 @@ class Classifier:
 
 
 def batches(rows: Sequence[tuple[int, Encoded]], budget: int) -> Iterator[list[tuple[int, Encoded]]]:
-    """Rows of similar length together, the longest first, so that rows × longest stays within the budget; a longer row
-    is alone.
+    """Groups rows of similar length, the longest first, so that rows × longest stays within the budget; a row above the
+    budget is alone.
     """
     batch: list[tuple[int, Encoded]] = []
     for row in sorted(rows, key=_length, reverse=True):

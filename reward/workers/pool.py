@@ -1,8 +1,7 @@
 """Worker processes for scorers that may hang or crash: user's functions and patterns, symbolic mathematics, code.
 
-Items go to a process in chunks and answers come back one by one, which tells the culprit of a hang or a crash: the
-first item without an answer. Its process is killed, and the rest of its chunk goes to others. Processes are bound to no
-scorer.
+Items go to a process in chunks and answers come back one by one, so the item that hung or crashed is the first without
+an answer. Its process is killed, and the rest of its chunk is judged by others. Any process can run any scorer.
 """
 
 from __future__ import annotations
@@ -10,32 +9,33 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
-from tandem.protos.contracts import Score, ScoreItem
+from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import ScorerSpec
 from tandem.reward.scheduling.cancellation import CANCELLED
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
 from tandem.reward.workers.launcher_process import Launchers
-from tandem.reward.workers.requests import MAX_CHUNK_ITEMS, Request
-from tandem.reward.workers.worker_process import Limits, Outcome
-from tandem.reward.workers.worker_thread import WorkerThread
+from tandem.reward.workers.requests import MAX_CHUNK_ITEMS, Request, encode
+from tandem.reward.workers.worker_process import Limits, Outcome, WorkerProcess
 
 STARTUP_SECONDS = 60.0
-"""How long a judge may take to be built: user's modules import much."""
-_CHUNK_SECONDS = 0.02  # what a chunk should take: bounds how long a higher priority waits for a lower one's
-_FIRST_CHUNK_ITEMS = 8  # of a scorer whose pace is not known yet
-_SHARED_SECONDS = 0.001  # a chunk of less is not made smaller for the sake of sharing it among workers
-_BATCH_ITEMS = 64  # for a judge of batches: it is the faster the more it gets …
-_BATCH_SHARE = 0.25  # … but its batch should take no more than this share of one item's time
+"""Time limit for the construction of a judge: a user's module may import much."""
+_CHUNK_SECONDS = 0.02  # target length of a chunk: bounds how long a higher priority waits for a lower one
+_FIRST_CHUNK_ITEMS = 8  # of a scorer that was not timed yet
+_SHARED_SECONDS = 0.001  # a chunk of less is not split among workers
+_BATCH_ITEMS = 64  # for a batch judge, which is faster with more items …
+_BATCH_SHARE = 0.25  # … as long as a batch takes at most this share of one item's time limit
 _MAX_PACES = 256
 _UNKNOWN = 0.0, False
 _WAIT_SECONDS = 1.0
+_CHUNK_BYTES = 1 << 20
 
 
 class ScorerPool:
-    """`num_workers` processes for any number of scorers and callers. Thread-safe."""
+    """Runs any number of scorers for any number of callers in `num_workers` processes. Thread-safe."""
 
     def __init__(self, config: RewardConfig, *, startup_seconds: float = STARTUP_SECONDS) -> None:
         self.limits = Limits.of(config, startup_seconds)
@@ -45,8 +45,8 @@ class ScorerPool:
         self._num_workers = config.num_workers
         self._work = threading.Condition()
         self._queue: PriorityQueue[Request] = PriorityQueue()
-        self._open: set[Request] = set()
-        self._paces: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # seconds an item, and whether in batches
+        self._open_requests: set[Request] = set()
+        self._paces: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # seconds per item; batches?
         self._figures: Counter[str] = Counter()
         self._failure: BaseException | None = None
         self._threads = [WorkerThread(self, f"scorer-{number}") for number in range(self._num_workers)]
@@ -54,10 +54,10 @@ class ScorerPool:
             thread.start()
 
     def load(self, spec: ScorerSpec) -> None:
-        """Has a worker build the judge.
+        """Builds the judge in a worker.
 
         Raises:
-            ScorerError: it cannot be built; in one line, without the place.
+            ScorerError: it cannot be built. The message is one line and does not say where the scorer is named.
         """
         request = self.submit(spec, (), "ring")
         request.wait()
@@ -65,21 +65,21 @@ class ScorerPool:
             raise ScorerError(request.refusal)
 
     def submit(self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority) -> Request:
-        """Begins to score; `wait` of what it returns ends it. What hangs, crashes or breaks a limit is unscored
-        alone.
+        """Starts scoring; `Request.wait` returns the scores. Only items that hang, crash or exceed a limit are
+        unscored.
         """
         request = Request(spec, items, priority, self._check)
         with self._work:
             if self.closing:
                 request.end("the scorer is closing")
                 return request
-            self._open.add(request)
+            self._open_requests.add(request)
             self._queue.add(priority, request)
             self._work.notify(min(max(1, len(items)), self._num_workers))
         return request
 
     def score(self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority = "calls") -> list[Score]:
-        """One result an item, in order. Blocks."""
+        """Scores the items and blocks. One result per item, in order."""
         return self.submit(spec, items, priority).wait() if items else []
 
     def withdraw(self, request: Request) -> None:
@@ -91,10 +91,10 @@ class ScorerPool:
                 self._queue.remove(request.priority, request)
                 request.queued = False
             request.end(reason=CANCELLED)
-            self._open.discard(request)
+            self._open_requests.discard(request)
 
     def figures(self) -> dict[str, float]:
-        """Sums since the start, and what waits now."""
+        """Totals since the start, and the requests that wait now."""
         with self._work:
             return {
                 **{f"worker_items_{priority}": float(self._figures[priority]) for priority in PRIORITIES},
@@ -103,7 +103,7 @@ class ScorerPool:
             }
 
     def close(self) -> None:
-        """Kills the processes; calls under way return at once, their rest unscored (`infrastructure`)."""
+        """Kills the processes. Running calls return at once; items without a score are unscored (`infrastructure`)."""
         with self._work:
             self.closing = True
             self._work.notify_all()
@@ -112,10 +112,10 @@ class ScorerPool:
             thread.join(timeout=15.0)
         self._end_requests()
 
-    # ---- what the threads call ----
+    # ---- called by the threads ----
 
     def take(self) -> tuple[Request, list[int]] | None:
-        """The next chunk; None when the pool closes."""
+        """The next chunk of items; None when the pool closes."""
         with self._work:
             while not self.closing:
                 found = self._queue.pop()
@@ -123,7 +123,7 @@ class ScorerPool:
                     self._work.wait(_WAIT_SECONDS)
                     continue
                 priority, request = found
-                numbers = request.cut(self._size(request))
+                numbers = request.cut(self._chunk_size(request))
                 request.queued = bool(request.todo)
                 if request.queued:
                     self._queue.add(priority, request)
@@ -131,14 +131,14 @@ class ScorerPool:
         return None
 
     def settle(self, request: Request, numbers: Sequence[int], scores: Sequence[Score]) -> None:
-        """Enters the results of some items."""
+        """Stores the results of some items."""
         with self._work:
             self._figures[request.priority] += len(numbers)
             if request.settle(numbers, scores):
-                self._open.discard(request)
+                self._open_requests.discard(request)
 
     def put_back(self, request: Request, numbers: Sequence[int]) -> None:
-        """Returns items that were taken and not judged; they come next."""
+        """Returns items that were taken but not judged to the front of the queue."""
         if not numbers:
             return
         with self._work:
@@ -151,17 +151,17 @@ class ScorerPool:
                 self._work.notify()
 
     def loaded(self, request: Request, refusal: str) -> None:
-        """Ends a request without items."""
+        """Ends a request of `load`."""
         with self._work:
             request.end(refusal)
-            self._open.discard(request)
+            self._open_requests.discard(request)
 
     def pace(self, request: Request) -> float:
-        """What an item of its scorer took lately, in seconds; 0 if none was judged yet."""
+        """Seconds that an item of this scorer took lately; 0 if none was judged yet."""
         return self._paces.get(request.spec.key, _UNKNOWN)[0]
 
     def note_pace(self, request: Request, outcome: Outcome) -> None:
-        """Learns how long an item of this scorer takes."""
+        """Updates the seconds per item of this scorer."""
         if not outcome.answers:
             return
         seconds = outcome.seconds / len(outcome.answers)
@@ -172,23 +172,21 @@ class ScorerPool:
                 self._paces.popitem(last=False)
 
     def note_replaced(self) -> None:
-        """Counts a process that gave way to another."""
+        """Counts a process that was replaced."""
         with self._work:
             self.replaced_workers += 1
 
     def fail(self, error: BaseException) -> None:
-        """A thread of the pool met a bug: every call raises it."""
+        """Records a bug in a thread of the pool; every call raises it."""
         with self._work:
             self._failure = self._failure or error
-
-    # ---- ----
 
     def _check(self) -> None:
         if self._failure is not None:
             raise RuntimeError("the pool of scoring processes failed") from self._failure
 
-    def _size(self, request: Request) -> int:
-        """So many items as should take a chunk's time, and no more than each worker's share of them."""
+    def _chunk_size(self, request: Request) -> int:
+        """Size of the next chunk: its target length in time, at most the share of one worker."""
         pace, batch = self._paces.get(request.spec.key, _UNKNOWN)
         share = -(-len(request.todo) // self._num_workers)
         if not pace:
@@ -200,7 +198,136 @@ class ScorerPool:
 
     def _end_requests(self) -> None:
         with self._work:
-            for request in self._open:
+            for request in self._open_requests:
                 request.end("the scorer is closing")
-            self._open.clear()
+            self._open_requests.clear()
             self._queue.clear()
+
+
+class WorkerThread(threading.Thread):
+    """A thread of the pool: takes chunks, has a worker process judge them, and replaces the process when needed. It
+    owns at most one process.
+    """
+
+    def __init__(self, pool: ScorerPool, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._pool = pool
+        self._process: WorkerProcess | None = None
+
+    def run(self) -> None:
+        """Until the pool closes."""
+        try:
+            while (taken := self._pool.take()) is not None:
+                self._serve(*taken)
+        except BaseException as error:  # a bug: every caller raises it
+            self._pool.fail(error)
+        finally:
+            if self._process is not None:
+                self._process.close()
+
+    def _serve(self, request: Request, numbers: list[int]) -> None:
+        if not request.items:
+            self._load(request)
+            return
+        numbers, lines = self._encode(request, numbers)
+        try:
+            numbers = self._judge_all(request, numbers, lines)
+        finally:
+            request.at_work.pop(self.name, None)
+        self._pool.put_back(request, numbers)
+
+    def _judge_all(self, request: Request, numbers: list[int], lines: list[bytes]) -> list[int]:
+        """Has the items judged and stores their scores; returns the numbers of those left for other workers."""
+        while numbers and not (self._pool.closing or request.over):
+            outcome, fresh = self._judge(request, lines, numbers)
+            if self._pool.closing or request.over:  # a crash may come from the pool's end, or nobody waits
+                self._settle(request, numbers, outcome.answers)
+                return []
+            self._pool.note_pace(request, outcome)
+            failed = outcome.end in ("item", "memory", "stray")
+            if failed and outcome.batch and len(numbers) > 1 and not request.spec.grouped:
+                request.max_items = len(numbers) // 2  # smaller batches find the item at fault
+                break
+            if outcome.end in ("memory", "stray") and not fresh:
+                # Items judged earlier may have left something in the process: the item is retried in a fresh one.
+                numbers, lines = self._settle(request, numbers, outcome.answers), lines[len(outcome.answers) :]
+                alone = len(numbers) if request.spec.grouped else 1
+                self._pool.put_back(request, numbers[alone:])
+                numbers, lines = numbers[:alone], lines[:alone]
+                continue
+            scores = outcome.answers + self._reasons(request, outcome, len(numbers) - len(outcome.answers))
+            numbers, lines = self._settle(request, numbers, scores), lines[len(scores) :]
+            if outcome.end != "retry":
+                request.max_items = min(MAX_CHUNK_ITEMS, 2 * request.max_items)
+                break
+        return numbers
+
+    def _reasons(self, request: Request, outcome: Outcome, number_left: int) -> list[Score]:
+        """The result of the first items without an answer."""
+        if outcome.end in ("done", "retry"):
+            return []
+        reason = outcome.reason or Unscored("limit", f"more than {self._pool.limits.memory_bytes} bytes of memory")
+        if outcome.end == "refused":
+            # The judge loaded before, so this is the machine's fault (memory, processes, a missing file).
+            return [Unscored("infrastructure", f"no scoring process: {reason.detail}")] * number_left
+        return [reason] * (number_left if request.spec.grouped else 1)
+
+    def _load(self, request: Request) -> None:
+        while not self._pool.closing:
+            outcome, _ = self._judge(request, [])
+            if outcome.end != "retry":
+                self._pool.loaded(request, outcome.reason.detail if outcome.reason is not None else "")
+                return
+
+    def _judge(self, request: Request, lines: Sequence[bytes], numbers: Sequence[int] = ()) -> tuple[Outcome, bool]:
+        """The outcome, and whether the process was fresh."""
+        try:
+            process = self._living(request.spec.preload)
+        except OSError as error:
+            return Outcome(end="refused", reason=Unscored("infrastructure", str(error))), True
+        fresh = process.num_judged == 0
+        answers: list[Score] = []
+        request.at_work[self.name] = numbers, answers
+        outcome = process.judge(request.spec, lines, self._pool.pace(request), request.given_up, answers)
+        if not self._pool.closing:
+            with suppress(OSError):  # reported to the next caller that needs the process
+                self._living(request.spec.preload)  # a replacement is ready before it is needed
+        return outcome, fresh and not outcome.answers
+
+    def _living(self, preload: Sequence[str]) -> WorkerProcess:
+        """This thread's process, replaced if it died. Raises OSError if none can be started."""
+        if self._process is not None and self._process.alive:
+            return self._process
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+            self._pool.note_replaced()
+        self._process = self._pool.launchers.spawn(preload)
+        return self._process
+
+    def _encode(self, request: Request, numbers: list[int]) -> tuple[list[int], list[bytes]]:
+        """Encodes the items of a chunk. Those that cannot be encoded are settled; those past its size limit go back."""
+        good: list[int] = []
+        lines: list[bytes] = []
+        bad: dict[int, Score] = {}
+        size = 0
+        for place, number in enumerate(numbers):
+            if size > _CHUNK_BYTES and not request.spec.grouped:
+                self._pool.put_back(request, numbers[place:])
+                break
+            line = encode(request.items[number])
+            if isinstance(line, bytes):
+                good.append(number)
+                lines.append(line)
+                size += len(line)
+            else:
+                bad[number] = line
+        if bad:
+            self._pool.settle(request, list(bad), list(bad.values()))
+        return good, lines
+
+    def _settle(self, request: Request, numbers: list[int], scores: Sequence[Score]) -> list[int]:
+        """Stores the scores of the first items, and returns the numbers of the others."""
+        if scores:
+            self._pool.settle(request, numbers[: len(scores)], scores)
+        return numbers[len(scores) :]

@@ -1,4 +1,4 @@
-"""Who is whose child, who is stopped, and who fell to the end of memory, from /proc."""
+"""What /proc says of processes: children, stopped ones, and those killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that `pid` started or inherited and that still exist; none if it is gone."""
+    """The living processes that `pid` started or inherited; none if it has ended."""
     found: list[int] = []
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
@@ -34,7 +34,7 @@ def _children_by_parent(pid: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process does nothing until a signal or a debugger lets it go on."""
+    """Whether a process is stopped by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     except OSError:  # it has gone
@@ -42,8 +42,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def memory_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory, the machine's or that of a group, since it started;
-    None if it does not say. In a container: on the whole machine.
+    """How many processes the kernel has killed for lack of memory (of the machine or of a cgroup) since it started;
+    None if it does not say. In a container, too, it counts those of the whole machine.
     """
     with suppress(OSError), open("/proc/vmstat", "rb") as figures:
         for line in figures:
@@ -53,10 +53,10 @@ def memory_kills() -> int | None:
 
 
 def count_descendants(pid: int, enough: int) -> int:
-    """How many processes stem from `pid`; counting stops above `enough`."""
-    open_ones, number = [pid], 0
-    while open_ones and number <= enough:
-        children = children_of(open_ones.pop())
+    """Number of descendants of `pid`; counting stops above `enough`."""
+    pending, number = [pid], 0
+    while pending and number <= enough:
+        children = children_of(pending.pop())
         number += len(children)
-        open_ones += children
+        pending += children
     return number

@@ -1,4 +1,4 @@
-"""Items of one call on their way through the pool of worker processes."""
+"""A scoring request to the pool of worker processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tandem.reward.registry import ScorerSpec
 from tandem.reward.scheduling.priority_queue import Priority
 
 MAX_ITEM_BYTES = 32 << 20
-"""Of one item as JSON."""
+"""Limit of one item as JSON."""
 MAX_CHUNK_ITEMS = 256
 CLOSING = Unscored("infrastructure", "the scorer is closing")
-_WAIT_SECONDS = 1.0  # between two looks at whether the pool still lives
-_LATE_SECONDS = 1.0  # for what a worker has begun when nobody wants it any more: a process costs more than most items
+_WAIT_SECONDS = 1.0  # between two checks whether the pool still works
+_GRACE_SECONDS = 1.0  # for a worker to finish cancelled items: killing its process costs more than most items
 
 
 class Request:
-    """What is asked of the pool at once. The pool's lock is held wherever `todo`, `scores` and `queued` change."""
+    """The items of one call. Whoever changes `todo`, `scores` or `queued` holds the lock of the pool."""
 
     def __init__(
         self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority, check: Callable[[], None]
@@ -32,28 +32,26 @@ class Request:
         self.scores: list[Score | None] = [None] * len(items)
         self.todo: deque[tuple[int, ...]] = deque(_units(spec, items))
         self.queued = True
-        """Whether it waits in the queue."""
+        """Whether it is in the queue of the pool."""
         self.refusal = ""
-        """Why the judge cannot be built, for a request without items."""
+        """Why the judge cannot be built; set by `ScorerPool.load` only."""
         self.max_items = MAX_CHUNK_ITEMS
-        """Of a chunk. Halved when a judge of batches fails, until the culprit stands alone; then doubled again."""
+        """Items per chunk. Halved when a batch fails, until the failing item is alone; doubled again afterwards."""
         self.missing = len(items)
         self.at_work: dict[str, tuple[Sequence[int], Sequence[Score]]] = {}
-        """What workers have in hand, by their threads: the numbers of a chunk, and the answers to the first of them so
-        far.
-        """
+        """Chunks under way, by worker thread: item numbers, and the answers to the first of them so far."""
         self._check = check
         self._done = threading.Event()
         self._ended_at = math.inf
 
     def wait(self) -> list[Score]:
-        """One score an item, in order. Raises RuntimeError if a bug ended the pool."""
+        """One result per item, in order. Raises RuntimeError if a bug ended the pool."""
         while not self._done.wait(_WAIT_SECONDS):
             self._check()
         return self.scores  # type: ignore[return-value]
 
     def settle(self, numbers: Sequence[int], scores: Iterable[Score]) -> bool:
-        """Enters results; True if those were the last. Nothing changes after the end."""
+        """Stores results; True if those were the last. Has no effect after the end."""
         if self.over:
             return True
         for number, score in zip(numbers, scores, strict=True):
@@ -64,9 +62,7 @@ class Request:
         return not self.missing
 
     def end(self, refusal: str = "", reason: Unscored = CLOSING) -> None:
-        """Nothing more comes: what has no answer is unscored for the reason; if none is given, because the pool
-        closes.
-        """
+        """Ends the request: items without an answer are unscored for `reason`."""
         self.refusal = refusal
         for numbers, answers in list(self.at_work.values()):
             for number, score in zip(numbers, list(answers), strict=False):
@@ -79,18 +75,17 @@ class Request:
 
     @property
     def over(self) -> bool:
-        """Whether every item has its result, or nobody wants one any more."""
+        """Whether every item has a result, or the request was ended."""
         return self._done.is_set()
 
     def given_up(self, since: float) -> bool:
-        """Whether a process that has been at its items since then should be ended: it was to be done a second after the
-        end, or after its begin if it had to build the judge until then. Or it would be ended with a judge just built,
-        which others need.
+        """Whether to kill a process that has judged its items since `since`: one second after the end of the request,
+        or after `since` if that is later. (The process may have built the judge until then, which others need.)
         """
-        return time.monotonic() > max(self._ended_at, since) + _LATE_SECONDS
+        return time.monotonic() > max(self._ended_at, since) + _GRACE_SECONDS
 
     def cut(self, size: int) -> list[int]:
-        """The numbers of the next items, at most `size` unless one unit has more."""
+        """Takes the next items and returns their numbers: at most `size`, unless one group has more."""
         size = min(size, self.max_items)
         numbers = list(self.todo.popleft()) if self.todo else []
         while self.todo and len(numbers) + len(self.todo[0]) <= size:
@@ -98,7 +93,7 @@ class Request:
         return numbers
 
     def put_back(self, numbers: Sequence[int]) -> None:
-        """What was cut and not judged comes next again."""
+        """Returns items that were taken but not judged to the front."""
         if self.spec.grouped:
             self.todo.extendleft(reversed(list(_units(self.spec, self.items, numbers))))
         else:
@@ -108,7 +103,7 @@ class Request:
 def _units(
     spec: ScorerSpec, items: Sequence[ScoreItem], numbers: Sequence[int] | None = None
 ) -> Iterable[tuple[int, ...]]:
-    """What must not be parted: items one by one, or whole groups of a scorer that compares them."""
+    """The smallest parts of a chunk: single items, or whole groups for a scorer that compares them."""
     numbers = range(len(items)) if numbers is None else numbers
     if not spec.grouped:
         yield from ((number,) for number in numbers)
@@ -121,7 +116,7 @@ def _units(
 
 
 def encode(item: ScoreItem) -> bytes | Unscored:
-    """The item as a line of JSON for a worker, or why it cannot be one."""
+    """The item as a line of JSON for a worker, or why it cannot be encoded."""
     fields = (item.data_source, item.solution, item.ground_truth, dict(item.extra_info), item.group)
     try:
         line = _ENCODE(fields).encode() + b"\n"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 # ---- a scorer alone ----
 
 
-def test_a_cheap_scorer_alone_starts_nothing_and_is_asked_directly(make_core: Make) -> None:
+def test_a_single_cheap_scorer_starts_no_process_and_is_called_directly(make_core: Make) -> None:
     before = psutil.Process().children()
     core = make_core(scorer="numeric", arguments={"tolerance": 0.2})
     assert core.default.in_process and core.default.sole is not None and core.default.num_callers == 1
@@ -32,7 +32,7 @@ def test_a_cheap_scorer_alone_starts_nothing_and_is_asked_directly(make_core: Ma
     assert score(core, core.default) == []
 
 
-def test_a_function_alone_keeps_its_own_breakdown(make_core: Make, functions: Path) -> None:
+def test_a_single_function_keeps_its_breakdown(make_core: Make, functions: Path) -> None:
     core = make_core(scorer=f"{functions}:compute_score", num_workers=2, timeout_seconds=1.0)
     assert not core.default.in_process and core.default.num_callers == 2
     scores = score(core, core.default, item("1"), item("hang"), item("die"), item("2"))
@@ -41,7 +41,7 @@ def test_a_function_alone_keeps_its_own_breakdown(make_core: Make, functions: Pa
     assert core.replaced_workers == core.figures()["workers_replaced"] == 2
 
 
-def test_a_pattern_that_never_ends_is_a_timeout(make_core: Make) -> None:
+def test_an_endless_regular_expression_is_a_timeout(make_core: Make) -> None:
     core = make_core(scorer="regex", arguments={"pattern": "(a+)+$"}, timeout_seconds=0.5)
     scores = score(core, core.default, item("a" * 60 + "b", "a"), item("baa", "aa"))
     assert scores == [Unscored("timeout", "no answer within 0.5 s"), Scored(1.0)]
@@ -50,7 +50,7 @@ def test_a_pattern_that_never_ends_is_a_timeout(make_core: Make) -> None:
 # ---- rubrics ----
 
 
-def test_one_rubric_with_every_kind(make_core: Make, mixed: Path) -> None:
+def test_one_rubric_with_every_kind_of_scorer(make_core: Make, mixed: Path) -> None:
     core = make_core(rubric=str(mixed), num_workers=2, timeout_seconds=1.0)
     items = [
         item("1", "1", "numbers/a"),
@@ -69,7 +69,7 @@ def test_one_rubric_with_every_kind(make_core: Make, mixed: Path) -> None:
     assert sorted(filter(None, judged)) == ["1", "die"], "what did not pass the gate was not run"
 
 
-def test_the_order_of_many_items(make_core: Make, mixed: Path) -> None:
+def test_many_items_keep_their_order(make_core: Make, mixed: Path) -> None:
     core = make_core(rubric=str(mixed), num_workers=2)
     items = [item(str(n), str(n + n % 3), ("words", "numbers", "x")[n % 3]) for n in range(600)]
     for n, one in enumerate(score(core, core.default, *items)):
@@ -127,7 +127,7 @@ arguments = { pattern = "1", compare = false }
     assert isinstance(wrong, Scored) and wrong.value == 0.0
 
 
-def test_what_compares_groups_gets_them_whole(make_core: Make) -> None:
+def test_grouped_scorers_get_whole_groups(make_core: Make) -> None:
     core = make_core()
     rubric = core.compile("[[components]]\nscorer = 'rank'\n")
     assert rubric.grouped and rubric.in_process and not core.default.grouped
@@ -144,7 +144,7 @@ texts = st.text(alphabet="01ab .", max_size=4)
     st.booleans(),
     st.sampled_from([None, ["m"], ["n", "m*"]]),
 )
-def test_the_core_does_what_the_rubric_says(
+def test_scores_equal_those_of_the_rubric_combined_by_hand(
     rows: list[tuple[str, str, str]], gate: bool, only: list[str] | None
 ) -> None:
     text = "[[components]]\nname = 'a'\nscorer = 'exact'\nweight = 0.5\n" + ("gate = true\n" if gate else "")
@@ -162,7 +162,7 @@ def test_the_core_does_what_the_rubric_says(
 # ---- the end ----
 
 
-def test_closing_ends_calls_under_way(make_core: Make, functions: Path) -> None:
+def test_close_ends_running_calls(make_core: Make, functions: Path) -> None:
     core = make_core(scorer=f"{functions}:compute_score", timeout_seconds=600.0)
     found: list[Score] = []
     caller = threading.Thread(target=lambda: found.extend(score(core, core.default, item("hang"))))
@@ -181,7 +181,7 @@ def pool_closing() -> Unscored:
     return Unscored("infrastructure", "the scorer is closing")
 
 
-def test_many_threads_and_rubrics_at_once(make_core: Make, mixed: Path) -> None:
+def test_many_threads_score_by_many_rubrics(make_core: Make, mixed: Path) -> None:
     core = make_core(rubric=str(mixed), num_workers=2)
     other = core.compile(
         "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'regex'\narguments = {pattern='(.)'}\n"

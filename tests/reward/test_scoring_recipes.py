@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 # ---- what clients may bring ----
 
 
-def test_a_clients_rubric_is_kept_by_its_text(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_rubrics_are_cached_by_text(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core()
     text = "[[components]]\nscorer = 'numeric'\n"
     assert core.compile(text) is core.compile(text) is not core.compile(text + "weight = 2")
@@ -37,7 +37,7 @@ def test_a_clients_rubric_is_kept_by_its_text(make_core: Make, monkeypatch: pyte
     assert core.compile(text) is not first and core.compile(text).digest == first.digest
 
 
-def test_clients_use_declared_names(make_core: Make, functions: Path) -> None:
+def test_client_rubrics_may_name_declared_scorers(make_core: Make, functions: Path) -> None:
     core = make_core(
         scorers={
             "mine": {"scorer": f"{functions}:compute_score"},
@@ -69,7 +69,7 @@ def test_the_default_can_be_asked_for_as_a_rubric(make_core: Make, mixed: Path) 
 # ---- remote ----
 
 
-def test_remote_scorers_of_one_rubric_wait_at_the_same_time(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_scorers_of_one_rubric_run_concurrently(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a", "b", "c"]
     core = make_core(scorers={name: {"scorer": "far", "arguments": {"name": name}} for name in names})
     rubric = core.compile("".join(f"[[components]]\nscorer = '{name}'\n" for name in names))
@@ -81,7 +81,7 @@ def test_remote_scorers_of_one_rubric_wait_at_the_same_time(make_core: Make, mon
     assert sorted(one for one in Far.seen if one.startswith("close")) == ["close a", "close b", "close c"]
 
 
-def test_a_remote_number_that_is_none(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nonfinite_remote_score_is_infrastructure(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(scorer="far")
     monkeypatch.setattr(Far, "judge_batch", lambda self, items, priority: [Scored(math.nan) for _ in items])
     assert score(core, core.default, item("x")) == [
@@ -89,7 +89,7 @@ def test_a_remote_number_that_is_none(make_core: Make, monkeypatch: pytest.Monke
     ]
 
 
-def test_a_remote_scorer_that_does_not_start_is_told_at_once_and_closed(make_core: Make) -> None:
+def test_a_remote_scorer_that_does_not_start_is_an_error_and_closed(make_core: Make) -> None:
     config = {"scorer": "far", "arguments": {"at_start": ["no such model"]}}
     with pytest.raises(ScorerError, match="no such model"):
         make_core(**config)
@@ -131,7 +131,7 @@ def test_a_remote_scorer_that_does_not_start_is_told_at_once_and_closed(make_cor
         ({"rubric": "."}, "reward.rubric .: Is a directory"),
     ],
 )
-def test_recipes_that_cannot_be_scored(
+def test_unusable_recipes_are_refused_with_a_reason(
     config: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -143,14 +143,14 @@ def test_recipes_that_cannot_be_scored(
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_validation_leaves_user_code_out_of_this_process(tmp_path: Path) -> None:
+def test_validation_imports_user_code_in_a_worker_only(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text("import sys\nsys.tandem_was_here = True\ndef f(**everything):\n    return 1\n")
     rubric = validate(RewardConfig(scorer=f"{tmp_path}/loud.py:f"))
     assert [spec.scorer for spec in rubric.specs()] == [f"{tmp_path}/loud.py:f"]
     assert not hasattr(sys, "tandem_was_here")
 
 
-def test_a_core_that_cannot_be_built_leaves_no_process(tmp_path: Path) -> None:
+def test_a_failed_construction_leaves_no_process(tmp_path: Path) -> None:
     before = {
         child.pid for child in psutil.Process().children(recursive=True)
     }  # of earlier tests; they may end meanwhile

@@ -32,7 +32,7 @@ def main(descriptor: int, parent: int) -> None:
         for start in range(0, len(questions), size):
             if start:
                 say({"next": True})
-                if not json.loads(lines.readline())["go_on"]:
+                if not json.loads(lines.readline())["continue"]:
                     break
             batch = questions[start : start + size]
             say({"working": [question["id"] for question in batch]})

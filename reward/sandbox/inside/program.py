@@ -59,7 +59,7 @@ def _fresh_interpreter() -> None:
     sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", buffering=1)  # type: ignore[misc]
     sys.argv = ["answer.py"]
-    for name in [name for name in sys.modules if name.partition(".")[0] == "reward"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tandem"]:
         del sys.modules[name]
     sys.setrecursionlimit(_RECURSION_LIMIT)
     sys.set_int_max_str_digits(_INTEGER_DIGITS)

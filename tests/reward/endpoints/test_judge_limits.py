@@ -25,7 +25,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- limits ----
 
 
-def test_no_more_requests_at_once_than_allowed() -> None:
+def test_max_concurrent_bounds_requests_under_way() -> None:
     met = threading.Barrier(3, timeout=30.0)
 
     def answer(asked: Asked) -> Answer:
@@ -65,7 +65,7 @@ def test_requests_are_spread_over_the_minute() -> None:
     assert time.monotonic() - began >= 0.6  # three pauses of 0.2 s: they cannot be shorter, however slow the machine
 
 
-def test_those_who_wait_for_the_rate_do_not_use_up_their_deadline() -> None:
+def test_waiting_for_the_rate_limit_does_not_use_up_the_deadline() -> None:
     """Eight requests at 120 a minute take 4 s. Were they all under way, those after the fourth would wait for more than
     their 2 s.
     """
@@ -73,7 +73,7 @@ def test_those_who_wait_for_the_rate_do_not_use_up_their_deadline() -> None:
     assert scores == [Scored(7.0)] * 8
 
 
-def test_tokens_count_as_they_were_used() -> None:
+def test_the_token_rate_counts_tokens_really_used() -> None:
     """Each may take some 1,300 of 3,000 tokens a minute and takes 15. Uncorrected, the second would have to wait for 26
     s.
     """
@@ -81,14 +81,14 @@ def test_tokens_count_as_they_were_used() -> None:
     assert scores == [Scored(7.0)] * 3
 
 
-def test_a_question_above_the_rate_is_limited() -> None:
+def test_a_question_larger_than_the_token_rate_is_unscored_as_limit() -> None:
     scores, asked = ask(GOOD, [item("x" * 9000), item("a")], tokens_per_minute=3000)
     reason, detail = refused(scores[0])
     assert reason == "limit" and "more than tokens_per_minute 3000" in detail
     assert scores[1] == Scored(7.0) and len(asked) == 1
 
 
-def test_what_the_rate_leaves_no_time_for_is_a_timeout() -> None:
+def test_a_retry_without_room_in_the_rate_is_a_timeout() -> None:
     """The first attempt may have taken its tokens, and the window has no room for those of a second."""
     options = {"tokens_per_minute": 1500, "timeout_seconds": 0.2, "deadline_seconds": 2.0}
     scores, asked = ask(Answer(hangs=True), [item("a")], **options)
@@ -96,7 +96,7 @@ def test_what_the_rate_leaves_no_time_for_is_a_timeout() -> None:
     assert reason == "timeout" and "room in the rate limit (attempt 2)" in detail and len(asked) == 1
 
 
-def test_a_turn_that_does_not_come_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_too_long_for_a_slot_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "MAX_QUEUE_SECONDS", 0.1)
     options = {"max_concurrent": 1, "max_attempts": 1, "timeout_seconds": 1.0}
     scores, asked = ask(Answer(hangs=True), [item("a")] * 2, **options)
@@ -134,7 +134,7 @@ def test_spending_stops_below_the_cap() -> None:
     ],
     ids=["hangs", "garbage", "cut", "500"],
 )
-def test_what_may_have_been_billed_counts_as_spent(bad: Answer, billed: bool) -> None:
+def test_requests_that_may_have_been_billed_count_as_spent(bad: Answer, billed: bool) -> None:
     with MisbehavingServer(lambda asked: bad) as server:
         judge = GenerativeJudge(
             base_url=server.url, model="m", completion_price=1000.0, max_spend=5.0, max_attempts=1, timeout_seconds=1.0

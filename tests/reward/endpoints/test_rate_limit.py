@@ -81,7 +81,7 @@ def test_no_window_holds_more_than_the_rate_and_all_are_admitted(
 
 
 @given(most=st.integers(1, 40), windows=st.integers(1, 4))
-def test_the_full_rate_can_be_kept_up(most: int, windows: int) -> None:
+def test_the_full_rate_can_be_used(most: int, windows: int) -> None:
     limit, now = RateLimit(most, 60.0), 0.0
     for _ in range(most * windows):
         while delay := limit.delay(1, now):
@@ -90,7 +90,7 @@ def test_the_full_rate_can_be_kept_up(most: int, windows: int) -> None:
     assert now < 60.0 * windows
 
 
-def test_an_estimate_that_was_too_low_delays_those_who_follow() -> None:
+def test_a_low_estimate_delays_later_requests() -> None:
     limit = RateLimit(100, 60.0)
     limit.settle(limit.take(10, 0.0), 90)
     assert limit.delay(20, 0.0) == 60.0  # 90 + 20 do not fit into one window
@@ -101,7 +101,7 @@ def test_an_estimate_that_was_too_low_delays_those_who_follow() -> None:
     assert limit.delay(100, 500.0) == 0.0
 
 
-def test_what_can_never_pass_is_refused() -> None:
+def test_an_amount_above_the_limit_is_refused() -> None:
     with pytest.raises(ValueError, match="11 at once is more than 10 in 60 s"):
         RateLimit(10).delay(11, 0.0)
     for most, seconds in ((0, 60.0), (1, 0.0)):
@@ -111,7 +111,7 @@ def test_what_can_never_pass_is_refused() -> None:
 
 @given(amounts=st.lists(st.integers(1, 10), min_size=1, max_size=40), most=st.integers(10, 30))
 @settings(deadline=None)
-def test_those_who_wait_are_admitted_in_the_order_they_came(amounts: list[int], most: int) -> None:
+def test_waiters_are_admitted_in_order_of_arrival(amounts: list[int], most: int) -> None:
     admitted: list[int] = []
     taken: list[Taken] = []
 
@@ -130,7 +130,7 @@ def test_those_who_wait_are_admitted_in_the_order_they_came(amounts: list[int], 
     assert worst_window(taken, 60.0) <= most
 
 
-def test_room_that_comes_back_is_used_at_once() -> None:
+def test_a_corrected_estimate_admits_a_waiter_at_once() -> None:
     async def work() -> float:
         limiter, loop = RateLimiter([RateLimit(100)]), asyncio.get_running_loop()
         first = await limiter.take([100])
@@ -144,7 +144,7 @@ def test_room_that_comes_back_is_used_at_once() -> None:
     assert run(work) == pytest.approx(6.0)  # 10 units at 0.6 s each, not the 60 s of 100
 
 
-def test_the_ring_passes_jobs_that_came_before_and_they_get_their_share() -> None:
+def test_the_ring_passes_earlier_jobs_at_the_rate_limit_and_jobs_get_their_share() -> None:
     order: list[Priority] = []
 
     async def work() -> None:
@@ -164,7 +164,7 @@ def test_the_ring_passes_jobs_that_came_before_and_they_get_their_share() -> Non
     assert "".join(priority[0] for priority in order) == "rrrjrrrjrrrjjjj"
 
 
-def test_further_attempts_go_before_first_ones_of_their_lane_in_their_order() -> None:
+def test_further_attempts_go_before_first_ones_of_their_priority_in_order() -> None:
     order: list[str] = []
 
     async def work() -> None:
@@ -191,7 +191,7 @@ def test_further_attempts_go_before_first_ones_of_their_lane_in_their_order() ->
     assert order == ["call", "job again", "job again, too", "late", "job"]
 
 
-def test_an_attempt_that_was_let_through_is_before_nobody_any_more() -> None:
+def test_an_admitted_further_attempt_no_longer_counts_as_waiting() -> None:
     order: list[str] = []
 
     async def work() -> None:
@@ -211,7 +211,7 @@ def test_an_attempt_that_was_let_through_is_before_nobody_any_more() -> None:
     assert order == ["again", "again, later", "first", "second"]
 
 
-def test_one_who_is_cancelled_just_as_it_was_let_through_takes_nothing() -> None:
+def test_a_waiter_cancelled_just_as_it_was_admitted_gives_back_what_it_took() -> None:
     async def work() -> tuple[float, float]:
         limiter, meter, loop = RateLimiter([RateLimit(60)]), SpendMeter(1.0), asyncio.get_running_loop()
         first = await limiter.take([60])
@@ -230,7 +230,7 @@ def test_one_who_is_cancelled_just_as_it_was_let_through_takes_nothing() -> None
     assert run(work) == (pytest.approx(0.0), 0.0)
 
 
-def test_many_looks_leave_one_timer() -> None:
+def test_repeated_wake_calls_leave_one_timer() -> None:
     async def work() -> int:
         limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
         taken = await limiter.take([10])
@@ -245,7 +245,7 @@ def test_many_looks_leave_one_timer() -> None:
     assert run(work) == 1
 
 
-def test_one_who_gives_up_holds_nobody_up() -> None:
+def test_a_cancelled_waiter_delays_nobody() -> None:
     async def work() -> float:
         limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
         began = loop.time()
@@ -265,7 +265,7 @@ def test_one_who_gives_up_holds_nobody_up() -> None:
     requests=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 3.0)), max_size=40),
 )
 @settings(max_examples=200, deadline=None)
-def test_never_more_is_spent_than_the_cap_and_everybody_is_answered(
+def test_spending_never_exceeds_the_cap_and_every_request_is_answered(
     cap: float, requests: list[tuple[float, float, float]]
 ) -> None:
     meter = SpendMeter(cap)
@@ -288,7 +288,7 @@ def test_never_more_is_spent_than_the_cap_and_everybody_is_answered(
         assert all(answers), "nothing is refused that fits"
 
 
-def test_a_request_waits_while_others_may_turn_out_cheaper() -> None:
+def test_a_request_waits_while_running_ones_may_cost_less_than_reserved() -> None:
     async def work() -> Iterator[bool]:
         meter = SpendMeter(1.0)
         assert meter.offer(0.8) == "granted" and meter.offer(0.8) == "later" and meter.offer(1.1) == "never"
@@ -302,7 +302,7 @@ def test_a_request_waits_while_others_may_turn_out_cheaper() -> None:
     assert list(run(work)) == [True, False, True]
 
 
-def test_the_last_money_is_the_rings() -> None:
+def test_the_ring_gets_the_last_money_under_the_cap() -> None:
     async def work() -> list[bool]:
         meter = SpendMeter(1.0)
         assert meter.offer(0.9) == "granted"
@@ -320,7 +320,7 @@ def test_the_last_money_is_the_rings() -> None:
     assert run(work) == [True, False]
 
 
-def test_without_a_cap_it_only_counts() -> None:
+def test_without_a_cap_spending_is_only_counted() -> None:
     meter = SpendMeter(None)
     assert [meter.offer(1e6) for _ in range(3)] == ["granted"] * 3
     meter.charge(1e6, 7.5)

@@ -5,6 +5,7 @@ ready.
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -167,8 +168,13 @@ def test_the_end_of_what_is_said_on_the_standard_error_is_kept(sandbox: Sandbox)
 
 
 def test_a_run_can_be_stopped(sandbox: Sandbox) -> None:
-    sandbox.start("script", ["", "print(1, flush=True)\nwhile True: pass"], LIMITS)
-    time.sleep(0.3)
+    program = "import os\nprint(1, flush=True)\nos.write(3, b'x')\nwhile True: pass"
+    begun, theirs = socket.socketpair()
+    with begun:
+        with theirs:
+            sandbox.start("script", ["", program], LIMITS, line=theirs)
+        begun.settimeout(30.0)
+        assert begun.recv(1) == b"x"
     sandbox.stop()
     outcome = sandbox.outcome()
     assert outcome.stopped == "asked" and outcome.failure == "" and outcome.stdout == b"1\n"

@@ -72,7 +72,7 @@ def test_files_of_the_service_and_the_machine(run: Run, tmp_path: Path) -> None:
 def test_tandem_and_what_is_installed_cannot_be_imported(run: Run) -> None:
     program = """
 import importlib
-for name in ("reward", "services", "protos", "numpy", "pip", "grpc"):
+for name in ("tandem", "tandem.reward.sandbox.inside.calls", "tandem.protos", "numpy", "pip", "grpc"):
     try:
         print(importlib.import_module(name))
     except ImportError:

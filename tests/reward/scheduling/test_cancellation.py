@@ -84,7 +84,7 @@ class Scoring:
 
 @pytest.fixture
 def scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scoring]:
-    monkeypatch.setattr("tandem.reward.workers.requests._LATE_SECONDS", 0.1)
+    monkeypatch.setattr("tandem.reward.workers.requests._GRACE_SECONDS", 0.1)
     with closing(Scoring(tmp_path)) as one:
         yield one
 
@@ -92,7 +92,7 @@ def scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scoring
 # ---- the cancellation itself ----
 
 
-def test_hooks_are_called_once_and_only_within_their_block() -> None:
+def test_cancel_callbacks_are_called_once_and_only_inside_their_block() -> None:
     cancellation, called = CancellationToken(), list[str]()
     with cancellation.on_cancel(lambda: called.append("left before")):
         pass
@@ -105,7 +105,7 @@ def test_hooks_are_called_once_and_only_within_their_block() -> None:
         assert called == ["within", "after"]
 
 
-def test_a_threads_cutoff_is_that_of_the_call_it_judges_for() -> None:
+def test_current_token_is_that_of_the_enclosing_block() -> None:
     cancellation = CancellationToken()
     with cancellation.as_current():
         assert current_token() is cancellation
@@ -115,7 +115,7 @@ def test_a_threads_cutoff_is_that_of_the_call_it_judges_for() -> None:
 # ---- in worker processes ----
 
 
-def test_what_is_settled_stays_and_the_worker_is_free_soon(scoring: Scoring) -> None:
+def test_cancelling_keeps_finished_scores_and_frees_the_worker(scoring: Scoring) -> None:
     cancellation = CancellationToken()
     call = scoring.begin(cancellation, "1", "0", "hang", "1")
     until(lambda: "hang" in scoring.judged() and scoring.answered() == 2)
@@ -125,7 +125,7 @@ def test_what_is_settled_stays_and_the_worker_is_free_soon(scoring: Scoring) -> 
     assert scoring.core.replaced_workers == 1 and scoring.judged().count("1") == 2
 
 
-def test_what_waits_leaves_the_queue_at_once_and_others_go_on(scoring: Scoring) -> None:
+def test_cancelling_a_waiting_call_removes_it_from_the_queue(scoring: Scoring) -> None:
     first, second = CancellationToken(), CancellationToken()
     hanging = scoring.begin(first, "hang")
     until(lambda: "hang" in scoring.judged())
@@ -139,18 +139,18 @@ def test_what_waits_leaves_the_queue_at_once_and_others_go_on(scoring: Scoring) 
     assert hanging.result(timeout=PATIENCE_SECONDS) == [CANCELLED]
 
 
-def test_a_call_that_ended_before_it_began_costs_nothing(scoring: Scoring) -> None:
+def test_a_call_cancelled_before_it_starts_starts_no_work(scoring: Scoring) -> None:
     cancellation = CancellationToken()
     cancellation.cancel()
     assert scoring.begin(cancellation, "1", "1").result(timeout=PATIENCE_SECONDS) == [CANCELLED] * 2
     assert scoring.core.figures()["calls_waiting_calls"] == 0
 
 
-def test_a_judge_that_is_being_built_is_built(
+def test_cancelling_does_not_interrupt_the_construction_of_a_judge(
     tmp_path: Path, scoring: Scoring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or callers with short deadlines would have it begun again and again, and never done."""
-    monkeypatch.setattr("tandem.reward.workers.requests._LATE_SECONDS", 1.5)
+    monkeypatch.setattr("tandem.reward.workers.requests._GRACE_SECONDS", 1.5)
     loads, loaded = tmp_path / "loading", tmp_path / "loaded"
     (tmp_path / "large.py").write_text(
         f"import os, time\nopen({str(loads)!r}, 'a').write('x')\nwhile not os.path.exists({str(loaded)!r}):\n"
@@ -170,7 +170,7 @@ def test_a_judge_that_is_being_built_is_built(
 # ---- rubrics ----
 
 
-def test_a_component_that_may_be_left_out_is_not_left_out_for_lack_of_time(scoring: Scoring) -> None:
+def test_an_optional_component_without_time_leaves_the_item_unscored(scoring: Scoring) -> None:
     text = "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'slow'\noptional = true\n"
     cancellation = CancellationToken()
     call = scoring.begin(cancellation, "hang", "0", rubric=scoring.core.compile(text))
@@ -180,7 +180,7 @@ def test_a_component_that_may_be_left_out_is_not_left_out_for_lack_of_time(scori
     assert all(score is CANCELLED for score in found), "a number without the second component would be another number"
 
 
-def test_an_item_behind_a_closed_gate_is_settled(scoring: Scoring) -> None:
+def test_an_item_that_failed_a_gate_keeps_its_score_when_cancelled(scoring: Scoring) -> None:
     inner = "[rubrics.inner]\n[[rubrics.inner.components]]\nscorer = 'slow'\n"
     text = "[[components]]\nscorer = 'exact'\narguments = {ignore_case = true}\ngate = true\n"
     text += "[[components]]\nscorer = 'rubric'\narguments = {name = 'inner'}\n" + inner
@@ -202,7 +202,7 @@ def test_an_item_behind_a_closed_gate_is_settled(scoring: Scoring) -> None:
 # ---- here, and on other machines ----
 
 
-def test_scorers_of_this_process_stop_between_two_items() -> None:
+def test_in_process_scorers_stop_between_two_items() -> None:
     cancellation = CancellationToken()
 
     def judge(item: ScoreItem) -> Score:
@@ -221,7 +221,7 @@ def in_thread(work: Callable[[], list[Score]]) -> Future[list[Score]]:
     return future
 
 
-def test_requests_to_a_remote_scorer_are_cancelled_and_their_places_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_frees_the_slots_of_a_remote_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
     def answer(asked: Asked) -> Answer:
@@ -242,7 +242,7 @@ def test_requests_to_a_remote_scorer_are_cancelled_and_their_places_free(monkeyp
         assert judge_remotely(judge, items("e"), "calls", cancellation, False) == [CANCELLED] and len(server.asked) == 3
 
 
-def test_nothing_is_asked_for_a_call_that_has_ended() -> None:
+def test_a_cancelled_call_asks_no_remote_judge() -> None:
     class NeverAsked:
         def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority) -> list[Score]:
             raise AssertionError("it was asked")
@@ -252,7 +252,7 @@ def test_nothing_is_asked_for_a_call_that_has_ended() -> None:
     assert judge_remotely(NeverAsked(), items("a", "b"), "calls", cancellation, False) == [CANCELLED] * 2
 
 
-def test_a_question_that_nobody_waits_for_may_be_billed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_question_is_charged_at_its_highest_price(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     cancellation = CancellationToken()
     with (
@@ -276,7 +276,7 @@ def test_a_question_that_nobody_waits_for_may_be_billed(monkeypatch: pytest.Monk
         until(lambda: judge.figures()["judge_spent"] == 1000.0)
 
 
-def test_money_set_aside_for_a_question_that_was_never_asked_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_a_question_before_it_is_sent_frees_its_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     cancellation = CancellationToken()
     prices: dict[str, Any] = {"completion_price": 1.0, "max_spend": 1.0}
@@ -295,7 +295,7 @@ def test_money_set_aside_for_a_question_that_was_never_asked_is_free_again(monke
         until(lambda: session.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
 
 
-def test_what_no_thread_has_taken_up_is_not_waited_for() -> None:
+def test_waiting_for_work_that_no_thread_began_ends_with_cancellation() -> None:
     cancellation, go_on = CancellationToken(), threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(go_on.wait)
@@ -307,7 +307,7 @@ def test_what_no_thread_has_taken_up_is_not_waited_for() -> None:
         go_on.set()
 
 
-def test_those_compared_with_one_that_is_cut_off_have_no_score_either() -> None:
+def test_cancelling_one_item_cancels_its_group_in_a_grouped_scorer() -> None:
     group = [*items("a", "b", group="g"), *items("c", "d", group="h")]
     scores: list[Score] = [Scored(1.0), CLOSING, Scored(0.0), Unscored("crashed", "by itself")]
     assert _cut(scores, group, True) == [CANCELLED, CANCELLED, *scores[2:]]

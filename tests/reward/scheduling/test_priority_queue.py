@@ -45,7 +45,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PRIORITIES), st.none()), max_size=200))
-def test_who_is_said_to_be_next_is_next(steps: list[Priority | None]) -> None:
+def test_peek_and_pop_agree(steps: list[Priority | None]) -> None:
     """Some come and, for None, one goes; a priority that goes on has as many turns as one that comes again."""
     priorities: PriorityQueue[int] = PriorityQueue()
     for number, priority in enumerate(steps):
@@ -61,7 +61,7 @@ def test_who_is_said_to_be_next_is_next(steps: list[Priority | None]) -> None:
 
 
 @given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 100))
-def test_one_that_goes_on_has_the_turns_of_one_that_comes_again(busy: set[Priority], number: int) -> None:
+def test_try_continue_gives_the_same_turns_as_adding_again(busy: set[Priority], number: int) -> None:
     again: PriorityQueue[Priority] = PriorityQueue()
     on: PriorityQueue[Priority] = PriorityQueue()
     for priority in busy:
@@ -82,7 +82,7 @@ def test_one_that_goes_on_has_the_turns_of_one_that_comes_again(busy: set[Priori
 # ---- on an event loop ----
 
 
-def test_places_go_to_the_ring_first_and_jobs_get_their_share() -> None:
+def test_semaphore_slots_go_to_the_ring_first_and_jobs_get_their_share() -> None:
     order: list[Priority] = []
 
     async def work() -> None:
@@ -107,7 +107,7 @@ def test_places_go_to_the_ring_first_and_jobs_get_their_share() -> None:
     assert "".join(priority[0] for priority in order) == "rrrjrrrjrrrjjjj"
 
 
-def test_a_place_is_lost_by_no_end() -> None:
+def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
     """Those who wait are cancelled, by time-outs too, and one is cancelled just as it was let through."""
 
     async def work() -> list[int]:
@@ -142,7 +142,7 @@ def test_a_place_is_lost_by_no_end() -> None:
     assert run(work) == [2, 1, 0]
 
 
-def test_one_that_needs_much_is_not_passed_for_ever() -> None:
+def test_a_large_request_is_not_starved_by_small_ones() -> None:
     """It waits for three units, of which one comes back a second; those behind it need one each."""
     order: list[str] = []
 
@@ -195,7 +195,7 @@ def threads(*work: Callable[[], object]) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("short_turns")
-def test_one_thread_scores_at_a_time_and_the_rings_goes_first() -> None:
+def test_one_thread_runs_at_a_time_and_the_ring_goes_first() -> None:
     scheduler, order, go_on = InterpreterScheduler(), list[Priority](), threading.Event()
 
     def one(priority: Priority) -> Priority:
@@ -215,7 +215,7 @@ def test_one_thread_scores_at_a_time_and_the_rings_goes_first() -> None:
 
 
 @pytest.mark.usefixtures("short_turns")
-def test_those_in_a_lane_take_turns_at_the_interpreter() -> None:
+def test_threads_of_one_priority_alternate_time_slices() -> None:
     scheduler, order, go_on = InterpreterScheduler(), list[str](), threading.Event()
 
     def one(name: str) -> bool:
@@ -230,7 +230,7 @@ def test_those_in_a_lane_take_turns_at_the_interpreter() -> None:
     assert "".join(order) == "ababaa"
 
 
-def test_whoever_has_waited_for_long_goes_on_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_waited_too_long_runs_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 0.01)
     scheduler, begun, go_on, more = InterpreterScheduler(), threading.Event(), threading.Event(), list[int]()
 
@@ -248,7 +248,7 @@ def test_whoever_has_waited_for_long_goes_on_beside(monkeypatch: pytest.MonkeyPa
     assert more == [3]
 
 
-def test_a_turn_that_comes_at_the_last_moment_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_granted_just_after_the_wait_ended_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             assert super().wait(30.0)
@@ -269,7 +269,7 @@ def test_a_turn_that_comes_at_the_last_moment_is_not_lost(monkeypatch: pytest.Mo
     assert not scheduler._busy
 
 
-def test_a_bug_in_a_scorer_gives_the_turn_back() -> None:
+def test_an_exception_ends_the_time_slice() -> None:
     scheduler = InterpreterScheduler()
     with pytest.raises(ZeroDivisionError):
         scheduler.run_each("ring", lambda one: one / 0, [1])
@@ -279,7 +279,7 @@ def test_a_bug_in_a_scorer_gives_the_turn_back() -> None:
 
 @pytest.mark.usefixtures("short_turns")
 @pytest.mark.parametrize("alone", [True, False])
-def test_scorers_of_this_process_are_asked_in_turns(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_process_scorers_run_in_time_slices_by_priority(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order, go_on = list[str](), threading.Event()
     exact = SCORERS["exact"].judge
 
@@ -328,7 +328,7 @@ def by_rank(url: str) -> dict[str, Any]:
     [(by_remote, "remote_waiting"), (by_judge, "judge_waiting"), (by_rank, "remote_waiting")],
     ids=["remote", "judge", "rank"],
 )
-def test_the_ring_passes_a_job_at_a_judge_and_the_job_goes_on(
+def test_the_ring_passes_a_job_at_a_judge_without_starving_it(
     declared: Callable[[str], dict[str, Any]], waiting: str
 ) -> None:
     """One request at a time: a job's six items came first, the ring's nine come while the first of them is judged."""
@@ -369,7 +369,7 @@ def test_the_ring_passes_a_job_at_a_judge_and_the_job_goes_on(
 # ---- figures ----
 
 
-def test_figures_tell_judges_apart(tmp_path: Path) -> None:
+def test_figures_are_named_by_judge(tmp_path: Path) -> None:
     file = tmp_path / "rubric.toml"
     file.write_text(
         """

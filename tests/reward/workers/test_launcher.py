@@ -18,6 +18,7 @@ from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import ScorerSpec, make_spec
 from tandem.reward.workers import launcher_process, worker_process
+from tandem.reward.workers.child_process import ChildProcess
 from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.pool import ScorerPool
 from tandem.reward.workers.processes import is_stopped
@@ -81,7 +82,7 @@ def process_id(pool: ScorerPool, spec: ScorerSpec, what: str = "pid") -> int:
     return int(score.value)
 
 
-def test_a_stopped_process_is_told_from_one_that_waits() -> None:
+def test_is_stopped_distinguishes_stopped_from_sleeping() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         try:
             assert not is_stopped(process.pid)
@@ -105,7 +106,7 @@ def test_a_stopped_launcher_is_replaced(make_pool: Make, spec: ScorerSpec, text:
     wait_until_gone(launcher)
 
 
-def test_a_stopped_launcher_gives_way_to_another_at_the_first_request() -> None:
+def test_a_stopped_launcher_is_replaced_at_the_first_request() -> None:
     launchers = Launchers(Limits.of(RewardConfig(), 60.0))
     try:
         first = launchers.spawn(())
@@ -126,7 +127,7 @@ def test_an_item_that_stops_its_launcher_costs_no_other_item_its_score(make_pool
     assert scores[1:] == [SEVEN, SEVEN]
 
 
-def test_what_a_stopped_launchers_workers_left_running_ends_with_it(make_pool: Make, spec: ScorerSpec) -> None:
+def test_replacing_a_stopped_launcher_ends_what_its_workers_started(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
     child = process_id(pool, spec, "child")
     pool.score(spec, items("stop the launcher", "crash", "a"))
@@ -134,7 +135,7 @@ def test_what_a_stopped_launchers_workers_left_running_ends_with_it(make_pool: M
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_item_under_way_elsewhere_is_unscored_for_infrastructure(
+def test_items_of_other_workers_are_infrastructure_when_their_launcher_ends(
     make_pool: Make, spec: ScorerSpec, tmp_path: Path, how: signal.Signals
 ) -> None:
     """Its worker ends with the launcher that forked it, through no fault of the item."""
@@ -157,23 +158,24 @@ def test_an_item_that_kills_its_launcher_is_unscored_and_the_next_are_not(make_p
     assert isinstance(killer, Unscored) and killer.reason == "infrastructure", killer
 
 
-def test_a_launcher_that_is_silent_twice_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_gives_no_worker_twice_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, it may only be slow: what it has imported until then would be lost."""
     (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(worker_process, "LAUNCH_SECONDS", 0.2)
     ended: list[int] = []
-    end = launcher_process._Launcher._end
+    close = ChildProcess.close
     monkeypatch.setattr(launcher_process, "_END_SECONDS", 0.2)
-    monkeypatch.setattr(launcher_process._Launcher, "_end", lambda self: (ended.append(self._parent.pid), end(self))[1])
+    monkeypatch.setattr(
+        ChildProcess, "close", lambda self, **options: (ended.append(self.pid), close(self, **options))[1]
+    )
     launchers = Launchers(Limits.of(RewardConfig(), 60.0))
     try:
         with pytest.raises(OSError, match="gave no process"):
             launchers.spawn(("never_imported",))
-        assert ended == [0], "what there was before the first"
+        assert not ended
         with pytest.raises(OSError, match="gave no process"):
             launchers.spawn(("never_imported",))
-        first = ended[1]
-        wait_until_gone(first)
+        wait_until_gone(ended[0])
     finally:
         launchers.close()

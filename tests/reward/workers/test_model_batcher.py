@@ -17,7 +17,7 @@ from tandem.protos.errors import ScorerError
 from tandem.reward.scheduling.cancellation import CancellationToken
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.workers import model_batcher
-from tandem.reward.workers.line_process import LineProcess
+from tandem.reward.workers.child_process import LineProcess
 from tandem.reward.workers.model_batcher import ModelBatcher, Question
 from tests.support.judge_calls import refused
 from tests.support.paths import ROOT
@@ -42,7 +42,7 @@ def ask(one: ModelBatcher, answers: list[str]) -> list[Score]:
 
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("bad", "reason"), [("hang", "timeout"), ("die", "crashed")])
-def test_a_culprit_is_unscored_alone(bad: str, reason: str) -> None:
+def test_only_the_question_that_hangs_or_crashes_is_unscored(bad: str, reason: str) -> None:
     answers = ["x" * n if n not in (2, 9) else bad for n in range(12)]
     with closing(make_batcher()) as one:
         scores = ask(one, answers)
@@ -57,14 +57,14 @@ def test_a_culprit_is_unscored_alone(bad: str, reason: str) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_one_that_is_alone_in_its_batch_is_not_tried_again() -> None:
+def test_a_question_alone_in_its_batch_is_not_retried() -> None:
     with closing(make_batcher(batch=1)) as one:
         assert [type(score) for score in ask(one, ["a", "die", "b"])] == [Scored, Unscored, Scored]
         assert one.num_starts == 2
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_process_that_dies_between_two_calls_is_replaced() -> None:
+def test_a_process_that_died_between_two_calls_is_replaced() -> None:
     with closing(make_batcher()) as one:
         assert ask(one, ["a"]) == [Scored(1)]
         first = one.pid
@@ -74,7 +74,7 @@ def test_a_process_that_dies_between_two_calls_is_replaced() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_one_that_prints_much_is_heard() -> None:
+def test_much_output_of_the_process_does_not_block_it() -> None:
     with closing(make_batcher(timeout_seconds=60.0)) as one:
         assert ask(one, ["babble", "a"]) == [Scored(6), Scored(1)]
 
@@ -110,7 +110,7 @@ def test_a_model_that_does_not_load_is_infrastructure(path: str, told: str) -> N
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_close_ends_what_is_under_way() -> None:
+def test_close_ends_running_questions() -> None:
     one = make_batcher(timeout_seconds=600.0, batch=1)
     assert ask(one, ["a"]) == [Scored(1)]
     pid = one.pid
@@ -131,7 +131,7 @@ def test_close_ends_what_is_under_way() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "reward-model"]
 
 
-def test_a_lane_that_was_never_asked_holds_nothing() -> None:
+def test_a_batcher_that_was_never_asked_starts_nothing() -> None:
     before = threading.active_count()
     one = make_batcher()
     assert one.pid == 0 and threading.active_count() == before
@@ -152,10 +152,10 @@ class Model:
         self._said: list[Any] = []
         self._lines = self._talk()
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         self._said.append(message)
 
-    def hear(self, seconds: float) -> Iterator[Any]:
+    def receive(self, seconds: float) -> Iterator[Any]:
         yield next(self._lines)
 
     def kill(self) -> None:
@@ -173,7 +173,7 @@ class Model:
             for start in range(0, len(questions), 2):
                 if start:
                     yield {"next": True}
-                    if not self._said.pop()["go_on"]:
+                    if not self._said.pop()["continue"]:
                         break
                 batch = questions[start : start + 2]
                 self.forwards.append([question["answer"] for question in batch])
@@ -210,7 +210,7 @@ def until_waiting(one: ModelBatcher, priority: Priority, number: int) -> None:
         time.sleep(0.001)
 
 
-def test_the_ring_takes_the_next_forward_and_a_job_gets_its_share(model: Model) -> None:
+def test_the_ring_gets_the_next_forward_pass_and_a_job_its_share(model: Model) -> None:
     with closing(make_batcher()) as one:
         job = Asking(one, "jobs", 20)
         while not model.forwards:
@@ -225,7 +225,7 @@ def test_the_ring_takes_the_next_forward_and_a_job_gets_its_share(model: Model) 
     assert job.scores == [Scored(n) for n in range(20)] and ring.scores == [Scored(n) for n in range(12)]
 
 
-def test_what_nobody_wants_any_more_leaves_the_line(model: Model) -> None:
+def test_cancelled_questions_leave_the_queue(model: Model) -> None:
     with closing(make_batcher()) as one:
         gone = Asking(one, "calls", 4)
         while not model.forwards:

@@ -118,7 +118,7 @@ WRITES += [f"forge {text}" for text in ("[NaN]", "[1e999]", "7", "[]", '["why", 
 
 
 @pytest.mark.parametrize("function", ["compute_score", "together"])
-def test_what_is_written_to_the_line_costs_its_item_alone(
+def test_writing_to_the_channel_costs_only_that_item(
     make_pool: Callable[..., ScorerPool], place: str, function: str
 ) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
@@ -145,7 +145,7 @@ def test_a_forked_child_is_no_second_worker(
         ("if os.fork() == 0: raise KeyError", ""),
     ],
 )
-def test_a_module_that_does_so_as_it_is_imported(
+def test_writing_or_forking_during_import(
     make_pool: Callable[..., ScorerPool], tmp_path: Path, source: str, told: str
 ) -> None:
     (tmp_path / "bad.py").write_text(f"import os, sys\n{source}\ndef f(**item):\n    return 7.0\n")
@@ -164,10 +164,10 @@ def test_a_module_that_does_so_as_it_is_imported(
         ("hang", 1.0, Unscored("timeout", "no answer within 1 s")),
         ("stop", 1.0, Unscored("timeout", "no answer within 1 s")),
         ("crash", 600.0, Unscored("crashed", "the scoring process exited with code 4")),
-        ("deaf", 600.0, Unscored("crashed", "the scoring process closed its line")),
+        ("deaf", 600.0, Unscored("crashed", "the scoring process closed its channel")),
     ],
 )
-def test_a_process_in_trouble_is_gone_and_replaced_at_once(
+def test_a_failed_process_is_killed_and_replaced_at_once(
     make_pool: Callable[..., ScorerPool],
     place: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -176,7 +176,7 @@ def test_a_process_in_trouble_is_gone_and_replaced_at_once(
     expected: Unscored,
 ) -> None:
     """Nobody waits for the end of what will not end: that patience is an hour here."""
-    monkeypatch.setattr(worker_process, "_EPITAPH_SECONDS", 3600.0)
+    monkeypatch.setattr(worker_process, "_EXIT_SECONDS", 3600.0)
     pool, spec = make_pool(seconds), make_spec(f"{place}:compute_score", {})
     (before,) = pool.score(spec, items("pid"))
     assert isinstance(before, Scored)
@@ -188,14 +188,14 @@ def test_a_process_in_trouble_is_gone_and_replaced_at_once(
     assert not psutil.pid_exists(int(before.value)) and pool.replaced_workers == 1
 
 
-def test_a_line_that_was_closed_before_the_answer(make_pool: Callable[..., ScorerPool], place: str) -> None:
+def test_closing_the_channel_before_the_answer_is_crashed(make_pool: Callable[..., ScorerPool], place: str) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:compute_score", {})
     first, closed, last = pool.score(spec, items("a", "close", "b"))
     assert first == last == SEVEN and isinstance(closed, Unscored) and closed.reason == "crashed"
 
 
 @pytest.mark.parametrize("function", ["compute_score", "together"])
-def test_what_reads_the_line_finds_no_other_item_there(
+def test_reading_the_channel_finds_no_other_item(
     make_pool: Callable[..., ScorerPool], place: str, function: str
 ) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
@@ -204,7 +204,7 @@ def test_what_reads_the_line_finds_no_other_item_there(
     assert pool.replaced_workers == 0
 
 
-def test_what_goes_on_reading_the_line_costs_a_worker_and_no_item(place: str) -> None:
+def test_threads_that_keep_reading_the_channel_cost_a_worker_but_no_item(place: str) -> None:
     pool = ScorerPool(RewardConfig(num_workers=1, timeout_seconds=0.5), startup_seconds=2.0)
     spec, another = make_spec(f"{place}:compute_score", {}), make_spec("regex", {"pattern": "(.)"})
     try:
@@ -215,25 +215,25 @@ def test_what_goes_on_reading_the_line_costs_a_worker_and_no_item(place: str) ->
         pool.close()
 
 
-def test_a_worker_says_nothing_of_a_chunk_that_it_has_not_whole(place: str) -> None:
+def test_a_worker_answers_nothing_before_it_has_read_the_whole_chunk(place: str) -> None:
     """Else something that took a part of it would cost an item its time."""
     launchers = Launchers(Limits.of(RewardConfig(), 60.0))
     try:
         worker = launchers.spawn(())
         lines = b"".join(line for item in items("a", "b") if isinstance(line := encode(item), bytes))
         header = {"scorer": f"{place}:compute_score", "arguments": "{}", "preload": [], "items": 2, "bytes": len(lines)}
-        worker._channel.sendall(json.dumps({**header, "token": "t"}).encode() + b"\n" + lines[:-5])
+        worker._connection.sendall(json.dumps({**header, "token": "t"}).encode() + b"\n" + lines[:-5])
         told = select.poll()
-        told.register(worker._channel, select.POLLIN)
+        told.register(worker._connection, select.POLLIN)
         assert not told.poll(300)
-        worker._channel.sendall(lines[-5:])
-        assert told.poll(30_000) and worker._channel.recv(100).startswith(b't 1 {"ready": true')
+        worker._connection.sendall(lines[-5:])
+        assert told.poll(30_000) and worker._connection.recv(100).startswith(b't 1 {"ready": true')
         worker.close()
     finally:
         launchers.close()
 
 
-def test_a_launcher_that_imports_holds_no_other_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_importing_launcher_delays_no_other_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_to_import.py").write_text(
         "import pathlib, time\nhere = pathlib.Path(__file__).parent\n(here / 'begun').touch()\n"
         "while not (here / 'go').exists():\n    time.sleep(0.01)\n"
@@ -261,7 +261,7 @@ def test_a_launcher_that_imports_holds_no_other_worker(tmp_path: Path, monkeypat
     assert len(spawned) == 1
 
 
-def test_lines_have_their_token_and_number() -> None:
+def test_answer_lines_need_their_token_and_number() -> None:
     scores: list[Score] = [Scored(1.0), Scored(0.5, {"a": 1.0}), Unscored("limit", "\ud800")]
     lines = [line(b"t", number, encode_score(score))[:-1] for number, score in enumerate(scores, start=2)]
     assert decode_scores(payloads(lines, b"t", 2)) == (scores, "")

@@ -31,7 +31,7 @@ pytest_plugins = ("tests.support.scorer_pools",)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_trouble_costs_exactly_its_item(make_pool: Make, spec: ScorerSpec, num_workers: int) -> None:
+def test_a_hang_or_crash_costs_only_its_item(make_pool: Make, spec: ScorerSpec, num_workers: int) -> None:
     pool = make_pool(num_workers, timeout_seconds=1.0)
     scores = pool.score(spec, items("1", "hang", "0", "exit", "segv", "1", "spin", "1"))
     assert scores[0] == scores[5] == scores[7] == Scored(1.0) and scores[2] == Scored(0.0)
@@ -40,9 +40,7 @@ def test_trouble_costs_exactly_its_item(make_pool: Make, spec: ScorerSpec, num_w
     assert scores[4] == Unscored("crashed", "the scoring process was killed by SIGSEGV")
 
 
-def test_of_ten_hanging_and_ten_crashing_in_a_hundred_the_others_get_their_scores(
-    make_pool: Make, spec: ScorerSpec
-) -> None:
+def test_ten_hangs_and_ten_crashes_in_a_hundred_cost_no_other_item(make_pool: Make, spec: ScorerSpec) -> None:
     texts = [{3: "hang", 7: "exit"}.get(n % 10, str(n % 2)) for n in range(100)]
     pool = make_pool(2, timeout_seconds=1.0)
     scores = pool.score(spec, items(*texts))
@@ -51,7 +49,7 @@ def test_of_ten_hanging_and_ten_crashing_in_a_hundred_the_others_get_their_score
         assert (reason(score) == expected) if expected else (score == Scored(float(text == "1"))), (text, score)
 
 
-def test_a_hang_in_one_caller_does_not_hold_another(make_pool: Make, spec: ScorerSpec) -> None:
+def test_a_hang_of_one_caller_does_not_delay_another(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool(2, timeout_seconds=60.0)
     hanging = pool.submit(spec, items("hang"), "calls")
     assert pool.score(spec, items("1", "0", "1")) == [Scored(1.0), Scored(0.0), Scored(1.0)]
@@ -60,7 +58,7 @@ def test_a_hang_in_one_caller_does_not_hold_another(make_pool: Make, spec: Score
     assert [reason(score) for score in hanging.wait()] == ["infrastructure"]
 
 
-def test_many_items_in_order(make_pool: Make, spec: ScorerSpec) -> None:
+def test_many_items_are_scored_in_order(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool(2)
     expected = [n % 3 == 0 for n in range(3000)]
     scores = pool.score(spec, items(*("1" if right else "0" for right in expected)))
@@ -69,7 +67,7 @@ def test_many_items_in_order(make_pool: Make, spec: ScorerSpec) -> None:
     assert pool.figures()["worker_items_calls"] == 3000
 
 
-def test_large_items_and_much_output_do_not_jam(
+def test_large_items_and_much_output_do_not_deadlock(
     make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = make_pool()
@@ -91,7 +89,7 @@ def test_large_items_and_much_output_do_not_jam(
         ("large", {}, "an answer of more than 1048576 bytes"),
     ],
 )
-def test_past_a_limit(
+def test_exceeding_a_limit_is_unscored_as_limit(
     make_pool: Make, spec: ScorerSpec, text: str, limits: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pool = make_pool(timeout_seconds=60.0, **limits)
@@ -101,14 +99,14 @@ def test_past_a_limit(
     capsys.readouterr()
 
 
-def test_output_counts_by_the_item(make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_limit_is_per_item(make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]) -> None:
     """`chat` prints about 570 kB: two of them are above the limit together, and each is below it."""
     pool = make_pool(output_bytes=800_000)
     assert pool.score(spec, items(*["chat"] * 4)) == [Scored(0.0)] * 4
     capsys.readouterr()
 
 
-def test_an_item_does_not_pay_for_the_memory_of_others(make_pool: Make, spec: ScorerSpec) -> None:
+def test_memory_leaked_by_earlier_items_costs_no_later_item(make_pool: Make, spec: ScorerSpec) -> None:
     """Each leaks 16 MB of 256: the process gives way to another in time, or the one it strikes is judged again in a
     fresh one.
     """
@@ -125,7 +123,7 @@ def test_an_item_does_not_pay_for_the_memory_of_others(make_pool: Make, spec: Sc
         (ScoreItem("test", "1", "x" * 3000), "takes 30"),
     ],
 )
-def test_an_item_that_cannot_be_sent_is_unscored(
+def test_an_item_that_cannot_be_encoded_is_unscored(
     make_pool: Make, spec: ScorerSpec, monkeypatch: pytest.MonkeyPatch, item: ScoreItem, told: str
 ) -> None:
     monkeypatch.setattr(requests, "MAX_ITEM_BYTES", 2000)
@@ -134,7 +132,7 @@ def test_an_item_that_cannot_be_sent_is_unscored(
     assert reason(scores[1]) == "invalid_input" and told in scores[1].detail  # type: ignore[union-attr]
 
 
-def test_deep_and_odd_items_come_to_no_harm(make_pool: Make, spec: ScorerSpec) -> None:
+def test_deeply_nested_and_odd_items_are_scored(make_pool: Make, spec: ScorerSpec) -> None:
     deep: list[Any] = []
     for _ in range(2000):
         deep = [deep]
@@ -152,7 +150,7 @@ def test_deep_and_odd_items_come_to_no_harm(make_pool: Make, spec: ScorerSpec) -
     assert scores[1] == Scored(0.0) or reason(scores[1]) == "invalid_input"
 
 
-def test_a_process_that_died_idle_blames_no_item(make_pool: Make, spec: ScorerSpec) -> None:
+def test_a_process_that_died_while_idle_costs_no_item(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
     pid = value(pool.score(spec, items("pid"))[0])
     os.kill(pid, signal.SIGKILL)
@@ -160,7 +158,7 @@ def test_a_process_that_died_idle_blames_no_item(make_pool: Make, spec: ScorerSp
     assert pool.score(spec, items("1")) == [Scored(1.0)] and pool.replaced_workers == 1
 
 
-def test_a_launcher_that_died_is_started_anew(make_pool: Make, spec: ScorerSpec) -> None:
+def test_a_dead_launcher_is_restarted(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
     pid = value(pool.score(spec, items("pid"))[0])
     launcher = psutil.Process(pid).ppid()
@@ -182,7 +180,7 @@ class Slot:
 
 @settings(deadline=None)
 @given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 400))
-def test_lanes_go_by_priority_and_none_starves(busy: set[Priority], turns: int) -> None:
+def test_the_priority_queue_gives_every_priority_its_share(busy: set[Priority], turns: int) -> None:
     priorities: PriorityQueue[Slot] = PriorityQueue()
     for priority in busy:
         priorities.add(priority, Slot(priority))
@@ -203,7 +201,7 @@ def test_lanes_go_by_priority_and_none_starves(busy: set[Priority], turns: int) 
     assert all(set(served[start : start + waits]) == busy for start in range(0, turns - waits + 1, waits))
 
 
-def test_those_in_one_lane_take_turns() -> None:
+def test_entries_of_one_priority_take_turns() -> None:
     priorities: PriorityQueue[str] = PriorityQueue()
     for name in ("a", "b", "c"):
         priorities.add("calls", name)
@@ -218,7 +216,7 @@ def test_those_in_one_lane_take_turns() -> None:
     assert priorities.pop() == ("calls", "now")
 
 
-def test_the_ring_passes_a_job_and_the_job_goes_on(make_pool: Make, tmp_path: Path) -> None:
+def test_the_ring_passes_a_job_in_the_pool_without_starving_it(make_pool: Make, tmp_path: Path) -> None:
     """One worker, scorers that write down who is judged: groups overtake a job that came first, and do not stop it."""
     (tmp_path / "note.py").write_text(
         "import time\n\ndef f(solution_str, extra_info, **item):\n"
@@ -241,7 +239,7 @@ def test_the_ring_passes_a_job_and_the_job_goes_on(make_pool: Make, tmp_path: Pa
 # ---- all together ----
 
 
-def test_callers_in_many_threads(make_pool: Make, spec: ScorerSpec) -> None:
+def test_many_threads_get_their_own_scores(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool(2)
     found: dict[int, list[Score]] = {}
 
@@ -277,7 +275,7 @@ def test_a_worker_imports_no_grpc_redis_numpy_or_torch() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=5), st.recursive(st.none() | st.floats() | st.text(), st.lists))
-def test_items_arrive_as_they_were_sent(texts: list[str], truth: Any) -> None:
+def test_items_arrive_unchanged(texts: list[str], truth: Any) -> None:
     from tandem.reward.workers.worker import _decoded
 
     for text in texts:

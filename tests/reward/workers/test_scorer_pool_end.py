@@ -22,7 +22,7 @@ from tests.support.processes import wait_until_gone
 pytest_plugins = ("tests.support.scorer_pools",)
 
 
-def test_close_ends_what_hangs_and_everything_it_started(make_pool: Make, spec: ScorerSpec) -> None:
+def test_close_kills_hanging_workers_and_all_they_started(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
     pids = [value(score) for score in pool.score(spec, items("pid", "child", "daemon"))]
     launcher = psutil.Process(pids[0]).ppid()
@@ -40,13 +40,13 @@ def test_close_ends_what_hangs_and_everything_it_started(make_pool: Make, spec: 
 
 
 @pytest.mark.parametrize("left", ["child", "daemon"])
-def test_what_an_item_left_running_ends_with_its_worker(make_pool: Make, spec: ScorerSpec, left: str) -> None:
+def test_processes_left_by_an_item_end_with_its_worker(make_pool: Make, spec: ScorerSpec, left: str) -> None:
     pool = make_pool()
     child, _ = pool.score(spec, items(left, "exit"))
     wait_until_gone(value(child))
 
 
-def test_a_daemon_does_not_survive_even_while_its_worker_lives(make_pool: Make, spec: ScorerSpec) -> None:
+def test_a_daemon_is_killed_while_its_worker_lives(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
     pid, daemon = (value(score) for score in pool.score(spec, items("pid", "daemon")))
     wait_until_gone(daemon)
@@ -54,7 +54,7 @@ def test_a_daemon_does_not_survive_even_while_its_worker_lives(make_pool: Make, 
 
 
 @pytest.mark.parametrize("doing", ["spin", "child", "daemon"])
-def test_everything_dies_with_the_service_even_when_it_is_killed(trouble: str, doing: str) -> None:
+def test_all_processes_end_when_the_service_is_killed(trouble: str, doing: str) -> None:
     code = (
         "from reward.config import RewardConfig\n"
         "from tandem.reward.workers.pool import ScorerPool\n"
@@ -82,7 +82,7 @@ def test_everything_dies_with_the_service_even_when_it_is_killed(trouble: str, d
         wait_until_gone(pid)
 
 
-def test_a_bug_in_a_thread_of_the_pool_is_told_to_who_waits(
+def test_a_bug_in_a_pool_thread_is_raised_to_the_callers(
     make_pool: Make, spec: ScorerSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool()
@@ -92,7 +92,7 @@ def test_a_bug_in_a_thread_of_the_pool_is_told_to_who_waits(
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_children_are_found_with_and_without_the_kernels_lists() -> None:
+def test_children_are_found_with_and_without_kernel_lists() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         try:
             assert child.pid in children_of(os.getpid()) and child.pid in _children_by_parent(os.getpid())

@@ -18,7 +18,7 @@ from tests.support.pool_trouble import Make, items, reason, value
 pytest_plugins = ("tests.support.scorer_pools",)
 
 
-def test_a_worker_serves_every_scorer_and_keeps_its_judges(make_pool: Make, spec: ScorerSpec) -> None:
+def test_a_worker_keeps_the_judges_of_several_scorers(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
     regex = make_spec("regex", {"pattern": "(.)"})
     first = value(pool.score(spec, items("pid"))[0])
@@ -26,7 +26,7 @@ def test_a_worker_serves_every_scorer_and_keeps_its_judges(make_pool: Make, spec
     assert value(pool.score(spec, items("pid"))[0]) == first
 
 
-def test_functions_of_two_folders_do_not_meet(make_pool: Make, tmp_path: Path) -> None:
+def test_functions_of_two_folders_run_in_separate_processes(make_pool: Make, tmp_path: Path) -> None:
     specs = []
     for number in (1, 2):
         folder = tmp_path / str(number)
@@ -39,7 +39,7 @@ def test_functions_of_two_folders_do_not_meet(make_pool: Make, tmp_path: Path) -
         assert [pool.score(spec, items("x")) for spec in specs] == [[Scored(1.0)], [Scored(2.0)]]
 
 
-def test_a_batch_function_gets_batches_and_a_culprit_is_found(make_pool: Make, trouble: str) -> None:
+def test_a_batch_function_gets_batches_and_only_the_failing_item_is_unscored(make_pool: Make, trouble: str) -> None:
     pool = make_pool(timeout_seconds=1.0)
     spec = make_spec(trouble.replace("compute_score", "together"), {})
     texts = ["1"] * 40
@@ -52,7 +52,7 @@ def test_a_batch_function_gets_batches_and_a_culprit_is_found(make_pool: Make, t
     assert [reason(score) for score in pool.score(spec, items("1", "length"))] == ["crashed"] * 2
 
 
-def test_coroutines_run_side_by_side_and_one_that_blocks_is_found(make_pool: Make, tmp_path: Path) -> None:
+def test_coroutines_run_concurrently_and_only_a_blocking_one_is_unscored(make_pool: Make, tmp_path: Path) -> None:
     (tmp_path / "later.py").write_text(
         "import asyncio, time\n"
         "async def f(solution_str, **item):\n"
@@ -70,7 +70,7 @@ def test_coroutines_run_side_by_side_and_one_that_blocks_is_found(make_pool: Mak
     assert [n for n, score in enumerate(scores) if score != Scored(1.0)] == [20, 50]
 
 
-def test_many_crashes_leave_nothing_open(make_pool: Make, spec: ScorerSpec) -> None:
+def test_many_crashes_leak_no_descriptors(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool(2)
     launcher = psutil.Process(value(pool.score(spec, items("pid"))[0])).parent()
     assert launcher is not None
@@ -83,7 +83,7 @@ def test_many_crashes_leave_nothing_open(make_pool: Make, spec: ScorerSpec) -> N
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["", "a", "b", "c"]), max_size=40), st.integers(1, 12))
-def test_groups_stay_together(groups: list[str], size: int) -> None:
+def test_chunks_never_split_a_group(groups: list[str], size: int) -> None:
     spec = ScorerSpec("by_group", "{}", "worker", grouped=True)
     request = Request(
         spec, [ScoreItem("", str(n), None, group=group) for n, group in enumerate(groups)], "calls", lambda: None
@@ -112,7 +112,9 @@ def test_groups_stay_together(groups: list[str], size: int) -> None:
         ("x = b'1' * (1 << 40)\n", "does not import: MemoryError"),
     ],
 )
-def test_a_module_that_takes_the_process_down(make_pool: Make, tmp_path: Path, source: str, told: str) -> None:
+def test_a_module_that_kills_or_hangs_the_process_on_import(
+    make_pool: Make, tmp_path: Path, source: str, told: str
+) -> None:
     (tmp_path / "bad.py").write_text(source)
     pool = make_pool(startup_seconds=3.0)
     spec = make_spec(f"{tmp_path}/bad.py:f", {})

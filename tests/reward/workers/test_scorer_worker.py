@@ -1,4 +1,4 @@
-"""What a scoring process does for its judges beside calling them."""
+"""Memory blocks of deep recursion in a worker process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.reward.workers.worker import with_room
 
 
 def _page_faults() -> list[int]:
-    """Of 100 calls a few frames deep, begun at each of 200 depths."""
+    """Page faults of 100 shallow calls, started at each of 200 depths."""
 
     def down(frames: int) -> None:
         if frames:
@@ -25,7 +25,7 @@ def _page_faults() -> list[int]:
     return [sway(depth) for depth in range(200)]
 
 
-def test_recursion_in_a_roomy_frame_takes_no_memory_from_the_kernel_again_and_again() -> None:
-    # Where the first one fails, this Python needs no room any more: take with_room out.
+def test_with_room_avoids_page_faults_of_deep_recursion() -> None:
+    # If the first assertion fails, this Python no longer needs `with_room`: remove it.
     assert max(_page_faults()) >= 100
     assert max(with_room(_page_faults)()) < 50  # type: ignore[arg-type, operator]
