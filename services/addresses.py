@@ -55,10 +55,10 @@ def check_listening(addresses: Sequence[str]) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
             return
         except OSError as error:
-            failures.append(f"{address} ({error.strerror or error})")
+            failures.append(error.strerror or str(error))
     raise UnavailableError(
-        f"the reward service at {', '.join(failures)} cannot be reached; start it with `tandem reward serve`, or name "
-        f"its --address (or {ADDRESS_VARIABLE})"
+        f"the reward service at {', '.join(addresses)} cannot be reached ({', '.join(dict.fromkeys(failures))}); "
+        f"start it with `tandem reward serve`, or name another by --address or {ADDRESS_VARIABLE}"
     )
 
 

@@ -17,7 +17,8 @@ from tandem.protos.codec import encode_group
 from tandem.protos.types import SamplingParameters, TrajectoryGroup
 from tandem.services.buffer.buffer import Admission, Buffer
 from tandem.services.config import Recipe
-from tandem.services.data.dataset import Dataset, PromptBuilder, Row, RowFault
+from tandem.services.data.dataset import PromptBuilder, Row, RowFault
+from tandem.services.data.mixture import Mixture
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
 from tandem.services.service_info import ServiceEndpoint, ServiceInfo
@@ -54,7 +55,7 @@ class PromptStream:
     """The endless (or `max_epochs` long) sequence of prompts from a position on, prepared ahead of need."""
 
     def __init__(
-        self, dataset: Dataset, builder: PromptBuilder, *, seed: int, shuffle: bool, max_epochs: int, position: int
+        self, dataset: Mixture, builder: PromptBuilder, *, seed: int, shuffle: bool, max_epochs: int, position: int
     ) -> None:
         self.faults: dict[int, RowFault] = {}
         self._dataset = dataset
@@ -82,8 +83,8 @@ class PromptStream:
             group = self._build(epoch, self._row_index(epoch, place))
             if group is not None:
                 self._ready.append(Prepared(self._next, group.group_id, encode_group(group)))
-            elif len(self.faults) == len(self._dataset):
-                raise self._builder.nothing_usable(self._dataset.file, self.faults)
+            elif len(self.faults) == self._dataset.num_rows:
+                raise self._builder.nothing_usable(self._dataset.name, self.faults)
             self._next += 1
 
     def run(self, num_groups: int) -> list[Prepared]:
@@ -113,15 +114,16 @@ class PromptStream:
         return int(self._order[1][place])
 
     def _build(self, epoch: int, index: int) -> TrajectoryGroup | None:
-        if index in self.faults:
+        number = self._dataset.locate(index, epoch)
+        if number in self.faults:
             return None
-        row = self._dataset.row(index)
+        row = self._dataset.row(index, epoch)
         prompt = self._builder.build(row, epoch) if isinstance(row, Row) else row
         if isinstance(prompt, RowFault):
-            self.faults[index] = prompt
+            self.faults[number] = prompt
             if len(self.faults) <= _MOST_FAULTS_TOLD:
                 last = "; further ones are only counted" if len(self.faults) == _MOST_FAULTS_TOLD else ""
-                log.warning("row %d is skipped: %s: %s%s", index, prompt.reason, prompt.detail, last)
+                log.warning("row %d is skipped: %s: %s%s", prompt.index, prompt.reason, prompt.detail, last)
             return None
         return TrajectoryGroup(prompt)
 
@@ -191,7 +193,7 @@ class Feed:
 
 def open_stream(recipe: Recipe, position: int) -> PromptStream:
     """The training prompts of a recipe from a position on. Raises DataError or ModelError as their parts do."""
-    dataset = Dataset(recipe.data.train_file)
+    dataset = Mixture(recipe.data.train_files)
     builder = PromptBuilder(
         model_path=recipe.model.path,
         chat_template=recipe.model.chat_template,

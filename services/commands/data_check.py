@@ -1,4 +1,4 @@
-"""`tandem data check`: judges a dataset file row by row, and sums up."""
+"""`tandem data check`: checks a dataset file row by row, and prints a summary."""
 
 from __future__ import annotations
 
@@ -14,39 +14,30 @@ from rich.table import Table
 
 from tandem.protos.errors import DataError, UserError
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
-from tandem.services.data.dataset import COLUMNS, Dataset, Row, RowFault
+from tandem.services.data.dataset import COLUMNS, READ_COLUMNS, Dataset, Row, RowFault
 
 _MOST_ROWS_SHOWN = 20
 _EXPLAINED = {
     "malformed": "not one JSON object, or a field that cannot be used",
-    "prompt_type": "the prompt is not a list of chat messages with text",
+    "prompt_type": "the prompt is neither a text nor a list of chat messages with text",
     "unknown_role": "a message's role is not known",
     "empty": "no prompt, or no text in it",
-    "no_ground_truth": "reward_model.ground_truth is missing",
+    "no_ground_truth": "no ground truth in reward_model, ground_truth, answer or solution",
     "refused_by_template": "the chat template or the tokenizer refuses it",
     "too_long": "more tokens than allowed",
-    "duplicate": "the same prompt stands in an earlier row",
-    "contradiction": "the same prompt stands in an earlier row with another ground truth",
+    "duplicate": "the same prompt is in an earlier row",
+    "contradiction": "the same prompt is in an earlier row with another ground truth",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One fault of one row. `index` counts from 0."""
-
-    index: int
-    reason: str
-    detail: str
 
 
 @dataclass(slots=True)
 class Report:
-    """What a check found. Duplicates are usable by a run, every other finding makes a row be skipped."""
+    """The result of a check. A run uses duplicates; it skips rows with any other fault."""
 
     file: Path
     columns: tuple[str, ...]
     num_rows: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    faults: list[RowFault] = field(default_factory=list)
     roles: Counter[str] = field(default_factory=Counter)
     data_sources: Counter[str] = field(default_factory=Counter)
     prompt_lengths: list[int] = field(default_factory=list)
@@ -54,8 +45,8 @@ class Report:
 
     @property
     def counts(self) -> Counter[str]:
-        """Rows by kind of finding."""
-        return Counter(finding.reason for finding in self.findings)
+        """Rows by fault."""
+        return Counter(fault.reason for fault in self.faults)
 
     @property
     def num_usable(self) -> int:
@@ -68,7 +59,7 @@ class Report:
 def check_file(
     path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
 ) -> Report:
-    """Judges every row. Lengths are counted only with a model, whose tokenizer and chat template they depend on.
+    """Checks every row. Lengths are counted only with a model, whose tokenizer and chat template they depend on.
 
     Raises:
         DataError: the file cannot be read at all.
@@ -81,17 +72,17 @@ def check_file(
     report = Report(dataset.file, dataset.columns, len(dataset))
     seen: dict[str, tuple[int, str]] = {}
     for row in dataset:
-        finding = _judge(row, report, seen)
-        if finding is None and isinstance(row, Row) and encoder is not None:
-            finding = _measure(row, report, encoder, max_prompt_tokens)
-        if finding is not None:
-            report.findings.append(finding)
+        fault = _judge(row, report, seen)
+        if fault is None and isinstance(row, Row) and encoder is not None:
+            fault = _measure(row, report, encoder, max_prompt_tokens)
+        if fault is not None:
+            report.faults.append(fault)
     return report
 
 
-def _judge(row: Row | RowFault, report: Report, seen: dict[str, tuple[int, str]]) -> Finding | None:
+def _judge(row: Row | RowFault, report: Report, seen: dict[str, tuple[int, str]]) -> RowFault | None:
     if isinstance(row, RowFault):
-        return Finding(row.index, row.reason, row.detail)
+        return RowFault(row.index, row.reason, row.detail)
     report.roles.update(message["role"] for message in row.messages)
     report.data_sources[row.data_source] += 1
     prompt = json.dumps(row.messages, sort_keys=True, default=str)
@@ -100,20 +91,20 @@ def _judge(row: Row | RowFault, report: Report, seen: dict[str, tuple[int, str]]
     if first == row.index:
         return None
     if first_truth != truth:
-        return Finding(
-            row.index, "contradiction", f"as row {first}, whose ground truth is {first_truth:.60}, not {truth:.60}"
+        return RowFault(
+            row.index, "contradiction", f"like row {first}, whose ground truth is {first_truth:.60}, not {truth:.60}"
         )
-    return Finding(row.index, "duplicate", f"as row {first}")
+    return RowFault(row.index, "duplicate", f"like row {first}")
 
 
-def _measure(row: Row, report: Report, encoder: ChatEncoder, max_prompt_tokens: int | None) -> Finding | None:
+def _measure(row: Row, report: Report, encoder: ChatEncoder, max_prompt_tokens: int | None) -> RowFault | None:
     try:
         length = len(encoder.encode(row.messages))
     except RefusedPromptError as refusal:
-        return Finding(row.index, "refused_by_template", str(refusal))
+        return RowFault(row.index, "refused_by_template", str(refusal))
     report.prompt_lengths.append(length)
     if max_prompt_tokens is not None and length > max_prompt_tokens:
-        return Finding(row.index, "too_long", f"{length} tokens, at most {max_prompt_tokens}")
+        return RowFault(row.index, "too_long", f"{length} tokens, at most {max_prompt_tokens}")
     return None
 
 
@@ -131,16 +122,16 @@ def run(
         print(f"tandem: {error}", file=sys.stderr)
         return 2
     show(report, Console())
-    return 1 if report.findings else 0
+    return 1 if report.faults else 0
 
 
 def show(report: Report, console: Console) -> None:
     """The report as tables: the file, the faulty rows (the first twenty), the sums."""
     console.print(_overview(report))
-    if report.findings:
+    if report.faults:
         console.print(_rows(report))
         console.print(_summary(report))
-    verdict = "every row is fine" if not report.findings else f"{len(report.findings)} findings"
+    verdict = "every row is fine" if not report.faults else f"{len(report.faults)} faults"
     console.print(escape(f"{report.num_usable} of {report.num_rows} rows can be used; {verdict}"))
 
 
@@ -148,7 +139,7 @@ def _overview(report: Report) -> Table:
     table = Table(title=escape(str(report.file)), title_justify="left", show_header=False)
     table.add_row("rows", str(report.num_rows))
     table.add_row(
-        "columns", escape(", ".join(name if name in COLUMNS else f"{name} (not read)" for name in report.columns))
+        "columns", escape(", ".join(name if name in READ_COLUMNS else f"{name} (not read)" for name in report.columns))
     )
     absent = [name for name in COLUMNS if name not in report.columns]
     if absent:
@@ -163,16 +154,16 @@ def _overview(report: Report) -> Table:
 
 
 def _rows(report: Report) -> Table:
-    table = Table("row", "finding", "detail", title="findings", title_justify="left")
-    for finding in report.findings[:_MOST_ROWS_SHOWN]:
-        table.add_row(str(finding.index), finding.reason, escape(finding.detail))
-    if len(report.findings) > _MOST_ROWS_SHOWN:
-        table.add_row("…", "", f"and {len(report.findings) - _MOST_ROWS_SHOWN} more")
+    table = Table("row", "fault", "detail", title="faults", title_justify="left")
+    for fault in report.faults[:_MOST_ROWS_SHOWN]:
+        table.add_row(str(fault.index), fault.reason, escape(fault.detail))
+    if len(report.faults) > _MOST_ROWS_SHOWN:
+        table.add_row("…", "", f"and {len(report.faults) - _MOST_ROWS_SHOWN} more")
     return table
 
 
 def _summary(report: Report) -> Table:
-    table = Table("finding", "rows", "share", "meaning", title="summary", title_justify="left")
+    table = Table("fault", "rows", "share", "meaning", title="summary", title_justify="left")
     for reason, number in report.counts.most_common():
         table.add_row(reason, str(number), f"{number / report.num_rows:.1%}", _EXPLAINED[reason])
     return table

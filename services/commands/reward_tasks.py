@@ -156,9 +156,8 @@ def _score_now(
 ) -> int:
     with _connect(choice.address) as client:
         rubric = choice.text() if text is None else text
-        if not rubric:
-            print_error(f"no --rubric or --scorer: scoring with the service's default, {_default_of(client)}")
         scores = client.score(items, rubric)
+        scored_by = "" if rubric or as_json else f"; scorer: {_default_of(client)} (the service's default)"
     if out is not None:
         with ScoreFile(out) as written:
             written.add(0, scores)
@@ -167,7 +166,7 @@ def _score_now(
         for index, score in enumerate(scores):
             print(json.dumps(row_of(index, score)) if as_json else score_line(index, score))
     if not as_json:
-        print(_sum_of(scores))
+        print(_sum_of(scores) + scored_by)
     return int(strict and not all(isinstance(score, Scored) for score in scores))
 
 

@@ -69,13 +69,26 @@ class ModelConfig(BaseModel):
     """File with a Jinja chat template; default: the tokenizer's own."""
 
 
-class DataConfig(BaseModel):
-    """`[data]`: Parquet or JSON lines in verl's columns."""
+class TrainFile(BaseModel):
+    """One of several training files."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    train_file: str
+    path: str
+    """Parquet or JSON lines."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """How many times an epoch goes through this file; 0.5 takes half of its rows, the next epoch the other half."""
+
+
+class DataConfig(BaseModel):
+    """`[data]`: Parquet or JSON lines in verl's or TRL's columns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    train_file: str = ""
     """Prompts to train on."""
+    train: tuple[TrainFile, ...] = ()
+    """Several files to train on, in place of train_file: `train = [{ path = "a.parquet", weight = 2.0 }, …]`."""
     eval_file: str = ""
     """Prompts to evaluate on."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
@@ -84,6 +97,11 @@ class DataConfig(BaseModel):
     """Passes over the data; 0 means as many as the run needs."""
     shuffle: bool = True
     """Reorder rows in every epoch, by seed."""
+
+    @property
+    def train_files(self) -> tuple[TrainFile, ...]:
+        """The training files, whichever key names them."""
+        return self.train or (TrainFile(path=self.train_file),)
 
 
 class SftConfig(BaseModel):
@@ -145,6 +163,10 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
+        if not self.data.train_file and not self.data.train:
+            raise ValueError("data.train_file is missing")
+        if self.data.train_file and self.data.train:
+            raise ValueError("data.train_file and data.train exclude each other; give one of them")
         if self.trainer.num_nodes > 1 and not self.trainer.rendezvous:
             raise ValueError("trainer.num_nodes > 1 needs trainer.rendezvous (host:port)")
         if self.reward.min_scored_samples > self.rollout.samples_per_prompt:

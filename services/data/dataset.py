@@ -1,8 +1,8 @@
-"""Datasets: Parquet or JSON lines in verl's columns, row by row. Imports no torch.
+"""Datasets: Parquet or JSON lines in verl's or TRL's columns, row by row. Imports no torch.
 
 Columns: `data_source`, `prompt` (a list of chat messages), `ability`, `reward_model` (`style`, `ground_truth`),
-    `extra_info`. A row that cannot be used is a `RowFault` with a reason, never silently gone; a file that cannot be
-    read is a `DataError`.
+`extra_info`. TRL's: `prompt` as a text or a list of chat messages, and the ground truth in `answer` or `solution`. A
+row that cannot be used becomes a `RowFault` with a reason; a file that cannot be read is a `DataError`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,22 @@ from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 ROW_LIMIT = "max_response_tokens"
 """Key of `extra_info` with which a row limits its own answers below `rollout.max_response_tokens`."""
-_NEEDED = ("prompt", "reward_model")
+TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
+"""Plain columns with the ground truth, looked for in this order where `reward_model.ground_truth` is missing."""
+READ_COLUMNS = (*COLUMNS, *TRUTH_COLUMNS)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _READ_ROWS = 1024
 
 FaultReason = Literal[
-    "malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template", "too_long"
+    "malformed",
+    "prompt_type",
+    "unknown_role",
+    "empty",
+    "no_ground_truth",
+    "refused_by_template",
+    "too_long",
+    "duplicate",
+    "contradiction",
 ]
 
 
@@ -61,7 +71,7 @@ def reading(file: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"dataset {file}: no such file; name a Parquet or JSON lines file in verl's columns") from None
+        raise DataError(f"dataset {file}: no such file; name a Parquet or JSON lines file") from None
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise DataError(f"dataset {file} cannot be read ({reason}); check or write it again") from None
@@ -140,11 +150,12 @@ class Dataset:
     def _open_parquet(self) -> tuple[tuple[str, ...], int]:
         parquet = pq.ParquetFile(self.file, memory_map=True)
         columns = tuple(parquet.schema_arrow.names)
-        missing = [name for name in _NEEDED if name not in columns]
+        truths = ("reward_model", *TRUTH_COLUMNS)
+        missing = "prompt" if "prompt" not in columns else "" if set(truths) & set(columns) else " or ".join(truths)
         if missing:
             raise DataError(
-                f"dataset {self.file} has no column {missing[0]} (it has {', '.join(columns)}); "
-                f"write it in verl's columns: {', '.join(COLUMNS)}"
+                f"dataset {self.file} has no column {missing} (it has {', '.join(columns)}); "
+                f"write it in verl's columns ({', '.join(COLUMNS)}) or TRL's (prompt, answer)"
             )
         table: list[pa.Table] = []
         block: list[tuple[int, list[Mapping[str, Any] | RowFault]]] = []
@@ -165,7 +176,7 @@ class Dataset:
 
     def _read_table(self, parquet: pq.ParquetFile) -> pa.Table:
         try:
-            return parquet.read(columns=[name for name in COLUMNS if name in self.columns])
+            return parquet.read(columns=[name for name in READ_COLUMNS if name in self.columns])
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"dataset {self.file} is damaged ({' '.join(str(error).split())}); write it again"
@@ -207,14 +218,17 @@ def read_rows(path: str | Path) -> Iterator[Row | RowFault]:
 
 
 def parse_row(index: int, values: Mapping[str, Any]) -> Row | RowFault:
-    """A row of verl's columns, or the first reason why it cannot be used."""
+    """A row of verl's or TRL's columns, or the first reason why it cannot be used."""
     messages = _messages(index, values.get("prompt"))
     if isinstance(messages, RowFault):
         return messages
     judged_by = values.get("reward_model")
-    ground_truth = judged_by.get("ground_truth") if isinstance(judged_by, dict) else None
-    if ground_truth is None or ground_truth in ("", [], {}):
-        return RowFault(index, "no_ground_truth", "reward_model.ground_truth is missing or empty")
+    truths = [judged_by.get("ground_truth") if isinstance(judged_by, dict) else None]
+    truths += [values.get(name) for name in TRUTH_COLUMNS]
+    ground_truth = next((truth for truth in truths if truth is not None and truth not in ("", [], {})), None)
+    if ground_truth is None:
+        names = ", ".join(TRUTH_COLUMNS)
+        return RowFault(index, "no_ground_truth", f"reward_model.ground_truth (or {names}) is missing or empty")
     extra_info = values.get("extra_info") or {}
     if not isinstance(extra_info, dict):
         return RowFault(index, "malformed", f"extra_info is {_kind(extra_info)}, not an object")
@@ -238,8 +252,10 @@ def parse_row(index: int, values: Mapping[str, Any]) -> Row | RowFault:
 def _messages(index: int, prompt: Any) -> tuple[Mapping[str, Any], ...] | RowFault:
     if prompt is None or prompt == []:
         return RowFault(index, "empty", "prompt is missing or has no message")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list):
-        return RowFault(index, "prompt_type", f"prompt is {_kind(prompt)}, not a list of chat messages")
+        return RowFault(index, "prompt_type", f"prompt is {_kind(prompt)}, neither a text nor a list of chat messages")
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return RowFault(index, "prompt_type", f"message {number} is not an object with a role and content")
@@ -310,7 +326,7 @@ class PromptBuilder:
         limit = row.extra_info.get(ROW_LIMIT)
         return replace(self._sampling, max_tokens=min(limit, self._sampling.max_tokens)) if limit else self._sampling
 
-    def nothing_usable(self, file: Path, faults: Mapping[int, RowFault]) -> DataError | ModelError:
+    def nothing_usable(self, file: Path | str, faults: Mapping[int, RowFault]) -> DataError | ModelError:
         """The error of a file none of whose rows made a prompt: the template's if it refused them all."""
         counted = Counter(fault.reason for fault in faults.values())
         first = next(iter(faults.values()))
@@ -321,7 +337,7 @@ class PromptBuilder:
         reasons = ", ".join(f"{number} {reason}" for reason, number in counted.most_common())
         return DataError(
             f"dataset {file} has no usable row ({reasons}; row {first.index}: {first.detail}); "
-            f"`tandem data check {file}` tells row by row"
+            f"see `tandem data check {file}`"
         )
 
 

@@ -114,7 +114,7 @@ def check_dataset(recipe: Recipe) -> None:
     """The files of `[data]` are there and open as datasets."""
     from tandem.services.data.dataset import check_file
 
-    for file in filter(None, (recipe.data.train_file, recipe.data.eval_file)):
+    for file in filter(None, (*(one.path for one in recipe.data.train_files), recipe.data.eval_file)):
         check_file(file)
 
 

@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_file_without_fault(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_parquet(tmp_path / "good.parquet", [verl_row(f"{n}+1=?", str(n + 1), split="x") for n in range(30)])
     report = check_file(file, model_path=model, max_prompt_tokens=60)
-    assert (report.num_rows, report.num_usable, report.findings) == (30, 30, [])
+    assert (report.num_rows, report.num_usable, report.faults) == (30, 30, [])
     assert (
         report.roles == {"user": 30} and report.data_sources == {"arithmetic": 30} and len(report.prompt_lengths) == 30
     )
@@ -32,7 +32,7 @@ def test_every_fault_is_found(tmp_path: Path, model: str, capsys: pytest.Capture
     rows = [verl_row("1+1=?", "2"), *(row for _, row in BAD_ROWS), verl_row("1+1=?", "2"), verl_row("1+1=?", "3")]
     file = write_lines(tmp_path / "bad.jsonl", rows)
     report = check_file(file, model_path=model, max_prompt_tokens=200)
-    found = [(finding.index, finding.reason) for finding in report.findings]
+    found = [(fault.index, fault.reason) for fault in report.faults]
     last = len(BAD_ROWS) + 1
     assert found == [
         *((n, reason) for n, (reason, _) in enumerate(BAD_ROWS, 1)),
@@ -43,7 +43,7 @@ def test_every_fault_is_found(tmp_path: Path, model: str, capsys: pytest.Capture
     assert run(file, model_path=model, max_prompt_tokens=200) == 1
     told = capsys.readouterr().out
     assert (
-        f"3 of {len(rows)} rows can be used; {len(report.findings)} findings" in told
+        f"3 of {len(rows)} rows can be used; {len(report.faults)} faults" in told
         and "unknown_role" in told
         and "reward_model.ground_truth" in told
     )
@@ -51,12 +51,12 @@ def test_every_fault_is_found(tmp_path: Path, model: str, capsys: pytest.Capture
 
 def test_lengths_are_judged_only_with_a_model(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "f.jsonl", [verl_row("a" * 5000, "1")])
-    assert check_file(file).findings == []
+    assert check_file(file).faults == []
     with pytest.raises(DataError, match="needs a model to count them"):
         check_file(file, max_prompt_tokens=10)
 
 
-def test_many_findings_are_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_faults_are_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(write_lines(tmp_path / "f.jsonl", [verl_row("[bold]a", "1")] * 50)) == 1
     told = capsys.readouterr().out
     assert "and 29 more" in told and "duplicate" in told and "98.0%" in told

@@ -69,7 +69,7 @@ def test_a_small_file_is_scored_at_once(tmp_path: Path, name: str) -> None:
         "1  1  group=4",
         "2  –  timeout: scripted",
         "3  2  group=4",
-        "4 items: 3 scored (mean 1.16667), 1 not scored (timeout 1)",
+        "4 items: 3 scored (mean 1.16667), 1 not scored (timeout 1); scorer: number (the service's default)",
     ]
     assert done.stderr == ""
 
@@ -109,7 +109,10 @@ def test_a_single_completion_needs_no_file(service: ScriptedReward) -> None:
     done = reward(
         "score", "--solution", "0.25", "--ground-truth", "42", "--data-source", "d", "--extra-info", '{"a": 1}'
     )
-    assert done.stdout.splitlines() == ["0  0.25  group=1", "1 item: 1 scored (mean 0.25)"]
+    assert done.stdout.splitlines() == [
+        "0  0.25  group=1",
+        "1 item: 1 scored (mean 0.25); scorer: number (the service's default)",
+    ]
     item = service.requests[-1].items[0]
     assert (item.ground_truth, item.data_source, item.extra_info) == ('"42"', "d", '{"a": 1}')
 
@@ -121,7 +124,9 @@ def test_scores_as_json_lines_and_as_files(tmp_path: Path) -> None:
     assert told[2] == {"index": 2, "value": None, "reason": "timeout", "detail": "scripted", "breakdown": {}}
     done = reward("score", file, "--out", tmp_path / "s.jsonl")
     assert [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()] == told
-    assert done.stdout.splitlines() == ["4 items: 3 scored (mean 1.16667), 1 not scored (timeout 1)"]
+    assert done.stdout.splitlines() == [
+        "4 items: 3 scored (mean 1.16667), 1 not scored (timeout 1); scorer: number (the service's default)"
+    ]
     reward("score", file, "--out", tmp_path / "s.parquet")
     table = pq.read_table(tmp_path / "s.parquet")
     assert table.column_names == ["index", "value", "reason", "detail", "breakdown/group"]

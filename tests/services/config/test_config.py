@@ -226,7 +226,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
             "redis_url": draw(texts),
         },
         "model": {"path": draw(texts)},
-        "data": {"train_file": draw(texts), "shuffle": draw(st.booleans())},
+        "data": {"train_file": draw(texts.filter(bool)), "shuffle": draw(st.booleans())},
         "rollout": {"stop": draw(st.lists(texts, max_size=3)), "temperature": draw(st.floats(1e-6, 10.0))},
         "reward": {"arguments": draw(st.dictionaries(texts, json_values, max_size=3))},
         "trainer": {

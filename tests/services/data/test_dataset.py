@@ -242,3 +242,18 @@ def test_the_tokenizer_is_autotokenizers_and_needs_no_torch(model: Path) -> None
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=root, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("column", ["answer", "solution", "ground_truth"])
+@pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=["text", "messages"])
+@pytest.mark.parametrize("parquet", [True, False])
+def test_columns_of_trl_datasets_load(tmp_path: Path, column: str, prompt: Any, parquet: bool) -> None:
+    write, name = (write_parquet, "d.parquet") if parquet else (write_lines, "d.jsonl")
+    (row,) = read_rows(write(tmp_path / name, [{"prompt": prompt, column: "2"}]))
+    assert isinstance(row, Row)
+    assert (row.messages, row.ground_truth, row.extra_info) == (({"role": "user", "content": "1+1="},), "2", {})
+
+
+def test_the_ground_truth_of_verls_column_wins_over_plain_columns() -> None:
+    row = parse_row(0, {**verl_row("1+1=", "2"), "answer": "two, because ..."})
+    assert isinstance(row, Row) and row.ground_truth == "2"
