@@ -16,7 +16,6 @@ _COMMANDS = {
     **dict.fromkeys(("deepspeed", "peft", "safetensors", "tensorboard", "torch", "transformers", "vllm"), _TRAINING),
     **dict.fromkeys(
         (
-            "anyio",
             "grpc_health",
             "grpc_reflection",
             "httpx",

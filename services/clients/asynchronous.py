@@ -1,6 +1,4 @@
-"""The reward service's client for programs with an event loop. `tandem.services.clients` has it beside the one for all
-others.
-"""
+"""The reward service's client for programs with an event loop."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ from contextlib import aclosing
 from typing import Any, Self
 
 import grpc
+from google.protobuf.message import Message
 
 from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score, ScoreItem, Unscored
@@ -20,43 +19,43 @@ from tandem.protos.errors import TandemError, UnavailableError
 from tandem.services.addresses import named_addresses, target_of
 from tandem.services.clients.item_reader import ItemReader, Items
 from tandem.services.clients.messages import (
+    EncodedItem,
     Job,
     JobEvent,
     Limits,
-    Packed,
     Scorers,
     as_text,
-    cut,
-    groups_together,
-    job_of,
-    pack,
-    scorers_of,
+    encode,
+    job_from_proto,
+    order_by_group,
+    scorers_from_proto,
+    split,
 )
-from tandem.services.clients.streams import Patience, ScoreConversation, Stub, Submission, scores_of, watch_job
+from tandem.services.clients.streams import ScoreStream, StreamRetry, Stub, Submission, batch_scores, watch_job
 from tandem.services.rpc.client import connect_target, from_rpc_error
 
 DAY_SECONDS = 86_400.0
 CHUNK_ITEMS = 256
-"""Items aimed at in one chunk of a job: the unit that is stored, leased and scored."""
+"""Target size of a chunk of a job. A chunk is stored, leased and scored as a whole."""
 CHUNK_BYTES = 1 << 20
 REQUEST_ITEMS = 128
-"""Items aimed at in one request to score at once."""
+"""Target size of a request of `score`."""
 REQUESTS_IN_FLIGHT = 4
-_LINGER_SECONDS = 0.02  # how long a stream's batch waits for more items
-_SHORT_SECONDS = 10.0  # deadline of calls that only ask
+_LINGER_SECONDS = 0.02  # how long a batch of `score_stream` waits for more items
+_SHORT_SECONDS = 10.0  # deadline of calls that score and store nothing
 _NO_STALL = float("inf")
 
 
 class AsyncRewardClient:
-    """Everything the reward service does, for `async` programs. An async context manager; used on one event loop.
+    """The client of the reward service for `async` programs. An async context manager, for one event loop.
 
     Args:
-        addresses: host:port, several with commas or as a list: calls go round among them. Default: those of
-            TANDEM_REWARD_ADDRESS, else 127.0.0.1:50051.
-        timeout_seconds: longest time one request of `score` or `score_stream` may take.
-        retry_seconds: how long streams (submission, watch, `score_stream`) look for a service that has gone.
-        stall_seconds: how long a submission may stand still while the service answers, e.g. because too much waits to
-            be scored.
+        addresses: host:port; several as a list or separated by commas, among which calls are distributed. Default:
+            those of TANDEM_REWARD_ADDRESS, else 127.0.0.1:50051.
+        timeout_seconds: longest time that one request of `score` or `score_stream` may take.
+        retry_seconds: how long streams (submission, watch, `score_stream`) try to reach a service that does not answer.
+        stall_seconds: how long a submission may make no progress while the service answers, e.g. because too many
+            items wait to be scored.
 
     Raises:
         UserError: an address is not host:port.
@@ -84,7 +83,7 @@ class AsyncRewardClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connections; what is under way is cancelled, jobs go on."""
+        """Closes the connections. Calls in progress are cancelled, jobs go on."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
@@ -92,62 +91,61 @@ class AsyncRewardClient:
     async def score(
         self, items: Sequence[ScoreItem | Unscored], rubric: str = "", *, timeout_seconds: float | None = None
     ) -> list[Score]:
-        """One result an item, in order. Long lists travel as several requests; items of one group always in the same.
+        """One result for each item, in order. A long list is sent as several requests; a group is never split.
 
         Args:
-            items: an `Unscored` in an item's place is returned as it is.
-            rubric: TOML; empty: what the service was started with.
-            timeout_seconds: of each request; default: the client's.
+            items: an `Unscored` in place of an item is returned as it is.
+            rubric: TOML. Empty: the service's own rubric.
+            timeout_seconds: of each request. Default: the client's.
 
         Raises:
             DataError: a group is larger than a request may be.
             ScorerError: the rubric cannot be used.
-            TandemError: the service cannot be reached, is late, or failed.
+            TandemError: the service cannot be reached, misses the deadline, or fails.
         """
-        limits = (await self._limits(REQUEST_ITEMS, CHUNK_BYTES)).beside(rubric)
-        packed = [pack(index, item, limits) for index, item in enumerate(items)]
-        results: list[Score | None] = [item.fault for item in packed]
-        sendable = [item for item in packed if item.fault is None]
-        gate = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
+        limits = (await self._limits(REQUEST_ITEMS, CHUNK_BYTES)).minus(rubric)
+        encoded = [encode(index, item, limits) for index, item in enumerate(items)]
+        results: list[Score | None] = [item.fault for item in encoded]
+        sendable = [item for item in encoded if item.fault is None]
+        slots = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
 
-        async def ask(batch: list[Packed]) -> None:
+        async def send(batch: list[EncodedItem]) -> None:
             request = reward_pb2.ScoreRequest(items=[item.message for item in batch], rubric=rubric)
-            async with gate:
+            async with slots:
                 reply = await self._call("Score", request, timeout_seconds or self._timeout)
-            for item, score in zip(batch, scores_of(batch, reply), strict=True):
+            for item, score in zip(batch, batch_scores(batch, reply), strict=True):
                 results[item.index] = score
 
-        asking = [asyncio.ensure_future(ask(batch)) for batch in cut(groups_together(sendable), limits)]
+        sending = [asyncio.ensure_future(send(batch)) for batch in split(order_by_group(sendable), limits)]
         try:
-            await asyncio.gather(*asking)
+            await asyncio.gather(*sending)
         finally:
-            for one in asking:
-                one.cancel()
+            for task in sending:
+                task.cancel()
         return [result for result in results if result is not None]
 
     async def score_stream(self, items: Items, rubric: str = "") -> AsyncGenerator[Score]:
-        """The scores of items that come one after another, in their order and soon after they have come.
+        """The scores of items that arrive over time, in their order, each soon after its item arrived.
 
-        The items of a group must follow one another. Raises as `score`, and what `items` raises.
+        The items of a group must be adjacent. Raises what `score` and `items` raise.
         """
         async for scores in self.score_batches(items, rubric):
             for score in scores:
                 yield score
 
     async def score_batches(self, items: Items, rubric: str = "") -> AsyncGenerator[list[Score]]:
-        """The same, as many at a time as came together."""
-        limits = (await self._limits(REQUEST_ITEMS, CHUNK_BYTES)).beside(rubric)
+        """As `score_stream`, with the scores of each reply in one list."""
+        limits = (await self._limits(REQUEST_ITEMS, CHUNK_BYTES)).minus(rubric)
         reader = ItemReader(items, limits, linger_seconds=_LINGER_SECONDS)
-        patience = Patience(self._retry_seconds, self._timeout)
-        conversation = ScoreConversation(reader, rubric, self._timeout, patience)
+        stream = ScoreStream(reader, rubric, self._timeout, StreamRetry(self._retry_seconds, self._timeout))
         try:
-            async with aclosing(conversation.run(await self._stub())) as batches:
+            async with aclosing(stream.run(await self._stub())) as batches:
                 async for scores in batches:
                     yield scores
         except UnavailableError as error:
-            raise self._located(error) from error
+            raise self._with_address(error) from error
         finally:
-            conversation.close()
+            stream.close()
 
     async def submit(
         self,
@@ -160,38 +158,36 @@ class AsyncRewardClient:
         on_progress: Callable[[Job], None] = lambda job: None,
         on_fault: Callable[[int, Unscored], None] = lambda index, fault: None,
     ) -> Job:
-        """Stores the items as a job that is scored whatever happens to this client, and returns it when the last is
+        """Stores the items as a job, which is scored even if this client ends. Returns the job when the last item is
         stored.
 
-        A connection that breaks is made again, and the submission goes on with what is not stored yet. The same key
-        always means the same job: a submission that was interrupted goes on from the same items where it stopped, one
-        that was complete returns its job at once.
+        A broken connection is opened again, and the submission continues with what is not stored yet. The same key
+        always means the same job: an interrupted submission is continued by submitting the same items again, and a
+        complete one returns its job at once.
 
         Args:
-            items: read once, in another thread if it is a plain iterable; the items of a group must follow one another.
-            rubric: TOML; empty: what the service was started with.
-            key: at most 200 bytes. Default: of a sequence, a digest of items, rubric and priority; of an iterator, one
-                that is never
-                used again.
+            items: read once, in another thread if it is a plain iterable. The items of a group must be adjacent.
+            rubric: TOML. Empty: the service's own rubric.
+            key: at most 200 bytes. Default for a sequence: a digest of items, rubric and priority; for an iterator: a
+                new key.
             name: shown in lists of jobs.
             priority: -100 to 100; higher is scored first.
-            on_progress: told the job whenever the service tells of it.
-            on_fault: told the number of every item that cannot be judged (an `Unscored` in its place, a field that is
-                not text, too
-                many bytes), and why; it is stored in its place, and its result will be `invalid_input`.
+            on_progress: called with the job after every reply of the service.
+            on_fault: called with the number of every item that cannot be scored (an `Unscored` in its place, a field
+                that is not text, too many bytes), and the reason. The item is stored in its place, and its result will
+                be `invalid_input`.
 
         Raises:
             JobExistsError: the key belongs to a job with another rubric or priority.
-            JobLimitError: the service keeps no more results, of this job or of all; what is stored of it is scored all
-                the same.
-            DataError: it belongs to a job with other items; a group is larger than a request may be.
+            JobLimitError: the service stores no more results, of this job or of all. What is stored is still scored.
+            DataError: the key belongs to a job with other items, or a group is larger than a request may be.
             ScorerError: the rubric cannot be used.
-            TandemError: the service cannot be reached, or nothing gets on.
+            TandemError: the service cannot be reached, or the submission makes no progress.
         """
-        limits = (await self._limits(CHUNK_ITEMS, CHUNK_BYTES)).beside(rubric)
+        limits = (await self._limits(CHUNK_ITEMS, CHUNK_BYTES)).minus(rubric)
         if not key:
             key = (
-                await asyncio.to_thread(key_of, items, rubric, priority)
+                await asyncio.to_thread(job_key, items, rubric, priority)
                 if isinstance(items, Sequence)
                 else f"once-{uuid.uuid4().hex}"
             )
@@ -199,17 +195,17 @@ class AsyncRewardClient:
             idempotency_key=as_text("key", key), rubric=rubric, priority=priority, name=as_text("name", name)
         )
         reader = ItemReader(items, limits, on_fault=on_fault)
-        patience = Patience(self._retry_seconds, self._stall_seconds)
+        retry = StreamRetry(self._retry_seconds, self._stall_seconds)
         try:
-            return await Submission(header, reader, on_progress, patience).run(await self._stub())
+            return await Submission(header, reader, on_progress, retry).run(await self._stub())
         except UnavailableError as error:
-            raise self._located(error) from error
+            raise self._with_address(error) from error
         finally:
             reader.close()
 
     async def get(self, job_id: str) -> Job:
-        """The job as it is now. Raises UnknownJobError if there is none, or TandemError as `score`."""
-        return job_of(await self._call("GetJob", reward_pb2.GetJobRequest(job_id=as_text("job_id", job_id))))
+        """The job's current state. Raises UnknownJobError if there is no such job, or TandemError as `score`."""
+        return await self._job("GetJob", reward_pb2.GetJobRequest(job_id=as_text("job_id", job_id)))
 
     async def watch(
         self,
@@ -219,30 +215,31 @@ class AsyncRewardClient:
         after_cursor: int = 0,
         timeout_seconds: float = DAY_SECONDS,
     ) -> AsyncGenerator[JobEvent]:
-        """The job's progress and, if wanted, its results as they come, until it has ended. A stream that breaks goes on
-        where it was.
+        """The job's progress and, if wanted, its results as they come, until it has ended. A stream that breaks is
+        resumed.
 
         Raises:
             UnknownJobError: there is no such job.
-            JobError: its results are wanted and were given up (`expired`).
-            DeadlineError: it has not ended within `timeout_seconds`; it goes on.
+            JobError: the results are wanted, but were deleted to make room (`expired`).
+            DeadlineError: the job has not ended within `timeout_seconds`; it goes on.
             TandemError: the service cannot be reached.
         """
         request = reward_pb2.WatchJobRequest(
             job_id=as_text("job_id", job_id), with_results=with_results, after_cursor=after_cursor
         )
-        patience = Patience(self._retry_seconds, _NO_STALL)
+        retry = StreamRetry(self._retry_seconds, _NO_STALL)
         try:
             deadline = time.monotonic() + timeout_seconds
-            async with aclosing(watch_job(await self._stub(), request, patience, deadline)) as events:
+            async with aclosing(watch_job(await self._stub(), request, retry, deadline)) as events:
                 async for event in events:
                     yield event
         except UnavailableError as error:
-            raise self._located(error) from error
+            raise self._with_address(error) from error
 
     async def results(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> AsyncGenerator[tuple[int, Score]]:
-        """Every item's number and result, in the order in which they were scored; waits until the job has ended. Raises
-        as `watch`.
+        """The number and the result of every item, in the order in which they were scored, until the job has ended.
+
+        Raises as `watch`.
         """
         async with aclosing(self.watch(job_id, with_results=True, timeout_seconds=timeout_seconds)) as events:
             async for event in events:
@@ -250,7 +247,7 @@ class AsyncRewardClient:
                     yield number, score
 
     async def wait(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> Job:
-        """The job once it has ended. Raises as `watch`."""
+        """Waits until the job has ended. Raises as `watch`."""
         async with aclosing(self.watch(job_id, timeout_seconds=timeout_seconds)) as events:
             async for event in events:
                 if event.job.ended:
@@ -258,57 +255,64 @@ class AsyncRewardClient:
         return await self.get(job_id)
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancels the job: what is scored stays, what waits is `cancelled`. A job that has ended stays as it is. Raises
-        as `get`.
+        """Cancels the job: scored items keep their scores, the others get `cancelled`. A job that has ended stays as it
+        is. Raises as `get`.
         """
-        return job_of(await self._call("CancelJob", reward_pb2.CancelJobRequest(job_id=as_text("job_id", job_id))))
+        return job_from_proto(
+            await self._call("CancelJob", reward_pb2.CancelJobRequest(job_id=as_text("job_id", job_id)))
+        )
 
     async def delete(self, job_id: str) -> Job:
-        """Makes the service forget a job that has ended, its results and its key; returns it as it was.
+        """Deletes a job that has ended, with its results and its key; returns its last state.
 
         Raises as `get`, and JobError for a job that has not ended.
         """
-        return job_of(await self._call("DeleteJob", reward_pb2.DeleteJobRequest(job_id=as_text("job_id", job_id))))
+        return job_from_proto(
+            await self._call("DeleteJob", reward_pb2.DeleteJobRequest(job_id=as_text("job_id", job_id)))
+        )
 
     async def jobs(self, limit: int = 100) -> list[Job]:
         """The newest jobs, newest first; at most 1,000."""
         reply = await self._call("ListJobs", reward_pb2.ListJobsRequest(limit=limit))
-        return [job_of(job) for job in reply.jobs]
+        return [job_from_proto(job) for job in reply.jobs]
 
     async def scorers(self) -> Scorers:
-        """What rubrics may name, the service's limits and its own rubric."""
-        self._known = scorers_of(await self._call("ListScorers", reward_pb2.ListScorersRequest()))
+        """The scorers that rubrics may name, the service's limits and its own rubric."""
+        self._known = scorers_from_proto(await self._call("ListScorers", reward_pb2.ListScorersRequest()))
         return self._known
 
-    async def _limits(self, aim_items: int, aim_bytes: int) -> Limits:
+    async def _job(self, method: str, request: Message) -> Job:
+        return job_from_proto(await self._call(method, request))
+
+    async def _limits(self, target_items: int, target_bytes: int) -> Limits:
         known = self._known or await self.scorers()
-        return Limits.of(known.limits, aim_items=aim_items, aim_bytes=aim_bytes)
+        return Limits.of(known.limits, target_items=target_items, target_bytes=target_bytes)
 
     async def _stub(self) -> Stub:
         if self._channel is None:
-            target = await asyncio.to_thread(target_of, self.addresses)  # it may ask a name server
+            target = await asyncio.to_thread(target_of, self.addresses)  # this may ask a name server
             self._channel = self._channel or connect_target(target)
         return reward_pb2_grpc.RewardServiceStub(self._channel)
 
-    async def _call(self, method: str, request: Any, timeout_seconds: float = _SHORT_SECONDS) -> Any:
+    async def _call(self, method: str, request: Message, timeout_seconds: float = _SHORT_SECONDS) -> Any:
         try:
             return await getattr(await self._stub(), method)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
-            raise self._located(from_rpc_error(error)) from error
+            raise self._with_address(from_rpc_error(error)) from error
 
-    def _located(self, error: TandemError) -> TandemError:
-        """The error, with the address where nobody answers."""
+    def _with_address(self, error: TandemError) -> TandemError:
+        """The error; that of an unreachable service with its address."""
         text = str(error)
         if not isinstance(error, UnavailableError) or not text.startswith("cannot be reached"):
             return error
         return UnavailableError(f"the reward service at {', '.join(self.addresses)} {text}")
 
 
-def key_of(items: Sequence[ScoreItem | Unscored], rubric: str, priority: int = 0) -> str:
-    """The idempotency key of a job: the same items, rubric and priority always have the same."""
+def job_key(items: Sequence[ScoreItem | Unscored], rubric: str, priority: int = 0) -> str:
+    """The idempotency key of a job: a digest of its items, rubric and priority."""
     digest = hashlib.sha256(f"{priority} {len(rubric)}:{rubric}".encode(errors="replace"))
     no_limits = Limits(1, 1 << 62, 1, 1 << 62)
     for index, item in enumerate(items):
-        message = pack(index, item, no_limits).message.SerializeToString(deterministic=True)
+        message = encode(index, item, no_limits).message.SerializeToString(deterministic=True)
         digest.update(len(message).to_bytes(8, "little") + message)
     return f"items-{digest.hexdigest()}"

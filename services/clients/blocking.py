@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from contextlib import ExitStack, suppress
+from typing import Self, TypeVar
+
+from anyio.from_thread import start_blocking_portal
 
 from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.services.clients.asynchronous import DAY_SECONDS, AsyncRewardClient
@@ -14,15 +15,12 @@ from tandem.services.clients.messages import Job, JobEvent, Scorers
 
 T = TypeVar("T")
 
-_END_SECONDS = 1.0
-
 
 class RewardClient:
-    """The same for programs without an event loop: every method waits for its result, what is an async iterator there
-    is a plain one.
+    """The client of the reward service. Every method waits for its result; arguments and errors are those of
+    `AsyncRewardClient`.
 
-    A context manager; may be used by several threads. Its connections live on an event loop in a thread of its own.
-    Arguments and errors are those of `AsyncRewardClient`.
+    A context manager that several threads may use. Its connections live on an event loop in a thread of its own.
     """
 
     def __init__(
@@ -37,9 +35,10 @@ class RewardClient:
             addresses, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, stall_seconds=stall_seconds
         )
         self.addresses = self._client.addresses
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-client", daemon=True)
-        self._thread.start()
+        self._exit = ExitStack()
+        self._portal = self._exit.enter_context(start_blocking_portal())
+        self._exit.callback(self._portal.call, self._portal.stop, True)
+        self._exit.callback(self._portal.call, self._client.close)
 
     def __enter__(self) -> Self:
         return self
@@ -48,14 +47,8 @@ class RewardClient:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections; what is under way is cancelled, jobs go on."""
-        if self._loop.is_closed():
-            return
-        self._run(self._end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        """Closes the connections. Calls in progress are cancelled, jobs go on."""
+        self._exit.close()
 
     def score(
         self, items: Sequence[ScoreItem | Unscored], rubric: str = "", *, timeout_seconds: float | None = None
@@ -130,15 +123,13 @@ class RewardClient:
         """See `AsyncRewardClient.scorers`."""
         return self._run(self._client.scorers())
 
-    async def _end(self) -> None:
-        await self._client.close()
-        await self._loop.shutdown_asyncgens()
-        if left := asyncio.all_tasks() - {asyncio.current_task()}:  # gRPC's own, of calls that were cancelled
-            await asyncio.wait(left, timeout=_END_SECONDS)
+    def _run(self, work: Coroutine[object, object, T]) -> T:
+        """Waits for the result. Every call inside has a deadline."""
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for it; every call inside has its deadline."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        async def run() -> T:
+            return await work
+
+        future = self._portal.start_task_soon(run)
         try:
             return future.result()
         except BaseException:
@@ -146,13 +137,9 @@ class RewardClient:
             raise
 
     def _iterate(self, generator: AsyncGenerator[T]) -> Iterator[T]:
-        end = object()
-
-        async def following() -> T | object:
-            return await anext(generator, end)
-
         try:
-            while (value := self._run(following())) is not end:
-                yield value  # type: ignore[misc]  # mypy cannot tell `end` from T
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield self._run(anext(generator))
         finally:
             self._run(generator.aclose())

@@ -1,4 +1,4 @@
-"""Reads items from whatever can be iterated over, at its own pace, and hands them out packed and cut into messages."""
+"""Reads items from an iterable and returns them encoded, in batches."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 
 from tandem.protos.contracts import ScoreItem, Unscored
-from tandem.services.clients.messages import Cutter, Limits, Packed, pack
+from tandem.services.clients.messages import Batcher, EncodedItem, Limits, encode
 
 Items = Iterable[ScoreItem | Unscored] | AsyncIterable[ScoreItem | Unscored]
-"""An `Unscored` in an item's place says why that item cannot be judged; it keeps its place among the results."""
+"""An `Unscored` in place of an item says why the item cannot be scored; it keeps its place among the results."""
 
 
 class ItemReader:
-    """Messages out of a row of items. Plain iterables are read in another thread, so one that waits holds nothing up.
+    """Batches of items from an iterable. A plain iterable is read in another thread, so it may block.
 
-    `linger_seconds`: how long a message waits for more items before it goes without them; None: until it is full.
-    `on_fault` is told the number of every item that cannot be judged, and why.
+    Args:
+        linger_seconds: how long an incomplete batch waits for more items. None: until it is full.
+        on_fault: called with the number of every item that cannot be encoded, and the reason.
     """
 
     def __init__(
@@ -32,23 +33,21 @@ class ItemReader:
         self._limits = limits
         self._linger = linger_seconds
         self._lock = threading.Lock()
-        self._cutter = Cutter(limits)
+        self._batcher = Batcher(limits)
         self._plain: Iterator[ScoreItem | Unscored] | None = None
         self._arriving: AsyncIterator[ScoreItem | Unscored] | None = None
         if isinstance(items, AsyncIterable):
             self._arriving = aiter(items)
         else:
             self._plain = iter(items)
-        self._ready: deque[list[Packed]] = deque()
+        self._ready: deque[list[EncodedItem]] = deque()
         self._reading: asyncio.Future[None] | None = None
         self._ended = False
         self.num_items = 0
         """Items read so far."""
 
-    async def next(self) -> list[Packed] | None:
-        """The next message; None when there are no more. Raises what the iterable raises, and DataError as
-        `Cutter.add`.
-        """
+    async def next(self) -> list[EncodedItem] | None:
+        """The next batch; None after the last. Raises what the iterable raises, and DataError as `Batcher.add`."""
         while True:
             with self._lock:
                 if self._ready:
@@ -64,19 +63,19 @@ class ItemReader:
                 reading.result()
                 continue
             with self._lock:
-                early = [] if self._ready else self._cutter.take()
+                early = [] if self._ready else self._batcher.flush()
             if early:
                 return early
 
     def close(self) -> None:
-        """Reads no further."""
+        """Stops reading."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
         self._ended = True
 
     def _read(self) -> None:
-        """Reads until a message is full; in another thread."""
+        """Reads until a batch is full. Runs in another thread."""
         assert self._plain is not None
         while True:
             try:
@@ -95,16 +94,16 @@ class ItemReader:
         self._end()
 
     def _take(self, item: ScoreItem | Unscored) -> bool:
-        """Whether messages are ready with this item."""
+        """Adds an item. Returns whether batches are ready."""
         with self._lock:
-            packed = pack(self.num_items, item, self._limits)
-            if packed.fault is not None:
-                self._on_fault(packed.index, packed.fault)
-            self._ready.extend(self._cutter.add(packed))
+            encoded = encode(self.num_items, item, self._limits)
+            if encoded.fault is not None:
+                self._on_fault(encoded.index, encoded.fault)
+            self._ready.extend(self._batcher.add(encoded))
             self.num_items += 1
             return bool(self._ready)
 
     def _end(self) -> None:
         with self._lock:
-            self._ready.extend(self._cutter.finish())
+            self._ready.extend(self._batcher.finish())
             self._ended = True

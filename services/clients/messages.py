@@ -1,5 +1,5 @@
-"""What a client of the reward service says and hears, as values: items and scores ⇄ protobuf, jobs, scorers, and where
-a long row of items is cut into messages. Pure: it knows no wire.
+"""The reward client's messages: items, scores and jobs to and from protobuf, and how a sequence of items is split into
+requests. No input or output.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _STATES: Mapping[int, JobState] = {
     reward_pb2.Job.CANCELLED: "cancelled",
     reward_pb2.Job.EXPIRED: "expired",
 }
-_FRAME_BYTES = 6  # tag and length of one item within its message
-_HEAD_BYTES = 256  # what a message holds beside items and rubric
+_FRAME_BYTES = 6  # tag and length of an item in its request
+_HEAD_BYTES = 256  # what a request holds besides items and rubric
 _MAX_FAULT = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A reward job as the service last told it. `num_items` = `num_scored` + all of `num_unscored` + `num_waiting`."""
+    """The last known state of a reward job. `num_items` = `num_scored` + all of `num_unscored` + `num_waiting`."""
 
     job_id: str
     idempotency_key: str
@@ -41,22 +41,22 @@ class Job:
     num_items: int
     num_scored: int
     num_unscored: Mapping[str, int]
-    """By reason; `cancelled` for those of a cancelled job that never ran."""
+    """By reason; `cancelled` for items of a cancelled job that were never scored."""
     num_waiting: int
     mean_value: float
-    """Of the scored items."""
+    """Mean score of the scored items."""
     created_at: float
-    """Unix time in seconds, as the two below."""
+    """Unix time in seconds, like the two below."""
     finished_at: float
     """0 until the job has ended."""
     expires_at: float
-    """When it is forgotten with its results; 0 until the job has ended."""
+    """When the job is deleted with its results; 0 until the job has ended."""
     result_bytes: int
-    """Kept of it: its results, its rubric until it has ended, and some for itself."""
+    """Bytes the service stores for it: results, the rubric until the job has ended, and an overhead."""
 
     @property
     def ended(self) -> bool:
-        """True when no result will come any more. `expired`: those there were have been given up for later jobs."""
+        """Whether no more results will come. Those of an `expired` job were deleted to make room for later jobs."""
         return self.state in ("done", "cancelled", "expired")
 
     @property
@@ -67,27 +67,27 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """A job's progress and, where they were asked for, results: those of item `first_item`, the next, …"""
+    """A job's progress and, if requested, the results of the items from `first_item` on."""
 
     job: Job
     cursor: int
-    """What `watch` goes on from."""
+    """Where a later `watch` can continue."""
     first_item: int = 0
     results: tuple[Score, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """What a service offers."""
+    """What a service says about itself."""
 
     scorers: tuple[ScorerInfo, ...]
     limits: Mapping[str, float]
     default_rubric: str
-    """TOML; scores what comes without a rubric."""
+    """TOML; used for requests without a rubric."""
 
 
-def job_of(message: reward_pb2.Job) -> Job:
-    """The job of a message. A state this version does not know counts as `running`."""
+def job_from_proto(message: reward_pb2.Job) -> Job:
+    """The job of a message. A state that this version does not know becomes `running`."""
     return Job(
         job_id=message.job_id,
         idempotency_key=message.idempotency_key,
@@ -106,14 +106,14 @@ def job_of(message: reward_pb2.Job) -> Job:
     )
 
 
-def event_of(message: reward_pb2.JobEvent) -> JobEvent:
+def event_from_proto(message: reward_pb2.JobEvent) -> JobEvent:
     """The event of a message."""
-    results = tuple(result_of(item) for item in message.results.items)
-    return JobEvent(job_of(message.job), message.cursor, message.results.first_item, results)
+    results = tuple(score_from_proto(item) for item in message.results.items)
+    return JobEvent(job_from_proto(message.job), message.cursor, message.results.first_item, results)
 
 
-def scorers_of(message: reward_pb2.ListScorersReply) -> Scorers:
-    """What a service offers, of its message."""
+def scorers_from_proto(message: reward_pb2.ListScorersReply) -> Scorers:
+    """What a service says about itself, from its message."""
     infos = tuple(
         ScorerInfo(
             name=one.name,
@@ -127,13 +127,13 @@ def scorers_of(message: reward_pb2.ListScorersReply) -> Scorers:
     return Scorers(infos, dict(message.limits), message.default_rubric)
 
 
-def result_of(message: reward_pb2.ScoreReply.Item) -> Score:
-    """The score of a message; one without a result is unscored (`infrastructure`): the service is at fault."""
+def score_from_proto(message: reward_pb2.ScoreReply.Item) -> Score:
+    """The score of a message. Without a result it is unscored (`infrastructure`), because the service is at fault."""
     return score_of(message) or Unscored("infrastructure", "the service sent neither a score nor a reason")
 
 
-def message_of(item: ScoreItem) -> ItemMessage | Unscored:
-    """The item as a message, or why it cannot be one: not text, not JSON, not UTF-8."""
+def item_to_proto(item: ScoreItem) -> ItemMessage | Unscored:
+    """The item as a message, or why it cannot be encoded: not text, not JSON, not UTF-8."""
     fields: dict[str, str] = {}
     for name in ("data_source", "solution", "group"):
         value = getattr(item, name)
@@ -149,16 +149,14 @@ def message_of(item: ScoreItem) -> ItemMessage | Unscored:
         return Unscored("invalid_input", f"ground_truth or extra_info holds what JSON cannot: {error}")
     for name, text in fields.items():
         if not _is_utf8(text):
-            return Unscored("invalid_input", f"{name} holds half a surrogate pair, which is no character")
+            return Unscored("invalid_input", f"{name} holds half a surrogate pair, which is not a character")
     return ItemMessage(**fields)
 
 
 def as_text(name: str, text: str) -> str:
-    """The text, which a message can carry. Raises DataError for half a surrogate pair, as Python makes of bytes that
-    are no text.
-    """
+    """Returns the text. Raises DataError if UTF-8 cannot encode it: Python represents undecodable bytes like that."""
     if not _is_utf8(text):
-        raise DataError(f"{name} {text!r:.80} is no text: it holds what UTF-8 cannot")
+        raise DataError(f"{name} {text!r:.80} cannot be encoded in UTF-8")
     return text
 
 
@@ -170,11 +168,11 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def placeholder(fault: Unscored, group: str = "") -> ItemMessage:
-    """A message that keeps the place of an item that cannot be judged.
+def invalid_message(fault: Unscored, group: str = "") -> ItemMessage:
+    """A message in place of an item that cannot be encoded.
 
-    Its `extra_info` is JSON text where an object is due: every service answers that with `invalid_input` and quotes the
-    text.
+    Its `extra_info` is a JSON string instead of an object. The service answers with `invalid_input` and quotes the
+    string.
     """
     text = fault.detail[:_MAX_FAULT].encode(errors="replace").decode()
     return ItemMessage(extra_info=json.dumps(text, ensure_ascii=False), group=group)
@@ -182,154 +180,147 @@ def placeholder(fault: Unscored, group: str = "") -> ItemMessage:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most items and bytes of one message (its rubric not counted), and how many are aimed at: a group may take more
-    than that.
-    """
+    """The largest and the targeted size of a request, without its rubric. A group may be larger than the target."""
 
     max_items: int
     max_bytes: int
-    aim_items: int
-    aim_bytes: int
+    target_items: int
+    target_bytes: int
 
     @classmethod
-    def of(cls, limits: Mapping[str, float], *, aim_items: int, aim_bytes: int) -> Limits:
-        """From what a service tells of itself."""
+    def of(cls, limits: Mapping[str, float], *, target_items: int, target_bytes: int) -> Limits:
+        """From the limits that a service reports."""
         max_items = int(limits.get("max_items_per_request", MAX_ITEMS))
         max_bytes = int(limits.get("max_request_bytes", MAX_REQUEST_BYTES)) - _HEAD_BYTES
-        return cls(max_items, max_bytes, min(aim_items, max_items), min(aim_bytes, max_bytes))
+        return cls(max_items, max_bytes, min(target_items, max_items), min(target_bytes, max_bytes))
 
-    def beside(self, rubric: str) -> Limits:
-        """What is left for the items of a message that carries this rubric too.
+    def minus(self, rubric: str) -> Limits:
+        """What is left for the items of a request that carries this rubric.
 
         Raises:
-            DataError: nothing is, or the rubric is no text.
+            DataError: nothing is left, or the rubric cannot be encoded.
         """
         left = self.max_bytes - len(as_text("the rubric", rubric).encode())
         if left <= 0:
             raise DataError(
                 f"the rubric has {len(rubric):,} characters; a whole request may have {self.max_bytes:,} bytes"
             )
-        return Limits(self.max_items, left, self.aim_items, min(self.aim_bytes, left))
+        return Limits(self.max_items, left, self.target_items, min(self.target_bytes, left))
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
-    """An item on its way: its place among the items given, its message, its bytes in a request."""
+class EncodedItem:
+    """An item as it is sent: its index among the items given, its message, its bytes in a request."""
 
     index: int
     message: ItemMessage
     num_bytes: int
     fault: Unscored | None = None
-    """Why the message is only a placeholder."""
+    """Why the item could not be encoded; the message then is an `invalid_message`."""
 
 
-def pack(index: int, item: ScoreItem | Unscored, limits: Limits) -> Packed:
-    """The item as it travels: a placeholder if it is an `Unscored` already, has bad fields or more bytes than a message
-    may have.
-    """
-    message = item if isinstance(item, Unscored) else message_of(item)
+def encode(index: int, item: ScoreItem | Unscored, limits: Limits) -> EncodedItem:
+    """Encodes an item. It has a `fault` if it is an `Unscored`, has invalid fields, or is larger than a request."""
+    message = item if isinstance(item, Unscored) else item_to_proto(item)
     if isinstance(message, ItemMessage):
         num_bytes = message.ByteSize() + _FRAME_BYTES
         if num_bytes <= limits.max_bytes:
-            return Packed(index, message, num_bytes)
+            return EncodedItem(index, message, num_bytes)
         message = Unscored("limit", f"the item has {num_bytes:,} bytes; a whole request may have {limits.max_bytes:,}")
-    group = (
-        "" if isinstance(item, Unscored) or not isinstance(item.group, str) or not _is_utf8(item.group) else item.group
-    )
-    standing_in = placeholder(message, group)
-    return Packed(index, standing_in, standing_in.ByteSize() + _FRAME_BYTES, fault=message)
+    group = "" if isinstance(item, Unscored) else item.group
+    substitute = invalid_message(message, group if isinstance(group, str) and _is_utf8(group) else "")
+    return EncodedItem(index, substitute, substitute.ByteSize() + _FRAME_BYTES, fault=message)
 
 
 @dataclass(slots=True)
-class Cutter:
-    """Cuts a row of items into messages within limits, always at the same places, never inside a group.
-
-    The items of a group must follow one another.
+class Batcher:
+    """Splits a sequence of items into batches within limits, never inside a group. The same sequence is always split at
+    the same places. The items of a group must be adjacent.
     """
 
     limits: Limits
-    _whole: list[Packed] = field(default_factory=list)
-    """Items of the message being filled, up to the last complete group."""
-    _open: list[Packed] = field(default_factory=list)
-    """Items of a group that may go on."""
-    _whole_bytes: int = 0
-    _open_bytes: int = 0
-    _seen: set[int] = field(default_factory=set)
-    """Hashes of the groups that are complete."""
+    _batch: list[EncodedItem] = field(default_factory=list)
+    """The batch being filled, up to the last complete group."""
+    _batch_bytes: int = 0
+    _group: list[EncodedItem] = field(default_factory=list)
+    """A group to which more items may be added."""
+    _group_bytes: int = 0
+    _complete: set[int] = field(default_factory=set)
+    """Hashes of the complete groups."""
 
-    def add(self, item: Packed) -> list[list[Packed]]:
-        """Takes the next item; returns the messages that are full with it.
+    def add(self, item: EncodedItem) -> list[list[EncodedItem]]:
+        """Adds the next item; returns the batches that are full now.
 
         Raises:
-            DataError: a group does not fit into one message, or comes back after others.
+            DataError: a group does not fit into one request, or its items are not adjacent.
         """
         group = item.message.group
-        if self._open and self._open[0].message.group == group:
+        if self._group and self._group[0].message.group == group:
             self._extend(item)
             return []
         full = self._close_group()
         if group:
-            if hash(group) in self._seen:
+            if hash(group) in self._complete:
                 raise DataError(
                     f"item {item.index}: group {group!r:.80} comes back after other items; "
-                    "items of one group must follow one another"
+                    "the items of a group must be adjacent"
                 )
             self._extend(item)
         else:
             full += self._place([item], item.num_bytes)
         return full
 
-    def take(self) -> list[Packed]:
-        """What has come of the message being filled, but for a group that may go on; empty if there is nothing."""
-        taken, self._whole, self._whole_bytes = self._whole, [], 0
-        return taken
+    def flush(self) -> list[EncodedItem]:
+        """The batch as far as it is filled, without a group that may grow; may be empty."""
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        return batch
 
-    def finish(self) -> list[list[Packed]]:
-        """The last messages: no more items will come."""
+    def finish(self) -> list[list[EncodedItem]]:
+        """The last batches, after the last item."""
         full = self._close_group()
-        last = self.take()
+        last = self.flush()
         return [*full, last] if last else full
 
-    def _extend(self, item: Packed) -> None:
-        self._open.append(item)
-        self._open_bytes += item.num_bytes
+    def _extend(self, item: EncodedItem) -> None:
+        self._group.append(item)
+        self._group_bytes += item.num_bytes
         limits = self.limits
-        if len(self._open) > limits.max_items or self._open_bytes > limits.max_bytes:
+        if len(self._group) > limits.max_items or self._group_bytes > limits.max_bytes:
             raise DataError(
-                f"item {item.index}: group {item.message.group!r:.80} has more than a "
-                f"request may have: {limits.max_items:,} items, "
-                f"{limits.max_bytes:,} bytes; a group is never split"
+                f"item {item.index}: group {item.message.group!r:.80} is larger than a request may be "
+                f"({limits.max_items:,} items, {limits.max_bytes:,} bytes), and a group is never split"
             )
 
-    def _close_group(self) -> list[list[Packed]]:
-        if not self._open:
+    def _close_group(self) -> list[list[EncodedItem]]:
+        if not self._group:
             return []
-        self._seen.add(hash(self._open[0].message.group))
-        unit, num_bytes = self._open, self._open_bytes
-        self._open, self._open_bytes = [], 0
+        self._complete.add(hash(self._group[0].message.group))
+        unit, num_bytes = self._group, self._group_bytes
+        self._group, self._group_bytes = [], 0
         return self._place(unit, num_bytes)
 
-    def _place(self, unit: list[Packed], num_bytes: int) -> list[list[Packed]]:
+    def _place(self, unit: list[EncodedItem], num_bytes: int) -> list[list[EncodedItem]]:
         limits = self.limits
-        fits = len(self._whole) + len(unit) <= limits.aim_items and self._whole_bytes + num_bytes <= limits.aim_bytes
-        full = [self.take()] if self._whole and not fits else []
-        self._whole += unit
-        self._whole_bytes += num_bytes
-        if len(self._whole) >= limits.aim_items:
-            full.append(self.take())
+        fits = (
+            len(self._batch) + len(unit) <= limits.target_items and self._batch_bytes + num_bytes <= limits.target_bytes
+        )
+        full = [self.flush()] if self._batch and not fits else []
+        self._batch += unit
+        self._batch_bytes += num_bytes
+        if len(self._batch) >= limits.target_items:
+            full.append(self.flush())
         return full
 
 
-def groups_together(items: Sequence[Packed]) -> list[Packed]:
-    """The items with those of one group behind one another, groups in the order of their first items."""
-    units: dict[str | int, list[Packed]] = {}
+def order_by_group(items: Sequence[EncodedItem]) -> list[EncodedItem]:
+    """The items with each group adjacent; groups in the order of their first items."""
+    units: dict[str | int, list[EncodedItem]] = {}
     for item in items:
         units.setdefault(item.message.group or item.index, []).append(item)
     return [item for unit in units.values() for item in unit]
 
 
-def cut(items: Sequence[Packed], limits: Limits) -> list[list[Packed]]:
-    """All messages of a row of items whose groups stand together. Raises DataError as `Cutter.add`."""
-    cutter = Cutter(limits)
-    messages = [message for item in items for message in cutter.add(item)]
-    return [*messages, *cutter.finish()]
+def split(items: Sequence[EncodedItem], limits: Limits) -> list[list[EncodedItem]]:
+    """All batches of items whose groups are adjacent. Raises DataError as `Batcher.add`."""
+    batcher = Batcher(limits)
+    return [*(batch for item in items for batch in batcher.add(item)), *batcher.finish()]

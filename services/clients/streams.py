@@ -1,5 +1,5 @@
-"""The long calls of a reward client: streams that break and go on where they were. Nothing is lost, nothing is counted
-twice.
+"""The streaming calls of a reward client. A stream that breaks is started again where it was, so no item is lost or
+scored twice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import TypeVar, cast
 
 import grpc
 
@@ -17,35 +17,36 @@ from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score
 from tandem.protos.errors import DataError, DeadlineError, TandemError
 from tandem.services.clients.item_reader import ItemReader
-from tandem.services.clients.messages import Job, JobEvent, Packed, event_of, job_of, result_of
+from tandem.services.clients.messages import (
+    EncodedItem,
+    Job,
+    JobEvent,
+    event_from_proto,
+    job_from_proto,
+    score_from_proto,
+)
 from tandem.services.reward.stream_errors import error_of
 from tandem.services.rpc.client import from_rpc_error
 
 STREAM_SECONDS = 120.0
-"""Deadline of one stream of a job's submission or watch; what is not finished by then goes on in the next."""
+"""Deadline of one stream of a submission or a watch; the next stream goes on with the rest."""
 WINDOW = 8
-"""Messages under way that have no answer yet; they are kept, to be sent again."""
+"""Most messages without an answer. They are kept, to be sent again."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
-# A replica that ends cancels what it cannot finish; a stream's own deadline is no failure.
-_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+# A replica that shuts down cancels the calls that it cannot finish. A stream that reaches its own deadline is resumed.
+_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
-Request = reward_pb2.SubmitJobRequest
+SubmitRequest = reward_pb2.SubmitJobRequest
 Stub = reward_pb2_grpc.RewardServiceStub
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 
-def _passes(error: grpc.RpcError) -> bool:
-    """Whether the call may go better when it is begun again."""
-    # What gRPC says of its own when a message was being written while the call ended: with which status, the next
-    # attempt tells.
-    mid_write = error.code() == grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
-    return error.code() in _PASSING or mid_write
-
-
-class Patience:
-    """How long a stream that breaks is begun anew: `retry_seconds` while nobody answers, `stall_seconds` while nothing
-    gets on.
+class StreamRetry:
+    """Decides whether a stream that broke is started again: for `retry_seconds` while the service does not answer, and
+    for `stall_seconds` while it answers without progress.
     """
 
     def __init__(self, retry_seconds: float, stall_seconds: float) -> None:
@@ -53,34 +54,32 @@ class Patience:
         self._stall_seconds = stall_seconds
         self._pause = _FIRST_PAUSE_SECONDS
         self._lost_at: float | None = None
-        self._moved_at = time.monotonic()
-        self._mark: object = None
+        self._progress_at = time.monotonic()
+        self._state: object = None
 
-    def heard(self, mark: object) -> None:
-        """The service answered. It got on if `mark` is another than before."""
+    def answered(self, state: object) -> None:
+        """The service answered. A `state` that differs from the last one is progress."""
         self._lost_at = None
         self._pause = _FIRST_PAUSE_SECONDS
-        if mark != self._mark:
-            self._mark = mark
-            self.moved()
+        if state != self._state:
+            self._state = state
+            self.progressed()
 
-    def moved(self) -> None:
-        """Something got on."""
-        self._moved_at = time.monotonic()
+    def progressed(self) -> None:
+        """Starts the time of `stall_seconds` again."""
+        self._progress_at = time.monotonic()
 
-    async def after(self, error: grpc.RpcError | None) -> None:
-        """Returns when the stream may be begun again after this error (None: it ended without one, too early).
+    async def wait(self, error: grpc.RpcError | None) -> None:
+        """Returns when the stream may be started again. `error` is None for a stream that ended early without one.
 
         Raises:
-            TandemError: the error is not one that passes, or it has lasted too long.
+            TandemError: the error is permanent, or the time is over.
         """
         now = time.monotonic()
-        if error is not None and not _passes(error):
+        if error is not None and not _is_retryable(error):
             raise from_rpc_error(error) from error
-        if now - self._moved_at > self._stall_seconds:
-            raise DeadlineError(
-                f"the service answers, but nothing has got on for {self._stall_seconds:.0f} s"
-            ) from error
+        if now - self._progress_at > self._stall_seconds:
+            raise DeadlineError(f"the service answers, but made no progress for {self._stall_seconds:.0f} s") from error
         if error is not None and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
             return
         self._lost_at = now if self._lost_at is None else self._lost_at
@@ -90,10 +89,18 @@ class Patience:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
 
 
-async def converse(call: Any, requests: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
-    """Sends the requests as they come and yields the replies as they come; ends with the call.
+def _is_retryable(error: grpc.RpcError) -> bool:
+    # gRPC reports a write that was interrupted by the end of the call like this; the next attempt gets the status.
+    interrupted_write = error.code() == grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
+    return error.code() in _RETRYABLE or interrupted_write
 
-    Raises what `requests` raises, or the RpcError with which the call ended. Closed early, it cancels the call.
+
+async def exchange(
+    call: grpc.aio.StreamStreamCall[Request, Reply], requests: AsyncGenerator[Request]
+) -> AsyncGenerator[Reply]:
+    """Sends the requests as they come and yields the replies as they come, until the call ends.
+
+    Raises what `requests` raises, or the RpcError with which the call ended. Closing the generator cancels the call.
     """
 
     async def send() -> None:
@@ -102,12 +109,16 @@ async def converse(call: Any, requests: AsyncGenerator[Any]) -> AsyncGenerator[A
                 try:
                     await call.write(request)
                 except (grpc.RpcError, asyncio.InvalidStateError):
-                    return  # the call has ended; reading tells why
+                    return  # the call has ended, and reading it raises the error
         with suppress(grpc.RpcError, asyncio.InvalidStateError):
             await call.done_writing()
 
+    async def read() -> Reply | None:
+        reply = await call.read()
+        return None if reply is grpc.aio.EOF else cast(Reply, reply)
+
     sending = asyncio.ensure_future(send())
-    reading: asyncio.Future[Any] = asyncio.ensure_future(call.read())
+    reading = asyncio.ensure_future(read())
     try:
         while True:
             while not reading.done():
@@ -116,30 +127,34 @@ async def converse(call: Any, requests: AsyncGenerator[Any]) -> AsyncGenerator[A
                 if sending.done() and (failure := sending.exception()) is not None:
                     raise failure
             reply = reading.result()
-            if reply is grpc.aio.EOF:
+            if reply is None:
                 return
             yield reply
-            reading = asyncio.ensure_future(call.read())
+            reading = asyncio.ensure_future(read())
     finally:
         call.cancel()
         sending.cancel()
         await asyncio.wait({sending, reading}, timeout=_CLOSE_SECONDS)
         for task in (sending, reading):
             if task.done() and not task.cancelled():
-                task.exception()  # asked for, lest asyncio complain that nobody did
+                task.exception()  # retrieved, because asyncio logs exceptions that nobody retrieves
 
 
 class Submission:
-    """A job on its way to the service: header, chunks, seal. Holds the chunks that are not known to be stored."""
+    """A job being sent: header, chunks, seal. Keeps the chunks that the service has not confirmed."""
 
     def __init__(
-        self, header: Request.Header, reader: ItemReader, on_progress: Callable[[Job], None], patience: Patience
+        self,
+        header: SubmitRequest.Header,
+        reader: ItemReader,
+        on_progress: Callable[[Job], None],
+        retry: StreamRetry,
     ) -> None:
-        self._patience = patience
+        self._retry = retry
         self._header = header
         self._reader = reader
         self._on_progress = on_progress
-        self._window: dict[int, Request.Chunk] = {}
+        self._window: dict[int, SubmitRequest.Chunk] = {}
         self._num_chunks = 0
         """Chunks read so far."""
         self._num_items = 0
@@ -152,48 +167,47 @@ class Submission:
         self._changed = asyncio.Event()
 
     async def run(self, stub: Stub) -> Job:
-        """Submits until the job is sealed; a job that is sealed already is returned as it is.
+        """Submits until the job is sealed. A job that is sealed already is returned as it is.
 
         Raises:
             TandemError: the service refuses the job, cannot be reached, or makes no progress.
             DataError: the job of this key holds other items.
         """
         while True:
-            broken: grpc.RpcError | None = None
+            failure: grpc.RpcError | None = None
             answered = asyncio.Event()
             call = stub.SubmitJob(timeout=STREAM_SECONDS)
             try:
-                async with aclosing(converse(call, self._requests(answered))) as replies:
+                async with aclosing(exchange(call, self._requests(answered))) as replies:
                     async for reply in replies:
                         job = self._take(reply)
                         answered.set()
                         if job.state != "open":
                             return job
             except grpc.RpcError as error:
-                broken = error
-            await self._patience.after(broken)
+                failure = error
+            await self._retry.wait(failure)
 
     def _take(self, reply: reward_pb2.SubmitJobReply) -> Job:
         if reply.WhichOneof("outcome") == "error":
             raise error_of(reply.error)
-        job = job_of(reply.job)
+        job = job_from_proto(reply.job)
         if not self._job_id:
             self._job_id = job.job_id
             self._known = (reply.next_chunk, job.num_items)
-        self._patience.heard((reply.next_chunk, job.num_settled, job.state))
+        self._retry.answered((reply.next_chunk, job.num_settled, job.state))
         self._stored = max(self._stored, reply.next_chunk)
-        for index in [one for one in self._window if one < self._stored]:
-            del self._window[index]
+        self._window = {index: chunk for index, chunk in self._window.items() if index >= self._stored}
         self._changed.set()
         self._on_progress(job)
         return job
 
-    async def _requests(self, answered: asyncio.Event) -> AsyncGenerator[Request]:
-        yield Request(header=self._header)
-        await answered.wait()  # it says what is stored
+    async def _requests(self, answered: asyncio.Event) -> AsyncGenerator[SubmitRequest]:
+        yield SubmitRequest(header=self._header)
+        await answered.wait()  # the answer tells what is stored
         for index in sorted(self._window):
-            if index in self._window:  # it may have been stored meanwhile
-                yield Request(chunk=self._window[index])
+            if index in self._window:  # it may have been stored in the meantime
+                yield SubmitRequest(chunk=self._window[index])
         while True:
             while len(self._window) >= WINDOW:
                 self._changed.clear()
@@ -201,43 +215,43 @@ class Submission:
             chunk = await self._next_chunk()
             if chunk is None:
                 break
-            yield Request(chunk=chunk)
-        yield Request(seal=Request.Seal(num_chunks=self._num_chunks))
+            yield SubmitRequest(chunk=chunk)
+        yield SubmitRequest(seal=SubmitRequest.Seal(num_chunks=self._num_chunks))
 
-    async def _next_chunk(self) -> Request.Chunk | None:
+    async def _next_chunk(self) -> SubmitRequest.Chunk | None:
         """The next chunk the service lacks; None after the last."""
         while True:
-            message = await self._reader.next()
-            self._patience.moved()
+            batch = await self._reader.next()
+            self._retry.progressed()
             known_chunks, known_items = self._known
-            if message is None:
+            if batch is None:
                 if self._num_chunks < known_chunks:
                     raise self._other_items()
                 return None
             index = self._num_chunks
             self._num_chunks += 1
-            self._num_items += len(message)
+            self._num_items += len(batch)
             if self._num_chunks == known_chunks and self._num_items != known_items:
                 raise self._other_items()
             if index >= self._stored:
-                chunk = Request.Chunk(index=index, items=[item.message for item in message])
+                chunk = SubmitRequest.Chunk(index=index, items=[item.message for item in batch])
                 self._window[index] = chunk
                 return chunk
 
     def _other_items(self) -> DataError:
         chunks, items = self._known
         return DataError(
-            f"job {self._job_id} of key {self._header.idempotency_key!r} already holds {items} items in "
-            f"{chunks} chunks, here they are {self._num_items} in {self._num_chunks}: it "
-            "was submitted from other items; choose another key"
+            f"job {self._job_id} of key {self._header.idempotency_key!r} already holds {items} items in {chunks} "
+            f"chunks, but here are {self._num_items} items in {self._num_chunks}: the key belongs to other items; "
+            "choose another key"
         )
 
 
 async def watch_job(
-    stub: Stub, request: reward_pb2.WatchJobRequest, patience: Patience, deadline: float
+    stub: Stub, request: reward_pb2.WatchJobRequest, retry: StreamRetry, deadline: float
 ) -> AsyncGenerator[JobEvent]:
-    """A job's events after a cursor until it has ended and, if wanted, all its results are told. `deadline` is of
-    time.monotonic.
+    """A job's events after a cursor, until it has ended and all its results were sent, if they are wanted. `deadline`
+    is a time of `time.monotonic`.
 
     Raises:
         TandemError: there is no such job, the service cannot be reached, or the deadline has passed.
@@ -247,7 +261,7 @@ async def watch_job(
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineError(f"job {request.job_id} has not ended within the time given; it goes on, watch it again")
-        broken: grpc.RpcError | None = None
+        failure: grpc.RpcError | None = None
         resumed = reward_pb2.WatchJobRequest(
             job_id=request.job_id, with_results=request.with_results, after_cursor=cursor
         )
@@ -256,35 +270,35 @@ async def watch_job(
             async for message in call:
                 if message.WhichOneof("event") == "error":
                     raise error_of(message.error)
-                event = event_of(message)
+                event = event_from_proto(message)
                 cursor, ended = max(cursor, event.cursor), event.job.ended
-                patience.heard(cursor)
+                retry.answered(cursor)
                 yield event
             if ended:
                 return
         except grpc.RpcError as error:
-            broken = error
+            failure = error
         finally:
             call.cancel()
-        await patience.after(broken)
+        await retry.wait(failure)
 
 
-class ScoreConversation:
-    """Batches of items that are scored as they come; scores come out in the order of the items.
+class ScoreStream:
+    """Scores batches of items as they come. Scores are yielded in the order of the items.
 
-    New batches are sent for `timeout_seconds` of a stream; it stays open as long again, so that each has that time to
-    be answered.
+    A stream accepts new batches for `timeout_seconds` and stays open as long again, so that each batch has that time
+    to be answered.
     """
 
-    def __init__(self, reader: ItemReader, rubric: str, timeout_seconds: float, patience: Patience) -> None:
+    def __init__(self, reader: ItemReader, rubric: str, timeout_seconds: float, retry: StreamRetry) -> None:
         self._reader = reader
         self._rubric = rubric
         self._timeout = timeout_seconds
-        self._patience = patience
-        self._fetching: asyncio.Future[list[Packed] | None] | None = None
+        self._retry = retry
+        self._fetching: asyncio.Future[list[EncodedItem] | None] | None = None
         self._ended = False
         self._num_batches = 0
-        self._window: dict[int, list[Packed]] = {}
+        self._window: dict[int, list[EncodedItem]] = {}
         """Batches without an answer, by request id."""
         self._answers: dict[int, list[Score]] = {}
         """Answers that wait for earlier ones."""
@@ -294,29 +308,28 @@ class ScoreConversation:
         """The scores, some at a time.
 
         Raises:
-            TandemError: the service refuses a batch, cannot be reached, or leaves a batch without an answer for too
-                long.
+            TandemError: the service refuses a batch, cannot be reached, or does not answer a batch in time.
         """
         next_id = 0
         while not self._ended or self._window:
-            broken: grpc.RpcError | None = None
+            failure: grpc.RpcError | None = None
             call = stub.ScoreStream(timeout=2 * self._timeout)
             try:
-                async with aclosing(converse(call, self._requests())) as replies:
+                async with aclosing(exchange(call, self._requests())) as replies:
                     async for reply in replies:
                         self._take(reply)
                         while next_id in self._answers:
                             yield self._answers.pop(next_id)
                             next_id += 1
                             self._room.set()
-                            self._patience.moved()  # the time the caller took is not the service's
+                            self._retry.progressed()  # the caller's time does not count as a stall of the service
             except grpc.RpcError as error:
-                broken = error
-            if broken is not None or self._window:
-                await self._patience.after(broken)
+                failure = error
+            if failure is not None or self._window:
+                await self._retry.wait(failure)
 
     def close(self) -> None:
-        """Reads no further."""
+        """Stops reading items."""
         if self._fetching is not None:
             self._fetching.cancel()
         self._reader.close()
@@ -324,13 +337,11 @@ class ScoreConversation:
     def _take(self, reply: reward_pb2.ScoreStreamReply) -> None:
         batch = self._window.pop(reply.request_id, None)
         if batch is None:
-            raise TandemError(
-                f"the service answered request {reply.request_id}, which was not asked or answered before"
-            )
+            raise TandemError(f"the service answered request {reply.request_id}, which was never sent or is answered")
         if reply.WhichOneof("outcome") == "error":
             raise error_of(reply.error)
-        self._answers[reply.request_id] = scores_of(batch, reply.reply)
-        self._patience.heard(reply.request_id)
+        self._answers[reply.request_id] = batch_scores(batch, reply.reply)
+        self._retry.answered(reply.request_id)
 
     async def _requests(self) -> AsyncGenerator[reward_pb2.ScoreStreamRequest]:
         until = time.monotonic() + self._timeout
@@ -343,7 +354,7 @@ class ScoreConversation:
                 await self._room.wait()
             if self._fetching is None:
                 self._fetching = asyncio.ensure_future(self._reader.next())
-                self._patience.moved()  # the time before was the caller's
+                self._retry.progressed()  # the time before was the caller's
             done, _ = await asyncio.wait({self._fetching}, timeout=max(0.0, until - time.monotonic()))
             if not done:
                 return  # the next stream goes on
@@ -362,12 +373,12 @@ class ScoreConversation:
         )
 
 
-def scores_of(batch: list[Packed], reply: reward_pb2.ScoreReply) -> list[Score]:
-    """The scores of a batch, in its order; placeholders keep the reason they had.
+def batch_scores(batch: list[EncodedItem], reply: reward_pb2.ScoreReply) -> list[Score]:
+    """The scores of a batch, in its order. Items that could not be encoded keep their reason.
 
     Raises:
         TandemError: the reply has another number of results.
     """
     if len(reply.items) != len(batch):
         raise TandemError(f"the service sent {len(reply.items)} results for {len(batch)} items")
-    return [item.fault or result_of(one) for item, one in zip(batch, reply.items, strict=True)]
+    return [item.fault or score_from_proto(one) for item, one in zip(batch, reply.items, strict=True)]

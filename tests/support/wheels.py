@@ -11,6 +11,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.paths import ROOT
 
@@ -77,8 +78,9 @@ def _closure(texts: Iterable[str]) -> Iterator[str]:
     waiting, seen = list(texts), set[str]()
     while waiting:
         requirement = Requirement(waiting.pop())
-        if requirement.name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        name = canonicalize_name(requirement.name)
+        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
-        seen.add(requirement.name)
-        yield requirement.name
+        seen.add(name)
+        yield name
         waiting += distribution(requirement.name).requires or []

@@ -24,7 +24,7 @@ from tandem.protos.errors import (
 from tandem.services.addresses import DEFAULT_ADDRESS, named_addresses, target_of
 from tandem.services.clients import AsyncRewardClient, RewardClient
 from tandem.services.clients import asynchronous as async_client
-from tandem.services.clients.messages import Limits, Packed, pack
+from tandem.services.clients.messages import Limits, EncodedItem, encode
 from tests.support.scripted_reward import ScriptedReward, items_of, serving, values
 
 pytest_plugins = ("tests.support.scripted_clients",)
@@ -302,4 +302,4 @@ def test_a_closed_client_may_be_closed_again(address: str) -> None:
 
 def test_the_aims_are_within_what_every_service_takes() -> None:
     assert async_client.CHUNK_ITEMS <= 1024 and async_client.CHUNK_BYTES <= 1 << 22
-    assert isinstance(pack(0, ScoreItem("", "", None), WIDE), Packed)
+    assert isinstance(encode(0, ScoreItem("", "", None), WIDE), EncodedItem)

@@ -18,7 +18,7 @@ from tandem.protos.errors import (
     JobExistsError,
     UnavailableError,
 )
-from tandem.services.clients import RewardClient, key_of
+from tandem.services.clients import RewardClient, job_key
 from tests.support.reward_process import RewardProcess
 from tests.support.scripted_reward import ScriptedReward, items_of
 
@@ -67,7 +67,7 @@ def test_without_a_key_the_content_is_the_key(service: ScriptedReward, client: R
         client.submit(items_of(1, 2), "r", priority=1),
     ]
     assert len({first.job_id, *(job.job_id for job in others)}) == 5 == len(service.jobs)
-    assert key_of(items_of(1), "a") != key_of(items_of(1, 1), "a") != key_of([Unscored("limit")], "a")
+    assert job_key(items_of(1), "a") != job_key(items_of(1, 1), "a") != job_key([Unscored("limit")], "a")
 
 
 @pytest.mark.parametrize("breaks", [[0], [-1], [1, -1], [2, 0, 0, -1, 5], [0] * 12, [7, 3, 3]])

@@ -10,7 +10,7 @@ from tandem.protos.contracts import ScoreItem
 from tandem.protos.errors import (
     DataError,
 )
-from tandem.services.clients.messages import Cutter, Limits, cut, groups_together, pack
+from tandem.services.clients.messages import Batcher, Limits, split, order_by_group, encode
 
 WIDE = Limits(1000, 1 << 20, 1000, 1 << 20)
 
@@ -20,12 +20,12 @@ rows = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.integers
 @settings(deadline=None)
 @given(rows, st.integers(5, 12), st.integers(600, 3000), st.integers(1, 12), st.integers(1, 3000))
 def test_messages_hold_every_item_once_within_limits_and_no_group_is_split(
-    found: list[tuple[str, int]], max_items: int, max_bytes: int, aim_items: int, aim_bytes: int
+    found: list[tuple[str, int]], max_items: int, max_bytes: int, target_items: int, target_bytes: int
 ) -> None:
-    limits = Limits(max_items, max_bytes, min(aim_items, max_items), min(aim_bytes, max_bytes))
-    packed = [pack(i, ScoreItem("", "x" * size, None, group=group), limits) for i, (group, size) in enumerate(found)]
+    limits = Limits(max_items, max_bytes, min(target_items, max_items), min(target_bytes, max_bytes))
+    packed = [encode(i, ScoreItem("", "x" * size, None, group=group), limits) for i, (group, size) in enumerate(found)]
     try:
-        messages = cut(groups_together(packed), limits)
+        messages = split(order_by_group(packed), limits)
     except DataError as error:
         sizes = [[p for p in packed if p.message.group == group] for group in {p.message.group for p in packed} - {""}]
         assert any(len(one) > max_items or sum(p.num_bytes for p in one) > max_bytes for one in sizes), error
@@ -41,25 +41,25 @@ def test_messages_hold_every_item_once_within_limits_and_no_group_is_split(
 @given(rows, st.integers(1, 12))
 def test_where_a_row_is_cut_depends_on_the_row_alone(found: list[tuple[str, int]], aim: int) -> None:
     limits = Limits(1000, 1 << 20, aim, 1 << 20)
-    packed = groups_together(
-        [pack(i, ScoreItem("", "x", None, group=group), limits) for i, (group, _) in enumerate(found)]
+    packed = order_by_group(
+        [encode(i, ScoreItem("", "x", None, group=group), limits) for i, (group, _) in enumerate(found)]
     )
-    whole = cut(packed, limits)
+    whole = split(packed, limits)
     for stop in range(len(packed)):
-        assert cut(packed[:stop], limits)[:-1] == whole[: max(0, len(cut(packed[:stop], limits)) - 1)]
+        assert split(packed[:stop], limits)[:-1] == whole[: max(0, len(split(packed[:stop], limits)) - 1)]
 
 
 def test_a_group_that_comes_back_in_a_stream_is_refused() -> None:
-    cutter = Cutter(WIDE)
+    batcher = Batcher(WIDE)
     with pytest.raises(DataError, match="item 2: group 'g' comes back"):
         for index, group in enumerate(["g", "", "g"]):
-            cutter.add(pack(index, ScoreItem("", "", None, group=group), WIDE))
+            batcher.add(encode(index, ScoreItem("", "", None, group=group), WIDE))
 
 
 def test_a_partial_message_leaves_an_open_group_behind() -> None:
-    cutter = Cutter(WIDE)
-    packed = [pack(index, ScoreItem("", "", None, group=group), WIDE) for index, group in enumerate(["", "g", "g"])]
+    batcher = Batcher(WIDE)
+    packed = [encode(index, ScoreItem("", "", None, group=group), WIDE) for index, group in enumerate(["", "g", "g"])]
     for item in packed:
-        assert cutter.add(item) == []
-    assert cutter.take() == packed[:1] and cutter.take() == []
-    assert cutter.finish() == [packed[1:]]
+        assert batcher.add(item) == []
+    assert batcher.flush() == packed[:1] and batcher.flush() == []
+    assert batcher.finish() == [packed[1:]]

@@ -308,9 +308,9 @@ def test_the_same_file_and_rubric_are_the_same_job(service: ScriptedReward, tmp_
 def test_a_submission_that_was_interrupted_goes_on_when_it_is_repeated(service: ScriptedReward, tmp_path: Path) -> None:
     file = answers(tmp_path, *range(2000))
     service.breaks = [3] + [-1] * 500
-    patience = async_client.Patience
+    stream_retry = async_client.StreamRetry
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_client, "Patience", lambda retry, stall: patience(0.01, stall))
+        patch.setattr(async_client, "StreamRetry", lambda retry, stall: stream_retry(0.01, stall))
         reward("submit", file, code=1)
     service.breaks = []
     (job,) = service.jobs.values()

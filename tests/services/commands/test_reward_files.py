@@ -200,9 +200,9 @@ def test_what_is_no_text_is_said_by_name(tmp_path: Path) -> None:
     file, bad = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}]), "k\udcff"
     for option in ("key", "name"):
         said = complaint(reward("submit", file, f"--{option}", bad, code=2))
-        assert said == f"{option} 'k\\udcff' is no text: it holds what UTF-8 cannot"
+        assert said == f"{option} 'k\\udcff' cannot be encoded in UTF-8"
     for command in ("results", "cancel", "delete"):
-        assert complaint(reward(command, bad, code=2)).startswith("job_id 'k\\udcff' is no text")
+        assert complaint(reward(command, bad, code=2)).startswith("job_id 'k\\udcff' cannot be encoded")
     item = ScoreItem("", "1", None)
     with RewardClient() as client:
         calls = [
@@ -211,7 +211,7 @@ def test_what_is_no_text_is_said_by_name(tmp_path: Path) -> None:
             lambda: client.submit([item], bad),
         ]
         for call in calls:
-            with pytest.raises(DataError, match=r"the rubric 'k\\udcff' is no text"):
+            with pytest.raises(DataError, match=r"the rubric 'k\\udcff' cannot be encoded"):
                 call()
         with pytest.raises(DataError, match="job_id"):
             client.get(bad)
