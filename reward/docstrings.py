@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 
@@ -26,6 +27,7 @@ def attribute_docs(kind: type[Any]) -> Mapping[str, str]:
     return docs
 
 
+@cache  # reading and parsing source takes long, and subclasses share their bases
 def own_docs(kind: type[Any]) -> dict[str, str]:
     """The string below each field that stands in the class itself, in one line.
 
