@@ -24,7 +24,7 @@ from tandem.protos.errors import (
 from tandem.services.addresses import DEFAULT_ADDRESS, named_addresses, target_of
 from tandem.services.clients import AsyncRewardClient, RewardClient
 from tandem.services.clients import asynchronous as async_client
-from tandem.services.clients.messages import Limits, EncodedItem, encode
+from tandem.services.clients.messages import EncodedItem, Limits, encode
 from tests.support.scripted_reward import ScriptedReward, items_of, serving, values
 
 pytest_plugins = ("tests.support.scripted_clients",)

@@ -10,7 +10,7 @@ from tandem.protos.contracts import ScoreItem
 from tandem.protos.errors import (
     DataError,
 )
-from tandem.services.clients.messages import Batcher, Limits, split, order_by_group, encode
+from tandem.services.clients.messages import Batcher, Limits, encode, order_by_group, split
 
 WIDE = Limits(1000, 1 << 20, 1000, 1 << 20)
 
