@@ -7,7 +7,7 @@ Arrays are numpy, one dimension, T = tokens of a segment (prompt and tool tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -176,6 +176,25 @@ class RowHeader:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     temperature: float
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the policy sampled it and it has a reward, so that it takes part in advantages."""
+        return self.role == "policy" and self.reward is not None
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is scored and has a loss token."""
+        return self.is_scored and self.num_loss_tokens > 0
+
+
+def scored_trajectories(headers: Iterable[RowHeader]) -> dict[tuple[str, int], list[RowHeader]]:
+    """(group id, trajectory id) → segments of every scored trajectory."""
+    found: dict[tuple[str, int], list[RowHeader]] = {}
+    for header in headers:
+        if header.is_scored:
+            found.setdefault((header.group_id, header.trajectory_id), []).append(header)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

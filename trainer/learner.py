@@ -21,12 +21,12 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
 from tandem.trainer.backend.base import ParameterSpec, TrainingEngine
 from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.batch.columns import look, rank_columns
+from tandem.trainer.batch.columns import BatchColumns, RequiredColumns, compute_columns, gather_column
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.metrics import finite
 from tandem.trainer.batch.micro_batch import MicroBatch
 from tandem.trainer.batch.planning import padding_fraction
-from tandem.trainer.batch.rewards import StartColumns, Targets, learning_targets, reward_components
+from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
@@ -34,11 +34,11 @@ from tandem.trainer.checkpoints.state import CheckpointState, prune_checkpoints
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
 from tandem.trainer.models.critic import Critic
-from tandem.trainer.models.flat_rows import refuse_mixing, settle_packing
+from tandem.trainer.models.flat_rows import check_row_separation, choose_packing
 from tandem.trainer.models.loading import load_model, model_folder
 from tandem.trainer.models.reference import ReferencePolicy
-from tandem.trainer.models.token_model import token_answers, token_logprobs
-from tandem.trainer.objective import BatchObjective, Needs
+from tandem.trainer.models.token_model import loss_token_statistics, token_logprobs
+from tandem.trainer.objective import BatchObjective
 from tandem.trainer.rank import Rank
 from tandem.trainer.schedule import learning_rate
 
@@ -85,7 +85,7 @@ class Learner(Rank):
         self._critic = self._load_critic()
         self._reference = self._load_reference()
         self._coefficients = first_coefficients(config.kl)
-        self.packing = settle_packing(config.packing, self._engines(), self)
+        self.packing = choose_packing(config.packing, self._engines(), self)
 
     def _engines(self) -> list[TrainingEngine]:
         return [
@@ -141,7 +141,7 @@ class Learner(Rank):
         rate = self._learning_rate(batch.policy_version)
         began = time.monotonic()
         layout = BatchLayout.of(batch, rank=self.rank)
-        start = self._look(layout, steps)
+        start = self._compute_columns(layout, steps)
         forward_seconds = time.monotonic() - began
         targets = learning_targets(
             layout,
@@ -175,7 +175,7 @@ class Learner(Rank):
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
         if batch.packing == "flat" and self.packing == "padded":  # recorded where it was not
-            refuse_mixing(self._engines(), self)
+            check_row_separation(self._engines(), self)
         failure: DataError | None = None
         steps: list[list[MicroBatch]] = []
         try:
@@ -186,11 +186,11 @@ class Learner(Rank):
             raise failure or DataError(f"batch {batch.policy_version}: the rows of another rank cannot be trained")
         return steps
 
-    def _look(self, layout: BatchLayout, steps: Sequence[Sequence[MicroBatch]]) -> StartColumns:
-        return look(
+    def _compute_columns(self, layout: BatchLayout, steps: Sequence[Sequence[MicroBatch]]) -> BatchColumns:
+        return compute_columns(
             layout,
             steps,
-            Needs.of(self._config, len(steps)),
+            RequiredColumns.of(self._config, len(steps)),
             policy=self._engine,
             reference=self._reference,
             critic=self._critic,
@@ -198,7 +198,7 @@ class Learner(Rank):
         )
 
     def _objective(
-        self, batch: TrainBatch, layout: BatchLayout, start: StartColumns, targets: Targets, num_steps: int
+        self, batch: TrainBatch, layout: BatchLayout, start: BatchColumns, targets: Targets, num_steps: int
     ) -> BatchObjective:
         return BatchObjective(
             self._config,
@@ -233,18 +233,18 @@ class Learner(Rank):
         """The optimizer steps; the gradient norm of each the policy took, and of each the critic took."""
         norms: list[float] = []
         critic_norms: list[float] = []
-        every_step = Needs.of(self._config, len(steps)).every_step
+        every_step = RequiredColumns.of(self._config, len(steps)).every_step
         entropy = self._config.entropy_coefficient > 0
         for step, micro_batches in enumerate(steps):
             current_N = None
             if every_step:
                 cells = {(step, number): micro_batch for number, micro_batch in enumerate(micro_batches)}
                 with torch.no_grad():
-                    current_N = rank_columns(layout, cells, lambda one: token_logprobs(self._engine, one), self.device)
+                    current_N = gather_column(layout, cells, lambda one: token_logprobs(self._engine, one), self.device)
             plan = objective.begin_step(step, current_N)
             for number, micro_batch in enumerate(micro_batches):
                 if not self._warms_up(policy_version):
-                    outputs = token_answers(self._engine, micro_batch, entropy=entropy)
+                    outputs = loss_token_statistics(self._engine, micro_batch, entropy=entropy)
                     loss = objective.policy_loss(plan, step, number, micro_batch, outputs)
                     self._engine.backward(loss)
                 if self._critic is not None:
@@ -362,7 +362,7 @@ class Learner(Rank):
         self.barrier()
 
     @property
-    def travelling_adapters(self) -> Adapters | None:
+    def broadcast_adapters(self) -> Adapters | None:
         """The adapters, if samplers get them alone (see `AdapterSource`); None if they get all weights."""
         lora = self._config.lora
         return self._adapters if lora is not None and lora.broadcast == "adapter" else None

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tandem.trainer.aggregation import token_shares
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.metrics import BatchSums
 from tandem.trainer.batch.micro_batch import MicroBatch
 from tandem.trainer.batch.ragged import keep_tokens
-from tandem.trainer.batch.rewards import StartColumns, Targets
+from tandem.trainer.batch.rewards import Targets
 from tandem.trainer.kl import KlCoefficients, kl_loss
 from tandem.trainer.models.token_logprobs import TokenStatistics
 from tandem.trainer.off_policy.correct import Corrected, correct
@@ -30,49 +31,6 @@ from tandem.trainer.off_policy.proximal import proximal_logprobs
 from tandem.trainer.policy_losses.inputs import LossTokens, policy_loss_sum
 from tandem.trainer.policy_losses.registry import find_loss, policy_loss
 from tandem.trainer.value_loss import clipped_value_loss
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Which forward passes without gradient a batch takes, and which columns of the whole batch its mathematics
-    reads.
-    """
-
-    proximal: bool
-    squared_probs: bool
-    reference: bool
-    values: bool
-    columns: bool
-    """Each token's place in its response."""
-    token_rewards: bool
-    """Rewards that fell on tokens; to an estimator that only reads a row's sum they make no difference."""
-    every_step: bool
-    """The current policy's log-probs of a step's whole part of the batch, before that step."""
-    behavior: bool
-    """The sampler's log-probs and versions, for what looks beyond the micro-batch that has them."""
-
-    @classmethod
-    def of(cls, config: AlgorithmConfig, num_steps: int) -> Needs:
-        """Of a batch that takes so many optimizer steps. With one step the proximal log-probs are the current ones, for
-        free.
-        """
-        correction, needs = config.correction, config.advantage.needs
-        selects = find_loss(config.loss.name).select is not None
-        bypassed = correction.proximal == "bypassed"
-        every_step = selects or (bypassed and correction.needs_whole_batch)
-        return cls(
-            proximal=(num_steps > 1 and correction.proximal == "recomputed")
-            or (correction.needs_whole_batch and not bypassed)
-            or bool({"logprobs", "squared_probs"} & needs)
-            or config.kl.reward is not None,
-            squared_probs="squared_probs" in needs,
-            reference=config.needs_reference,
-            values="values" in needs,
-            columns="columns" in needs,
-            token_rewards=config.advantage.reads_places,
-            every_step=every_step,
-            behavior=every_step or correction.needs_whole_batch or config.advantage.weighs_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +53,7 @@ class BatchObjective:
         self,
         config: AlgorithmConfig,
         layout: BatchLayout,
-        start: StartColumns,
+        start: BatchColumns,
         targets: Targets,
         *,
         policy_version: int,
@@ -122,7 +80,7 @@ class BatchObjective:
         self.sums = BatchSums(config.correction, device)
 
     def begin_step(self, step: int, current_N: Tensor | None) -> _Step:
-        """What the micro-batches of this optimizer step have in common; `current_N` if `Needs.every_step`."""
+        """What the micro-batches of this optimizer step have in common; `current_N` if `RequiredColumns.every_step`."""
         layout, correction = self._layout, self._config.correction
         places, lengths_S = layout.tokens_of(step)
         keep_N = torch.ones(layout.num_tokens, dtype=torch.bool)

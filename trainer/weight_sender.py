@@ -68,7 +68,7 @@ class WeightCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyOffer:
+class CopyTransfer:
     """A late joiner's private transfer: it joins `address` as rank 1 …, then updates with `manifest`. `finished` tells
     the outcome.
     """
@@ -197,9 +197,9 @@ class WeightSender:
             self._exported.clear()
             torch.cuda.ipc_collect()
 
-    def offer_copy(
+    def start_copy(
         self, host: str, tensor_parallel_size: int, timeout_seconds: float, *, brings_base: bool = False
-    ) -> CopyOffer:
+    ) -> CopyTransfer:
         """Rank 0: serves one late joiner from the copy, over a gloo group of its own, in a thread beside training.
 
         Nothing here touches the trainer's communicators. Tell the sampler the address and the manifest, then look at
@@ -225,7 +225,7 @@ class WeightSender:
                 finished.set_result(None)
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
-        return CopyOffer(group_store.address, replace(copy.manifest, backend="gloo", location=""), finished)
+        return CopyTransfer(group_store.address, replace(copy.manifest, backend="gloo", location=""), finished)
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
         """Rank 0: writes the copy as safetensors, one file a bucket; returns its `disk` manifest. The folder appears

@@ -26,7 +26,7 @@ from tandem.services.process import die_with_parent, run_service
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, write_text
 from tandem.services.run.preflight import REDIS_SECONDS
 from tandem.services.run.supervisor import run_recipe
-from tandem.trainer.checkpoints.durable import disk_full_named, whole_folder
+from tandem.trainer.checkpoints.durable import atomic_folder, disk_full_error
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "arithmetic.toml"
 WARM_UP_DEADLINE_SECONDS = 900.0
@@ -156,7 +156,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 def _make_task_and_model(recipe: Recipe, seed: int) -> int:
     data = Path(recipe.data.train_file).parent
-    with disk_full_named(data):
+    with disk_full_error(data):
         write_task(data, seed)
     # In a process of its own: torch is needed for two seconds, and would stay in the supervisor's memory for the whole
     # run.
@@ -240,7 +240,7 @@ def make_model(folder: Path, seed: int) -> None:
     """
     from tandem.services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
 
-    with whole_folder(folder) as begun:
+    with atomic_folder(folder) as begun:
         build_tiny_model(begun, hidden=128, layers=4, seed=seed, initializer_range=0.02, chat_template=PLAIN_TEMPLATE)
 
 

@@ -19,7 +19,7 @@ from tandem.services.run.preflight import check_ports, check_reward
 from tandem.services.run.process_group import FAILED, FINISHED, ProcessGroup
 from tandem.services.run.redis_child import RedisChild
 from tandem.services.run.supervisor import child_specs
-from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_examiner
+from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_endpoints
 
 START_SECONDS = 600.0
 """How long the services may take to start. Loading a large model from a slow disk takes longest."""
@@ -81,14 +81,14 @@ class _EvaluationThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            examiner = wait_for_examiner(self._buffer, self._recipe, None, START_SECONDS, threading.Event())
-            if examiner is None:
+            endpoints = wait_for_endpoints(self._buffer, self._recipe, None, START_SECONDS, threading.Event())
+            if endpoints is None:
                 raise DeadlineError(
                     "sampler and reward service were not ready within "
                     f"{START_SECONDS:.0f} s, so nothing was evaluated; "
                     f"is {self._recipe.model.path} too large for this machine, or its disk too slow?"
                 )
-            self._result = evaluate(None, self._prompts, examiner)
+            self._result = evaluate(None, self._prompts, endpoints)
         except BaseException as error:  # `report` raises it in the main thread
             self._result = error
         finally:

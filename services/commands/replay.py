@@ -25,7 +25,7 @@ from tandem.services.run.preflight import check_models
 from tandem.services.trainer.batch_source import groups_of_rank
 from tandem.services.trainer.launch import single_rank_environment
 from tandem.services.trainer.publisher import copy_digest
-from tandem.services.trainer.recovery import check_world
+from tandem.services.trainer.recovery import check_world_size
 from tandem.trainer.batch.record import BATCHES_FOLDER, read_record, recorded_versions
 from tandem.trainer.checkpoints.export import collect_weights
 from tandem.trainer.learner import Learner
@@ -110,7 +110,7 @@ class Replay:
             self._learner,
             bucket_bytes=recipe.weights.bucket_bytes,
             device=self._learner.device,
-            adapters=self._learner.travelling_adapters,
+            adapters=self._learner.broadcast_adapters,
         )
 
     def run(self) -> int:
@@ -140,7 +140,7 @@ class Replay:
     def _train(self, version: int) -> str:
         """Trains one recorded batch; its weights' digest (rank 0)."""
         batch, payloads = read_record(self._folder, version)
-        check_world(batch, self._learner.world_size)
+        check_world_size(batch, self._learner.world_size)
         own = groups_of_rank(batch, self._learner.rank)
         result = self._learner.train(batch, {group_id: decode_group(payloads[group_id]) for group_id in own})
         return self._digest(version, changed=result.changed)

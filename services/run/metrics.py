@@ -19,7 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from tandem.protos.codec import prompt_of, reward_breakdowns
-from tandem.protos.types import RowHeader, TrainBatch
+from tandem.protos.types import RowHeader, TrainBatch, scored_trajectories
 
 Line = dict[str, Any]
 
@@ -158,15 +158,6 @@ class SamplerTotals:
         return dict(self.totals)
 
 
-def trajectories(headers: Iterable[RowHeader]) -> dict[tuple[str, int], list[RowHeader]]:
-    """The segments of every trajectory that can be trained (policy, with a reward), by group and trajectory."""
-    found: dict[tuple[str, int], list[RowHeader]] = {}
-    for header in headers:
-        if header.role == "policy" and header.reward is not None:
-            found.setdefault((header.group_id, header.trajectory_id), []).append(header)
-    return found
-
-
 def baseline_rewards(headers: Iterable[RowHeader]) -> list[float]:
     """The rewards of the greedy answers that have one."""
     return [
@@ -189,7 +180,7 @@ def batch_figures(batch: TrainBatch) -> Line:
     count in `baseline_reward_mean` alone.
     """
     greedy = baseline_rewards(batch.headers)
-    by_trajectory = trajectories(batch.headers)
+    by_trajectory = scored_trajectories(batch.headers)
     found = list(by_trajectory.values())
     by_group: defaultdict[str, set[float | None]] = defaultdict(set)
     for (group_id, _), segments in by_trajectory.items():

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.protos.errors import ScorerError, SelectionError, TandemError, UnavailableError
-from tandem.protos.types import Packing, RowHeader, TrainBatch
+from tandem.protos.types import Packing, RowHeader, TrainBatch, scored_trajectories
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.run.metrics import baseline_rewards, oldest_version, trajectories
+from tandem.services.run.metrics import baseline_rewards, oldest_version
 from tandem.trainer.batch.planning import plan_batch
 from tandem.trainer.batch.selection import zero_variance
 
@@ -34,7 +34,7 @@ class SelectionRules:
 
     def rejection(self, headers: Sequence[RowHeader], start_version: int) -> str | None:
         """Why the group cannot be part of a batch that starts from this version, or None if it can."""
-        rows = list(trajectories(headers).values())
+        rows = list(scored_trajectories(headers).values())
         if len(rows) < self.min_rows:
             return "too_few_scored_rows"
         compared = baseline_rewards(headers) if self.needs_baseline else []
@@ -148,7 +148,7 @@ class BatchSource:
                 rejected.setdefault(reason, []).append(claim.group_id)
                 self._consecutive_rejections += 1
                 self._rejected[reason] += 1
-                rows = trajectories(claim.headers).values()
+                rows = scored_trajectories(claim.headers).values()
                 self._rejected_lengths += [sum(segment.num_loss_tokens for segment in row) for row in rows]
         for reason, group_ids in rejected.items():
             self._buffer.drop_claimed(self._incarnation, group_ids, reason)

@@ -55,7 +55,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Examiner:
+class EvaluationEndpoints:
     """Where answers come from and who judges them."""
 
     samplers: Sequence[str]
@@ -71,7 +71,7 @@ class _Marks:
     unscored: Counter[str] = field(default_factory=Counter)
 
 
-def evaluate(version: int | None, prompts: Sequence[Prompt], examiner: Examiner) -> Evaluation:
+def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: EvaluationEndpoints) -> Evaluation:
     """Asks every prompt once, greedily, spread over the samplers; `version` None takes whatever weights they carry.
 
     A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A
@@ -81,22 +81,22 @@ def evaluate(version: int | None, prompts: Sequence[Prompt], examiner: Examiner)
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
     marks = _Marks()
-    channels = {address: connect(address) for address in {*examiner.samplers, examiner.reward}}
+    channels = {address: connect(address) for address in {*endpoints.samplers, endpoints.reward}}
     pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
     reason = "no_sampler"
 
     def ask(place: int, chunk: Sequence[Prompt]) -> str | None:
-        address = examiner.samplers[place % len(examiner.samplers)]
+        address = endpoints.samplers[place % len(endpoints.samplers)]
         try:
-            answers = _generate(channels[address], chunk, version, examiner, deadline)
-            _score(channels[examiner.reward], chunk, answers, marks, deadline)
+            answers = _generate(channels[address], chunk, version, endpoints, deadline)
+            _score(channels[endpoints.reward], chunk, answers, marks, deadline)
         except TandemError as error:
             return type(error).__name__
         return None
 
     try:
-        for attempt in range(ATTEMPTS if examiner.samplers else 0):
-            with ThreadPoolExecutor(CALLS_PER_SAMPLER * len(examiner.samplers)) as pool:
+        for attempt in range(ATTEMPTS if endpoints.samplers else 0):
+            with ThreadPoolExecutor(CALLS_PER_SAMPLER * len(endpoints.samplers)) as pool:
                 failures = list(pool.map(ask, range(attempt, attempt + len(pending)), pending))
             reason = next((failure for failure in failures if failure), reason)
             pending = [chunk for chunk, failure in zip(pending, failures, strict=True) if failure]
@@ -118,7 +118,7 @@ def evaluate(version: int | None, prompts: Sequence[Prompt], examiner: Examiner)
 
 
 def _generate(
-    channel: grpc.Channel, chunk: Sequence[Prompt], version: int | None, examiner: Examiner, deadline: float
+    channel: grpc.Channel, chunk: Sequence[Prompt], version: int | None, endpoints: EvaluationEndpoints, deadline: float
 ) -> list[rollout_pb2.GenerateReply.Sample]:
     request = rollout_pb2.GenerateRequest(
         items=[
@@ -126,7 +126,7 @@ def _generate(
             for prompt in chunk
         ],
         sampling=rollout_pb2.SamplingParameters(
-            temperature=0.0, top_p=1.0, max_tokens=examiner.max_tokens, stop=examiner.stop, repetition_penalty=1.0
+            temperature=0.0, top_p=1.0, max_tokens=endpoints.max_tokens, stop=endpoints.stop, repetition_penalty=1.0
         ),
         required_version=version,
     )
@@ -182,9 +182,9 @@ def _left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
 
-def wait_for_examiner(
+def wait_for_endpoints(
     buffer: Buffer, recipe: Recipe, version: int | None, seconds: float, stop: threading.Event
-) -> Examiner | None:
+) -> EvaluationEndpoints | None:
     """The samplers that carry `version` (None: any that is alive) and the reward service, once there are some; None at
     the deadline.
     """
@@ -198,7 +198,7 @@ def wait_for_examiner(
         ]
         reward = buffer.services().get("reward")
         if samplers and reward:
-            return Examiner(samplers, reward, recipe.rollout.max_response_tokens, recipe.rollout.stop)
+            return EvaluationEndpoints(samplers, reward, recipe.rollout.max_response_tokens, recipe.rollout.stop)
         waited = time.monotonic() - started
         if waited > seconds or stop.wait(_POLL_SECONDS):
             return None
@@ -250,9 +250,9 @@ class BackgroundEvaluation:
         try:
             if not self._prompts:
                 self._prompts = load_evaluation_prompts(self._recipe)
-            examiner = wait_for_examiner(self._buffer, self._recipe, version, patience_seconds, self._stop)
-            if examiner is not None:
-                self._done(evaluate(version, self._prompts, examiner))
+            endpoints = wait_for_endpoints(self._buffer, self._recipe, version, patience_seconds, self._stop)
+            if endpoints is not None:
+                self._done(evaluate(version, self._prompts, endpoints))
             elif not self._stop.is_set():
                 words = "evaluation of version %d skipped: no sampler carried it for %.0f s"
                 log.warning(words, version, patience_seconds, extra={"version": version})

@@ -282,7 +282,7 @@ class Publisher:
         if self._backend == "disk":
             return self._send_folder(link, brings_base)
         seconds = self._deadline_seconds
-        offer = self._sender.offer_copy(self._host, link.sampler.tensor_parallel_size, seconds, brings_base=brings_base)
+        offer = self._sender.start_copy(self._host, link.sampler.tensor_parallel_size, seconds, brings_base=brings_base)
         if link.reply(link.join(offer.address, 1, seconds), "did not join") is None:
             return None
         call = link.update(offer.manifest, seconds, offer.address.group_name)

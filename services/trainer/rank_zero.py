@@ -47,17 +47,17 @@ class RankZero:
         self._buffer = buffer
         self._stop = stop
         self._lock = TrainerLock(recipe.folder)
-        self.incarnation, self.lineage = take_over(buffer, recipe.folder)
+        self.incarnation, self.resume_point = take_over(buffer, recipe.folder)
         self.state = TrainerState(self.incarnation)
         self._wish = CheckpointRequest()
         self._front = training_endpoint(recipe, buffer, self.state, self._wish)
         self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
-        self._metrics.rewind(self.lineage.checkpoint_version, self.lineage.last_version)
+        self._metrics.rewind(self.resume_point.checkpoint_version, self.resume_point.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
         self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
         self._source = BatchSource(buffer, recipe, self.incarnation, world_size, stop, packing)
         self._evaluation = BackgroundEvaluation(buffer, recipe, stop, self._note_evaluation)
-        self._watchdog = Watchdog(buffer, self._hungry_since, recipe.run.groups_per_batch)
+        self._watchdog = Watchdog(buffer, self._waiting_since, recipe.run.groups_per_batch)
         self._publisher: Publisher | None = None
         self._front.__enter__()
 
@@ -78,7 +78,7 @@ class RankZero:
             return {"do": "train", "batch": batch_to_json(batch)}
         return {"do": "end" if self._source.exhausted else "wait"}
 
-    def training_begins(self) -> None:
+    def start_measuring(self) -> None:
         """From here on the summary's rates are measured."""
         self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
 
@@ -163,7 +163,7 @@ class RankZero:
         self._metrics.close()
         self._lock.release()
 
-    def _hungry_since(self) -> float | None:
+    def _waiting_since(self) -> float | None:
         since = self.state.waiting_since
         return None if since is None else max(since, self._source.last_claim)
 

@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
+class ResumePoint:
     """Where a new incarnation starts: the checkpoint's folder ("" for the initial model, version 0) and the batches to
     train again.
     """
@@ -46,12 +46,12 @@ class Lineage:
         return asdict(self)
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Lineage:
-        """The lineage of `to_json`'s value."""
-        return Lineage(values["checkpoint"], values["checkpoint_version"], tuple(values["recorded"]))
+    def from_json(values: Mapping[str, Any]) -> ResumePoint:
+        """The resume_point of `to_json`'s value."""
+        return ResumePoint(values["checkpoint"], values["checkpoint_version"], tuple(values["recorded"]))
 
 
-def find_lineage(folder: Path) -> Lineage:
+def find_resume_point(folder: Path) -> ResumePoint:
     """What the run folder holds.
 
     Raises:
@@ -68,22 +68,22 @@ def find_lineage(folder: Path) -> Lineage:
             f"and the last checkpoint holds version {version}; "
             "restore that folder, or start a new run"
         )
-    return Lineage(path, version, recorded)
+    return ResumePoint(path, version, recorded)
 
 
-def take_over(buffer: Buffer, folder: Path) -> tuple[int, Lineage]:
+def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
     """Begins a new incarnation and brings the ledger to what the run folder holds. Every earlier incarnation is fenced
     from here on.
     """
     incarnation = buffer.begin_incarnation()
-    lineage = find_lineage(folder)
+    resume_point = find_resume_point(folder)
     # Those the checkpoint contains are given, too: should Redis have lost writes, their groups must not enter twice.
     recorded = {version: record_group_ids(folder, version) for version in recorded_versions(folder)}
-    buffer.rollback(incarnation, lineage.checkpoint_version, recorded)
-    return incarnation, lineage
+    buffer.rollback(incarnation, resume_point.checkpoint_version, recorded)
+    return incarnation, resume_point
 
 
-def check_world(batch: TrainBatch, world_size: int) -> None:
+def check_world_size(batch: TrainBatch, world_size: int) -> None:
     """Refuses a recorded plan made for more ranks than there are (fewer would give other weights, more of them cannot
     be run).
 

@@ -24,7 +24,7 @@ from tandem.services.run.metrics import PhaseClock
 from tandem.services.trainer.batch_source import groups_of_rank, read_payloads
 from tandem.services.trainer.publisher import Publication
 from tandem.services.trainer.rank_zero import Order, RankZero
-from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, Lineage, check_world
+from tandem.services.trainer.recovery import CHECKPOINTS_FOLDER, ResumePoint, check_world_size
 from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
@@ -74,7 +74,7 @@ class Trainer:
             learner,
             bucket_bytes=recipe.weights.bucket_bytes,
             device=learner.device,
-            adapters=learner.travelling_adapters,
+            adapters=learner.broadcast_adapters,
         )
         self.clock = PhaseClock()
         self.version = 0
@@ -99,13 +99,13 @@ class Trainer:
 
     def recover(self) -> None:
         """Loads the last checkpoint and trains the batches recorded after it again, in their order and plan."""
-        found = self.learner.broadcast_object(self.rank_zero.lineage.to_json() if self.rank_zero else None)
-        lineage = Lineage.from_json(found)
-        if lineage.checkpoint:
-            self.version = self.saved_version = self.learner.load(Path(lineage.checkpoint))
-        for version in lineage.recorded:
+        found = self.learner.broadcast_object(self.rank_zero.resume_point.to_json() if self.rank_zero else None)
+        resume_point = ResumePoint.from_json(found)
+        if resume_point.checkpoint:
+            self.version = self.saved_version = self.learner.load(Path(resume_point.checkpoint))
+        for version in resume_point.recorded:
             batch, payloads = read_record(self.recipe.folder, version)
-            check_world(batch, self.learner.world_size)
+            check_world_size(batch, self.learner.world_size)
             result = self.learn(batch, payloads)
             self.write_line(batch, payloads, result, None)
 
@@ -113,7 +113,7 @@ class Trainer:
         """From here on times and rates are measured."""
         self.clock.lap()
         if self.rank_zero:
-            self.rank_zero.training_begins()
+            self.rank_zero.start_measuring()
 
     def next_order(self) -> Order:
         """Rank 0's next order, on every rank."""

@@ -231,7 +231,7 @@ def test_a_receiver_that_leaves_is_reported_and_the_copy_is_whole(source: Tensor
     receiver._group.close()
     with pytest.raises(WeightTransferError, match="broadcast"):
         sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
-    offer = sender.offer_copy("127.0.0.1", 1, TIMEOUT)
+    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
     receiver.start_join(asdict(offer.address), 1, TIMEOUT)
     assert wait(receiver)["error"] is None
     receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
@@ -312,7 +312,7 @@ def test_a_version_that_changes_nothing_has_no_buckets_and_renames_the_copy(
 def test_the_copy_does_not_change_while_training_goes_on(source: Tensors, receiver: StagedReceiver) -> None:
     sender = WeightSender(source, bucket_bytes=400)
     sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
-    offer = sender.offer_copy("127.0.0.1", 1, TIMEOUT)
+    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
     source.tensors["embed"] += 1
     receiver.start_join(asdict(offer.address), 1, TIMEOUT)
     assert wait(receiver)["error"] is None

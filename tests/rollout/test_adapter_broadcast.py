@@ -53,7 +53,7 @@ def send(sender: WeightSender, receiver: StagedReceiver, version: int, group: st
 
 def catch_up(sender: WeightSender, receiver: StagedReceiver, *, brings_base: bool) -> tuple[WeightManifest, str]:
     """Serves the receiver from the copy; the manifest, and what went wrong."""
-    offer = sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
+    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
     receiver.start_join(asdict(offer.address), 1, TIMEOUT)
     assert wait(receiver)["error"] is None
     receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)

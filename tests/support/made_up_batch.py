@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.batch.columns import finite_tokens
+from tandem.trainer.batch.columns import BatchColumns, finite_tokens
 from tandem.trainer.batch.layout import BatchLayout
-from tandem.trainer.batch.rewards import StartColumns, Targets
+from tandem.trainer.batch.rewards import Targets
 from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.kl import first_coefficients
 from tandem.trainer.models.token_logprobs import TokenStatistics
@@ -45,7 +45,7 @@ class MadeUpBatch:
     groups: Sequence[TrajectoryGroup]
     num_steps: int
     layout: BatchLayout
-    start: StartColumns
+    start: BatchColumns
     targets: Targets
     current_N: Tensor
     entropy_N: Tensor
@@ -80,7 +80,7 @@ class MadeUpBatch:
         def nearby() -> Tensor:
             return (around_N + noise()).clamp(max=-1e-3)
 
-        start = StartColumns(
+        start = BatchColumns(
             finite_N=column({place: finite_tokens(cell) for place, cell in cells.items()}, torch.uint8).bool(),
             behavior_N=behavior_N,
             versions_N=column({place: cell.versions_N for place, cell in cells.items()}, torch.int64),

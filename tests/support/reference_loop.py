@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.trainer.backend.deepspeed.engine import build_engine, join_process_group, leave_process_group
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.models.token_model import answer_with_tokens
+from tandem.trainer.models.token_model import add_token_statistics
 
 Row = dict[str, Any]
 
@@ -143,7 +143,7 @@ class Policy:
         self.engine: Any = None
         if engine == "deepspeed":
             join_process_group(config.collective_timeout_seconds)
-            answer_with_tokens(self.module)
+            add_token_statistics(self.module)
             self.engine = build_engine(config, self.module)
         else:
             settings = {"betas": config.adam_betas, "weight_decay": config.weight_decay}

@@ -18,7 +18,7 @@ from tandem.trainer.batch.micro_batch import MicroBatch, stack
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.token_logprobs import TokenStatistics
-from tandem.trainer.models.token_model import answer_with_tokens, token_answers
+from tandem.trainer.models.token_model import add_token_statistics, loss_token_statistics
 from tests.support.engine_inputs import random_rows
 
 STEPS, NUM_ROWS, RATE = 2, 5, 1e-2
@@ -41,7 +41,7 @@ def loss_of(found: TokenStatistics, batch: MicroBatch) -> Tensor:
 
 
 def answers(model: Any, batch: MicroBatch) -> TokenStatistics:
-    return token_answers(model, batch, entropy=True, squared_probs=True)
+    return loss_token_statistics(model, batch, entropy=True, squared_probs=True)
 
 
 def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
@@ -49,7 +49,7 @@ def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
     join_process_group(60)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     model = load_model(folder, config.dtype)
-    answer_with_tokens(model)
+    add_token_statistics(model)
     engine = build_engine(config, model)
     for step in range(STEPS):
         batches = make_batches(step, rank=rank, world_size=world_size)

@@ -130,7 +130,7 @@ class AdapterRing(Ring):
 
     def catch_up(self, *, brings_base: bool) -> Any:
         """Serves the engine from the copy, as a late joiner."""
-        offer = self.sender.offer_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
+        offer = self.sender.start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
         self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
         report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
         assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)

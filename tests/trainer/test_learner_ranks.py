@@ -19,6 +19,8 @@ from tests.support.learner_rank import all_weights
 from tests.support.ranks import reports_of_ranks
 from tests.support.tiny_model import build_tiny_model
 
+pytestmark = pytest.mark.timeout(240)  # the ranks of one fixture together
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

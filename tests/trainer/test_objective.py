@@ -17,9 +17,10 @@ from torch import Tensor
 from tandem.trainer import learner as learner_module
 from tandem.trainer import objective as objective_module
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import MicroBatch
-from tandem.trainer.batch.rewards import StartColumns, Targets
+from tandem.trainer.batch.rewards import Targets
 from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.kl import first_coefficients
@@ -45,7 +46,7 @@ class Scene:
 
     layout: BatchLayout
     cells: list[list[MicroBatch]]
-    start: StartColumns
+    start: BatchColumns
     targets: Targets
     current_N: Tensor
     entropy_N: Tensor
@@ -105,7 +106,7 @@ def make_scene(num_steps: int = 1, seed: int = 0) -> Scene:
     def noise() -> Tensor:
         return 0.4 * torch.randn(layout.num_tokens, generator=generator)
 
-    start = StartColumns(
+    start = BatchColumns(
         behavior_N=behavior_N,
         versions_N=versions_N,
         proximal_N=behavior_N + noise(),
@@ -252,9 +253,9 @@ def test_a_finite_loss_has_its_own_gradient_to_the_bit(scene: Scene, monkeypatch
 def test_a_reference_log_prob_that_is_not_a_number_skips_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimator: str, stage: int
 ) -> None:
-    look = learner_module.look
+    look = learner_module.compute_columns
 
-    def look_badly(*arguments: Any, **options: Any) -> StartColumns:
+    def look_badly(*arguments: Any, **options: Any) -> BatchColumns:
         start = look(*arguments, **options)
         assert start.reference_N is not None
         start.reference_N[3] = math.nan
@@ -268,7 +269,7 @@ def test_a_reference_log_prob_that_is_not_a_number_skips_the_step(
         before = all_weights(learner)
         batch, by_id = make_batch([make_group(0), make_group(1)])
         with monkeypatch.context() as patch:
-            patch.setattr(learner_module, "look", look_badly)
+            patch.setattr(learner_module, "compute_columns", look_badly)
             result = learner.train(batch, by_id)
         assert result.metrics["skipped_steps"] == 1 and not result.changed
         after = all_weights(learner)

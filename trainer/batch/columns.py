@@ -6,40 +6,101 @@ N loss tokens of the batch, in the order of trainer/batch/layout.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.micro_batch import MicroBatch
 from tandem.trainer.batch.ragged import spread
-from tandem.trainer.batch.rewards import StartColumns
 from tandem.trainer.models.critic import Critic
 from tandem.trainer.models.reference import ReferencePolicy
-from tandem.trainer.models.token_model import token_answers
+from tandem.trainer.models.token_model import loss_token_statistics
 from tandem.trainer.off_policy.correct import finite_rows
-
-if TYPE_CHECKING:
-    from tandem.trainer.objective import Needs
+from tandem.trainer.policy_losses.registry import find_loss
 
 Cell = tuple[int, int]
 """(optimizer step, micro-batch)."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchColumns:
+    """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None where nothing asked
+    for it.
+    """
+
+    finite_N: Tensor | None = None
+    """bool: False on every token of a row (a segment) for which the sampler's log-probs are not all finite; None: all
+    are.
+    """
+    behavior_N: Tensor | None = None
+    versions_N: Tensor | None = None
+    columns_N: Tensor | None = None
+    token_rewards_N: Tensor | None = None
+    proximal_N: Tensor | None = None
+    squared_probs_N: Tensor | None = None
+    reference_N: Tensor | None = None
+    values_N: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredColumns:
+    """Which forward passes without gradient a batch takes, and which columns of the whole batch its mathematics
+    reads.
+    """
+
+    proximal: bool
+    squared_probs: bool
+    reference: bool
+    values: bool
+    columns: bool
+    """Each token's place in its response."""
+    token_rewards: bool
+    """Rewards that fell on tokens; to an estimator that only reads a row's sum they make no difference."""
+    every_step: bool
+    """The current policy's log-probs of a step's whole part of the batch, before that step."""
+    behavior: bool
+    """The sampler's log-probs and versions, for what looks beyond the micro-batch that has them."""
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig, num_steps: int) -> RequiredColumns:
+        """Of a batch that takes so many optimizer steps. With one step the proximal log-probs are the current ones, for
+        free.
+        """
+        correction, needs = config.correction, config.advantage.needs
+        selects = find_loss(config.loss.name).select is not None
+        bypassed = correction.proximal == "bypassed"
+        every_step = selects or (bypassed and correction.needs_whole_batch)
+        return cls(
+            proximal=(num_steps > 1 and correction.proximal == "recomputed")
+            or (correction.needs_whole_batch and not bypassed)
+            or bool({"logprobs", "squared_probs"} & needs)
+            or config.kl.reward is not None,
+            squared_probs="squared_probs" in needs,
+            reference=config.needs_reference,
+            values="values" in needs,
+            columns="columns" in needs,
+            token_rewards=config.advantage.reads_places,
+            every_step=every_step,
+            behavior=every_step or correction.needs_whole_batch or config.advantage.weighs_tokens,
+        )
+
+
 @torch.no_grad()
-def look(
+def compute_columns(
     layout: BatchLayout,
     steps: Sequence[Sequence[MicroBatch]],
-    needs: Needs,
+    required: RequiredColumns,
     *,
     policy: TrainingEngine,
     reference: ReferencePolicy | None,
     critic: Critic | None,
     device: torch.device,
-) -> StartColumns:
-    """Runs what `needs` asks for, policy first, and makes columns of it. All ranks enter.
+) -> BatchColumns:
+    """Runs what `required` names, policy first, and makes columns of it. All ranks enter.
 
     Whether the sampler's are finite is always looked at: it decides denominators, which are fixed before a micro-batch
     is corrected.
@@ -47,30 +108,33 @@ def look(
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
 
     def column(of: Callable[[MicroBatch], Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        return rank_columns(layout, cells, of, device, dtype)
+        return gather_column(layout, cells, of, device, dtype)
 
     proximal_N = squared_probs_N = reference_N = values_N = None
-    if needs.proximal or needs.squared_probs:
-        outputs = {cell: token_answers(policy, one, squared_probs=needs.squared_probs) for cell, one in cells.items()}
+    if required.proximal or required.squared_probs:
+        outputs = {
+            cell: loss_token_statistics(policy, one, squared_probs=required.squared_probs)
+            for cell, one in cells.items()
+        }
         proximal_N = _gathered(layout, {cell: one.logprobs_N for cell, one in outputs.items()}, device)
-        if needs.squared_probs:
+        if required.squared_probs:
             found = {cell: one.squared_probs_N for cell, one in outputs.items() if one.squared_probs_N is not None}
             squared_probs_N = _gathered(layout, found, device)
-    if needs.reference:
+    if required.reference:
         assert reference is not None, "the algorithm has a reference policy"
         logprobs = dict(zip(cells, reference.logprobs(list(cells.values())), strict=True))
         reference_N = _gathered(layout, logprobs, device)
-    if needs.values:
+    if required.values:
         assert critic is not None, "the algorithm has a critic"
         values_N = column(critic.values)
-    return StartColumns(
+    return BatchColumns(
         finite_N=column(finite_tokens, torch.uint8).bool(),
-        behavior_N=column(lambda one: one.behavior_logprobs_N) if needs.behavior else None,
-        versions_N=column(lambda one: one.versions_N, torch.int64) if needs.behavior else None,
+        behavior_N=column(lambda one: one.behavior_logprobs_N) if required.behavior else None,
+        versions_N=column(lambda one: one.versions_N, torch.int64) if required.behavior else None,
         columns_N=_whole_rows(layout, column(lambda one: one.response_column_N, torch.int64))
-        if needs.columns
+        if required.columns
         else None,
-        token_rewards_N=column(lambda one: one.token_rewards_N) if needs.token_rewards else None,
+        token_rewards_N=column(lambda one: one.token_rewards_N) if required.token_rewards else None,
         proximal_N=proximal_N,
         squared_probs_N=squared_probs_N,
         reference_N=reference_N,
@@ -78,7 +142,7 @@ def look(
     )
 
 
-def rank_columns(
+def gather_column(
     layout: BatchLayout,
     cells: Mapping[Cell, MicroBatch],
     of: Callable[[MicroBatch], Tensor],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from tandem.protos.types import RowHeader, TrainBatch
+from tandem.protos.types import RowHeader, TrainBatch, scored_trajectories
 from tandem.trainer.batch.planning import group_steps
 from tandem.trainer.batch.ragged import row_sums
 
@@ -45,10 +45,7 @@ class BatchLayout:
     @classmethod
     def of(cls, batch: TrainBatch, *, rank: int) -> BatchLayout:
         """The layout, the same on every rank but for `places`."""
-        rows: dict[TrajectoryKey, list[RowHeader]] = {}
-        for header in batch.headers:
-            if header.role == "policy" and header.reward is not None:
-                rows.setdefault((header.group_id, header.trajectory_id), []).append(header)
+        rows = scored_trajectories(batch.headers)
         numbers = {group_id: number for number, group_id in enumerate(batch.group_ids)}
         steps = {(row.group_id, row.trajectory_id): row.optimizer_step for row in batch.plan}
         step_of_group = group_steps(len(batch.group_ids), len(batch.num_micro_batches))

@@ -9,11 +9,6 @@ from tandem.trainer.batch.balance import deal, workload
 from tandem.trainer.batch.packing import pack, pack_flat
 
 
-def is_trained(header: RowHeader) -> bool:
-    """True for rows that the policy sampled, that have a reward and at least one loss token."""
-    return header.role == "policy" and header.reward is not None and header.num_loss_tokens > 0
-
-
 def group_steps(num_groups: int, num_steps: int) -> list[int]:
     """The optimizer step each group of a batch is trained in: runs of neighbours, as many as there are steps, of like
     length.
@@ -50,7 +45,7 @@ def plan_batch(
     steps = group_steps(len(group_ids), num_steps)
     for step in range(num_steps):
         members = {group_id for group_id, of_group in zip(group_ids, steps, strict=True) if of_group == step}
-        rows = [header for header in headers if header.group_id in members and is_trained(header)]
+        rows = [header for header in headers if header.group_id in members and header.is_trained]
         lengths = [row.num_tokens for row in rows]
         cut = pack_flat if packing == "flat" else pack
         bins = cut(lengths, tokens_per_micro_batch, multiple_of=world_size)

@@ -27,7 +27,7 @@ from tandem.protos.codec import (
 )
 from tandem.protos.errors import DataError, LedgerError
 from tandem.protos.types import PlannedRow, TrainBatch
-from tandem.trainer.checkpoints.durable import whole_folder
+from tandem.trainer.checkpoints.durable import atomic_folder
 
 BATCHES_FOLDER = "batches"
 PLAN_FILE = "plan.json"
@@ -63,7 +63,7 @@ def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, byt
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _FILE_SCHEMA) as writer:
         writer.write_table(table)
-    with whole_folder(folder) as begun:
+    with atomic_folder(folder) as begun:
         (begun / GROUPS_FILE).write_bytes(sink.getvalue())
         (begun / PLAN_FILE).write_text(json.dumps(batch_to_json(batch)) + "\n", encoding="utf-8")
 

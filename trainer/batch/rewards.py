@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.protos.errors import DataError
 from tandem.protos.types import RowHeader, TrajectoryGroup
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.ragged import row_sums
 from tandem.trainer.batch.selection import (
@@ -35,26 +36,6 @@ from tandem.trainer.off_policy.correct import correct
 
 
 @dataclass(frozen=True, slots=True)
-class StartColumns:
-    """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None where nothing asked
-    for it.
-    """
-
-    finite_N: Tensor | None = None
-    """bool: False on every token of a row (a segment) for which the sampler's log-probs are not all finite; None: all
-    are.
-    """
-    behavior_N: Tensor | None = None
-    versions_N: Tensor | None = None
-    columns_N: Tensor | None = None
-    token_rewards_N: Tensor | None = None
-    proximal_N: Tensor | None = None
-    squared_probs_N: Tensor | None = None
-    reference_N: Tensor | None = None
-    values_N: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Targets:
     """What the batch teaches. `counts_R`: how often each trajectory counts, 0 for one that is left out."""
 
@@ -68,7 +49,7 @@ class Targets:
 def learning_targets(
     layout: BatchLayout,
     headers: Sequence[RowHeader],
-    start: StartColumns,
+    start: BatchColumns,
     config: AlgorithmConfig,
     *,
     components: Mapping[TrajectoryKey, Mapping[str, float]],
@@ -149,7 +130,7 @@ def _on_tokens(rewards_R: Tensor, layout: BatchLayout, token_rewards_N: Tensor |
 
 def _estimator_batch(
     layout: BatchLayout,
-    start: StartColumns,
+    start: BatchColumns,
     rewards_N: Tensor,
     baselines_R: Tensor | None,
     components: Mapping[TrajectoryKey, Mapping[str, float]],
@@ -169,7 +150,7 @@ def _estimator_batch(
     )
 
 
-def _behavior_weights(layout: BatchLayout, start: StartColumns, config: AlgorithmConfig) -> Tensor:
+def _behavior_weights(layout: BatchLayout, start: BatchColumns, config: AlgorithmConfig) -> Tensor:
     """(N,) float64: what the correction will multiply each token's gradient with, 0 if it rejects it; as far as that is
     known at the batch's start and without advantages.
     """

@@ -20,7 +20,7 @@ def partial_folder(folder: Path) -> Path:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty folder to write to; at the end it is on disk and bears the name `folder`, in place of one that
     was there.
 
@@ -31,7 +31,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """
     begun = begin_folder(folder)
     try:
-        with disk_full_named(folder):
+        with disk_full_error(folder):
             yield begun
             finish_folder(folder)
     except BaseException:
@@ -43,7 +43,7 @@ def begin_folder(folder: Path) -> Path:
     """An empty partial folder, rid of what an earlier crash left in it.
 
     Raises:
-        EnvironmentLackError: as `whole_folder`.
+        EnvironmentLackError: as `atomic_folder`.
     """
     if folder.exists() and not folder.is_dir():
         raise EnvironmentLackError(
@@ -51,7 +51,7 @@ def begin_folder(folder: Path) -> Path:
         )
     begun = partial_folder(folder)
     shutil.rmtree(begun, ignore_errors=True)
-    with disk_full_named(folder):
+    with disk_full_error(folder):
         begun.mkdir(parents=True)
     return begun
 
@@ -75,7 +75,7 @@ def finish_folder(folder: Path) -> None:
 
 
 @contextmanager
-def disk_full_named(folder: Path) -> Iterator[None]:
+def disk_full_error(folder: Path) -> Iterator[None]:
     """Turns what a full disk raises (torch's and safetensors' writers included) into one clear line."""
     try:
         yield

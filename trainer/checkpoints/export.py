@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tandem.trainer.backend.base import ParameterSpec
-from tandem.trainer.checkpoints.durable import whole_folder
+from tandem.trainer.checkpoints.durable import atomic_folder
 
 COPIED = (
     "tokenizer*",
@@ -52,7 +52,7 @@ def write_export(
     Raises:
         EnvironmentLackError: the disk is full.
     """
-    with whole_folder(folder) as begun:
+    with atomic_folder(folder) as begun:
         model.save_pretrained(begun, state_dict=dict(weights))
         for pattern in COPIED:
             for file in source.glob(pattern):

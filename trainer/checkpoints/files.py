@@ -13,7 +13,7 @@ import torch
 
 from tandem.protos.errors import ConfigError
 from tandem.trainer.backend.base import TrainingEngine
-from tandem.trainer.checkpoints.durable import begin_folder, disk_full_named, finish_folder, partial_folder
+from tandem.trainer.checkpoints.durable import begin_folder, disk_full_error, finish_folder, partial_folder
 from tandem.trainer.checkpoints.state import FORMAT, STATE_FILE, CheckpointState, read_state
 
 _POLICY = "engine"
@@ -41,7 +41,7 @@ def save_checkpoint(
         begin_folder(folder)
     barrier()
     try:
-        with disk_full_named(folder):
+        with disk_full_error(folder):
             for name, each in engines.items():
                 each.save(begun / name)
             safetensors.torch.save_file(_random_states(), begun / _random_file(rank))

@@ -38,7 +38,7 @@ _MOST_APART = {torch.float32: 1e-3}
 _MOST_APART_IN_HALF_PRECISION = 0.25  # a token near the border between two experts may go to the other
 
 
-def settle_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
+def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
     """How the run's fresh batches are packed, on every rank alike; the models get the attention that goes with it.
 
     `auto` is flat where there is variable-length attention for every model and none lets rows mix. All ranks enter.
@@ -54,7 +54,7 @@ def settle_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[
     before = [engine.module.config._attn_implementation for engine in engines]
     _set_attention(engines, found)
     try:
-        refuse_mixing(engines, rank)
+        check_row_separation(engines, rank)
     except _MixingError as error:
         if wanted == "flat":
             raise
@@ -69,10 +69,10 @@ class _MixingError(ModelError):
     """A model that runs, but not as it should."""
 
 
-def refuse_mixing(engines: Sequence[TrainingEngine], rank: Rank) -> None:
+def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
     """Raises ModelError, on every rank, if a model lets rows mix that lie end to end, or cannot run them."""
     for engine in engines:
-        leak, apart = mixing(engine, rank.device)
+        leak, apart = measure_row_mixing(engine, rank.device)
         dtype = next(engine.module.parameters()).dtype
         most_leak = _MOST_LEAK.get(dtype, _MOST_LEAK_IN_HALF_PRECISION)
         most_apart = _MOST_APART.get(dtype, _MOST_APART_IN_HALF_PRECISION)
@@ -86,7 +86,7 @@ def refuse_mixing(engines: Sequence[TrainingEngine], rank: Rank) -> None:
 
 
 @torch.no_grad()
-def mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
+def measure_row_mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
     """(leak, apart) of the engine's model; NaN if it cannot be told. All ranks enter.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tandem.protos.errors import ModelError
-from tandem.trainer.models.token_model import answer_with_tokens
+from tandem.trainer.models.token_model import add_token_statistics
 
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, RuntimeError),
@@ -54,7 +54,7 @@ def load_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=_DTYPES[dtype])
     for name, value in dropouts.items():
         setattr(model.config, name, value)  # an export says what the model came with
-    answer_with_tokens(model)
+    add_token_statistics(model)
     return model.train()
 
 

@@ -23,7 +23,7 @@ from tandem.protos.errors import ConfigError
 from tandem.protos.manifest import LORA_A, LORA_B
 from tandem.protos.weight_group import merge_adapter
 from tandem.trainer.backend.base import ParameterSpec
-from tandem.trainer.checkpoints.durable import whole_folder
+from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.models.options import LoraOptions
 
 _ADAPTER = "default"
@@ -175,7 +175,7 @@ class Adapters:
         tensors = {
             _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.items()
         }
-        with whole_folder(folder) as begun:
+        with atomic_folder(folder) as begun:
             safetensors.torch.save_file(tensors, begun / "adapter_model.safetensors", metadata={"format": "pt"})
             config.save_pretrained(begun)
 

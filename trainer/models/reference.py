@@ -26,11 +26,11 @@ class ReferencePolicy:
     """
 
     def __init__(
-        self, engine: TrainingEngine, policy_set_aside: Callable[[], AbstractContextManager[None]], *, owned: bool
+        self, engine: TrainingEngine, without_adapters: Callable[[], AbstractContextManager[None]], *, owned: bool
     ) -> None:
         self._engine = engine
         self.engines = [engine] if owned else []  # those that are its own
-        self._policy_set_aside = policy_set_aside
+        self._policy_set_aside = without_adapters
 
     @classmethod
     def frozen_copy(cls, backend: Backend, config: TrainerConfig, folder: Path) -> ReferencePolicy:

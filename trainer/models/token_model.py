@@ -44,7 +44,7 @@ class TokenHead(nn.Linear):
         )
 
 
-def answer_with_tokens(model: transformers.PreTrainedModel) -> None:
+def add_token_statistics(model: transformers.PreTrainedModel) -> None:
     """From now on `model(tokens=batch, entropy=…, squared_probs=…)` gives the `TokenStatistics` of a micro-batch's N
     loss tokens.
 
@@ -57,7 +57,7 @@ def answer_with_tokens(model: transformers.PreTrainedModel) -> None:
         head.weight, head.bias = linear.weight, linear.bias
         model.set_output_embeddings(head.train(linear.training))
     model.forward = MethodType(_forward, model)
-    model.answers_with_tokens = True
+    model.gives_token_statistics = True
 
 
 def _forward(
@@ -94,16 +94,16 @@ def _logits_are_the_heads(model: transformers.PreTrainedModel) -> bool:
     return expected_BTV.shape == logits_BTV.shape and torch.allclose(expected_BTV, logits_BTV, rtol=1e-3, atol=1e-5)
 
 
-def token_answers(
+def loss_token_statistics(
     model: nn.Module | TrainingEngine, batch: MicroBatch, *, entropy: bool = False, squared_probs: bool = False
 ) -> TokenStatistics:
     """The statistics of a micro-batch's N loss tokens, from any language model or the engine around one.
 
-    A model that `answer_with_tokens` has not seen is asked for its logits, all at once.
+    A model that `add_token_statistics` has not seen is asked for its logits, all at once.
     """
     asked = {"entropy": entropy, "squared_probs": squared_probs}
     module = model.module if isinstance(model, TrainingEngine) else model
-    if getattr(module, "answers_with_tokens", False):
+    if getattr(module, "gives_token_statistics", False):
         return TokenStatistics(*model(tokens=batch, **asked))
     logits_BKV = model(**batch.inputs, use_cache=False, logits_to_keep=batch.columns_K).logits
     return statistics_from_logits(logits_BKV[batch.row_N, batch.column_N], batch.target_N, batch.temperature_N, **asked)
@@ -111,4 +111,4 @@ def token_answers(
 
 def token_logprobs(model: nn.Module | TrainingEngine, batch: MicroBatch) -> Tensor:
     """log π(token | what comes before it) of the N loss tokens."""
-    return token_answers(model, batch).logprobs_N
+    return loss_token_statistics(model, batch).logprobs_N

@@ -18,8 +18,9 @@ from tandem.reward.scoring import ScoringCore
 from tandem.services.reward.service import scored_row
 from tandem.services.run.preflight import check_reward
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
-from tandem.trainer.batch.rewards import StartColumns, learning_targets, reward_components
+from tandem.trainer.batch.rewards import learning_targets, reward_components
 from tests.support.run_inputs import recipe_of, small_values
 from tests.support.training_groups import make_batch, make_group
 
@@ -59,7 +60,7 @@ def advantages(groups: list[TrajectoryGroup], **options: Any) -> list[float]:
     targets = learning_targets(
         layout,
         batch.headers,
-        StartColumns(),
+        BatchColumns(),
         config,
         components=reward_components(by_id),
         reward_kl_coefficient=0.0,

@@ -57,7 +57,7 @@ def test_versions_agree_with_transformers_and_with_merged_weights(ring: AdapterR
     alone = ring.sample(range(5, 25), 4, SHORT, key="same").result(60)
     whole = WeightSender(ring.policy, bucket_bytes=64 << 10)
     whole.broadcast(whole.manifest(1, ring.version, "gloo"), TIMEOUT)
-    offer = whole.offer_copy("127.0.0.1", 1, TIMEOUT)
+    offer = whole.start_copy("127.0.0.1", 1, TIMEOUT)
     ring.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
     ring.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
     merged = ring.sample(range(5, 25), 4, SHORT, key="same").result(60)

@@ -135,7 +135,7 @@ def test_disk_and_a_private_copy_and_an_unchanged_version_end_with_the_same_weig
     ring.update("disk", str(tmp_path / "weights"))
     assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
 
-    offer = ring.sender.offer_copy("127.0.0.1", 1, TIMEOUT)
+    offer = ring.sender.start_copy("127.0.0.1", 1, TIMEOUT)
     ring.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
     report = ring.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
     offer.finished.result(TIMEOUT)

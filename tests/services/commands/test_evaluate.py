@@ -70,7 +70,7 @@ def test_a_bug_in_the_evaluation_ends_it_as_a_bug(
     def broken(*_arguments: object) -> NoReturn:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(evaluate, "wait_for_examiner", broken)
+    monkeypatch.setattr(evaluate, "wait_for_endpoints", broken)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         evaluate_recipe(recipe_of(values))
     assert list(carriers(asleep)) == []

@@ -13,7 +13,7 @@ from tandem.protos import common_pb2, reward_pb2, reward_pb2_grpc, rollout_pb2, 
 from tandem.protos.errors import UnavailableError
 from tandem.protos.types import Prompt, SamplingParameters
 from tandem.services.rpc.server import ServerThread
-from tandem.services.trainer.evaluation import Examiner, evaluate
+from tandem.services.trainer.evaluation import EvaluationEndpoints, evaluate
 
 VERSION = 3
 
@@ -61,7 +61,7 @@ class Judge(reward_pb2_grpc.RewardServiceServicer):
 
 
 @contextmanager
-def serving(*samplers: Answers) -> Iterator[Examiner]:
+def serving(*samplers: Answers) -> Iterator[EvaluationEndpoints]:
     threads: list[ServerThread] = []
 
     def serve(add: object, servicer: object) -> str:
@@ -71,7 +71,9 @@ def serving(*samplers: Answers) -> Iterator[Examiner]:
 
     try:
         addresses = [serve(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, sampler) for sampler in samplers]
-        yield Examiner(addresses, serve(reward_pb2_grpc.add_RewardServiceServicer_to_server, Judge()), max_tokens=8)
+        yield EvaluationEndpoints(
+            addresses, serve(reward_pb2_grpc.add_RewardServiceServicer_to_server, Judge()), max_tokens=8
+        )
     finally:
         for thread in threads:
             thread.stop(grace_seconds=0.0)
@@ -84,8 +86,8 @@ def prompts(count: int) -> list[Prompt]:
 
 def test_rows_without_a_score_are_counted_and_not_averaged_in() -> None:
     one, two = Answers(), Answers()
-    with serving(one, two) as examiner:
-        result = evaluate(VERSION, prompts(200), examiner)
+    with serving(one, two) as endpoints:
+        result = evaluate(VERSION, prompts(200), endpoints)
     assert (result.num_rows, result.num_scored, result.unscored) == (200, 180, {"timeout": 20})
     assert result.accuracy == pytest.approx(80 / 180)
     assert result.mean_reward == pytest.approx(80 / 180)
@@ -97,19 +99,19 @@ def test_rows_without_a_score_are_counted_and_not_averaged_in() -> None:
 
 def test_a_chunk_that_failed_is_asked_again_of_another_sampler() -> None:
     broken = Answers(failures=1000)
-    with serving(broken, Answers()) as examiner:
-        result = evaluate(VERSION, prompts(100), examiner)
+    with serving(broken, Answers()) as endpoints:
+        result = evaluate(VERSION, prompts(100), endpoints)
     assert (result.num_scored, result.unscored) == (90, {"timeout": 10})
 
 
 def test_answers_of_another_version_are_refused() -> None:
-    with serving(Answers(version=VERSION + 1)) as examiner:
-        result = evaluate(VERSION, prompts(10), examiner)
+    with serving(Answers(version=VERSION + 1)) as endpoints:
+        result = evaluate(VERSION, prompts(10), endpoints)
         assert (result.accuracy, result.num_scored, result.unscored) == (None, 0, {"NotAdmittedError": 10})
-        assert evaluate(None, prompts(10), examiner).num_scored == 9, "no version asked for: any will do"
+        assert evaluate(None, prompts(10), endpoints).num_scored == 9, "no version asked for: any will do"
 
 
 def test_without_samplers_nothing_is_scored() -> None:
-    with serving() as examiner:
-        result = evaluate(VERSION, prompts(3), examiner)
+    with serving() as endpoints:
+        result = evaluate(VERSION, prompts(3), endpoints)
     assert (result.mean_reward, result.unscored) == (None, {"no_sampler": 3})

@@ -16,7 +16,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.trainer import rank_zero
 from tandem.services.trainer.rank_zero import RankZero
-from tandem.services.trainer.recovery import TrainerLock, check_world, find_lineage
+from tandem.services.trainer.recovery import TrainerLock, check_world_size, find_resume_point
 from tandem.trainer.batch.record import record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
@@ -175,18 +175,18 @@ def test_a_gap_between_checkpoint_and_records_is_named(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         batch, groups = make_batch([make_group(version)], policy_version=version)
         write_record(tmp_path, batch, make_payloads(groups.values()))
-    assert find_lineage(tmp_path).recorded == (1, 2, 3)
-    assert find_lineage(tmp_path).last_version == 3
+    assert find_resume_point(tmp_path).recorded == (1, 2, 3)
+    assert find_resume_point(tmp_path).last_version == 3
     shutil.rmtree(record_folder(tmp_path, 2))
     with pytest.raises(LedgerError, match="000002 is missing"):
-        find_lineage(tmp_path)
+        find_resume_point(tmp_path)
 
 
 def test_a_plan_for_more_ranks_is_refused() -> None:
     batch, _ = make_batch([make_group(0), make_group(1)], world_size=2)
-    check_world(batch, 2)
+    check_world_size(batch, 2)
     with pytest.raises(ConfigError, match=r"trainer\.num_ranks=2"):
-        check_world(batch, 1)
+        check_world_size(batch, 1)
 
 
 def test_one_trainer_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

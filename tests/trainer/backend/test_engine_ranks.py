@@ -20,7 +20,7 @@ from tests.support.engine_rank import STEPS, Ring
 from tests.support.ranks import reports_of_ranks
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def two_ranks(
 ) -> tuple[Path, list[dict[str, Any]]]:
     """What two ranks left in a folder, and what each saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, reports_of_ranks("tests.support.engine_rank", model, request.param, folder=folder, seconds=90)
+    return folder, reports_of_ranks("tests.support.engine_rank", model, request.param, folder=folder, seconds=170)
 
 
 def test_two_ranks_learn_as_one(two_ranks: tuple[Path, list[dict[str, Any]]], model: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from tandem.protos.errors import DataError
 from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
-from tandem.trainer.batch.rewards import StartColumns, Targets, learning_targets, reward_components
+from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.batch.rows import rank_micro_batches
 from tests.support.training_groups import make_batch, make_group
 
@@ -21,14 +22,14 @@ CPU = torch.device("cpu")
 
 
 def targets_of(
-    groups: list[TrajectoryGroup], settings: dict[str, object], start: StartColumns | None = None
+    groups: list[TrajectoryGroup], settings: dict[str, object], start: BatchColumns | None = None
 ) -> tuple[BatchLayout, Targets]:
     batch, by_id = make_batch(groups)
     layout = BatchLayout.of(batch, rank=0)
     targets = learning_targets(
         layout,
         batch.headers,
-        start or StartColumns(),
+        start or BatchColumns(),
         AlgorithmConfig(**settings),  # type: ignore[arg-type]
         components=reward_components(by_id),
         reward_kl_coefficient=0.0,
@@ -102,7 +103,7 @@ def test_rewards_on_tokens_are_part_of_the_reward_not_added_to_it() -> None:
     earned_N = torch.zeros(layout.num_tokens)
     earned_N[0] = 0.25
     settings = {"advantage": {"name": "reinforce_plus_plus", "whiten": False}}
-    _, targets = targets_of([group], settings, StartColumns(token_rewards_N=earned_N))
+    _, targets = targets_of([group], settings, BatchColumns(token_rewards_N=earned_N))
     assert float(targets.advantages_N[0]) == pytest.approx(1.0)
     assert targets.advantages_N[1:].tolist() == pytest.approx([0.75] * (layout.num_tokens - 1))
 
@@ -111,12 +112,12 @@ PLACES = {"advantage": {"name": "reinforce_plus_plus", "whiten": False}}
 """An estimator that reads where a reward fell: the advantage is what is still to come."""
 
 
-def earned_at_once(group: TrajectoryGroup, amounts: Sequence[float]) -> StartColumns:
+def earned_at_once(group: TrajectoryGroup, amounts: Sequence[float]) -> BatchColumns:
     """So much of each trajectory's reward fell on its first token."""
     layout, _ = targets_of([group], {})
     earned_N = torch.zeros(layout.num_tokens)
     earned_N[layout.lengths_R.cumsum(0) - layout.lengths_R] = torch.tensor(amounts)
-    return StartColumns(token_rewards_N=earned_N)
+    return BatchColumns(token_rewards_N=earned_N)
 
 
 def test_trajectories_are_ranked_by_what_they_earned_in_all() -> None:

@@ -10,8 +10,9 @@ import torch
 from tandem.protos.errors import DataError
 from tandem.protos.types import TrainBatch
 from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
-from tandem.trainer.batch.rewards import StartColumns, Targets, learning_targets
+from tandem.trainer.batch.rewards import Targets, learning_targets
 from tests.support.training_groups import make_batch, make_group
 
 MAX_TOKENS = 12
@@ -23,7 +24,7 @@ def targets_of(batch: TrainBatch, **settings: object) -> tuple[BatchLayout, Targ
     targets = learning_targets(
         layout,
         batch.headers,
-        StartColumns(),
+        BatchColumns(),
         config,
         components={},
         reward_kl_coefficient=0.0,

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from tandem.protos.errors import EnvironmentLackError
-from tandem.trainer.checkpoints.durable import whole_folder
+from tandem.trainer.checkpoints.durable import atomic_folder
 
 
 def test_a_folder_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
     for text in ("one", "two"):
-        with whole_folder(tmp_path / "new") as begun:
+        with atomic_folder(tmp_path / "new") as begun:
             (begun / text).touch()
     assert os.listdir(tmp_path) == ["new"] and os.listdir(tmp_path / "new") == ["two"]
 
 
 def test_what_raises_leaves_the_one_before_it(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
-    with pytest.raises(RuntimeError), whole_folder(tmp_path / "new"):
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "new"):
         raise RuntimeError("a bug")
     assert os.listdir(tmp_path) == ["new"]
 
@@ -28,6 +28,6 @@ def test_what_raises_leaves_the_one_before_it(tmp_path: Path) -> None:
 def test_a_file_in_its_place_is_told_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "new").write_text("mine")
     refused = pytest.raises(EnvironmentLackError, match="new: a file stands where a folder is needed")
-    with refused, whole_folder(tmp_path / "new"):
+    with refused, atomic_folder(tmp_path / "new"):
         pytest.fail("it was begun")
     assert os.listdir(tmp_path) == ["new"] and (tmp_path / "new").read_text() == "mine"

@@ -35,9 +35,9 @@ from tandem.trainer.batch.record import read_record, write_record
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.models import flat_rows, varlen_attention
-from tandem.trainer.models.flat_rows import mixing, refuse_mixing
+from tandem.trainer.models.flat_rows import check_row_separation, measure_row_mixing
 from tandem.trainer.models.loading import load_model
-from tandem.trainer.models.token_model import answer_with_tokens
+from tandem.trainer.models.token_model import add_token_statistics
 from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.engine_inputs import relative_error
 from tests.support.learner_rank import all_weights
@@ -124,7 +124,7 @@ def test_statistics_and_gradients_are_the_padded_ones_in_float64(
         model = load_model(folder, "float32").double()
     else:  # its logits are more than its head gives, and its layers' windows are shorter than rows
         model = small(Gemma2Config(**SMALL, sliding_window=4, final_logit_softcapping=0.5), torch.float64)
-        answer_with_tokens(model)
+        add_token_statistics(model)
     found: list[Any] = []
     for packing in ("padded", "flat"):
         batch = stack(make_rows(lengths, seed), CPU, packing=packing)  # type: ignore[arg-type]
@@ -151,10 +151,10 @@ def test_statistics_and_gradients_are_the_padded_ones_in_float64(
 def test_a_model_that_mixes_rows_is_found_out(config: Any, apart: bool, dtype: torch.dtype) -> None:
     engine = Alone(small(config, dtype))
     if apart:
-        refuse_mixing([engine], engine)  # type: ignore[arg-type]
+        check_row_separation([engine], engine)  # type: ignore[arg-type]
         return
     with pytest.raises(ModelError, match=r"does not keep rows apart .*trainer\.packing") as refusal:
-        refuse_mixing([engine], engine)  # type: ignore[arg-type]
+        check_row_separation([engine], engine)  # type: ignore[arg-type]
     assert "\n" not in str(refusal.value)
 
 
@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_asked_is_refused(folder: Path, monkeypatch: pyte
     model = load_model(folder, "float32")
     monkeypatch.setattr(model, "forward", lambda input_ids, use_cache: model.base_model(input_ids, use_cache=use_cache))
     with pytest.raises(ModelError, match=r"cannot run rows that lie end to end .*position_ids.*trainer\.packing"):
-        refuse_mixing([Alone(model)], Alone(model))  # type: ignore[arg-type, list-item]
+        check_row_separation([Alone(model)], Alone(model))  # type: ignore[arg-type, list-item]
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, **named: Any) -> Tensor:
@@ -189,7 +189,7 @@ def test_torchs_variable_length_attention_is_asked_for_the_right_rows(
     rows = make_rows([3, 9, 1, 12, 9])
     expected = answers(model, stack(rows, CPU))
     model.set_attn_implementation(varlen_attention.TORCH_VARLEN)
-    assert max(mixing(Alone(model), CPU)) < 1e-6
+    assert max(measure_row_mixing(Alone(model), CPU)) < 1e-6
     for packing in ("flat", "padded"):
         found = answers(model, stack(rows, CPU, packing=packing))  # type: ignore[arg-type]
         torch.testing.assert_close(list(found), list(expected), rtol=1e-6, atol=1e-9)
@@ -200,7 +200,7 @@ def test_torchs_variable_length_attention_refuses_what_it_does_not_know(monkeypa
     engine = Alone(small(Gemma2Config(**SMALL)))
     engine.module.set_attn_implementation(varlen_attention.TORCH_VARLEN)
     with pytest.raises(ValueError, match="knows no softcap"):
-        refuse_mixing([engine], engine)  # type: ignore[arg-type]
+        check_row_separation([engine], engine)  # type: ignore[arg-type]
 
 
 MakeLearner = Callable[..., Learner]
@@ -296,7 +296,7 @@ def test_auto_pads_with_a_line_where_rows_would_mix(
     monkeypatch.setattr(flat_rows, "varlen_attention", lambda model, device: "eager")
     learner = make_learner()
     assert learner.packing == "flat" and learner._model.config._attn_implementation == "eager"
-    monkeypatch.setattr(flat_rows, "mixing", lambda engine, device: (0.4, 1.0))
+    monkeypatch.setattr(flat_rows, "measure_row_mixing", lambda engine, device: (0.4, 1.0))
     learner = make_learner()
     assert learner.packing == "padded" and learner._model.config._attn_implementation == "sdpa"
     (line,) = _own_lines(caplog)

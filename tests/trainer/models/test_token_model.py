@@ -15,7 +15,7 @@ import tandem.trainer.models.token_logprobs
 from tandem.trainer.batch.micro_batch import stack
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
-from tandem.trainer.models.token_model import TokenHead, answer_with_tokens
+from tandem.trainer.models.token_model import TokenHead, add_token_statistics
 from tests.support.ranks import reports_of_ranks
 from tests.support.tiny_model import VOCABULARY, build_tiny_model
 from tests.support.token_model_rank import CPU, RATE, STEPS, answers, loss_of, make_batches, train
@@ -57,10 +57,10 @@ def check_the_same_as_by_logits(model: Any) -> None:
         loss_of(found, batch).backward()
         got = gradients(model)
         model.zero_grad()
-        model.answers_with_tokens = False
+        model.gives_token_statistics = False
         want = answers(model, batch)
         loss_of(want, batch).backward()
-        model.answers_with_tokens = True
+        model.gives_token_statistics = True
         for got_N, want_N in zip(found, want, strict=True):
             torch.testing.assert_close(got_N, want_N, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got, gradients(model), rtol=1e-5, atol=1e-6)
@@ -71,7 +71,7 @@ def test_as_the_logits_say(folder: Path, small_chunks: None) -> None:
     model = load_model(folder, "float32")
     names = [name for name, _ in model.named_parameters()]
     logits = model(input_ids=torch.arange(5)[None]).logits
-    answer_with_tokens(model)
+    add_token_statistics(model)
     assert isinstance(model.get_output_embeddings(), TokenHead)
     assert [name for name, _ in model.named_parameters()] == names
     assert torch.equal(model(input_ids=torch.arange(5)[None]).logits, logits)  # any other call is as it was
@@ -80,7 +80,7 @@ def test_as_the_logits_say(folder: Path, small_chunks: None) -> None:
 
 def test_no_loss_token_gives_zero_gradients(folder: Path) -> None:
     model = load_model(folder, "float32")
-    answer_with_tokens(model)
+    add_token_statistics(model)
     batch = stack([], CPU)
     loss_of(answers(model, batch), batch).backward()
     assert all(gradient is not None and not gradient.any() for gradient in gradients(model).values())
@@ -99,7 +99,7 @@ def test_logits_that_are_more_than_the_head_gives_are_respected() -> None:
     )
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(config)
-    answer_with_tokens(model)
+    add_token_statistics(model)
     assert not isinstance(model.get_output_embeddings(), TokenHead)
     check_the_same_as_by_logits(model)
 
