@@ -7,26 +7,26 @@ symbolic mathematics only.
 
 from __future__ import annotations
 
-import difflib
 import json
 import pkgutil
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, cast
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_json
 
 from tandem.protos.contracts import Parameter, ScorerInfo
+from tandem.protos.error_text import nearest, printable
 from tandem.protos.errors import ScorerError
 from tandem.reward import scorers
 from tandem.reward.contracts import AnyJudge, Isolation, Scorer
-from tandem.reward.docstrings import attribute_docs, summary
+from tandem.reward.options.docstrings import attribute_docs, summary
+from tandem.reward.options.errors import explain
+from tandem.reward.options.tree import shape_of, type_words
 from tandem.reward.workers.function import load_function, source_version
 
 RUBRIC = "rubric"
@@ -128,12 +128,16 @@ def make_spec(
         return ScorerSpec(scorer, text, made.ISOLATION, made.GROUPED, made.PRELOAD, made.longest_seconds, made.VERSION)
     if is_import_path(scorer):
         return ScorerSpec(scorer, text, "worker", version=source_version(scorer))
-    names = [*known, *SCORERS]
+    raise unknown_scorer(scorer, [*known, *SCORERS], place, "module.path:function and path/to/file.py:function")
+
+
+def unknown_scorer(scorer: str, known: Iterable[str], place: str, also: str = "") -> ScorerError:
+    """The error for a name that is none of `known`. `also` says what else may be written."""
+    names = list(known)
     near = nearest(scorer, names)
-    raise ScorerError(
-        f"{place}.scorer {scorer!r:.100} is unknown; "
-        + (f"did you mean {near}? " if near else "")
-        + f"There are {', '.join(names)}, module.path:function and path/to/file.py:function"
+    meant = f"did you mean {near}? " if near else ""
+    return ScorerError(
+        f"{place}.scorer {scorer!r:.100} is unknown; {meant}There are {', '.join(names)}{f', {also}' if also else ''}"
     )
 
 
@@ -159,7 +163,7 @@ def make_scorer(scorer: str, arguments: Mapping[str, Any], place: str = "reward"
     try:
         return kind.model_validate_json(arguments_json(arguments, place))
     except ValidationError as error:
-        raise ScorerError(_explained(scorer, kind, error, arguments, place)) from None
+        raise ScorerError(explain(kind, error, f"{place}.arguments")) from None
 
 
 def preload(modules: Iterable[str]) -> None:
@@ -183,24 +187,6 @@ def arguments_json(arguments: Mapping[str, Any], place: str) -> str:
     return json.dumps(dict(arguments), sort_keys=True)
 
 
-def shown(value: Any) -> str:
-    """A value for a message, cut short."""
-    try:
-        return f"{value!r:.80}"
-    except RecursionError:
-        return f"a {type(value).__name__} too deep to show"
-
-
-def printable(name: str) -> str:
-    """A word of the user's for a message: one line, not too long."""
-    return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that was probably meant, "" if none is near."""
-    return next(iter(difflib.get_close_matches(word[:200], list(known), n=1, cutoff=0.5)), "")
-
-
 def describe() -> list[ScorerInfo]:
     """Every scorer, in the order of their names."""
     return [_describe(name, kind) for name, kind in SCORERS.items()]
@@ -209,8 +195,10 @@ def describe() -> list[ScorerInfo]:
 def _describe(name: str, kind: type[Scorer]) -> ScorerInfo:
     docs = attribute_docs(kind)
     parameters = tuple(
-        Parameter(info.alias or key, type_words(info.annotation), _default_json(info), docs.get(key, ""))
-        for key, info in kind.model_fields.items()
+        Parameter(
+            info.alias or field, type_words(shape_of(info)).replace("`", ""), _default_json(info), docs.get(field, "")
+        )
+        for field, info in kind.model_fields.items()
     )
     return ScorerInfo(name, kind.VERSION, summary(kind), parameters, kind.ISOLATION)
 
@@ -219,71 +207,3 @@ def _default_json(info: FieldInfo) -> str:
     if info.is_required():
         return ""
     return to_json(info.get_default(call_default_factory=True), inf_nan_mode="constants").decode()
-
-
-def _explained(
-    scorer: str, kind: type[Scorer], error: ValidationError, arguments: Mapping[str, Any], place: str
-) -> str:
-    """The first fault in one line."""
-    faults = error.errors()
-    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
-    fields = {info.alias or key: info for key, info in kind.model_fields.items()}
-    name = str(fault["loc"][0]) if fault["loc"] else ""
-    if fault["type"] == "extra_forbidden":
-        near = nearest(name, fields)
-        return (
-            f"{place}.arguments.{printable(name)}: scorer {scorer} has no such argument; "
-            + (f"did you mean {near}? " if near else "")
-            + (f"It takes {', '.join(fields)}" if fields else "It takes none")
-        )
-    if fault["type"] == "missing" and len(fault["loc"]) == 1:
-        return f"{place}.arguments.{name} is missing: scorer {scorer} needs it"
-    message = fault["msg"].removeprefix("Value error, ")
-    if not name:
-        return f"{place}.arguments of scorer {scorer}: {message}"
-    value = arguments[name]
-    if fault["type"] == "value_error":
-        return f"{place}.arguments.{name}: {message} (got {shown(value)})"
-    wrong_type = "ctx" not in fault or fault["type"].endswith(
-        ("_type", "_parsing", "literal_error", "missing", "too_short", "too_long")
-    )
-    reason = type_words(fields[name].annotation) if wrong_type else message.removeprefix("Input should be ")
-    near = nearest(value, _choices(fields[name].annotation)) if isinstance(value, str) else ""
-    meant = f"; did you mean {near}?" if near else ""
-    return f"{place}.arguments.{name}: scorer {scorer} needs {reason} there, got {shown(value)}{meant}"
-
-
-_NAMES: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    Any: "anything",
-    type(None): "nothing",
-}
-
-
-def type_words(annotation: Any) -> str:
-    """A parameter's type in words: `a number`, `"min" or "mean"`, `a list of text`."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return type_words(inner[0])
-    if origin is Literal:
-        return " or ".join(json.dumps(choice) for choice in inner)
-    if origin in (Union, UnionType):
-        return " or ".join(type_words(one) for one in inner)
-    if origin is tuple and inner[-1] is not Ellipsis:
-        return f"a list of {len(inner)} ({', '.join(type_words(one) for one in inner)})"
-    if origin in (tuple, list):
-        return f"a list ({type_words(inner[0])})"
-    if origin in (dict, Mapping) or getattr(origin, "__name__", "") == "Mapping":
-        return f"a table ({type_words(inner[1])})"
-    return _NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
-
-
-def _choices(annotation: Any) -> list[str]:
-    if typing.get_origin(annotation) is Annotated:
-        return _choices(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) is not Literal:
-        return []
-    return [choice for choice in typing.get_args(annotation) if isinstance(choice, str)]

@@ -7,15 +7,13 @@ remote ones on threads. Nothing here raises for a bad item.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tandem.protos.contracts import Score, ScoreItem, ScorerInfo, Unscored
 from tandem.protos.errors import ScorerError
@@ -23,6 +21,7 @@ from tandem.reward.config import RewardConfig
 from tandem.reward.contracts import AnyJudge, BatchJudge, Judge
 from tandem.reward.endpoints.remote_judges import RemoteJudges, named_specs
 from tandem.reward.judging import judge_each, judge_together, wait_in_pool
+from tandem.reward.options.toml import toml_value
 from tandem.reward.registry import ScorerSpec, describe
 from tandem.reward.rubric.catalogue import Catalogue
 from tandem.reward.rubric.rubric import Rubric
@@ -361,15 +360,5 @@ def _digest(text: str) -> str:
 
 def _as_rubric(config: RewardConfig) -> str:
     """A single scorer as the text of a rubric, for clients that ask for the default."""
-    arguments = ", ".join(f"{json.dumps(key)} = {_toml(value)}" for key, value in config.arguments.items())
-    return f"[[components]]\nscorer = {json.dumps(config.scorer)}\n" + (
-        f"arguments = {{ {arguments} }}\n" if arguments else ""
-    )
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else json.dumps(value)
+    arguments = f"arguments = {toml_value(config.arguments)}\n" if config.arguments else ""
+    return f"[[components]]\nscorer = {toml_value(config.scorer)}\n{arguments}"

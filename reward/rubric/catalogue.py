@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.protos.error_text import printable
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
-from tandem.reward.registry import RUBRIC, SCORERS, ScorerSpec, is_import_path, make_spec, nearest, printable
+from tandem.reward.registry import RUBRIC, SCORERS, ScorerSpec, is_import_path, make_spec, unknown_scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,7 @@ class Catalogue:
                 raise ScorerError(
                     f"{place}.scorer {scorer!r:.100}: a rubric sent to a service names no import path; {remedy}"
                 )
-            near = nearest(scorer, names)
-            raise ScorerError(
-                f"{place}.scorer {scorer!r:.100} is unknown; "
-                + (f"did you mean {near}? " if near else "")
-                + f"There are {', '.join(names)}"
-            )
+            raise unknown_scorer(scorer, names, place)
         if SCORERS[scorer].ISOLATION == "remote":
             raise ScorerError(
                 f"{place}.scorer {scorer}: it names a folder or an address, which a client cannot; {remedy}"

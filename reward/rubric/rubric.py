@@ -16,8 +16,10 @@ from annotated_types import Len
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.protos.error_text import did_you_mean, printable, shown
 from tandem.protos.errors import ScorerError
-from tandem.reward.registry import RUBRIC, ScorerSpec, is_import_path, nearest, printable, shown
+from tandem.reward.options.errors import explain
+from tandem.reward.registry import RUBRIC, ScorerSpec, is_import_path
 from tandem.reward.rubric.catalogue import Catalogue
 
 MAX_TEXT_BYTES = 64 << 10
@@ -200,38 +202,7 @@ def _read(text: str) -> _File:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ScorerError(f"the rubric is not valid TOML: {str(error)[:300]}") from None
     except ValidationError as error:
-        raise ScorerError(_explained(error)) from None
-
-
-def _explained(error: ValidationError) -> str:
-    """The first fault in one line; an unknown key before a missing one beside it, which may be it with a slip."""
-    faults = error.errors()
-    fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
-    place = ""
-    for part in fault["loc"]:
-        place += f"[{part}]" if isinstance(part, int) else "." * bool(place) + printable(str(part))
-    if fault["type"] == "extra_forbidden":
-        known = _keys_at(fault["loc"])
-        near = nearest(str(fault["loc"][-1]), known)
-        return f"unknown key {place}; " + (f"did you mean {near}?" if near else f"there are {', '.join(known)}")
-    if fault["type"] == "missing":
-        return f"{place} is missing"
-    message = fault["msg"].removeprefix("Input should be ").replace("a valid ", "a ").replace("dictionary", "table")
-    if fault["type"] in ("too_short", "too_long"):
-        message = (
-            "a list of two numbers" if len(fault["loc"]) > 1 or place == "clip" else "a list of at least one table"
-        )
-    return f"{place}: should be {message.partition(' or instance')[0]} (got {shown(fault['input'])})"
-
-
-def _keys_at(location: Sequence[str | int]) -> list[str]:
-    if len(location) == 1:
-        model: type[BaseModel] = _File
-    elif isinstance(location[-2], int):
-        model = _ComponentTable
-    else:
-        model = _RubricTable
-    return [info.alias or name for name, info in model.model_fields.items()]
+        raise ScorerError(explain(_File, error)) from None
 
 
 class _Parser:
@@ -299,15 +270,8 @@ class _Parser:
                 f"{place}.arguments: scorer rubric takes name, the name of a table in rubrics, and nothing else"
             )
         if name not in self._file.rubrics:
-            near = nearest(name, self._file.rubrics)
-            raise ScorerError(
-                f"{place}.arguments.name: there is no rubric {name!r:.80}; "
-                + (
-                    f"did you mean {near}?"
-                    if near
-                    else f"there are {', '.join(map(printable, self._file.rubrics)) or 'none'}"
-                )
-            )
+            meant = did_you_mean(name, self._file.rubrics)
+            raise ScorerError(f"{place}.arguments.name: there is no rubric {shown(name)}{meant}")
         if name in path:
             around = " → ".join(map(printable, [*path[path.index(name) :], name]))
             raise ScorerError(f"{place}.arguments.name: rubrics go in a circle: {around}")

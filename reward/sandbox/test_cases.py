@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.reward.text.ground_truth import shown
+from tandem.protos.error_text import shown
 
 Comparison = Literal["tokens", "lines"]
 

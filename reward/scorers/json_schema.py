@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
 from tandem.reward.text.extraction import last_code_block, last_tagged
-from tandem.reward.text.ground_truth import shown, unusable
+from tandem.reward.text.ground_truth import unusable
 
 _MAX_DEPTH = 100
 _MAX_DIGITS = 4000

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed
-from tandem.reward.text.ground_truth import accepted_texts, shown, unusable
+from tandem.reward.text.ground_truth import accepted_texts, unusable
 
 # The library takes any failure inside itself for "different", running out of stack or memory included. So what could
 # end like that is found before: deeper text exhausts the stack while it is read or compared, larger numbers and longer

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tandem.protos.contracts import Unscored
+from tandem.protos.error_text import shown
 
 MAX_ACCEPTED = 1000
 """Answers that one ground truth may accept: each is compared with the whole answer."""
-
-_SHOWN_CHARACTERS = 80
 
 
 def accepted_texts(ground_truth: Any) -> list[str] | None:
@@ -32,11 +31,3 @@ def unusable(ground_truth: Any, wanted: str = "neither text, number nor list of 
     if isinstance(ground_truth, list | tuple) and len(ground_truth) > MAX_ACCEPTED:
         wanted = f"a list of {len(ground_truth):,}, at most {MAX_ACCEPTED:,} are compared"
     return Unscored("invalid_input", f"ground truth {shown(ground_truth)} is {wanted}")
-
-
-def shown(value: Any) -> str:
-    """The start of a value as Python writes it, for messages."""
-    try:
-        return f"{value!r:.{_SHOWN_CHARACTERS}}"
-    except ValueError:
-        return f"{type(value).__name__} of too many digits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from tandem.protos.contracts import ScoreItem, Unscored
-from tandem.reward.text.ground_truth import shown
+from tandem.protos.error_text import shown
 
 TOKENS = "num_tokens"
 """Key of `extra_info` that holds how many tokens the answer has: a scorer has no tokenizer."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.protos.contracts import ScoreItem, Unscored
+from tandem.protos.error_text import nearest
 
 Message = dict[str, str]
 
@@ -30,8 +30,8 @@ class PromptTemplate:
         found = set(_PLACEHOLDER.findall(text))
         self.names = {name for name in found if name in known or (name.startswith(_EXTRA) and len(name) > len(_EXTRA))}
         for name in sorted(found - self.names):
-            if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
-                raise ValueError(f"template: {{{name}}} is no placeholder; did you mean {{{near[0]}}}?")
+            if near := nearest(name, known, above=0.75):
+                raise ValueError(f"template: {{{name}}} is no placeholder; did you mean {{{near}}}?")
         if missing := [name for name in needed if name not in self.names]:
             raise ValueError(f"template: it lacks {{{missing[0]}}}")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.error_text import nearest
 from tandem.protos.errors import JobError, ScorerError, UserError
 from tandem.services.addresses import DEFAULT_PORT, check_listening, named_addresses
 from tandem.services.clients import RewardClient
@@ -33,7 +34,6 @@ from tandem.services.commands.reward_display import (
     score_line,
     sum_line,
 )
-from tandem.services.config.tree import nearest
 from tandem.services.data.completions import CompletionFile, Fields
 from tandem.services.data.score_file import ScoreFile, check_out, row_of
 

@@ -8,13 +8,10 @@ python -m tandem.services.config.docs --check    exits 1 if the file is not what
 from __future__ import annotations
 
 import json
-import math
-import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from tandem.reward.docstrings import own_docs, summary
+from tandem.reward.options.docstrings import attribute_docs, summary
+from tandem.reward.options.toml import toml_value
+from tandem.reward.options.tree import Table, default_of, shape_of, tables, type_words
 from tandem.services.config import Recipe
-from tandem.services.config.tree import Table, default_of, shape_of, tables, type_words
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
@@ -82,7 +80,7 @@ def keys_of(table: Table) -> Iterator[Key]:
     """The keys of one table, without the one it is chosen by."""
     docs = attribute_docs(table.model)
     for name, info in table.fields():
-        yield Key(table.path, name, type_words(info), default_text(info), docs[name], table.choice)
+        yield Key(table.path, name, type_words(shape_of(info)), default_text(info), docs[name], table.choice)
 
 
 def _choosing_key(table: Table) -> Key:
@@ -97,17 +95,6 @@ def explained(root: type[BaseModel] = Recipe) -> Iterator[str]:
         default = f"default {key.default}" if key.default else "must be given"
         choice = f" of {key.choice}" if key.choice else ""
         yield f"{key.section}.{key.name}{choice} ({key.type}; {default})\n    {key.doc}"
-
-
-@cache
-def attribute_docs(model: type[BaseModel]) -> dict[str, str]:
-    """The string below each field, its own or inherited, in one line. A field without one is a KeyError for its reader:
-    every key is explained."""
-    docs: dict[str, str] = {}
-    for owner in reversed(model.__mro__):
-        if issubclass(owner, BaseModel) and owner is not BaseModel:
-            docs |= own_docs(owner)
-    return docs
 
 
 def default_text(info: FieldInfo) -> str:
@@ -194,30 +181,6 @@ def _toml_table(lines: list[str], path: str, info: FieldInfo, values: Mapping[st
     lines.append("")
     for place, field, value in inner:
         _toml_table(lines, place, field, value)
-
-
-def toml_value(value: Any) -> str:
-    """A value as TOML text."""
-    if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
-            + "}"
-        )
-    if isinstance(value, list):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return _toml_text(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key, re.ASCII) else _toml_text(key)
-
-
-def _toml_text(text: str) -> str:
-    """A JSON string is a TOML basic string, save for DEL, which TOML wants escaped too."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _json(value: Any) -> str:

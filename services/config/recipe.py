@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tandem.protos.errors import ConfigError
 from tandem.reward.config import RewardConfig
+from tandem.reward.options import tree
+from tandem.reward.options.tree import shape_at
 from tandem.rollout.config import RolloutConfig
-from tandem.services.config import tree as config_tree
 from tandem.services.config.faults import explain
 from tandem.services.config.jobs import JobsConfig, ServiceConfig
-from tandem.services.config.tree import Shape, shape_at
+from tandem.services.config.overrides import apply_overrides as put_overrides
 from tandem.trainer.config import TrainerConfig, WeightsConfig
 
 
@@ -208,7 +209,7 @@ def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) 
         ConfigError: see `load_recipe`.
     """
     values = read_values(Path(path), ServiceConfig) if path is not None else {}
-    apply_overrides(values, overrides, ServiceConfig)
+    put_overrides(ServiceConfig, values, overrides)
     try:
         return ServiceConfig.model_validate(values)
     except ValidationError as error:
@@ -301,58 +302,10 @@ def load_resolved(path: str | Path) -> Recipe:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
-    """Puts `section.key=value` texts into the nested values of a recipe, in place.
-
-    A table is dealt with before the keys inside it, and the key that names it before its others. Another name begins
-    the table anew; a string where one is the bare name of a table becomes that table as soon as a key inside it is
-    given.
-
-    Raises:
-        ConfigError: an override is malformed, or a part of its key is a value.
-    """
-    parted = [(override, *_part(override)) for override in overrides]
-    for override, keys, value in sorted(parted, key=lambda one: (len(one[1]), not _names_a_table(root, one[1]))):
-        node = values
-        for depth, key in enumerate(keys[:-1], start=1):
-            node = _table_below(node, key, shape_at(root, keys[:depth]), override)
-        table, shape, last = shape_at(root, keys[:-1]), shape_at(root, keys), keys[-1]
-        if table is not None and last == table.naming_key:
-            named = node.get(last, table.bare.default if table.bare is not None else "")
-            if named != value:
-                node.clear()
-        node[last] = None if value == "none" and shape is not None and shape.optional else value
-
-
-def _names_a_table(root: type[BaseModel], keys: Sequence[str]) -> bool:
-    table = shape_at(root, keys[:-1])
-    return table is not None and keys[-1] == table.naming_key
-
-
-def _table_below(node: dict[str, Any], key: str, shape: Shape | None, override: str) -> dict[str, Any]:
-    """The table at a key, made if there is none."""
-    below = node.setdefault(key, {})
-    if shape is not None and shape.is_table and not isinstance(below, dict):
-        if below is None:
-            below = node[key] = {}
-        elif isinstance(below, str) and shape.bare is not None:
-            below = node[key] = {shape.bare.key: below}
-    if not isinstance(below, dict):
-        raise ConfigError(f"override {override!r}: {key} is a value, not a section")
-    return below
-
-
-def _part(override: str) -> tuple[list[str], Any]:
-    """The parts of the key and the value."""
-    key, sign, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not sign or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"override {override!r}: write section.key=value, e.g. trainer.learning_rate=2e-6")
-    try:
-        return parts, tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return parts, text  # bare words are strings, as in every other trainer's overrides
+    """Puts `section.key=value` texts into the nested values of a recipe; see `overrides.apply_overrides`."""
+    put_overrides(root, values, overrides)
 
 
 def known_keys() -> list[str]:
     """Every section, table and dotted key of a recipe."""
-    return config_tree.known_keys(Recipe)
+    return tree.known_keys(Recipe)

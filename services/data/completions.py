@@ -20,8 +20,8 @@ from typing import IO, Any
 import pyarrow.parquet as pq
 
 from tandem.protos.contracts import ScoreItem, Unscored
+from tandem.protos.error_text import nearest
 from tandem.protos.errors import DataError
-from tandem.services.config.tree import nearest
 from tandem.services.data.dataset import RowFault, is_parquet, parse_line, reading, table_rows
 
 COMPLETION_COLUMNS = ("solution", "response", "completion")

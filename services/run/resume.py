@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.protos.errors import ConfigError
+from tandem.reward.options.tree import shape_at
 from tandem.services.config import Recipe, load_resolved
-from tandem.services.config.tree import shape_at
 from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER
 
 FREE = frozenset(

@@ -109,10 +109,13 @@ def test_a_remote_scorer_that_does_not_start_is_an_error_and_closed(make_core: M
         ({"scorer": "something"}, "module.path:function and path/to/file.py:function"),
         (
             {"scorer": "exact", "arguments": {"ignore_cas": True}},
-            "reward.arguments.ignore_cas: scorer exact has no such",
+            "unknown key reward.arguments.ignore_cas; did you mean reward.arguments.ignore_case",
         ),
-        ({"scorer": "exact", "arguments": {"ignore_case": "yes"}}, "needs true or false there, got 'yes'"),
-        ({"scorer": "numeric", "arguments": {"tolerance": True}}, "needs a number there"),
+        (
+            {"scorer": "exact", "arguments": {"ignore_case": "yes"}},
+            "reward.arguments.ignore_case: should be true or false (got 'yes')",
+        ),
+        ({"scorer": "numeric", "arguments": {"tolerance": True}}, "reward.arguments.tolerance: should be a number"),
         ({"scorer": "numeric", "arguments": {"tolerance": -1}}, "reward.arguments.tolerance"),
         ({"scorer": "regex"}, "reward.arguments.pattern is missing"),
         (

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tandem.protos.errors import ConfigError
+from tandem.reward.options.tree import known_keys, tables
 from tandem.services.config import apply_overrides
 from tandem.services.config.docs import as_toml, explained, keys, page
 from tandem.services.config.faults import explain
-from tandem.services.config.tree import known_keys, tables
 from tandem.trainer.algorithm import AlgorithmConfig, CriticConfig
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
 from tandem.trainer.estimators.options import GaeOptions, GrpoOptions, RlooOptions, estimator_models
@@ -170,7 +170,7 @@ def test_another_preset_on_top_of_a_saved_recipe_is_that_preset() -> None:
         ("[trainer.critic]\nclip = 8", "unknown key trainer.critic.clip; did you mean trainer.critic.value_clip?"),
         (
             '[[trainer.correction.rejections]]\nlevel = "token"',
-            "trainer.correction.rejections.0: token ratio rejects nothing: give low or high",
+            "trainer.correction.rejections[0]: token ratio rejects nothing: give low or high",
         ),
     ],
 )

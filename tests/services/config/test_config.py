@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.errors import ConfigError
+from tandem.reward.options.tree import default_of, shape_of, tables
 from tandem.services.config import (
     Recipe,
     apply_overrides,
@@ -22,7 +23,6 @@ from tandem.services.config import (
     parse_recipe,
 )
 from tandem.services.config.docs import PAGE, as_toml, keys, page
-from tandem.services.config.tree import default_of, shape_of, tables
 
 QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault
 MINIMAL = '[run]\nrun_id = "mine"\n[model]\npath = "models/tiny"\n[data]\ntrain_file = "train.parquet"\n'

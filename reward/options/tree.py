@@ -1,8 +1,9 @@
-"""What may stand where in a configuration: its sections, tables and keys, read from the annotations of the models."""
+"""The tables and keys that a pydantic model of options describes, read from its annotations. The recipe, a scorer's
+arguments and a rubric's file are all read, explained and documented by it.
+"""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,6 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from tandem.trainer.named_options import BareName
-
-NEAR = 0.5
-"""Similarity (0 to 1) above which a known word is offered for an unknown one."""
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "nothing"}
 
@@ -54,6 +52,11 @@ class Shape:
         return not self.models and get_origin(self.annotation) in (Union, UnionType)
 
 
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model by the keys that users write."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def shape_of(info: FieldInfo) -> Shape:
     """The shape of a model's field."""
     return _shape(info.annotation, tuple(info.metadata), _text(info.discriminator))
@@ -63,7 +66,7 @@ def shape_at(root: type[BaseModel], keys: Sequence[str]) -> Shape | None:
     """The shape of a dotted key below `root`, of the first choice that has it; None if nobody knows it."""
     shape = Shape(root, {"": root})
     for key in keys:
-        found = [model.model_fields[key] for model in shape.models.values() if key in model.model_fields]
+        found = [fields_of(model)[key] for model in shape.models.values() if key in fields_of(model)]
         if not found or shape.many:
             return None
         shape = shape_of(found[0])
@@ -92,7 +95,7 @@ def _shape(annotation: Any, rules: tuple[Any, ...], chooser: str) -> Shape:
     if origin in (tuple, list):
         inner = _shape(arguments[0], (), "")
         if inner.models:
-            return replace(inner, annotation=annotation, many=True)
+            return replace(inner, annotation=annotation, many=True, rules=rules)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return Shape(annotation, {"": annotation}, bare=_bare_name(rules))
     return Shape(annotation, rules=rules)
@@ -135,7 +138,7 @@ class Table:
 
     def fields(self) -> Iterator[tuple[str, FieldInfo]]:
         """Its keys, without the one it is chosen by."""
-        for name, info in self.model.model_fields.items():
+        for name, info in fields_of(self.model).items():
             if name != self.shape.chooser:
                 yield name, info
 
@@ -145,7 +148,7 @@ class Table:
 
 def tables(root: type[BaseModel], path: str = "") -> Iterator[Table]:
     """Every table below `root`, its own one aside, a table before those inside it."""
-    for name, info in root.model_fields.items():
+    for name, info in fields_of(root).items():
         shape = shape_of(info)
         inner = (f"{path}.{name}" if path else name) + ("[]" if shape.many else "")
         for choice, model in shape.models.items():
@@ -160,67 +163,57 @@ def default_of(info: FieldInfo) -> Any:
 
 def known_keys(root: type[BaseModel]) -> list[str]:
     """Every table and every dotted key below `root`, once each."""
-    found = {name: None for name in root.model_fields}
+    found = dict.fromkeys(fields_of(root))
     for table in tables(root):
         found[table.path] = None
-        for name in table.model.model_fields:
-            found[table.key(name)] = None
+        found |= dict.fromkeys(map(table.key, fields_of(table.model)))
     return list(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a fault lies: the place as a user writes it, the table it lies in, and what the place should hold (None:
-    unknown key).
+    """Where a fault is: the place as a user writes it, the table that has it, and what the place should hold (None: the
+    key is unknown).
     """
 
     place: str
     table: Table
     shape: Shape | None
+    inside: bool = False
+    """The fault is in an entry of the value, e.g. of a list of numbers."""
 
 
 def locate(root: type[BaseModel], parts: Iterable[str | int]) -> Location:
-    """The place behind pydantic's location, which counts the choices by name among its parts."""
+    """The place behind a location of pydantic's, which contains the names by which tables were chosen."""
     shape = Shape(root, {"": root})
     table, place = Table("", root, shape), ""
-    chosen = True  # whether `table` is what the place holds
+    is_table = True  # whether `table` is what the place holds
+    inside = False
     for part in parts:
-        if chosen:
+        if is_table:
             place = table.key(str(part))
-            info = table.model.model_fields.get(str(part))
+            info = fields_of(table.model).get(str(part))
             if info is None:
                 return Location(place, table, None)
-            shape, chosen = shape_of(info), False
+            shape, is_table = shape_of(info), False
             if shape.is_table and not shape.chooser:
-                table, chosen = Table(place, shape.models[""], shape), True
+                table, is_table = Table(place, shape.models[""], shape), True
         elif shape.many and isinstance(part, int):
-            place = f"{place}.{part}"
-            shape = replace(shape, many=False)
+            place = f"{place}[{part}]"
+            shape = replace(shape, many=False, rules=())
             if not shape.chooser:
-                table, chosen = Table(place, shape.models[""], shape), True
+                table, is_table = Table(place, shape.models[""], shape), True
         elif shape.models:
             table = Table(place, shape.models[str(part)], shape, str(part))
-            chosen = True
-        elif not (shape.is_union and isinstance(part, str)):  # else it says which of a value's types the fault is about
-            place = f"{place}.{part}"
-    return Location(place, table, shape)
+            is_table = True
+        elif not (shape.is_union and isinstance(part, str)):  # a part that names one of a value's types says nothing
+            inside = True
+            place += f".{part}" if isinstance(part, str) else ""
+    return Location(place, table, shape, inside)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word most like an unknown one, or whose initials it is; "" if none is near."""
-    best, likeness = "", NEAR
-    for candidate in known:
-        if word and word == "".join(part[:1] for part in candidate.split("_")):
-            return candidate
-        ratio = difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
-        if ratio > likeness:
-            best, likeness = candidate, ratio
-    return best
-
-
-def type_words(info: FieldInfo) -> str:
-    """A field's type and limits in words: `integer ≥ 1`, `"grpo" or "dr_grpo"`, `name or table`."""
-    shape = shape_of(info)
+def type_words(shape: Shape) -> str:
+    """A value's type and limits in words: `integer ≥ 1`, `"grpo" or "dr_grpo"`, `name or table`."""
     limits = []
     for rule in shape.rules:
         if isinstance(rule, annotated_types.Ge):
@@ -231,21 +224,28 @@ def type_words(info: FieldInfo) -> str:
             limits.append(f"≤ {rule.le}")
         elif isinstance(rule, annotated_types.Lt):
             limits.append(f"< {rule.lt}")
+        elif isinstance(rule, annotated_types.Len | annotated_types.MinLen) and rule.min_length == 1:
+            limits.append("that is not empty")
         elif getattr(rule, "pattern", None):
             limits.append(f"like `{rule.pattern}`")
-    return " ".join([shape_words(shape), ", ".join(limits)]).strip()
+    return " ".join([_table_words(shape) or _words(shape.annotation, _length(shape)), ", ".join(limits)]).strip()
 
 
-def shape_words(shape: Shape) -> str:
-    """What may stand there, in words."""
+def _length(shape: Shape) -> int:
+    """How many entries a list must have, 0 if any number."""
+    lengths = [rule for rule in shape.rules if isinstance(rule, annotated_types.Len)]
+    return lengths[0].min_length if lengths and lengths[0].max_length else 0
+
+
+def _table_words(shape: Shape) -> str:
     if shape.many:
         return "list of tables"
     if shape.models:
         return f"{shape.bare.key} or table" if shape.bare is not None else "table"
-    return _words(shape.annotation)
+    return ""
 
 
-def _words(annotation: Any) -> str:
+def _words(annotation: Any, length: int = 0) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _words(arguments[0])
@@ -254,9 +254,16 @@ def _words(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_words(argument) for argument in arguments if argument is not NoneType)
     if origin is tuple and arguments[-1] is not Ellipsis:
-        return f"list of {len(arguments)} {_words(arguments[0])}s"
+        return f"list of {len(arguments)} {_plural(arguments[0])}"
     if origin in (tuple, list):
-        return f"list of {_words(arguments[0])}" + ("s" if arguments[0] in (int, float) else "")
-    if origin is dict:
+        return f"list of {f'{length} ' if length else ''}{_plural(arguments[0])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
-    return _NAMES[annotation]
+    if origin in (dict, Mapping):
+        return "table" if arguments[1] is Any else f"table of {_plural(arguments[1])}"
+    return _NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _plural(annotation: Any) -> str:
+    words = _words(annotation)
+    return f"{words}s" if words in ("integer", "number", "table") else words

@@ -1,39 +1,30 @@
-"""What a class's source says of it: the summary of its docstring, the string below each field."""
+"""What the source of a class says about it: the summary of its docstring, and the string below each field."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 
-def summary(kind: type[Any]) -> str:
+def summary(kind: type) -> str:
     """The first paragraph of a class's docstring, in one line."""
     return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
 
 
-def attribute_docs(kind: type[Any]) -> Mapping[str, str]:
-    """The string below each field of a class, its own or inherited, in one line. A field without one is missing
-    here.
-    """
+def attribute_docs(kind: type) -> dict[str, str]:
+    """The string below each field of a class, its own or inherited, in one line. Empty if there is no source."""
     docs: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
-        with suppress(OSError, TypeError):  # installed without its source: the fields go without their words
-            docs |= own_docs(owner)
+        with suppress(OSError, TypeError):
+            docs |= _own_docs(owner)
     return docs
 
 
 @cache  # reading and parsing source takes long, and subclasses share their bases
-def own_docs(kind: type[Any]) -> dict[str, str]:
-    """The string below each field that stands in the class itself, in one line.
-
-    Raises:
-        OSError, TypeError: its source is not there.
-    """
+def _own_docs(kind: type) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs = {}

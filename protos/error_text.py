@@ -1,0 +1,44 @@
+"""Parts of error messages: the name that was probably meant, and values cut to a readable length."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def nearest(word: str, known: Iterable[str], above: float = 0.5) -> str:
+    """The known name that is most like an unknown one (`above` this similarity, from 0 to 1), or whose initials it is;
+    "" if there is none.
+    """
+    word = word[:200]
+    best, likeness = "", above
+    for candidate in known:
+        if word and word == "".join(part[:1] for part in candidate.split("_")):
+            return candidate
+        ratio = difflib.SequenceMatcher(None, word.lower(), candidate.lower()).ratio()
+        if ratio > likeness:
+            best, likeness = candidate, ratio
+    return best
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known name, or all of them."""
+    known = list(known)
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near else f"; there are {', '.join(map(printable, known)) or 'none'}"
+
+
+def printable(name: str) -> str:
+    """A name of the user's in one line, cut to 80 characters."""
+    return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
+
+
+def shown(value: Any) -> str:
+    """A value as Python writes it, cut to 80 characters."""
+    try:
+        return f"{value!r:.80}"
+    except RecursionError:
+        return f"a {type(value).__name__} too deep to show"
+    except ValueError:
+        return f"{type(value).__name__} of too many digits"

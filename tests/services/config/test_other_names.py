@@ -1,0 +1,112 @@
+"""Keys that a recipe does not have but that users write: the error says what to write instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.protos.errors import ConfigError
+from tandem.reward.options.tree import known_keys
+from tandem.services.config import Recipe, apply_overrides, other_names, parse_recipe
+from tandem.services.config.other_names import ABSENT_KEYS, OLD_KEYS, TRL_KEYS, VERL_KEYS
+
+PAGE = 'docs/algorithms.md, section "Names elsewhere"'
+
+
+def values() -> dict[str, Any]:
+    return {"run": {"run_id": "r"}, "model": {"path": "m"}, "data": {"train_file": "d.parquet"}}
+
+
+def complaint(*overrides: str, **sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        given = values() | sections
+        apply_overrides(given, overrides)
+        parse_recipe(given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def recipe(*overrides: str) -> Recipe:
+    given = values()
+    apply_overrides(given, overrides)
+    return parse_recipe(given)
+
+
+def test_every_key_that_a_table_recommends_exists_and_none_that_it_replaces_does() -> None:
+    known = set(known_keys(Recipe))
+    for table in (OLD_KEYS, VERL_KEYS, TRL_KEYS):
+        recommended = {key for text in table.values() for key in text.split(" and ")}
+        assert recommended <= known
+    assert not (OLD_KEYS.keys() | ABSENT_KEYS.keys() | TRL_KEYS.keys()) & known
+    assert VERL_KEYS.keys() & known <= set()
+
+
+def test_the_section_that_the_errors_name_exists(pytestconfig: pytest.Config) -> None:
+    page = (Path(pytestconfig.rootpath) / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert re.search("^## Names elsewhere$", page, re.MULTILINE)
+
+
+def test_a_renamed_key_names_its_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(other_names.OLD_KEYS, "run.slack", "run.staleness_budget")
+    told = "unknown key run.slack: its name is now run.staleness_budget"
+    assert complaint("run.slack=2") == f"recipe: {told}"
+    assert complaint(run={"run_id": "r", "slack": 2}) == f"recipe: {told}"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "trainer.learning_rate"),
+        ("algorithm.adv_estimator=grpo", "trainer.advantage"),
+        ("data.train_batch_size=64", "run.groups_per_batch"),
+        ("actor_rollout_ref.rollout.n=8", "rollout.samples_per_prompt"),
+        ("trainer.total_epochs=2", "data.max_epochs"),
+    ],
+)
+def test_a_key_of_verl_names_ours_and_the_page_of_names(override: str, key: str) -> None:
+    name = override.partition("=")[0]
+    assert complaint(override) == f"recipe: unknown key {name}: verl's name; write {key} ({PAGE}, has more names)"
+
+
+def test_a_section_of_verl_names_the_page_of_names() -> None:
+    assert complaint("actor_rollout_ref.hybrid_engine=true") == (
+        f"recipe: unknown key actor_rollout_ref: verl's name; see {PAGE}"
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["num_generations", "beta", "max_completion_length", "per_device_train_batch_size", "learning_rate"]
+)
+def test_an_argument_of_trl_names_our_key_and_the_page_of_names(name: str) -> None:
+    told = f"unknown key {name}: TRL's name; write {TRL_KEYS[name]} ({PAGE}, has more names)"
+    assert complaint(**{name: 1}) == f"recipe: {told}"
+    assert told in complaint(f"{name}=1")
+
+
+def test_a_sampling_filter_says_why_there_is_none() -> None:
+    for key in ("rollout.top_p", "rollout.top_k", "rollout.min_p"):
+        line = complaint(f"{key}=0.9")
+        assert line.startswith(f"recipe: there is no key {key}: ") and "renormalise" in line
+
+
+def test_one_text_for_a_list_says_how_to_write_it() -> None:
+    assert complaint("rollout.stop=abc") == (
+        "recipe: rollout.stop: should be a list of text (got 'abc'); write stop = [\"abc\"]"
+    )
+
+
+def test_none_removes_a_text_that_may_be_absent() -> None:
+    given = values()
+    given["data"]["eval_file"] = "eval.parquet"
+    apply_overrides(given, ["data.eval_file=none"])
+    assert parse_recipe(given).data.eval_file == ""
+    assert recipe("run.folder=none").run.folder == "runs/r"
+    assert recipe("trainer.correction.weights.level=none").trainer.correction.weights.level == "none"
+
+
+@pytest.mark.parametrize("key", ["model.path", "run.run_id", "run.host", "reward.scorer"])
+def test_none_is_refused_for_a_text_that_must_be_there(key: str) -> None:
+    assert complaint(f"{key}=none") == f"override '{key}=none': {key} needs a value and cannot be none"
