@@ -5,37 +5,18 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from tandem.protos.bare_name import BareName
 from tandem.protos.errors import PluginError
 from tandem.protos.plugins import find_plugins
 
 Model = TypeVar("Model", bound=BaseModel)
 
-Guess = Callable[[str], str | None]
-"""Unknown name → the known one that is meant, or None."""
 
-
-@dataclass(frozen=True, slots=True)
-class BareName:
-    """What a bare string stands for: the value of `key`, which is `default` in a table that lacks it."""
-
-    key: str
-    default: str
-    guess: Guess | None = None
-
-    def __call__(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return {self.key: value}
-        if isinstance(value, dict) and self.key not in value:
-            return {self.key: self.default, **value}
-        return value
-
-
-def named(default: str, *, key: str = "name", guess: Guess | None = None) -> BeforeValidator:
+def named(default: str, *, key: str = "name", guess: Callable[[str], str | None] | None = None) -> BeforeValidator:
     """For `Annotated[OneOfSeveral, named("rloo")]`: a string is a name, and a table without one is called `default`."""
     return BeforeValidator(BareName(key, default, guess))
 

@@ -14,7 +14,7 @@ import annotated_types
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from tandem.trainer.named_options import BareName
+from tandem.protos.bare_name import BareName
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "nothing"}
 
