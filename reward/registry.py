@@ -22,6 +22,7 @@ from pydantic_core import to_json
 from tandem.protos.contracts import Parameter, ScorerInfo
 from tandem.protos.error_text import nearest, printable
 from tandem.protos.errors import ScorerError
+from tandem.protos.plugins import find_plugins
 from tandem.reward import scorers
 from tandem.reward.contracts import AnyJudge, Isolation, Scorer
 from tandem.reward.options.docstrings import attribute_docs, summary
@@ -37,7 +38,7 @@ class ScorerRegistry(MutableMapping[str, type[Scorer]]):
     """Scorers by name, in alphabetical order. Looking one up imports its module; listing the names imports none."""
 
     def __init__(self) -> None:
-        self._loaders = dict(_find_scorers())
+        self._loaders = _find_scorers()
         self._classes: dict[str, type[Scorer]] = {}
 
     def __getitem__(self, name: str) -> type[Scorer]:
@@ -61,10 +62,17 @@ class ScorerRegistry(MutableMapping[str, type[Scorer]]):
         return len({**self._loaders, **self._classes})
 
 
-def _find_scorers() -> Iterator[tuple[str, Callable[[], type[Scorer]]]]:
-    """The name of every scorer there is, with what loads it."""
-    for module in pkgutil.iter_modules(scorers.__path__):
-        yield module.name, partial(_scorer_in, f"{scorers.__name__}.{module.name}")
+def _find_scorers() -> dict[str, Callable[[], type[Scorer]]]:
+    """What loads each scorer, by name: built-in ones and those of the entry points `tandem.scorers`.
+
+    Raises:
+        PluginError: an entry point has the name of another scorer.
+    """
+    built_in = {
+        module.name: partial(_scorer_in, f"{scorers.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(scorers.__path__)
+    }
+    return built_in | find_plugins("tandem.scorers", Scorer, built_in)
 
 
 def _scorer_in(module: str) -> type[Scorer]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         Unscored,
     )
     from tandem.protos.errors import TandemError, UserError
-    from tandem.reward.contracts import BatchJudge, Judge
+    from tandem.reward.contracts import Scorer
     from tandem.services.clients import AsyncRewardClient, RewardClient
     from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
     from tandem.trainer.estimators.options import EstimatorOptions
@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncRewardClient",
-    "BatchJudge",
     "Environment",
     "Estimate",
     "EstimatorBatch",
     "EstimatorOptions",
-    "Judge",
     "LossOptions",
     "LossTerms",
     "LossTokens",
@@ -46,6 +44,7 @@ __all__ = [
     "Score",
     "ScoreItem",
     "Scored",
+    "Scorer",
     "StepResult",
     "TandemError",
     "Unscored",
@@ -55,7 +54,7 @@ __all__ = [
 _MODULES = {
     "tandem.protos.contracts": ("Environment", "Observation", "Score", "ScoreItem", "Scored", "StepResult", "Unscored"),
     "tandem.protos.errors": ("TandemError", "UserError"),
-    "tandem.reward.contracts": ("BatchJudge", "Judge"),
+    "tandem.reward.contracts": ("Scorer",),
     "tandem.services.clients": ("AsyncRewardClient", "RewardClient"),
     "tandem.trainer.estimators.inputs": ("Estimate", "EstimatorBatch"),
     "tandem.trainer.estimators.options": ("EstimatorOptions",),

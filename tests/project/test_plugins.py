@@ -87,6 +87,14 @@ def test_a_recipe_with_the_loss_and_the_advantage_of_the_page_trains_by_them(ins
     assert "cap = 1.5" in shown.stdout and "scale = 1.0" in shown.stdout, shown.stderr
 
 
+def test_the_scorer_of_the_page_is_listed_checked_and_scores(installed: Path, tmp_path: Path) -> None:
+    done = python(installed, tmp_path, "-c", SCORING)
+    listed, scored = done.stdout.splitlines()
+    assert "name='max_words', type='an integer', default='100', description='Longest answer that scores.'" in listed
+    assert scored == "1 in_process [1.0, 0.0]"
+    assert "scorer word_limit has no such argument; did you mean max_words?" in done.stderr
+
+
 def add_entry_point(folder: Path, group: str, name: str, value: str) -> Path:
     """An installed package that has nothing but this entry point."""
     info = folder / "clash-1.0.dist-info"
@@ -99,6 +107,8 @@ def add_entry_point(folder: Path, group: str, name: str, value: str) -> Path:
 @pytest.mark.parametrize(
     ("group", "name", "value", "said"),
     [
+        ("tandem.scorers", "gsm8k", "json:loads", "of clash 1.0 has the name of a built-in one; choose another name"),
+        ("tandem.scorers", "mine", "json:JSONDecoder", "JSONDecoder is not a class derived from Scorer"),
         ("tandem.losses", "gspo", "json:loads", "of clash 1.0 has the name of a built-in one; choose another name"),
         ("tandem.advantages", "grpo", "json:loads", "of clash 1.0 has the name of a built-in one; choose another name"),
         ("tandem.losses", "mine", "surely_not.there:A", "of clash 1.0 does not import: ModuleNotFoundError: No module"),
@@ -112,7 +122,12 @@ def test_an_entry_point_that_cannot_be_used_is_one_line_with_its_package(
 ) -> None:
     write_recipe(tmp_path, "")
     path = add_entry_point(tmp_path, group, name, value)
-    done = python(path, tmp_path, "-m", "tandem.services.cli", "config", "recipe.toml")
+    command = (
+        ["config", "recipe.toml"]
+        if group != "tandem.scorers"
+        else ["reward", "serve", "--port", "0", f"reward.scorer={name}"]
+    )
+    done = python(path, tmp_path, "-m", "tandem.services.cli", *command)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith(f"tandem: entry point {group}: {name}")
     assert said in line
