@@ -1,6 +1,4 @@
-"""The feed: dataset → `prompts`. Shuffles by seed and epoch, admits groups under the limiter, and says when there are
-no more.
-"""
+"""The feed: reads the dataset, shuffles it by seed and epoch, admits groups under the limiter, and marks its end."""
 
 from __future__ import annotations
 
@@ -25,25 +23,23 @@ from tandem.services.service_info import ServiceEndpoint, ServiceInfo
 
 log = logging.getLogger(__name__)
 
-_CHUNK_GROUPS = 64  # most groups of one admission; keeps a single call to Redis small
+_CHUNK_GROUPS = 64  # in one admission, so that no single call to Redis is large
 _SHORTEST_POLL_SECONDS = 0.005
 _LONGEST_POLL_SECONDS = 0.02
-_MOST_FAULTS_TOLD = 20
-_IDLE_POLL_SECONDS = 0.25  # once exhausted: only a dropped group can make work
+_MAX_LOGGED_FAULTS = 20
+_IDLE_POLL_SECONDS = 0.25  # once exhausted, when only a dropped group needs a replacement
 
 
 def epoch_order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
-    """The rows of a pass over the data, shuffled by (seed, epoch); the same on every machine and after every
-    restart.
-    """
+    """The row numbers of one epoch, shuffled by (seed, epoch): the same on every machine and after every restart."""
     entropy = [seed & (2**64 - 1), epoch]  # two's complement: a negative seed is one as well
-    # Raw bits of PCG64 are promised to stay the same in every numpy; `Generator.permutation` is not.
+    # numpy keeps the raw bits of PCG64 stable over versions, but not `Generator.permutation`.
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
     return np.argsort(keys, kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedGroup:
     """A group ready for admission; `position` counts rows from the run's start, skipped ones included."""
 
     position: int
@@ -52,7 +48,7 @@ class Prepared:
 
 
 class PromptStream:
-    """The endless (or `max_epochs` long) sequence of prompts from a position on, prepared ahead of need."""
+    """The sequence of prompts from a position on, endless or `max_epochs` long, prepared in advance."""
 
     def __init__(
         self, dataset: Mixture, builder: PromptBuilder, *, seed: int, shuffle: bool, max_epochs: int, position: int
@@ -65,7 +61,7 @@ class PromptStream:
         self._end = max_epochs * len(dataset) if max_epochs else None
         self._next = position
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-        self._ready: deque[Prepared] = deque()
+        self._ready: deque[PreparedGroup] = deque()
 
     @property
     def finished(self) -> bool:
@@ -82,19 +78,19 @@ class PromptStream:
             epoch, place = divmod(self._next, len(self._dataset))
             group = self._build(epoch, self._row_index(epoch, place))
             if group is not None:
-                self._ready.append(Prepared(self._next, group.group_id, encode_group(group)))
+                self._ready.append(PreparedGroup(self._next, group.group_id, encode_group(group)))
             elif len(self.faults) == self._dataset.num_rows:
                 raise self._builder.nothing_usable(self._dataset.name, self.faults)
             self._next += 1
 
-    def run(self, num_groups: int) -> list[Prepared]:
-        """The next groups, at most so many, whose positions follow each other without a gap.
+    def run(self, num_groups: int) -> list[PreparedGroup]:
+        """Up to `num_groups` next groups, whose positions have no gap between them.
 
-        The buffer keeps one cursor and counts back from it when it admits a part: a skipped row in between would
-        mislead it.
+        The buffer stores one cursor and counts back from it when it admits only a part, so no row in between may be
+        skipped.
         """
         self.prepare(num_groups)
-        ready: list[Prepared] = []
+        ready: list[PreparedGroup] = []
         for prepared in self._ready:
             if len(ready) == num_groups or (ready and prepared.position != ready[-1].position + 1):
                 break
@@ -102,7 +98,7 @@ class PromptStream:
         return ready
 
     def advance(self, num_groups: int) -> None:
-        """Forgets the first so many groups: they are admitted."""
+        """Removes the first groups, which were admitted."""
         for _ in range(num_groups):
             self._ready.popleft()
 
@@ -121,15 +117,15 @@ class PromptStream:
         prompt = self._builder.build(row, epoch) if isinstance(row, Row) else row
         if isinstance(prompt, RowFault):
             self.faults[number] = prompt
-            if len(self.faults) <= _MOST_FAULTS_TOLD:
-                last = "; further ones are only counted" if len(self.faults) == _MOST_FAULTS_TOLD else ""
+            if len(self.faults) <= _MAX_LOGGED_FAULTS:
+                last = "; further rows are counted only" if len(self.faults) == _MAX_LOGGED_FAULTS else ""
                 log.warning("row %d is skipped: %s: %s%s", prompt.index, prompt.reason, prompt.detail, last)
             return None
         return TrajectoryGroup(prompt)
 
 
 class Feed:
-    """Admits the stream's groups as credits come free, until the run has what it needs or the data ends."""
+    """Admits groups while there are credits, until the run has what it needs or the data ends."""
 
     def __init__(self, buffer: Buffer, stream: PromptStream) -> None:
         self._buffer = buffer
@@ -140,7 +136,7 @@ class Feed:
         self.activity = "starting"
 
     def run(self, stop: threading.Event) -> None:
-        """Feeds until told to stop. Exhausted, it stays: a group dropped later is replaced."""
+        """Feeds until told to stop. Once exhausted it goes on running, to replace groups that are dropped later."""
         poll = _SHORTEST_POLL_SECONDS
         while not stop.is_set():
             admission = self._buffer.admission()
@@ -148,13 +144,13 @@ class Feed:
                 poll = _SHORTEST_POLL_SECONDS
                 continue
             started = time.monotonic()
-            self._stream.prepare(_CHUNK_GROUPS)  # in the wait, so that returning credits find their groups ready
+            self._stream.prepare(_CHUNK_GROUPS)  # meanwhile, so that groups are ready when credits return
             stop.wait(_IDLE_POLL_SECONDS if self._exhausted else poll)
             self.waiting_seconds += time.monotonic() - started
             poll = min(2 * poll, _LONGEST_POLL_SECONDS)
 
     def _admit(self, admission: Admission) -> bool:
-        """One step; False if there is nothing to do but wait."""
+        """Admits what is possible now. False if it has to wait."""
         if admission.wanted <= 0:
             self._mark_exhausted("target", "the run has all the groups it needs")
             return False
@@ -167,7 +163,7 @@ class Feed:
             return False
         groups = self._stream.run(min(admission.free, admission.wanted, _CHUNK_GROUPS))
         if not groups:
-            return self._stream.finished  # the last rows were skipped; the next step says so
+            return self._stream.finished  # if the last rows were skipped, the next call marks the end
         number = self._buffer.admit([(group.group_id, group.payload) for group in groups], groups[-1].position + 1)
         self._stream.advance(number)
         self.admitted += number

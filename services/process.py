@@ -1,6 +1,4 @@
-"""What every process of a run has in common: it ends with its parent, stops on a signal, and dies with one
-clear line.
-"""
+"""What every process of a run does: ends with its parent, stops on a signal, and reports an error in one line."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(expected_parent: int | None = None) -> None:
-    """Asks the kernel to kill this process when its parent thread ends, even by -9 (Linux prctl).
+    """Asks the kernel to kill this process when its parent thread ends, even by kill -9 (Linux prctl).
 
-    `expected_parent` closes the race of a parent that died before this call: the process then ends at once.
+    If `expected_parent` died before this call, the process ends at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if expected_parent is not None and os.getppid() != expected_parent:
@@ -33,8 +31,10 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Collects no garbage inside. Imports make a million objects that stay: looking through them time and again is a
-    fifth of a start, and after it they are never looked through again.
+    """Turns garbage collection off inside, and excludes the objects made there from later collections.
+
+    Imports make a million objects that stay. Collecting among them is a fifth of the time of a start
+    (benchmarks/startup.py).
     """
     gc.disable()
     try:
@@ -45,11 +45,11 @@ def starting() -> Iterator[None]:
 
 
 def stop_event() -> threading.Event:
-    """An event that SIGTERM or SIGINT sets; a second signal of the kind ends the process the default way."""
+    """An event that SIGTERM or SIGINT sets. A second signal of the same kind has its default effect."""
     event = threading.Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        # From a thread: the main thread may be interrupted while it holds the event's own lock.
+        # In a thread, because the interrupted main thread may hold the lock of the event.
         threading.Thread(target=event.set, name="stop").start()
         signal.signal(number, signal.SIG_DFL)
 
@@ -59,10 +59,9 @@ def stop_event() -> threading.Event:
 
 
 def run_service(main: Callable[[], None]) -> NoReturn:
-    """Runs a process's main function and ends the process: 0 finished, 2 a user's error, 1 any other error of ours.
+    """Runs the main function of a process and ends it with exit code 0, 2 (UserError) or 1 (another TandemError).
 
-    A bug (an exception outside the tree) keeps its traceback: the log must show it, and the supervisor restarts the
-    service.
+    Any other exception is a bug: its traceback goes to the log, and the supervisor restarts the service.
     """
     try:
         with missing_extra_named():

@@ -1,10 +1,8 @@
-"""The experience buffer: `prompts`, `generated` and `scored`, three stages in Redis, moved by verbs that are one atomic
-script each.
+"""The experience buffer: the stages `prompts`, `generated` and `scored` in Redis. Each verb is one atomic script.
 
-Every service has the same heart: claim → work → complete. A claim is a lease with a fencing token. If its holder dies,
-the group goes back to the front of its queue with what `renew` saved; if the holder was only late, its result is
-refused. Stage `scored` has no leases: its claims belong to a trainer incarnation, and only the next one takes them
-back.
+Services claim a group, work on it, and complete it. A claim is a lease with a fencing token. If its holder dies, the
+group returns to the front of its queue with what `renew` saved; if the holder was only late, its result is refused.
+Claims of `scored` are no leases: they belong to a trainer incarnation, and only the next incarnation takes them back.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ Released = Literal["requeued", "dropped", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the feed may do: `free` credits are left now, the run still needs `wanted` groups, offers go on from
-    `cursor`.
-    """
+    """What the feed may admit: `free` credits are left, the run needs `wanted` more groups, `cursor` is next."""
 
     free: int
     wanted: int
@@ -38,7 +34,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A leased group. `partial` is what an earlier holder saved by `renew`, in whatever form it chose."""
+    """A leased group. `partial` is what an earlier holder saved by `renew`."""
 
     group_id: str
     stage: Stage
@@ -118,18 +114,18 @@ class Buffer(Ledger, Registry):
         return int(self.connection.run("admit", new_request(), cursor, *flat))
 
     def admission(self) -> Admission:
-        """Credits, need and position of the feed at this instant."""
+        """What the feed may admit now."""
         return Admission(*map(int, self.connection.run("admission")))
 
     def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
-        """The feed has nothing more to admit. `target` is refused (False) while groups are wanted, and a later drop
-        undoes it.
+        """Says that the feed has nothing more to admit. `target` is refused (False) while groups are wanted, and a
+        group dropped later undoes it.
         """
         return bool(self.connection.run("mark_exhausted", why))
 
     def exhausted(self) -> bool:
-        """True once no further group can become scored: the feed is done, and nothing waits or is leased before
-        `scored`.
+        """True once no further group can become scored: the feed has ended, and no group waits or is leased before
+        stage `scored`.
         """
         return bool(self.connection.run("exhausted"))
 
@@ -161,8 +157,7 @@ class Buffer(Ledger, Registry):
         assert n > 0
 
         def attempt() -> list[ScoredClaim]:
-            # Kept until an answer arrives: if one gets lost, even past the outage's deadline, the next call receives
-            # it.
+            # Kept until an answer arrives. If one is lost, even beyond the outage deadline, the next call gets it.
             reply = self.connection.run("claim_scored", incarnation, self._scored_request, n)
             self._scored_request = new_request()
             return [

@@ -1,4 +1,4 @@
-"""The trainer's verbs, fenced by its incarnation, and the check that no group is lost or counted twice."""
+"""The trainer's verbs, which its incarnation fences, and the check that no group is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATES = (
     "committed",
     "dropped",
 )
-"""The states of a group in their order; at every instant `admitted` is the sum over them."""
+"""The states of a group, in order. At every instant `admitted` is the sum over them."""
 
 _COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
 _GROUP_ID = re.compile(r"[0-9]+-[0-9]+")
@@ -36,9 +36,9 @@ class Ledger:
     connection: Connection
 
     def begin_incarnation(self) -> int:
-        """A new trainer starts: earlier ones are refused from now on, and no sampler is LIVE until it is updated.
+        """Starts a new trainer incarnation: earlier ones are refused, and no sampler is LIVE until it is updated.
 
-        Moves no claim: `rollback` does. Raises UnavailableError if the run was never created.
+        Claims stay where they are; `rollback` moves them. Raises UnavailableError if the run was never created.
         """
         return int(self.connection.run("begin_incarnation"))
 
@@ -57,11 +57,11 @@ class Ledger:
         self.connection.run("record", incarnation, version, *checked_ids(group_ids))
 
     def publish(self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler]) -> None:
-        """Retires the credits of all groups trained at or below `version`; who acknowledged it becomes LIVE, other LIVE
-        ones STALE.
+        """Retires the credits of all groups trained at or below `version`. Samplers that acknowledged it become LIVE,
+        other LIVE samplers STALE.
 
-        Give the `Sampler`s as read at the broadcast's start where you can: one that restarted since then is left
-        JOINING, since it carries its first weights again. A plain id is not checked for that.
+        Pass the `Sampler`s as read when the broadcast began: one that has restarted since stays JOINING, because it has
+        its first weights again. A plain id is not checked for that.
 
         Raises:
             FencedError: a later trainer started.
@@ -70,7 +70,7 @@ class Ledger:
         self.connection.run("publish", incarnation, version, *with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:
-        """Forgets (but counts) the groups trained at or below `version`, which a finished checkpoint contains.
+        """Removes the groups trained at or below `version`, which a finished checkpoint contains; they stay counted.
 
         Raises:
             FencedError: a later trainer started.
@@ -81,11 +81,10 @@ class Ledger:
     def rollback(self, incarnation: int, checkpoint_version: int, recorded: Mapping[int, Sequence[str]]) -> None:
         """Makes the ledger agree with the disk: the checkpoint, and the batches `recorded` (version → its group ids).
 
-        Versions up to the checkpoint are committed. Recorded later ones become trained and outstanding again, wherever
-        Redis believed their groups to be, known or not: publishing the last of them retires all. Other claimed groups
-        wait again in their order. The published version becomes the checkpoint's. Records at or below the checkpoint
-        need to be given only if Redis may have lost writes: their groups are then committed too, and never trained
-        twice.
+        Versions up to the checkpoint are committed. Groups recorded later become trained and outstanding again,
+        whatever their state in Redis, until the last of those versions is published. Other claimed groups wait again in
+        their order. The published version becomes the checkpoint's. Records at or below the checkpoint are needed only
+        if Redis may have lost writes: their groups are then committed too, and never trained twice.
 
         Raises:
             FencedError: a later trainer started.
@@ -105,15 +104,11 @@ class Ledger:
         self.connection.run("drop_claimed", incarnation, checked_reason(reason), *checked_ids(group_ids))
 
     def drop_outstanding(self, incarnation: int, reason: str) -> int:
-        """Ends a run: drops every group that is not trained, leased or not, and returns how many. Raises
-        FencedError.
-        """
+        """Ends a run: drops every group that is not trained, and returns how many. Raises FencedError."""
         return int(self.connection.run("drop_outstanding", incarnation, uuid.uuid4().hex, checked_reason(reason)))
 
     def counts(self) -> dict[str, int]:
-        """Groups in every state (`STATES`) and by reason of the drop (`dropped:<reason>`), the limiter's and other
-        counters.
-        """
+        """Groups in every state (`STATES`), drops by reason (`dropped:<reason>`), and the counters of the limiter."""
         reply = self.connection.run("counts")
         figures = dict.fromkeys((*_COUNTERS, *STATES), 0)
         return figures | {name.decode(): int(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}

@@ -1,4 +1,4 @@
-"""Who is there: samplers with the version they carry, services with their address, and the figures they report."""
+"""The registry of a run: samplers with their versions, services with their addresses, and their figures."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Sampler:
     incarnation: int
     tensor_parallel_size: int
     alive: bool
-    """Heard of within the time asked for."""
+    """It sent a heartbeat within the time asked for."""
     generation: int
-    """Counts the starts under this id."""
+    """How often a process has registered under this id."""
 
 
 class Registry:
@@ -37,25 +37,24 @@ class Registry:
         self._generations: dict[str, int] = {}
 
     def register_sampler(self, sampler_id: str, address: str, tensor_parallel_size: int) -> None:
-        """Enters a sampler that just started, as JOINING. Leases an earlier process of that id still held are given
-        back.
+        """Registers a sampler that has just started, as JOINING, and gives back the leases of its predecessor.
 
-        From now on that earlier process is refused (FencedError) when it claims, and its heartbeats are ignored.
+        From then on that earlier process is refused (FencedError) when it claims, and its heartbeats are ignored.
         """
         self._generations[sampler_id] = int(
             self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
         )
 
     def register_service(self, name: str, address: str) -> None:
-        """Enters a service that just started. Leases an earlier process of that name still held are given back."""
+        """Registers a service that has just started. Leases of an earlier process of that name are given back."""
         self.connection.run("register_service", name, address)
 
     def heartbeat(self, name: str, figures: Mapping[str, float]) -> None:
-        """Says that `name` is alive, with its figures: sums since the start of its process. Send one every second."""
+        """Says that `name` is alive, and stores its figures: sums since the start of its process. Send one a second."""
         self.connection.run("heartbeat", name, self._generation(name), json.dumps(dict(figures)))
 
     def samplers(self, alive_within_seconds: float = 10) -> list[Sampler]:
-        """All samplers that ever registered, by id."""
+        """All samplers that have ever registered, ordered by id."""
         reply = self.connection.run("samplers_alive", str(alive_within_seconds))
         found = []
         for sampler_id, alive, address, state, version, incarnation, width, generation in _rows(reply, 8):
@@ -74,9 +73,10 @@ class Registry:
         return found
 
     def admit_sampler(self, incarnation: int, sampler_id: str | Sampler, version: int) -> bool:
-        """A sampler that was caught up becomes LIVE, but only if `version` is still the published one.
+        """Makes a sampler LIVE that was updated to `version`, if that is still the published version.
 
-        Give the `Sampler` as read when its update began: if it restarted since, it is not admitted. Raises FencedError.
+        Pass the `Sampler` as read when its update began: one that has restarted since is not admitted. Raises
+        FencedError.
         """
         return bool(self.connection.run("admit_sampler", incarnation, *with_generations([sampler_id]), version))
 
@@ -85,11 +85,11 @@ class Registry:
         return {name.decode(): address.decode() for name, address in self.connection.hash("services").items()}
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """The last figures of every service and sampler by name."""
+        """The latest figures of every service and sampler, by name."""
         return {name.decode(): json.loads(text) for name, text in self.connection.hash("figures").items()}
 
     def silences(self) -> dict[str, float]:
-        """Seconds since the last sign of life of every service and sampler by name."""
+        """Seconds since the last heartbeat of every service and sampler, by name."""
         seconds, microseconds = self.connection.retried(self.connection.redis.time)
         now_ms = seconds * 1000 + microseconds / 1000
         return {name.decode(): (now_ms - float(beat)) / 1000 for name, beat in self.connection.hash("beats").items()}
@@ -103,7 +103,7 @@ class Registry:
 
 
 def with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:
-    """Id and generation of each in turn, as the scripts take them; a plain id has none to be checked."""
+    """Id and generation of each sampler, as the scripts take them. The generation of a plain id is not checked."""
     pairs: list[str | int] = []
     for sampler in samplers:
         pairs.extend((sampler.id, sampler.generation) if isinstance(sampler, Sampler) else (sampler, ""))

@@ -1,6 +1,6 @@
-"""gRPC `RewardService`: scores for whoever asks, jobs that outlive everybody, and what there is to ask for.
+"""gRPC `RewardService`: scores at once, durable jobs, and the list of scorers.
 
-Every wait is bounded: by the caller's deadline, by one of ours, or by a sign of life every few seconds.
+Every wait is bounded by the caller's deadline or by one of the service.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from tandem.protos.errors import DataError, DeadlineError, UserError
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
 from tandem.services.config.jobs import JobsConfig
-from tandem.services.reward.calls import ScoreCalls
-from tandem.services.reward.item_twins import READERS
-from tandem.services.reward.job_wire import job_message, submit_reply
 from tandem.services.reward.jobs.store import JobRecord, JobStore
+from tandem.services.reward.replies import job_message, submit_reply
+from tandem.services.reward.request_scorer import RequestScorer
 from tandem.services.reward.scorer_list import (
     MAX_KEY_BYTES,
     MAX_LISTED_JOBS,
@@ -31,14 +30,15 @@ from tandem.services.reward.scorer_list import (
     REQUESTS_PER_STREAM,
     scorer_list,
 )
+from tandem.services.reward.shutdown import IDLE_SECONDS, Shutdown, seconds_left
 from tandem.services.reward.stream_errors import ends_with_error, error_message
-from tandem.services.reward.waits import IDLE_SECONDS, Waits, seconds_left
+from tandem.services.reward.undecoded_text import READERS
 from tandem.services.reward.wire import MAX_CARRIED_BYTES, check_size
 from tandem.services.rpc.limits import RpcLimits
 
 SERVICE_NAME = "tandem.v1.RewardService"
 RPC_LIMITS = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
-"""For the server that carries the servicer."""
+"""For the server on which the servicer is registered."""
 
 _DEFAULT_LISTED_JOBS = 100
 
@@ -52,9 +52,7 @@ Result = TypeVar("Result")
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """The whole of reward.proto. `end_streams` is for the server to call as it begins to stop, `close` once it has
-    stopped.
-    """
+    """Implements reward.proto. The server calls `end_streams` when it begins to stop; call `close` after that."""
 
     def __init__(self, core: ScoringCore, store: JobStore, reward: RewardConfig, jobs: JobsConfig) -> None:
         self._core = core
@@ -64,38 +62,38 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._scorers: reward_pb2.ListScorersReply | None = None
         self._listing = asyncio.Lock()
         self._storing = ThreadPoolExecutor(_STORING_THREADS, "store")
-        self._waits = Waits()
-        self._calls = ScoreCalls(core, self._waits)
+        self._shutdown = Shutdown()
+        self._scorer = RequestScorer(core, self._shutdown)
 
     def end_streams(self) -> None:
-        """Streams end as UNAVAILABLE from now on. Called on the event loop."""
-        self._waits.closing.set()
+        """Ends all streams as UNAVAILABLE. Called on the event loop."""
+        self._shutdown.closing.set()
 
     def close(self) -> None:
-        """Starts no more threads' work. The core must be closed by then, so that what hangs in it comes back."""
-        self._calls.close()
+        """Starts no further work in threads. Close the core first: that ends calls that hang in it."""
+        self._scorer.close()
         self._storing.shutdown(wait=False, cancel_futures=True)
 
     # ---- scores at once ----
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
-        """One result an item, in order; an item that cannot be read is unscored (`invalid_input`)."""
-        return await self._calls.score(request, seconds_left(context))
+        """One result for each item, in order. An item that cannot be read is unscored (`invalid_input`)."""
+        return await self._scorer.score(request, seconds_left(context))
 
     async def ScoreStream(
         self, request_iterator: AsyncIterator[reward_pb2.ScoreStreamRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.ScoreStreamReply]:
-        """The same for a stream of requests, some of them at a time; a request that is refused ends the stream."""
-        closing = asyncio.ensure_future(self._waits.closing.wait())
+        """Scores a stream of requests, several at a time. A request that is refused ends the stream."""
+        closing = asyncio.ensure_future(self._shutdown.closing.wait())
         reading: asyncio.Future[Any] | None = asyncio.ensure_future(anext(request_iterator, None))
         scoring: dict[asyncio.Future[Any], int] = {}
         try:
             while reading is not None or scoring:
-                open_to_more = reading is not None and len(scoring) < REQUESTS_PER_STREAM
-                waited_for = {closing, *scoring, *([reading] if reading is not None and open_to_more else [])}
+                may_read = reading is not None and len(scoring) < REQUESTS_PER_STREAM
+                pending = {closing, *scoring, *([reading] if reading is not None and may_read else [])}
                 timeout = None if scoring else IDLE_SECONDS
-                done, _ = await asyncio.wait(waited_for, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                self._waits.check_open()
+                done, _ = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                self._shutdown.check()
                 if not done:
                     raise DeadlineError(f"no request for {IDLE_SECONDS:.0f} s; begin a new stream")
                 for task in done & scoring.keys():
@@ -110,7 +108,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                     request = reading.result()
                     reading = None
                     if request is not None:
-                        score = self._calls.score(request.request, seconds_left(context))
+                        score = self._scorer.score(request.request, seconds_left(context))
                         scoring[asyncio.ensure_future(score)] = request.request_id
                         reading = asyncio.ensure_future(anext(request_iterator, None))
         finally:
@@ -124,12 +122,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def SubmitJob(
         self, request_iterator: AsyncIterator[reward_pb2.SubmitJobRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.SubmitJobReply]:
-        """Header, chunks, seal; a reply to each once it is stored, and one now and then while a chunk waits for
-        room.
+        """Takes header, chunks and seal. Replies to each once it is stored, and every few seconds while a chunk waits
+        for room.
         """
         job_id = ""
         ends_at = time.monotonic() + seconds_left(context)
-        async with aclosing(self._waits.incoming(request_iterator, ends_at)) as requests:
+        async with aclosing(self._shutdown.requests(request_iterator, ends_at)) as requests:
             async for request in requests:
                 part = request.WhichOneof("part")
                 if part is None:
@@ -163,7 +161,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 raise DataError(f"header.{name} has {len(text.encode()):,} bytes, at most {most} are allowed")
         if abs(header.priority) > MOST_PRIORITY:
             raise DataError(f"header.priority {header.priority} is not between -{MOST_PRIORITY} and {MOST_PRIORITY}")
-        rubric = await self._calls.rubric(header.rubric) if header.rubric else self._core.default
+        rubric = await self._scorer.rubric(header.rubric) if header.rubric else self._core.default
         submit = self._store.submit
         return await self._stored(
             lambda: submit(
@@ -178,21 +176,21 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def _added(
         self, job_id: str, chunk: reward_pb2.SubmitJobRequest.Chunk, ends_at: float
     ) -> AsyncGenerator[JobRecord]:
-        """The job once the chunk is stored; before that, the job now and then."""
+        """The job once the chunk is stored, and every few seconds before that."""
         items = chunk.SerializeToString()
         check_size(f"chunk {chunk.index}", len(chunk.items), len(items))
         if not chunk.items:
             raise DataError(f"chunk {chunk.index} has no items")
-        heard_at, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
+        replied_at, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
         stored, job = await self._stored(self._store.add_chunk, job_id, chunk.index, len(chunk.items), items)
         while not stored:
-            await self._waits.sleep(pause, ends_at)
+            await self._shutdown.sleep(pause, ends_at)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             room, job = await self._stored(self._store.has_room, job_id, len(items))
             if room:
                 stored, job = await self._stored(self._store.add_chunk, job_id, chunk.index, len(chunk.items), items)
-            elif time.monotonic() - heard_at > _HEARTBEAT_SECONDS:
-                heard_at = time.monotonic()
+            elif time.monotonic() - replied_at > _HEARTBEAT_SECONDS:
+                replied_at = time.monotonic()
                 yield job
         yield job
 
@@ -205,10 +203,10 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def WatchJob(
         self, request: reward_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.JobEvent]:
-        """Results in the order of their completion, and progress; the last event is that of a job that has ended."""
+        """Results in the order of their completion, and progress. The last event shows the job that has ended."""
         cursor, num_bytes = request.after_cursor, _EVENT_BYTES if request.with_results else 0
-        told: JobRecord | None = None
-        told_at, pause = 0.0, _FIRST_PAUSE_SECONDS
+        sent: JobRecord | None = None
+        sent_at, pause = 0.0, _FIRST_PAUSE_SECONDS
         ends_at = time.monotonic() + seconds_left(context)
         while True:
             job, results = await self._stored(self._store.events, request.job_id, cursor, num_bytes)
@@ -223,34 +221,34 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             if job.ended and cursor == job.num_results:
                 yield reward_pb2.JobEvent(job=job_message(job), cursor=cursor)
                 return
-            if job != told or time.monotonic() - told_at > _HEARTBEAT_SECONDS:
+            if job != sent or time.monotonic() - sent_at > _HEARTBEAT_SECONDS:
                 if not results:
                     yield reward_pb2.JobEvent(job=job_message(job), cursor=cursor)
-                pause = _FIRST_PAUSE_SECONDS if job != told else pause
-                told, told_at = job, time.monotonic()
+                pause = _FIRST_PAUSE_SECONDS if job != sent else pause
+                sent, sent_at = job, time.monotonic()
             if cursor == job.num_results:
-                await self._waits.sleep(pause, ends_at)
+                await self._shutdown.sleep(pause, ends_at)
                 pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def CancelJob(
         self, request: reward_pb2.CancelJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
-        """Results there are stay; the other items are counted as cancelled. A job that has ended stays as it is."""
+        """Keeps the results there are; the other items become `cancelled`. A job that has ended is left as it is."""
         return job_message(await self._stored(self._store.cancel, request.job_id))
 
     async def DeleteJob(
         self, request: reward_pb2.DeleteJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
-        """Job, results and key are forgotten; one that has not ended is refused."""
+        """Deletes a job that has ended, with its results and its key."""
         return job_message(await self._stored(self._store.delete, request.job_id))
 
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.ListScorersReply:
-        """What a rubric may name, within which limits, and the rubric of whoever names none."""
+        """The scorers that a rubric may name, the limits of requests and jobs, and the default rubric."""
         async with self._listing:  # it reads source code, for which older Pythons have no two threads at once
             if self._scorers is None:
-                self._scorers = await self._calls.look_up(scorer_list, self._core, self._reward, self._jobs)
+                self._scorers = await self._scorer.look_up(scorer_list, self._core, self._reward, self._jobs)
             return self._scorers
 
     async def ListJobs(
@@ -263,5 +261,5 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         return reward_pb2.ListJobsReply(jobs=[job_message(job) for job in jobs])
 
     async def _stored(self, verb: Callable[..., Result], *arguments: Any) -> Result:
-        """A verb of the store, which waits for Redis no longer than its own deadlines."""
-        return await self._waits.in_thread(self._storing, verb, *arguments)
+        """Runs a verb of the store in a thread; the store has its own deadlines."""
+        return await self._shutdown.run_in(self._storing, verb, *arguments)

@@ -52,8 +52,8 @@ def check_size(what: str, num_items: int, num_bytes: int) -> None:
 def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[ScoreItem], dict[int, Unscored]]:
     """The items of a batch, and by position the fault of those that cannot be read, which are not among the items.
 
-    `first_item` is the number of the first one in the words of a fault. The messages may be twins
-    (`tandem.services.reward.item_twins`).
+    `first_item` is the number of the first one in the words of a fault. The texts of the
+    messages may be bytes (`tandem.services.reward.undecoded_text`).
     """
     columns = list(zip(*map(_fields, messages), strict=True))
     if not columns:

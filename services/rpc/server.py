@@ -1,15 +1,16 @@
-"""A gRPC server as every service has it: with health, reflection and Info beside its own."""
+"""The gRPC server of every service, with health, reflection and Info."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import grpc
+from anyio.from_thread import start_blocking_portal
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
@@ -18,6 +19,8 @@ from tandem.protos.errors import EnvironmentLackError
 from tandem.services.rpc.limits import DEFAULT_RPC_LIMITS, MAX_MESSAGE_BYTES, LimitedServer, RpcLimits
 
 INFO_SERVICE = "tandem.v1.InfoService"
+_START_SECONDS = 10.0
+_STOP_SECONDS = 5.0
 
 Info = Callable[[], common_pb2.InfoReply]
 Register = Callable[[grpc.aio.Server], None]
@@ -63,10 +66,10 @@ async def start_server(
     on_stop: Callable[[], None] = lambda: None,
     limits: RpcLimits = DEFAULT_RPC_LIMITS,
 ) -> RpcServer:
-    """Starts a server with the given services besides health, reflection and Info; port 0 picks a free one.
+    """Starts a server with the given services and with health, reflection and Info; port 0 picks a free one.
 
-    `on_stop` is called on the event loop as the server begins to stop, so that long calls can end in words of their
-    own.
+    `on_stop` is called on the event loop when the server begins to stop, so that long calls can end with an error of
+    their own.
 
     Raises:
         EnvironmentLackError: the port is in use or the address is not this machine's.
@@ -77,17 +80,16 @@ async def start_server(
         ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
     ]
     server = grpc.aio.server(options=options)
-    door = cast(
-        "grpc.aio.Server", LimitedServer(server, limits, service_names)
-    )  # which is all that registering needs of one
-    common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), door)
-    register(door)
+    # It has the two methods of a server that registering uses.
+    registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names))
+    common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), registrar)
+    register(registrar)
     health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, door)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, registrar)
     names = [*service_names, INFO_SERVICE]
     shown = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
     add_reflection: Callable[[Any, Any], None] = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
-    add_reflection(reflection.aio.ReflectionServicer(shown), door)
+    add_reflection(reflection.aio.ReflectionServicer(shown), registrar)
     try:
         bound = server.add_insecure_port(f"{host}:{port}") if _can_listen(host, port) else 0
     except RuntimeError:
@@ -103,7 +105,7 @@ async def start_server(
 
 
 def _can_listen(host: str, port: int) -> bool:
-    """Asked before gRPC is, which says in a line of its own on standard error that it cannot."""
+    """Checked first, because gRPC writes a line of its own to standard error when it cannot listen."""
     try:
         places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
@@ -117,7 +119,7 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 class ServerThread:
-    """The same server on an event loop of its own, for services whose main thread is not asynchronous."""
+    """The same server on an event loop in a thread, for services without an event loop."""
 
     def __init__(
         self,
@@ -130,10 +132,8 @@ class ServerThread:
         on_stop: Callable[[], None] = lambda: None,
         limits: RpcLimits = DEFAULT_RPC_LIMITS,
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="grpc", daemon=True)
-        self._thread.start()
-        starting = start_server(
+        starting = partial(
+            start_server,
             host,
             port,
             info=info,
@@ -142,19 +142,18 @@ class ServerThread:
             on_stop=on_stop,
             limits=limits,
         )
+        self._thread = start_blocking_portal(name="grpc")
+        self._portal = self._thread.__enter__()
         try:
-            self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(timeout=10.0)
+            self._server = self._portal.start_task_soon(starting).result(timeout=_START_SECONDS)
         except BaseException:
-            self._end_loop()
+            self._thread.__exit__(None, None, None)
             raise
         self.address = self._server.address
 
     def stop(self, grace_seconds: float = 1.0) -> None:
         """Stops the server and its thread."""
-        stopping = asyncio.run_coroutine_threadsafe(self._server.stop(grace_seconds), self._loop)
-        stopping.result(timeout=grace_seconds + 5.0)
-        self._end_loop()
-
-    def _end_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5.0)
+        try:
+            self._portal.start_task_soon(self._server.stop, grace_seconds).result(grace_seconds + _STOP_SECONDS)
+        finally:
+            self._thread.__exit__(None, None, None)

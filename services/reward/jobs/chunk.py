@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Score, ScoreItem, Unscored
-from tandem.services.reward.item_twins import chunk_of
 from tandem.services.reward.jobs.store import ChunkClaim
+from tandem.services.reward.undecoded_text import chunk_of
 from tandem.services.reward.wire import read_items, reply_of, score_of
 
 

@@ -67,8 +67,8 @@ def service(redis_url: str, log: Path) -> Iterator[Service]:
 @pytest.fixture
 def half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls answer after half of their time, so that a slow machine makes no difference."""
-    monkeypatch.setattr("tandem.services.reward.calls._MARGIN_SHARE", 0.5)
-    monkeypatch.setattr("tandem.services.reward.calls.DEADLINE_MARGIN_SECONDS", 60.0)
+    monkeypatch.setattr("tandem.services.reward.request_scorer._MARGIN_SHARE", 0.5)
+    monkeypatch.setattr("tandem.services.reward.request_scorer.DEADLINE_MARGIN_SECONDS", 60.0)
 
 
 def score(service: Service, items: list[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
@@ -132,14 +132,14 @@ def test_nothing_goes_on_for_a_caller_who_has_gone(service: Service, log: Path) 
     judged = service.core.figures()["worker_items_calls"]
     for call in calls:
         call.cancel()
-    until(lambda: service.servicer._calls._bytes_in_flight == 0)
+    until(lambda: service.servicer._scorer._bytes_in_flight == 0)
     assert service.core.figures()["calls_waiting_calls"] == 0
     assert summary(score(service, answers("1", "2"))) == [1.0, 0.0], "the workers were given up, long before their time"
     assert service.core.figures()["worker_items_calls"] < judged + 100 and hanging_now(log) <= before + 4
 
 
 def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.calls._SCORING_THREADS", 1)
+    monkeypatch.setattr("tandem.services.reward.request_scorer._SCORING_THREADS", 1)
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
@@ -149,7 +149,7 @@ def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.
 
 
 def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.calls._SCORING_THREADS", 1)
+    monkeypatch.setattr("tandem.services.reward.request_scorer._SCORING_THREADS", 1)
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
@@ -180,7 +180,7 @@ def test_one_call_more_is_tried_again_and_health_answers(redis_url: str) -> None
                     refused()
                 assert code_of(caught.value) == "UNAVAILABLE"
                 assert isinstance(from_rpc_error(caught.value), UnavailableError)
-                assert "1 calls are under way here" in str(caught.value.details())
+                assert "1 calls are being served" in str(caught.value.details())
             health = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=20
             )

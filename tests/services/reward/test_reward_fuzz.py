@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.protos import reward_pb2
 from tandem.reward.rubric.rubric import MAX_SCORERS
-from tandem.services.reward.item_twins import READERS
 from tandem.services.reward.server import SERVICE_NAME
+from tandem.services.reward.undecoded_text import READERS
 from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES
 from tandem.services.rpc.limits import MAX_MESSAGE_BYTES
 from tests.support.reward_server import Item, Replica, Request, Stub, answers, submission, summary

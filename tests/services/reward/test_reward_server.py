@@ -21,7 +21,7 @@ from tandem.protos.errors import (
 from tandem.reward.config import RewardConfig
 from tandem.reward.rubric.rubric import MAX_SCORERS
 from tandem.reward.scorers.tags import MAX_NAMES
-from tandem.services.reward.inline import is_quick
+from tandem.services.reward.request_scorer import is_quick
 from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, reply_of
 from tandem.services.rpc.client import from_rpc_error, translated
@@ -136,7 +136,7 @@ def test_bytes_that_are_no_request_are_the_callers_fault(service: Service, metho
             list(service.channel.unary_stream(path)(data, timeout=20))
         else:
             service.channel.unary_unary(path)(data, timeout=20)
-    assert code_of(caught.value) == "INVALID_ARGUMENT" and "no request of this method" in str(caught.value.details())
+    assert code_of(caught.value) == "INVALID_ARGUMENT" and "cannot be decoded" in str(caught.value.details())
     assert isinstance(from_rpc_error(caught.value), DataError)
 
 
@@ -188,7 +188,7 @@ def test_replies_are_put_together_where_they_were_scored(redis_url: str, monkeyp
         threads.append(threading.current_thread().name)
         return reply_of(scores)
 
-    monkeypatch.setattr("tandem.services.reward.calls.reply_of", watched)
+    monkeypatch.setattr("tandem.services.reward.request_scorer.reply_of", watched)
     with serving(redis_url, ScriptedCore(), with_jobs=False) as one:
         assert summary(score(one, answers("1", "2"))) == [1.0, 0.0]
     assert len(threads) == 1 and threads[0].startswith("score")

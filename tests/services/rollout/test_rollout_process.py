@@ -185,7 +185,7 @@ def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, addre
     """Paused, it ends what it has and claims nothing; resumed, it claims again."""
     offer(buffer, prompt(100, num_samples=2, max_tokens=250))
     deadline = time.monotonic() + TIMEOUT
-    while buffer.counts()["prompts_leased"] == 0:
+    while ask_info(address).figures["groups_held"] == 0:  # leased, and known to the sampler
         assert time.monotonic() < deadline
         time.sleep(0.002)
     state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)

@@ -200,15 +200,15 @@ def test_jobs_calls_have_an_end_without_a_deadline(redis_url: str, monkeypatch: 
     with serving(redis_url, core) as one:
         one.store.connection.run("configure", 10**9, 40_000, 10**9)
         job_id = one.submit(answers("wait"), key="watched").job.job_id
-        monkeypatch.setattr("tandem.services.reward.waits.LONGEST_CALL_SECONDS", 0.3)
-        with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
+        monkeypatch.setattr("tandem.services.reward.shutdown.LONGEST_CALL_SECONDS", 0.3)
+        with pytest.raises(DeadlineError, match="continues where this one ends"), translated():
             list(one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id)))
         chunks = [answers("wait", "x" * 100_000)] * 3
-        with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
+        with pytest.raises(DeadlineError, match="continues where this one ends"), translated():
             list(one.stub.SubmitJob(submission(*chunks, key="waits for room")))
         feed = Feed()
         feed.put(Request(header=Request.Header(idempotency_key="says no more")))
-        with pytest.raises(DeadlineError, match="goes on where this one ends"), translated():
+        with pytest.raises(DeadlineError, match="continues where this one ends"), translated():
             list(one.stub.SubmitJob(iter(feed)))
         feed.close()
         monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Jobs on the service's side of the wire."""
+"""Jobs as messages for clients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tandem.services.reward.jobs.store import JobRecord
 
 
 def job_message(job: JobRecord) -> reward_pb2.Job:
-    """What a client is told of a job."""
+    """A job for a client."""
     return reward_pb2.Job(
         job_id=job.job_id,
         idempotency_key=job.idempotency_key,
@@ -27,5 +27,5 @@ def job_message(job: JobRecord) -> reward_pb2.Job:
 
 
 def submit_reply(job: JobRecord) -> reward_pb2.SubmitJobReply:
-    """The same to whoever submits it, with the number of the chunk that is awaited."""
+    """A job for the client that submits it, with the index of the next chunk."""
     return reward_pb2.SubmitJobReply(job=job_message(job), next_chunk=job.num_chunks)

@@ -1,9 +1,8 @@
-"""Requests with an item whose text is not UTF-8: protobuf refuses the whole message, and here it is that item's fault
-alone.
+"""Reads requests in which the text of an item is not UTF-8, so that this item alone is at fault.
 
-The twins are the messages of reward.proto with `bytes` where an item has `string`s. On the wire they are the same, but
-nothing checks the texts before `tandem.services.reward.wire.read_items` does, item by item. Only what was refused is
-read so: the usual way is the faster one.
+Protobuf refuses such a request as a whole. The messages here are those of reward.proto with `bytes` in place of the
+strings of an item; `tandem.services.reward.wire.read_items` then decodes the texts item by item. Only requests that
+protobuf refused are read this way, so the others pay nothing (part `calls` of benchmarks/reward.py).
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from google.protobuf.message import DecodeError, Message
 
 from tandem.protos import reward_pb2
 
-Given = TypeVar("Given", bound=Message)
+MessageT = TypeVar("MessageT", bound=Message)
 
 
-def _twin_pool() -> descriptor_pool.DescriptorPool:
+def _bytes_pool() -> descriptor_pool.DescriptorPool:
     file = descriptor_pb2.FileDescriptorProto()
     reward_pb2.DESCRIPTOR.CopyToProto(file)
     (request,) = [message for message in file.message_type if message.name == "ScoreRequest"]
@@ -31,13 +30,13 @@ def _twin_pool() -> descriptor_pool.DescriptorPool:
     return pool
 
 
-_POOL = _twin_pool()
+_POOL = _bytes_pool()
 
 
-def _reader(kind: type[Given]) -> Callable[[bytes], Given]:
-    """Reads a message's twin, which has the same names. Raises DecodeError."""
-    twin: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(kind.DESCRIPTOR.full_name))
-    return cast("Callable[[bytes], Given]", twin.FromString)
+def _reader(kind: type[MessageT]) -> Callable[[bytes], MessageT]:
+    """Reads the message of the same name in which texts are bytes. Raises DecodeError."""
+    message: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(kind.DESCRIPTOR.full_name))
+    return cast("Callable[[bytes], MessageT]", message.FromString)
 
 
 READERS: dict[str, Callable[[bytes], Any]] = {
@@ -45,13 +44,13 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "/tandem.v1.RewardService/ScoreStream": _reader(reward_pb2.ScoreStreamRequest),
     "/tandem.v1.RewardService/SubmitJob": _reader(reward_pb2.SubmitJobRequest),
 }
-"""By the path of a method, for `tandem.services.rpc.RpcLimits`."""
+"""By the path of a method, for `RpcLimits`."""
 
 _read_chunk = _reader(reward_pb2.SubmitJobRequest.Chunk)
 
 
 def chunk_of(data: bytes) -> reward_pb2.SubmitJobRequest.Chunk:
-    """A chunk as it was stored; its twin, if an item has a text that is not UTF-8."""
+    """A stored chunk; its texts are bytes if one of them is not UTF-8."""
     try:
         return reward_pb2.SubmitJobRequest.Chunk.FromString(data)
     except DecodeError:

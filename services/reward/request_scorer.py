@@ -1,0 +1,154 @@
+"""Scores the requests of `Score` and `ScoreStream` within their deadlines, by any rubric."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tandem.protos import reward_pb2
+from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.errors import ScorerError, UnavailableError
+from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
+from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
+from tandem.services.reward.scorer_list import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES
+from tandem.services.reward.shutdown import SHUTTING_DOWN, Shutdown
+from tandem.services.reward.wire import check_size, read_items, reply_of, with_faults
+from tandem.services.rpc.limits import MAX_CALLS
+
+MAX_INLINE_WORK = 128 << 10
+"""Bytes that the fastest scorers may read on the event loop. There a request takes a few milliseconds at most, and a
+thread would cost more: the part `calls` of benchmarks/reward.py measures it.
+"""
+_FAST_SCORERS = frozenset({"exact", "math_boxed", "math_dapo", "overlong", "target_length"})
+_SLOW_FACTOR = 16  # other scorers take that much longer for a byte (measured: up to 1,000 ns against 6 ns)
+_ITEM_BYTES = 256  # the cost of an item before its first byte is read
+_ARGUMENT_BYTES = 64  # arguments of this length cost as much as another scorer: `tags` looks for every name in them
+_FIRST_SLICE_ITEMS = 64
+_SLICE_SECONDS = 1.0  # slices double while they take less, so that the wait at the end of each does not matter
+
+_MARGIN_SHARE = 0.1  # of the call's time, if that is shorter
+_MAX_BYTES_IN_FLIGHT = 256 << 20
+_MAX_RUBRICS = 64
+_SCORING_THREADS = MAX_CALLS  # nearly all of them wait, and no call may queue for a thread behind calls that hang
+_COMPILING_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class RequestScorer:
+    """Scores requests on an event loop, in threads. Close the core first: that ends calls that hang in it."""
+
+    def __init__(self, core: ScoringCore, shutdown: Shutdown) -> None:
+        self._core = core
+        self._shutdown = shutdown
+        self._scoring = ThreadPoolExecutor(_SCORING_THREADS, "score")
+        self._compiling = ThreadPoolExecutor(_COMPILING_THREADS, "compile")
+        self._rubrics: OrderedDict[str, CompiledRubric] = OrderedDict()
+        self._bytes_in_flight = 0
+
+    def close(self) -> None:
+        """Starts no further work in threads."""
+        self._scoring.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+
+    async def score(self, request: reward_pb2.ScoreRequest, seconds: float) -> reward_pb2.ScoreReply:
+        """One result for each item, in order, within `seconds`. Shortly before the end, items without a result become
+        unscored (`timeout`). If the caller cancels, the items leave every queue at once.
+
+        Raises:
+            DataError, SizeError: the request is over a limit.
+            ScorerError: its rubric cannot be used.
+            UnavailableError: too much is being scored, or the service ends.
+            DeadlineError: scorers of this process took longer; they are not interrupted within an item.
+        """
+        num_bytes = request.ByteSize()
+        check_size("the request", len(request.items), num_bytes)
+        rubric = await self.rubric(request.rubric) if request.rubric else self._core.default
+        if is_quick(rubric, len(request.items), num_bytes):
+            return self._score(rubric, request, None)
+        if self._bytes_in_flight + num_bytes > _MAX_BYTES_IN_FLIGHT:
+            raise UnavailableError(f"{self._bytes_in_flight >> 20} MiB of requests are being scored; try again")
+        cancellation = CancellationToken()
+        margin = min(DEADLINE_MARGIN_SECONDS, _MARGIN_SHARE * seconds)
+        answering = asyncio.get_running_loop().call_later(seconds - margin, cancellation.cancel)
+        self._bytes_in_flight += num_bytes
+        try:
+            return await self._shutdown.run_in(
+                self._scoring, self._score, rubric, request, cancellation, seconds=seconds
+            )
+        finally:
+            answering.cancel()
+            cancellation.cancel()  # the caller may have gone
+            self._bytes_in_flight -= num_bytes
+
+    async def rubric(self, text: str) -> CompiledRubric:
+        """The compiled rubric, cached by its text. Raises ScorerError if it cannot be used."""
+        known = self._rubrics.get(text)
+        if known is not None:
+            self._rubrics.move_to_end(text)
+            return known
+        if len(text.encode()) > MAX_RUBRIC_BYTES:
+            raise ScorerError(f"the rubric has {len(text.encode()):,} bytes, at most {MAX_RUBRIC_BYTES:,} are allowed")
+        compiled = await self.look_up(self._core.compile, text)
+        self._rubrics[text] = compiled
+        if len(self._rubrics) > _MAX_RUBRICS:
+            self._rubrics.popitem(last=False)
+        return compiled
+
+    async def look_up(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs a short call in a thread that no scoring occupies."""
+        return await self._shutdown.run_in(self._compiling, call, *arguments)
+
+    def _score(
+        self, rubric: CompiledRubric, request: reward_pb2.ScoreRequest, cancellation: CancellationToken | None
+    ) -> reward_pb2.ScoreReply:
+        items, faults = read_items(request.items)
+        if cancellation is None:
+            scores = self._core.score(rubric, items, "calls", at_once=True)
+        else:
+            scores = score_in_slices(self._core, rubric, items, "calls", cancellation)
+        if self._core.closing and any(one.reason == "infrastructure" for one in scores if isinstance(one, Unscored)):
+            raise UnavailableError(SHUTTING_DOWN)  # the shutdown is the cause, not the items
+        return reply_of(with_faults(scores, faults) if faults else scores)
+
+
+def is_quick(rubric: CompiledRubric, num_items: int, num_bytes: int) -> bool:
+    """Whether a request may be scored on the event loop: its bytes bound the time of these scorers."""
+    size = num_bytes + _ITEM_BYTES * num_items
+    if not rubric.in_process or size > MAX_INLINE_WORK:
+        return False
+    weight = sum(
+        (1 if spec.scorer in _FAST_SCORERS else _SLOW_FACTOR) * (1 + len(spec.arguments) // _ARGUMENT_BYTES)
+        for spec in rubric.rubric.specs()
+    )
+    return size * weight <= MAX_INLINE_WORK
+
+
+def score_in_slices(
+    core: ScoringCore,
+    rubric: CompiledRubric,
+    items: Sequence[ScoreItem],
+    priority: Priority,
+    cancellation: CancellationToken,
+) -> list[Score]:
+    """One result for each item, in order. Remote scorers get the items slice by slice, so that other calls to the same
+    scorer take turns with a long batch. Items of a group stay together.
+
+    Items for worker processes are not sliced: calls take turns there anyway, and one item that hangs would delay the
+    next slice.
+    """
+    remote = any(spec.isolation == "remote" for spec in rubric.rubric.specs())
+    if not remote or (rubric.grouped and any(item.group for item in items)):
+        return core.score(rubric, items, priority, cancellation)
+    scores: list[Score] = []
+    length = _FIRST_SLICE_ITEMS
+    while len(scores) < len(items) and not cancellation.cancelled:
+        started = time.monotonic()
+        scores += core.score(rubric, items[len(scores) : len(scores) + length], priority, cancellation)
+        if time.monotonic() - started < _SLICE_SECONDS:
+            length *= 2
+    return scores + [CANCELLED] * (len(items) - len(scores))
