@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, ParamSpec
 import typer
 
 from tandem.protos.errors import EnvironmentLackError, TandemError, UserError
-from tandem.services.extras import missing_extra_named
+from tandem.protos.extras import missing_extra_named
 
 if TYPE_CHECKING:
     from rich.console import Console

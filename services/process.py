@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 from tandem.protos.errors import TandemError, UserError
-from tandem.services.extras import missing_extra_named
+from tandem.protos.extras import missing_extra_named
 
 _PR_SET_PDEATHSIG = 1
 

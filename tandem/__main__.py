@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from tandem.protos.errors import EnvironmentLackError
-from tandem.services.extras import missing_extra_named
+from tandem.protos.extras import missing_extra_named
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.extras import require_installed
 from tandem.reward.contracts import Scorer
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 from tandem.reward.text.prompt_text import prompt_of
@@ -71,8 +72,10 @@ class RewardModel(Scorer):
         """Loads the model now instead of with the first answer.
 
         Raises:
+            EnvironmentLackError: torch or transformers is not installed.
             ScorerError: it cannot be loaded.
         """
+        require_installed("torch", "transformers")
         self._batcher.start()
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:

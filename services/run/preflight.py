@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
+from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.jobs import JobsConfig
-from tandem.services.extras import require_installed
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken
 from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model
 from tandem.services.run.placement import gpu_ids, gpus_wanted

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tandem.protos.errors import EnvironmentLackError
-from tandem.services.extras import _COMMANDS, missing_extra_named, require_installed
+from tandem.protos.extras import _COMMANDS, missing_extra_named, require_installed
+from tandem.reward.scorers.reward_model import RewardModel
 from tests.support.paths import ROOT
 
 NEVER_IMPORTED = {"hiredis", "tandem-rl"}
@@ -47,3 +50,11 @@ def test_another_module_that_is_missing_stays_a_bug() -> None:
 def test_installed_packages_are_not_imported() -> None:
     require_installed("typer", "this")
     assert "this" not in sys.modules
+
+
+def test_a_reward_model_without_torch_names_the_pip_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else found(name))
+    with pytest.raises(EnvironmentLackError, match=r"torch is not installed; .*'tandem-rl\[cpu\]'"):
+        RewardModel(path=str(tmp_path)).start()

@@ -19,6 +19,7 @@ _COMMANDS = {
             "grpc_health",
             "grpc_reflection",
             "httpx",
+            "jinja2",
             "jsonschema",
             "math_verify",
             "numpy",
