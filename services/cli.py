@@ -231,8 +231,8 @@ def config(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, as a run saves it.")] = False,
 ) -> int:
-    """Prints a recipe with every default filled in, and marks what differs. Without a recipe: every key with its type
-    and default.
+    """Prints a recipe with every default filled in, and marks what differs. Exits with 2 if a file, the model or the
+    scorer it names cannot be used. Without a recipe: every key with its type and default.
 
     Example: tandem config recipe.toml run.staleness_budget=0
     """
@@ -245,7 +245,10 @@ def config(
             print(lines)
         return 0
     loaded = _load(recipe, overrides)
-    print(dump_recipe(loaded) if as_json else as_toml(loaded), end="")
+    print(dump_recipe(loaded) if as_json else as_toml(loaded), end="", flush=True)
+    from tandem.services.run.preflight import check_files
+
+    check_files(loaded)
     return 0
 
 

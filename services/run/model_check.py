@@ -116,6 +116,11 @@ def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
             )
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether the path means a model on a hub rather than a folder."""
+    return not Path(path).exists() and _HUB_NAME.fullmatch(path) is not None
+
+
 def _check_length(recipe: Recipe, config: Mapping[str, Any], what: str) -> None:
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and recipe.max_model_tokens > longest:

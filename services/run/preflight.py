@@ -1,6 +1,4 @@
-"""Bad input found before anything starts. Every fault is one UserError: the thing, the place, the remedy. Imports no
-torch, no vllm.
-"""
+"""Finds bad input before anything starts; every fault is a UserError of one line. Imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken
-from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model
+from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model, is_hub_name
 from tandem.services.run.placement import gpu_ids, gpus_wanted
+from tandem.services.run.prompt_check import check_prompts
 from tandem.services.run.resume import check_resumable
 from tandem.trainer.backend import registry as training_backends
 
@@ -42,7 +41,7 @@ TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
 
 
 def check_recipe(recipe: Recipe, *, resume: bool) -> None:
-    """Everything that can be known to be wrong before a run starts, the cheapest checks first.
+    """Checks whatever can be checked before a run starts, the cheapest first.
 
     Raises:
         UserError: the first fault found, in one line.
@@ -59,6 +58,20 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
     check_memory(recipe, facts)
     check_redis(recipe)
     check_reward(recipe)
+    if not is_hub_name(recipe.model.path):  # else the tokenizer might have to be downloaded first
+        check_prompts(recipe)
+
+
+def check_files(recipe: Recipe) -> None:
+    """The part of it that `tandem config` does: datasets, scorer, and a model that should be on this disk.
+
+    Raises:
+        UserError: as `check_recipe`.
+    """
+    check_dataset(recipe)
+    check_reward(recipe)
+    if not is_hub_name(recipe.model.path):
+        check_models(recipe)
 
 
 def check_service(recipe: Recipe, service: str, replica: int) -> None:
@@ -184,9 +197,7 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """A rough figure: checkpoints and exports exactly (but for adapters, which are small), payloads for answers of half
-    the longest length, and jobs in an embedded Redis.
-    """
+    """An estimate: checkpoints and exports without adapters, payloads for answers of half the longest length, jobs."""
     run, trainer = recipe.run, recipe.trainer
     group = recipe.rows_per_group * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) / 2 * 12
     payloads = group * (run.total_batches * run.groups_per_batch + _LOG_COPIES * recipe.credits)
@@ -203,16 +214,12 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
 
 
 def worst_case_redis_bytes(recipe: Recipe) -> int:
-    """Payloads of all credits with every answer as long as it may be: id, log-prob and mask of a token, and its
-    text.
-    """
+    """Payloads of all credits if every answer is as long as it may be: id, log-prob, mask and text of each token."""
     return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
 
 
 def job_bytes(recipe: Recipe) -> int:
-    """What jobs may take in the run's Redis; 0 if the service has no port of its own, where no client would look for
-    it.
-    """
+    """What jobs may take in the run's Redis; 0 without `reward.port`, where no client finds the service."""
     return recipe.jobs.redis_bytes if recipe.reward.port else 0
 
 
@@ -278,9 +285,7 @@ def _training_bytes(recipe: Recipe, facts: ModelFacts) -> float:
 
 
 def free_memory_bytes() -> float:
-    """What this process and its children may still take: the machine's free memory, or the rest of its cgroup's
-    limit.
-    """
+    """Memory that this process may still take: what the machine has free, or what is left of its cgroup's limit."""
     import psutil
 
     free = float(psutil.virtual_memory().available)
@@ -321,9 +326,7 @@ def check_redis(recipe: Recipe) -> None:
 
 
 def check_reward(recipe: Recipe) -> None:
-    """The scorer or the rubric's scorers exist, import, and take their arguments; the estimator can use their
-    components.
-    """
+    """The scorers exist, import, and accept their arguments; the estimator can use their components."""
     from tandem.reward.scoring import validate
 
     rubric = validate(recipe.reward)
@@ -332,9 +335,7 @@ def check_reward(recipe: Recipe) -> None:
 
 
 def _check_components(recipe: Recipe, rubric: Rubric) -> None:
-    """An estimator that compares every component must be able to, in every row, and must not train on what is only
-    reported.
-    """
+    """An estimator that compares components needs each of them in every row, and a weight for each."""
     components = {component.name: component for component in rubric.components}
     if "" in components:
         return  # a scorer alone: its components are not known before it has judged

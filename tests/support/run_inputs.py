@@ -19,6 +19,15 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "model": {"type": "BPE", "vocab": {chr(number): number - 33 for number in [*range(33, 127), 0x120]}, "merges": []},
+}
+"""One token a printable ASCII character; 0x120 stands for a space."""
+
 
 def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """A safetensors file of float32 zeros."""
@@ -37,8 +46,8 @@ def write_model(folder: Path) -> Path:
     """A Hugging Face folder of 240 parameters with a tokenizer file and a chat template."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
     write_safetensors(folder / "model.safetensors", {"embed": (10, 16), "norm": (80,)})
     return folder
 

@@ -123,6 +123,9 @@ def nothing(folder: Path) -> None:
         pytest.param(
             cut_weights, "", ["model.safetensors", "cut short", "copy or save"], id="malformed model", marks=SLOW
         ),
+        pytest.param(
+            nothing, "data.max_prompt_tokens=2", ["train.jsonl has no usable row", "has 7 tokens"], id="no prompt fits"
+        ),
         pytest.param(nothing, f"rollout.kv_cache_bytes={1 << 50}", ["memory", "lower rollout.kv"], id="little memory"),
         pytest.param(
             nothing, "reward.scorer=gone.py:score", ["reward.", "gone.py is no file"], id="no function", marks=SLOW
@@ -144,6 +147,22 @@ def test_a_run_that_cannot_be(recipe: Path, damage: Callable[[Path], object], ov
     line = complaint(started(*tandem("run", "recipe.json", *filter(None, [override])), cwd=recipe.parent))
     assert all(words in line for words in says), line
     assert files_below(recipe.parent) == before, "it wrote something"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("reward.scorer=exakt", ["exakt", "did you mean exact?"]),
+        ("reward.scorer=gone.py:score", ["gone.py is no file"]),
+        ("data.train_file=gone.parquet", ["gone.parquet: no such file"]),
+        ("model.path=models/gone/for/good", ["models/gone/for/good: no such folder"]),
+    ],
+)
+def test_config_refuses_what_run_refuses(recipe: Path, override: str, says: list[str]) -> None:
+    done = started(*tandem("config", "recipe.json", override), cwd=recipe.parent)
+    assert done.returncode == 2 and "[run]" in done.stdout, "the resolved recipe is printed first"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tandem: ") and all(words in line for words in says), line
 
 
 @contextmanager
