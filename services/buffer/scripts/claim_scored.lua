@@ -1,5 +1,5 @@
--- ARGV: incarnation, request, n. Answers id, headers of each group in turn, in order of completion.
--- The last answer is kept until the next request: these claims do not expire, so one that got lost would stay lost.
+-- ARGV: incarnation, request, n. Returns id and headers of each group, in order of completion.
+-- The answer is kept until the next request, because these claims do not expire and a lost answer would lose them.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local last = key('answer', 'scored')

@@ -1,6 +1,6 @@
--- Put before every verb, of the ring and of jobs: the clock, keys, refusals, remembered answers, fencing tokens.
--- KEYS[1] is the meta hash of a run or namespace, "…{name}:meta". Every other key has its prefix, hence its hash tag and slot.
--- A script is not undone when it fails half way: a verb judges everything first and writes afterwards.
+-- Prefix of every script: the clock, keys, refusals, remembered answers, fencing tokens.
+-- KEYS[1] is the meta hash of a run or namespace, "…{name}:meta". Every other key has its prefix, and so its hash slot.
+-- Redis does not roll back a script that fails half way, so a script checks everything before it writes.
 
 local META = KEYS[1]
 local PREFIX = string.sub(META, 1, -5)
@@ -22,7 +22,7 @@ local function number_of(hash, field, default)
   return tonumber(redis.call('HGET', hash, field) or default)
 end
 
--- A caller whose answer was lost asks again under the same request id and gets the same answer.
+-- A caller that lost the answer repeats the request id and gets the same answer.
 local function remembered(request)
   return redis.call('GET', key('answer', request))
 end
@@ -32,12 +32,12 @@ local function remember(request, answer)
   return answer
 end
 
--- Redis judges memory at a script's first write. This one changes nothing: a full Redis refuses the whole verb here.
+-- Redis checks its memory limit at a script's first write. This write changes nothing, so a full Redis refuses here.
 local function refuse_when_full()
   redis.call('HSETNX', META, 'created_by', '')
 end
 
--- Fencing tokens grow even over a restart that lost writes: the clock is their floor.
+-- Fencing tokens grow even after a restart that lost writes, because they are at least the clock.
 local function next_token()
   local token = string.format('%.0f', math.max(number_of(META, 'token', 0) + 1, CLOCK[1] * 1000000 + CLOCK[2]))
   redis.call('HSET', META, 'token', token)

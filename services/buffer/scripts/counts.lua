@@ -1,4 +1,4 @@
--- Answers name, figure in turn.
+-- Returns name, figure, name, figure, …
 sweep('prompts')
 sweep('generated')
 local reply = redis.call('HGETALL', COUNTERS)

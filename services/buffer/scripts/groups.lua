@@ -2,8 +2,8 @@
 
 local LISTS = { prompts_waiting = true, generated_waiting = true }
 
--- A group that is over keeps one bit in a map of its pass over the data, so that no instance enters twice. The maps are
--- named as the counters they must agree with: admitted, committed, dropped:<reason>.
+-- A finished group keeps one bit in a bitmap of its epoch, so that no instance enters twice. The bitmaps have the names
+-- of the counters that they must agree with: admitted, committed, dropped:<reason>.
 local function bits_key(map, epoch)
   return key('bits', epoch .. ':' .. map)
 end
@@ -20,7 +20,7 @@ local function marked(map, id)
   return redis.call('GETBIT', bits_key(map, epoch), index) == 1
 end
 
--- "committed", "dropped:<reason>", or nil while the group is under way or was never admitted.
+-- "committed", "dropped:<reason>", or nil if the group is in progress or was never admitted.
 local function fate(id)
   for _, map in ipairs(redis.call('SMEMBERS', key('maps', string.match(id, '^%d+')))) do
     if map ~= 'admitted' and marked(map, id) then return map end
@@ -36,7 +36,7 @@ local function enter(id, state, place)
   end
 end
 
--- Takes a group out of its queue. Returns the state and the score it had there.
+-- Removes a group from its queue. Returns its state and its score there.
 local function leave(id)
   local state = redis.call('HGET', STATES, id)
   if not state then return nil end
@@ -91,7 +91,7 @@ local function fail(id, stage, kind, reason, place, detail)
   return 'requeued'
 end
 
--- Leases in the order to put them back to the front: the last claimed first, so that the first ends up foremost.
+-- Leases in the order in which they return to the front: the last claimed first, so that the first claimed is in front.
 local function last_claimed_first(ids)
   local token = {}
   for _, id in ipairs(ids) do token[id] = tonumber(redis.call('HGET', key('group', id), 'token')) end
@@ -99,7 +99,7 @@ local function last_claimed_first(ids)
   return ids
 end
 
--- Leases that ran out go back to the front of their queue.
+-- Returns groups with an expired lease to the front of their queue.
 local function sweep(stage)
   local expired = redis.call('ZRANGEBYSCORE', key(stage .. '_leased'), '-inf', NOW_MS)
   for _, id in ipairs(last_claimed_first(expired)) do
@@ -114,7 +114,7 @@ local function holds(id, stage, token)
   return redis.call('HGET', STATES, id) == stage .. '_leased' and redis.call('HGET', key('group', id), 'token') == token
 end
 
--- All leases of a worker that started anew; nobody failed, so no budget is spent.
+-- Returns all leases of a worker that has restarted. This counts as no failure.
 local function give_back(worker)
   for _, stage in ipairs({ 'prompts', 'generated' }) do
     for _, id in ipairs(last_claimed_first(redis.call('ZRANGE', key(stage .. '_leased'), 0, -1))) do

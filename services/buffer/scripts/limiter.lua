@@ -1,5 +1,5 @@
--- The limiter; services/buffer/limiter.py is its twin and a property test holds the two together.
--- Outstanding is the size of a set; admitted, retired and restored only grow; it equals admitted - retired + restored.
+-- The limiter. services/buffer/limiter.py is the same in Python; a property test compares them.
+-- outstanding, the size of a set, equals admitted - retired + restored. These three only grow.
 
 local OUTSTANDING = PREFIX .. 'outstanding'
 local limiter = {}
@@ -9,7 +9,7 @@ function limiter.free()
   return math.max(0, budget - redis.call('SCARD', OUTSTANDING))
 end
 
--- What the run still needs: a dropped group is replaced.
+-- The number of groups that the run still needs. A dropped group is replaced.
 function limiter.wanted()
   local dropped, admitted = number_of(COUNTERS, 'dropped', 0), number_of(COUNTERS, 'admitted', 0)
   return math.max(0, number_of(META, 'target_groups', 0) + dropped - admitted)

@@ -1,4 +1,4 @@
--- Put before every verb of the ring: its key names, counters, fences, signals.
+-- Prefix of every buffer script: key names, counters, fences, signals.
 
 local COUNTERS = PREFIX .. 'counters'
 local STATES = PREFIX .. 'states' -- group id -> the name of its state, which is also the name of the queue it stands in
@@ -20,8 +20,8 @@ local function fenced(incarnation)
   end
 end
 
--- The signal list of a stage holds a token for each waiting group (at most MAX_SIGNALS). A blocked claimer takes one and
--- claims.
+-- The signal list of a stage holds a token for each waiting group (at most MAX_SIGNALS). A blocked claimer takes one
+-- and claims.
 local function signal(stage)
   local queue, list = key(stage .. '_waiting'), key('signal', stage)
   local waiting = redis.call(stage == 'scored' and 'ZCARD' or 'LLEN', queue)

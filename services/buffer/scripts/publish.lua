@@ -8,7 +8,7 @@ end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', key('trained'), '-inf', ARGV[2])) do limiter.retire(id) end
 redis.call('HSET', META, 'published_version', ARGV[2])
 for i = 3, #ARGV, 2 do
-  -- One that restarted since its acknowledgement carries its first weights again: it stays JOINING.
+  -- A sampler that restarted after its acknowledgement has its first weights again, so it stays JOINING.
   if redis.call('EXISTS', sampler_key(ARGV[i])) == 1 and not replaced(ARGV[i], ARGV[i + 1]) then
     admit_sampler(ARGV[i], ARGV[2], ARGV[1])
   end

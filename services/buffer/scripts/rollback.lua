@@ -1,5 +1,5 @@
 -- ARGV: incarnation, checkpoint version, recorded batches as JSON [[version, [group id, ...]], ...] in order of version
--- What is on disk is the truth; Redis may have lost writes, so a recorded group may be found in any state, or in none.
+-- The disk is authoritative. Redis may have lost writes, so a recorded group can be in any state, or in none.
 local refusal = fenced(ARGV[1])
 if refusal then return refusal end
 local checkpoint, recorded = tonumber(ARGV[2]), cjson.decode(ARGV[3])
@@ -26,7 +26,7 @@ for i = 1, #trained, 2 do
   end
 end
 
--- Back among the living, as if it had just been admitted: credited, in no queue.
+-- Restores the group as if it had just been admitted: outstanding, in no queue.
 local function reclaim(id)
   local state, ended = leave(id), nil
   if not state then ended = fate(id) end

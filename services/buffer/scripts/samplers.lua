@@ -4,7 +4,7 @@ local function sampler_key(id)
   return key('sampler', id)
 end
 
--- A process replaced by a later start under its name is refused wherever it gives its generation ('' is not checked).
+-- A process whose name was taken by a later start is refused wherever it sends its generation ('' is not checked).
 local function replaced(id, generation)
   return generation ~= '' and redis.call('HGET', sampler_key(id), 'generation') ~= generation
 end
@@ -13,7 +13,7 @@ local function admit_sampler(id, version, incarnation)
   redis.call('HSET', sampler_key(id), 'state', 'LIVE', 'version', version, 'incarnation', incarnation)
 end
 
--- Every LIVE sampler becomes STALE, save those that carry this version of this incarnation (nil: none does).
+-- Every LIVE sampler becomes STALE, except those that have this version of this incarnation (nil: none has).
 local function outdate_samplers(version, incarnation)
   for _, id in ipairs(redis.call('SMEMBERS', key('samplers'))) do
     local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version', 'incarnation')
@@ -22,7 +22,7 @@ local function outdate_samplers(version, incarnation)
   end
 end
 
--- Only a sampler that carries the published version may claim prompts.
+-- Only a sampler with the published version may claim prompts.
 local function not_admitted(id, generation)
   local sampler = redis.call('HMGET', sampler_key(id), 'state', 'version')
   local published = redis.call('HGET', META, 'published_version') or '-1'

@@ -1,4 +1,4 @@
--- ARGV: seconds. Answers, of each sampler in turn:
+-- ARGV: seconds. Returns for each sampler:
 -- id, alive (0|1), address, state, version, incarnation, tensor_parallel_size, generation
 local reply = {}
 local ids = redis.call('SMEMBERS', key('samplers'))

@@ -1,4 +1,4 @@
--- Answers one line a violation. One script, so the snapshot is of one instant.
+-- Returns one line for each violation. It is a single script, so that it sees one consistent state.
 local QUEUES = {
   'prompts_waiting', 'prompts_leased', 'generated_waiting', 'generated_leased',
   'scored_waiting', 'scored_claimed', 'trained',
@@ -14,7 +14,7 @@ local function present(name, id)
   return redis.call('EXISTS', key(name, id)) == 1
 end
 
--- Every queue holds each of its groups once, and the group's state names that queue.
+-- Every queue contains each of its groups once, and the group's state names that queue.
 local num_queued = 0
 local queue_of = {}
 for _, queue in ipairs(QUEUES) do

@@ -1,4 +1,5 @@
--- ARGV: job id, index, number of items, items. Answers whether the chunk is stored (0: there is no room yet), and the job.
+-- ARGV: job id, index, number of items, items.
+-- Returns whether the chunk is stored (0: there is no room yet), and the job.
 local id, index, num_items = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local job = figures_of(id)
 if not job then return unknown(id) end
@@ -8,14 +9,15 @@ if job.state ~= 'OPEN' then
   return refuse('JOB', text .. ' and takes no more')
 end
 if index > job.num_chunks then
-  return refuse('DATA', 'chunk ' .. index .. ' came before chunk ' .. job.num_chunks .. '; go on with next_chunk of the last reply')
+  local text = 'chunk ' .. index .. ' came before chunk ' .. job.num_chunks
+  return refuse('DATA', text .. '; go on with next_chunk of the last reply')
 end
 if not has_room(job, #ARGV[4]) then return { 0, snapshot(id) } end
 refuse_when_full()
 local refusal = refuse_beyond_results(id, job)
 if refusal then return refusal end
 
--- Start-time fair queueing: of jobs of one priority none waits for another's whole length.
+-- Start-time fair queueing: jobs of one priority take turns, so none waits until another has ended.
 local start = math.max(number_of(META, 'served:' .. job.priority, 0), job.rank)
 local place = string.format('%.0f', start - job.priority * PLACES_A_PRIORITY)
 local bytes = #ARGV[4] + CHUNK_OVERHEAD_BYTES

@@ -1,4 +1,4 @@
--- ARGV: job id. Its chunks without a result leave the queues, whoever holds one: a result that comes yet is refused.
+-- ARGV: job id. Removes its chunks without a result from the queues, leased ones too: a later result is refused.
 local id = ARGV[1]
 local job = figures_of(id)
 if not job then return unknown(id) end

@@ -1,5 +1,6 @@
--- ARGV: request, worker, lease in ms. Answers the chunk that comes first: job id, index, token, first item, attempts, losses, under way,
--- rubric, digest, items, partial results; nothing if none waits.
+-- ARGV: request, worker, lease in ms.
+-- Returns the next chunk (job id, index, token, first item, attempts, losses, in progress, rubric, digest, items,
+-- partial results), or nothing if none waits.
 forget_expired()
 sweep_leases()
 local id, index, token

@@ -1,5 +1,5 @@
--- ARGV: request, job id, index, token, results, number scored, sum of values, then reason and number of each kind of unscored items.
--- Answers whether the lease was current.
+-- ARGV: request, job id, index, token, results, number scored, sum of values, then reason and number of each kind of
+-- unscored items. Returns whether the lease was current.
 local answer = remembered(ARGV[1])
 if answer then return tonumber(answer) end
 sweep_leases()

@@ -1,4 +1,5 @@
--- ARGV: job id. Forgets a job that has ended, with its results and its key. Answers it as it was; to who asks again within a minute, too.
+-- ARGV: job id. Deletes a job that has ended, with its results and its key. Returns the job as it was, also to a caller
+-- that repeats the request within a minute.
 local id = ARGV[1]
 local answer = remembered('delete:' .. id)
 if answer then return cjson.decode(answer) end

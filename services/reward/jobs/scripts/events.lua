@@ -1,4 +1,5 @@
--- ARGV: job id, cursor, most bytes. Answers the job, and the results after the cursor in order: one at least if there is any.
+-- ARGV: job id, cursor, limit in bytes. Returns the job, and the results after the cursor in order: at least one if
+-- there is any.
 local id, cursor, left = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local job = figures_of(id)
 if not job then return unknown(id) end

@@ -1,4 +1,5 @@
--- ARGV: request, job id, index, token, attempts so far, partial results (empty: none), pause in ms. Answers whether the lease was current.
+-- ARGV: request, job id, index, token, attempts so far, partial results (empty: none), pause in ms.
+-- Returns whether the lease was current.
 local answer = remembered(ARGV[1])
 if answer then return tonumber(answer) end
 sweep_leases()

@@ -1,7 +1,6 @@
--- Put before every verb of jobs: their keys, queues and figures.
--- A job is job:<id> (figures), rubric:<id> until it has ended, and four hashes: items:<id>, partials:<id> and chunks:<id> by index, of the
--- chunks that have no result yet, and results:<id> by cursor. A chunk stands in `waiting` (by place) or in `leased` (until when) as
--- "<id>:<index>".
+-- Prefix of every job script: keys, queues and figures. A job is job:<id> (figures), rubric:<id> until it has ended,
+-- and four hashes: items:<id>, partials:<id> and chunks:<id> by index, for the chunks without a result, and
+-- results:<id> by cursor. A chunk is in `waiting` (by place) or in `leased` (by expiry) as "<id>:<index>".
 
 local JOBS = PREFIX .. 'jobs' -- job id by order of creation
 local BY_KEY = PREFIX .. 'by_key' -- idempotency key -> job id
@@ -78,7 +77,8 @@ local function signal()
   end
 end
 
--- A chunk whose lease has ended, by the death of its holder or as the end of a pause (then nobody holds it), waits in its old place.
+-- Returns chunks with an expired lease to their old place in the queue. The holder died, or a pause ended (which is a
+-- lease without a holder).
 local function take_back(name)
   local id, index = string.match(name, '^(%x+):(%d+)$')
   local chunk = chunk_of(id, index)
@@ -103,7 +103,7 @@ local function holds(chunk, token)
   return chunk and chunk.token ~= '' and chunk.token == token
 end
 
--- A holder that speaks of a lease it has lost did not die of the chunk: that loss does not count.
+-- A holder that reports a lease it has lost did not die of the chunk, so that loss does not count.
 local function forgive(id, index, chunk, token)
   if chunk and chunk.lost[token] then
     chunk.losses, chunk.lost[token] = chunk.losses - 1, nil
@@ -111,12 +111,12 @@ local function forgive(id, index, chunk, token)
   end
 end
 
--- A job that gets on is not forgotten; one that is open and has nothing waiting is after its retention.
+-- Progress extends a job's retention. An open job with nothing waiting is deleted after it.
 local function touch(id)
   redis.call('ZADD', EXPIRING, NOW_MS + retention_ms(), id)
 end
 
--- What is kept of jobs, in bytes: records, rubrics of those that have not ended, results.
+-- Bytes kept for jobs: records, rubrics of unfinished jobs, results.
 local function hold(id, bytes)
   redis.call('HINCRBY', key('job', id), 'result_bytes', bytes)
   count('result_bytes', bytes)
@@ -126,7 +126,7 @@ local function most_result_bytes()
   return number_of(META, 'max_result_bytes', 2 ^ 29)
 end
 
--- Jobs that have ended, but for one that is spared, give up their results, the first to end first, until what is kept is within its limit.
+-- Deletes the results of ended jobs, the earliest first, until the limit holds. One job can be spared.
 local function give_up_results(spared)
   local above = number_of(META, 'result_bytes', 0) - most_result_bytes()
   if above <= 0 then return end
@@ -152,7 +152,7 @@ local function finish(id, state)
   if number_of(key('job', id), 'num_results', 0) > 0 then redis.call('ZADD', ENDED, count('jobs_ended'), id) end
 end
 
--- The first write takes no memory: Redis lets that pass even when it is full.
+-- The first write needs no memory: Redis accepts it even when it is full.
 local function forget(id)
   redis.call('UNLINK', key('results', id), key('rubric', id))
   local bytes, name = unpack(redis.call('HMGET', key('job', id), 'result_bytes', 'idempotency_key'))

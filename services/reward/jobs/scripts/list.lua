@@ -1,4 +1,4 @@
--- ARGV: most jobs. Answers them, newest first.
+-- ARGV: maximum number of jobs. Returns them, newest first.
 forget_expired()
 local jobs = {}
 for _, id in ipairs(redis.call('ZREVRANGE', JOBS, 0, ARGV[1] - 1)) do

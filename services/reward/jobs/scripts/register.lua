@@ -1,4 +1,4 @@
--- ARGV: worker. It has just started: what its predecessor of that name held waits again. Answers how many chunks.
+-- ARGV: worker. It has just started, so the chunks held under its name wait again. Returns their number.
 sweep_leases()
 local taken = 0
 for _, name in ipairs(redis.call('ZRANGE', LEASED, 0, -1)) do

@@ -1,5 +1,5 @@
--- ARGV: lease in ms, then job id, index, token of each chunk. Answers the tokens of leases that are lost; one that ran out while Redis
--- was away, and that nobody took back, is not.
+-- ARGV: lease in ms, then job id, index, token of each chunk. Returns the tokens of lost leases. A lease that expired
+-- while Redis was down, and that nobody took, is not lost.
 local lost = {}
 for i = 2, #ARGV, 3 do
   local chunk = chunk_of(ARGV[i], ARGV[i + 1])

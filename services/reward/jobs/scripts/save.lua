@@ -1,5 +1,5 @@
--- ARGV: job id, index, token, partial results, how many units are under way (0: all without a result), whether what holders died of is
--- behind (1: losses count from 0 again). Answers whether the lease is current.
+-- ARGV: job id, index, token, partial results, number of units in progress (0: all without a result), whether to count
+-- losses from 0 again (1). Returns whether the lease is current.
 local id, index = ARGV[1], ARGV[2]
 local chunk = chunk_of(id, index)
 if not holds(chunk, ARGV[3]) then

@@ -1,4 +1,4 @@
--- ARGV: job id, bytes of a chunk. Answers whether there is room (0|1), and the job.
+-- ARGV: job id, bytes of a chunk. Returns whether there is room (0|1), and the job.
 local id = ARGV[1]
 local job = figures_of(id)
 if not job then return unknown(id) end
