@@ -30,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tandem.trainer.batch.balance import deal, workload  # noqa: E402
+from tandem.trainer.batch.balance import assign_to_ranks, workload  # noqa: E402
 from tandem.trainer.batch.packing import SMALL_BATCH, pack, pack_flat  # noqa: E402
 
 WANTED = 0.95
@@ -113,7 +113,7 @@ def _measure(
         "flat_bins": len(flat),
         "seconds_padded": packed - began,
         "seconds_flat": ended - packed,
-        "imbalance": _imbalance(works, deal(works, num_ranks)),
+        "imbalance": _imbalance(works, assign_to_ranks(works, num_ranks)),
         "imbalance_before": _imbalance(works, _there_and_back(works, num_ranks)),
     }
 

@@ -1,5 +1,5 @@
-"""The learner: one rank of the policy's training. It turns planned batches into new weights, and knows neither Redis
-nor gRPC.
+"""The learner: one rank of the policy's training. It turns planned batches into new weights. It knows neither Redis nor
+gRPC, and no backend by name.
 
 N: loss tokens, flat: of the batch, or of a micro-batch.
 """
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 class Learner(Rank):
-    """One of `world_size` ranks, as torchrun's environment variables say (none set: the only one). All ranks call the
-    same methods.
+    """One of `world_size` ranks, as torchrun's environment variables say (without them: the only one). All ranks call
+    the same methods.
 
-    `optimizer_step` counts the policy's steps that were taken; skipped ones are not among them. `packing` is how fresh
-    batches are to be planned; a recorded one is trained as its plan says.
+    `optimizer_step` counts the policy's optimizer steps without the skipped ones. `packing` is how new batches are
+    planned; a recorded batch is trained as its plan says.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Learner(Rank):
         seed: int,
         max_response_tokens: int,
     ) -> None:
-        """Joins the process group and loads the model, and what the algorithm wants beside it: critic, reference
-        policy.
+        """Joins the process group and loads the policy, and the critic and reference policy if the algorithm needs
+        them.
 
         Raises:
-            ModelError: there is no such model, it cannot be loaded, or it lets rows mix that are to lie end to end.
-            ConfigError: settings of the engine that do not go together.
+            ModelError: a model does not exist or cannot be loaded, or mixes rows that are packed end to end.
+            ConfigError: the backend's package is missing, or settings do not fit the backend.
         """
         self._config = config
         self._total_batches = total_batches
@@ -94,7 +94,7 @@ class Learner(Rank):
         ]
 
     def _build_engine(self) -> TrainingEngine:
-        """The policy's engine, with adapters in its model if the run has some."""
+        """The policy's engine. With LoRA the adapters are inserted into the model first."""
         if self._config.lora is None:
             return self._backend.build_engine(self._config, self._model)
         from tandem.trainer.models.lora import (  # loads PEFT, 2 s that only runs with adapters spend
@@ -127,15 +127,15 @@ class Learner(Rank):
         *,
         before_step: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Takes the batch's optimizer steps. `groups` holds at least those whose rows this rank trains, on rank 0 all
-        of them;
-        `before_step` is called before each step, and what it raises prevents it.
+        """Takes the batch's optimizer steps.
+
+        `groups`: on rank 0 all groups of the batch, on another rank at least those whose rows it trains. `before_step`
+        is called before each optimizer step; an exception that it raises prevents the step.
 
         Raises:
-            DataError: on every rank, if any rank's rows cannot be trained, or their rewards cannot be learned from; the
-                weights are
-                untouched.
-            ModelError: likewise, if they lie end to end in the plan and a model lets such rows mix.
+            DataError: some rank's rows cannot be trained, or their rewards cannot be learned from. Raised on every
+                rank, before any weight changes.
+            ModelError: likewise, if the plan packs rows end to end and a model mixes such rows.
         """
         steps = self._micro_batches(batch, groups)
         rate = self._learning_rate(batch.policy_version)
@@ -163,7 +163,7 @@ class Learner(Rank):
             "loss": figures["loss"] / len(steps),
             "grad_norm": sum(norms) / len(norms) if norms else 0.0,
             "learning_rate": rate,
-            "skipped_steps": 0 if self._warms_up(batch.policy_version) else len(steps) - len(norms),
+            "skipped_steps": 0 if self._trains_critic_only(batch.policy_version) else len(steps) - len(norms),
             **self._critic_figures(critic_norms, len(steps)),
             "num_micro_batches": sum(batch.num_micro_batches),
             "padding_fraction": padding_fraction(batch),
@@ -174,7 +174,8 @@ class Learner(Rank):
         return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=finite(metrics))
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
-        if batch.packing == "flat" and self.packing == "padded":  # recorded where it was not
+        # Such a batch was recorded on a machine that packs rows end to end.
+        if batch.packing == "flat" and self.packing == "padded":
             check_row_separation(self._engines(), self)
         failure: DataError | None = None
         steps: list[list[MicroBatch]] = []
@@ -215,7 +216,7 @@ class Learner(Rank):
         )
 
     def _components(self, groups: Mapping[str, TrajectoryGroup]) -> dict[tuple[str, int], dict[str, float]]:
-        """Rank 0 has every group; the other ranks hear of those they do not train."""
+        """Every trajectory's reward components. Rank 0 has all groups and sends them to the other ranks."""
         if not self._config.needs_components:
             return {}
         own = [[*key, parts] for key, parts in reward_components(groups).items()] if self.rank == 0 else None
@@ -230,7 +231,9 @@ class Learner(Rank):
         rate: float,
         before_step: Callable[[], None],
     ) -> tuple[list[float], list[float]]:
-        """The optimizer steps; the gradient norm of each the policy took, and of each the critic took."""
+        """Takes the optimizer steps. Returns the gradient norms of the policy's and of the critic's steps, without
+        skipped ones.
+        """
         norms: list[float] = []
         critic_norms: list[float] = []
         every_step = RequiredColumns.of(self._config, len(steps)).every_step
@@ -243,7 +246,7 @@ class Learner(Rank):
                     current_N = gather_column(layout, cells, lambda one: token_logprobs(self._engine, one), self.device)
             plan = objective.begin_step(step, current_N)
             for number, micro_batch in enumerate(micro_batches):
-                if not self._warms_up(policy_version):
+                if not self._trains_critic_only(policy_version):
                     outputs = loss_token_statistics(self._engine, micro_batch, entropy=entropy)
                     loss = objective.policy_loss(plan, step, number, micro_batch, outputs)
                     self._engine.backward(loss)
@@ -254,13 +257,13 @@ class Learner(Rank):
             critic_norm = None if self._critic is None else self._critic.step()
             if critic_norm is not None:
                 critic_norms.append(critic_norm)
-            norm = None if self._warms_up(policy_version) else self._engine.step(rate)
+            norm = None if self._trains_critic_only(policy_version) else self._engine.step(rate)
             if norm is not None:
                 norms.append(norm)
         return norms, critic_norms
 
-    def _warms_up(self, policy_version: int) -> bool:
-        """Whether this batch trains the critic alone."""
+    def _trains_critic_only(self, policy_version: int) -> bool:
+        """Whether this batch is part of the critic's warm-up."""
         return self._critic is not None and policy_version <= self._config.critic.warmup_batches
 
     def _critic_figures(self, norms: Sequence[float], num_steps: int) -> dict[str, float]:
@@ -273,9 +276,9 @@ class Learner(Rank):
         return (self._seed * 1_000_003 + batch.policy_version * 1_009) % (1 << 31)
 
     def _adapt_kl(self, figures: Mapping[str, float], reward_kl: float, num_trajectories: int) -> dict[str, float]:
-        """Steers the coefficients towards their targets; the figures of the penalties there are."""
+        """Moves the KL coefficients towards their targets and returns the figures of the KL penalties in use."""
         kl, used = self._config.kl, self._coefficients
-        measured = figures["trained_tokens"] > 0  # not while the critic warms up alone: then that coefficient stays
+        measured = figures["trained_tokens"] > 0  # False while only the critic is trained; the coefficient then stays
         self._coefficients = next_coefficients(
             used,
             kl,
@@ -300,7 +303,7 @@ class Learner(Rank):
         )
 
     def save(self, folder: Path, batch_version: int) -> None:
-        """Writes a checkpoint that contains every batch up to `batch_version`, and prunes its elder siblings.
+        """Writes a checkpoint that contains every batch up to `batch_version`, and deletes older ones past the limit.
 
         Raises:
             EnvironmentLackError: the disk is full.
@@ -320,7 +323,7 @@ class Learner(Rank):
             prune_checkpoints(Path(folder).parent, self._config.keep_checkpoints)
 
     def load(self, folder: Path) -> int:
-        """Goes on from a checkpoint, bit for bit as if never stopped, and returns the last batch it contains.
+        """Restores a checkpoint, bit for bit, and returns the last batch it contains.
 
         Raises:
             DataError: there is no finished checkpoint.
@@ -344,8 +347,8 @@ class Learner(Rank):
         return {"engine": self._engine, **critic}
 
     def export(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder, in place of an earlier one of that name; adapters are merged into
-        it, and alone beside it, as `<folder>-adapter`.
+        """Writes the policy as a Hugging Face folder, replacing an earlier one of that name. With LoRA the adapters are
+        merged into it, and also written alone to `<folder>-adapter`.
 
         Raises:
             EnvironmentLackError: the disk is full.
@@ -363,7 +366,7 @@ class Learner(Rank):
 
     @property
     def broadcast_adapters(self) -> Adapters | None:
-        """The adapters, if samplers get them alone (see `AdapterSource`); None if they get all weights."""
+        """The adapters if samplers receive only these (see `AdapterSource`); None if they receive all weights."""
         lora = self._config.lora
         return self._adapters if lora is not None and lora.broadcast == "adapter" else None
 
@@ -372,13 +375,13 @@ class Learner(Rank):
         return list(self._engine.specs) if self._adapters is None else self._adapters.specs()
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """The whole tensors of these parameters, adapters merged, on every rank, to be read inside the block. All ranks
-        enter with the same names.
+        """The whole tensors of these parameters, adapters merged, on every rank, for reading inside the block. All
+        ranks call it with the same names.
         """
         return (self._engine if self._adapters is None else self._adapters).gather(names)
 
     def close(self) -> None:
-        """Leaves the process group. The learner is of no use afterwards."""
+        """Frees the engines and leaves the process group. The learner cannot be used afterwards."""
         for beside in (self._reference, self._critic):
             if beside is not None:
                 beside.close()

@@ -1,4 +1,4 @@
-"""Sharing work out evenly: the largest differencing method of Karmarkar and Karp (1982) for k parts.
+"""Partitions of work into even parts: the largest differencing method of Karmarkar and Karp (1982) for k parts.
 
 Every item starts as a tuple of k sums, its cost and k − 1 zeros. The two tuples with the largest spread are merged, the
 heaviest part of the one with the lightest of the other, until one tuple is left. Which of two equal spreads comes first
@@ -72,12 +72,12 @@ def partition_groups(costs: Sequence[int], groups: Sequence[int], num_parts: int
     return [sorted(item for number in part for item in whole[number]) for part in parts]
 
 
-def deal(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Item numbers of each rank, costliest first: like sums, counts one apart at most, and items of like cost at the
-    same place of every rank's list, so that ranks that wait for one another after every item wait little.
+def assign_to_ranks(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Item numbers of each rank, costliest first. Sums are similar, counts differ by at most one, and items at the same
+    place of the ranks' lists cost about the same: ranks that synchronise after every item then wait little.
     """
-    hands = partition(costs, num_ranks, equal_size=True)
-    return [sorted(hand, key=lambda item: (-costs[item], item)) for hand in hands]
+    parts = partition(costs, num_ranks, equal_size=True)
+    return [sorted(part, key=lambda item: (-costs[item], item)) for part in parts]
 
 
 class _Part(NamedTuple):

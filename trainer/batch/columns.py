@@ -1,4 +1,4 @@
-"""The forward passes without gradient at a batch's start: what the models say of it before anything is learned from it.
+"""Columns of the whole batch, computed at its start by forward passes without gradient.
 
 N loss tokens of the batch, in the order of trainer/batch/layout.py.
 """
@@ -28,14 +28,12 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BatchColumns:
-    """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None where nothing asked
-    for it.
+    """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None if it was not
+    required.
     """
 
     finite_N: Tensor | None = None
-    """bool: False on every token of a row (a segment) for which the sampler's log-probs are not all finite; None: all
-    are.
-    """
+    """bool: False on every token of a segment whose log-probs from the sampler are not all finite; None if all are."""
     behavior_N: Tensor | None = None
     versions_N: Tensor | None = None
     columns_N: Tensor | None = None
@@ -48,9 +46,7 @@ class BatchColumns:
 
 @dataclass(frozen=True, slots=True)
 class RequiredColumns:
-    """Which forward passes without gradient a batch takes, and which columns of the whole batch its mathematics
-    reads.
-    """
+    """Which columns of the whole batch an algorithm reads, and so which forward passes without gradient it needs."""
 
     proximal: bool
     squared_probs: bool
@@ -59,16 +55,16 @@ class RequiredColumns:
     columns: bool
     """Each token's place in its response."""
     token_rewards: bool
-    """Rewards that fell on tokens; to an estimator that only reads a row's sum they make no difference."""
+    """Rewards of single tokens. An estimator that reads only a row's sum does not need them."""
     every_step: bool
-    """The current policy's log-probs of a step's whole part of the batch, before that step."""
+    """The current policy's log-probs of all tokens of an optimizer step, before that step."""
     behavior: bool
-    """The sampler's log-probs and versions, for what looks beyond the micro-batch that has them."""
+    """The sampler's log-probs and versions, for computations over more than one micro-batch."""
 
     @classmethod
     def of(cls, config: AlgorithmConfig, num_steps: int) -> RequiredColumns:
-        """Of a batch that takes so many optimizer steps. With one step the proximal log-probs are the current ones, for
-        free.
+        """For a batch of `num_steps` optimizer steps. With one step the proximal log-probs are the current ones, at no
+        cost.
         """
         correction, needs = config.correction, config.advantage.needs
         selects = find_loss(config.loss.name).select is not None
@@ -100,10 +96,9 @@ def compute_columns(
     critic: Critic | None,
     device: torch.device,
 ) -> BatchColumns:
-    """Runs what `required` names, policy first, and makes columns of it. All ranks enter.
+    """Runs the forward passes that `required` names, the policy's first, and gathers the columns. All ranks call it.
 
-    Whether the sampler's are finite is always looked at: it decides denominators, which are fixed before a micro-batch
-    is corrected.
+    `finite_N` is always computed: it decides denominators, which are fixed before a micro-batch is corrected.
     """
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
 
@@ -149,7 +144,7 @@ def gather_column(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The column of what `of` says of this rank's micro-batches and of the others'. All ranks enter."""
+    """The column (N,) of `of(micro_batch)` over the micro-batches of all ranks. All ranks call it."""
     return layout.gather({cell: of(one) for cell, one in cells.items()}, dtype=dtype, device=device)
 
 
@@ -163,7 +158,7 @@ def _gathered(layout: BatchLayout, parts: Mapping[Cell, Tensor], device: torch.d
 
 
 def _whole_rows(layout: BatchLayout, columns_N: Tensor) -> Tensor:
-    """Places in the response, of trajectories with several segments one segment after another."""
+    """Places in the response; a trajectory's segments count on from one another."""
     columns_N = columns_N.clone()
     segments = columns_N.split(layout.lengths_S.tolist())
     number = 0

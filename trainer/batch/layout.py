@@ -1,9 +1,9 @@
-"""Where the loss tokens of a batch stand when all of them are one column: R trajectories, N tokens flat.
+"""The order of a batch's loss tokens as one flat column: R trajectories, N tokens.
 
-A trajectory's segments stand one after another, trajectories in the order of the batch's headers. What a rank computes
-of its own micro-batches becomes a column of the whole batch by `gather`; what is then said about the batch goes back by
-`places`. So advantages, rejection and denominators are computed once over the batch, alike on every rank, whatever the
-cut into micro-batches and ranks was.
+Trajectories come in the order of the batch's headers, and a trajectory's segments one after another. `gather` turns
+what each rank computed for its micro-batches into a column of the whole batch; `places` maps a column back to a
+micro-batch. So advantages, rejection and denominators are computed once over the batch and are the same on every rank,
+however the batch was cut into micro-batches and over ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BatchLayout:
     groups_R: Tensor
     """Number of each trajectory's group."""
     steps_R: Tensor
-    """The optimizer step each trajectory is trained in; of one without a loss token its group's."""
+    """The optimizer step each trajectory is trained in; without a loss token, that of its group."""
     segments_R: Tensor
     """How many segments each trajectory has."""
     lengths_S: Tensor
@@ -44,7 +44,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, batch: TrainBatch, *, rank: int) -> BatchLayout:
-        """The layout, the same on every rank but for `places`."""
+        """The layout. Only `places` differs between ranks."""
         rows = scored_trajectories(batch.headers)
         numbers = {group_id: number for number, group_id in enumerate(batch.group_ids)}
         steps = {(row.group_id, row.trajectory_id): row.optimizer_step for row in batch.plan}
@@ -89,8 +89,8 @@ class BatchLayout:
         return row_sums(keep_N.double(), self.lengths_R).long()
 
     def gather(self, parts: Mapping[tuple[int, int], Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The column (N,) of what every rank has of its micro-batches (`parts`: those of this one), on the CPU. All
-        ranks enter; tokens that nobody has are 0.
+        """The column (N,) of all ranks' `parts` (micro-batch → values of its tokens), on the CPU. All ranks call it;
+        tokens without a value are 0.
         """
         column_N = torch.zeros(self.num_tokens, dtype=dtype, device=device)
         for cell, values_N in parts.items():

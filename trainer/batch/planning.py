@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tandem.protos.types import Packing, PlannedRow, RowHeader, TrainBatch
-from tandem.trainer.batch.balance import deal, workload
+from tandem.trainer.batch.balance import assign_to_ranks, workload
 from tandem.trainer.batch.packing import pack, pack_flat
 
 
 def group_steps(num_groups: int, num_steps: int) -> list[int]:
-    """The optimizer step each group of a batch is trained in: runs of neighbours, as many as there are steps, of like
-    length.
-    """
+    """The optimizer step each group of a batch is trained in: one run of neighbours per step, of similar lengths."""
     edges = [step * num_groups // num_steps for step in range(num_steps + 1)]
     return [step for step in range(num_steps) for _ in range(edges[step], edges[step + 1])]
 
@@ -28,11 +26,11 @@ def plan_batch(
     optimizer_steps: int,
     packing: Packing = "padded",
 ) -> TrainBatch:
-    """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one a group), each into micro-batches, and these
-    over ranks.
+    """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one per group), each run into micro-batches, and
+    spreads these over the ranks.
 
-    A pure function: the same headers give the same plan. Every rank gets the same number of micro-batches a step; one
-    that has fewer rows trains empty ones. Rows of one micro-batch stand in the plan in the order in which they are
+    A pure function: the same headers give the same plan. Every rank gets the same number of micro-batches per step; a
+    rank with fewer rows gets empty ones. The plan lists the rows of a micro-batch in the order in which they are
     stacked.
 
     Raises:
@@ -50,12 +48,12 @@ def plan_batch(
         cut = pack_flat if packing == "flat" else pack
         bins = cut(lengths, tokens_per_micro_batch, multiple_of=world_size)
         costs = [sum(map(workload, _computed([lengths[row] for row in bin_rows], packing))) for bin_rows in bins]
-        hands = deal(costs, world_size)
-        num_micro_batches.append(max(1, *map(len, hands)))
+        of_ranks = assign_to_ranks(costs, world_size)
+        num_micro_batches.append(max(1, *map(len, of_ranks)))
         plan += [
             PlannedRow(rows[row].group_id, rows[row].trajectory_id, rows[row].segment, step, rank, micro_batch)
-            for rank, hand in enumerate(hands)
-            for micro_batch, number in enumerate(hand)
+            for rank, bin_numbers in enumerate(of_ranks)
+            for micro_batch, number in enumerate(bin_numbers)
             for row in bins[number]
         ]
     return TrainBatch(
@@ -83,5 +81,5 @@ def padding_fraction(batch: TrainBatch) -> float:
 
 
 def _computed(lengths: Sequence[int], packing: Packing) -> Sequence[int]:
-    """How long the rows of one micro-batch are to a forward pass."""
+    """The lengths that a forward pass computes for the rows of one micro-batch."""
     return lengths if packing == "flat" else [max(lengths)] * len(lengths)

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all: written under another name, forced to disk, then renamed."""
+"""Folders that appear complete or not at all: written under another name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ def partial_folder(folder: Path) -> Path:
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to write to; at the end it is on disk and bears the name `folder`, in place of one that
-    was there.
-
-    If the block raises, nothing remains.
+    """Yields an empty folder to write to. At the end it is synced to disk and renamed to `folder`, replacing an earlier
+    one. If the block raises, it is deleted.
 
     Raises:
-        EnvironmentLackError: the disk is full, or a file of that name is there.
+        EnvironmentLackError: the disk is full, or there is a file of that name.
     """
     begun = begin_folder(folder)
     try:
@@ -40,7 +38,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def begin_folder(folder: Path) -> Path:
-    """An empty partial folder, rid of what an earlier crash left in it.
+    """Creates the partial folder; one that an earlier crash left is deleted first.
 
     Raises:
         EnvironmentLackError: as `atomic_folder`.
@@ -57,13 +55,13 @@ def begin_folder(folder: Path) -> Path:
 
 
 def finish_folder(folder: Path) -> None:
-    """Forces everything in the partial folder to disk and gives it its name, also durably."""
+    """Syncs the partial folder to disk and renames it; the rename is synced, too."""
     begun = partial_folder(folder)
     for root, _, names in os.walk(begun):
         for name in names:
             _fsync(Path(root, name))
         _fsync(Path(root))
-    if folder.exists():  # a folder cannot be renamed over another: for an instant there is none of that name
+    if folder.exists():  # a folder cannot be renamed over another: for a moment there is none of this name
         retired = folder.with_name(folder.name + ".retired")
         shutil.rmtree(retired, ignore_errors=True)
         folder.rename(retired)
@@ -76,7 +74,7 @@ def finish_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_full_error(folder: Path) -> Iterator[None]:
-    """Turns what a full disk raises (torch's and safetensors' writers included) into one clear line."""
+    """Raises EnvironmentLackError for the errors of a full disk, those of torch's and safetensors' writers included."""
     try:
         yield
     except Exception as error:
@@ -92,7 +90,7 @@ def _is_disk_full(error: Exception, folder: Path) -> bool:
         return True
     if "No space left on device" in str(error):
         return True
-    # torch.save reports only that its writer failed: look at the disk itself.
+    # torch.save says only that its writer failed, so check the free space.
     if isinstance(error, RuntimeError) and folder.parent.exists():
         return shutil.disk_usage(folder.parent).free < 1 << 20
     return False

@@ -24,7 +24,7 @@ COPIED = (
     "chat_template*",
     "generation_config.json",
 )
-"""Files of the source folder that an export has unchanged."""
+"""Files that an export copies from the source folder."""
 
 _GATHER_ELEMENTS = 1 << 24
 
@@ -32,8 +32,8 @@ Gather = Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Ten
 
 
 def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Copies of all parameters in host memory, gathered some at a time; all ranks enter, those that do not `keep` get
-    none.
+    """Copies of all parameters in host memory, gathered a portion at a time. All ranks call it; ranks without `keep`
+    get none.
     """
     weights: dict[str, torch.Tensor] = {}
     for names in _portions(specs):
@@ -46,8 +46,8 @@ def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: boo
 def write_export(
     model: transformers.PreTrainedModel, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
 ) -> None:
-    """Writes weights, configuration, tokenizer and generation settings. The folder appears whole, in place of an
-    earlier one.
+    """Writes weights, configuration, tokenizer and generation settings. The folder appears complete and replaces
+    an earlier one.
 
     Raises:
         EnvironmentLackError: the disk is full.

@@ -27,7 +27,7 @@ def save_checkpoint(
     rank: int,
     barrier: Callable[[], None],
 ) -> None:
-    """Writes the checkpoint; all ranks enter. Returns once it is on disk under its name.
+    """Writes the checkpoint; all ranks call it. Returns when it is on disk.
 
     `engines`: the policy's as `engine`, and further ones (`critic`), each in a folder of that name. Frozen parameters
     are left out.
@@ -67,7 +67,7 @@ def load_checkpoint(
     dtype: str,
     rank: int,
 ) -> CheckpointState:
-    """Brings the engines and the random states to what the checkpoint holds; all ranks enter.
+    """Restores the engines and the random states; all ranks call it.
 
     Raises:
         DataError: there is no finished checkpoint.

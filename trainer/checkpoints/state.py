@@ -1,9 +1,8 @@
 """Checkpoints: `checkpoints/<version>` holds a folder of the backend's files for each engine, the ranks' random states,
 and `state.json` that describes them.
 
-The version is that of the last batch the weights contain. The folder appears whole or not at all. Finding checkpoints
-needs no torch;
-`tandem.trainer.checkpoints.files` writes and reads them.
+The version is that of the last batch the weights contain. The folder appears complete or not at all. Finding
+checkpoints needs no torch; `tandem.trainer.checkpoints.files` writes and reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What `state.json` says."""
+    """The contents of `state.json`."""
 
     batch_version: int
     optimizer_step: int
@@ -31,13 +30,13 @@ class CheckpointState:
     zero_stage: int
     dtype: str
     trainer: dict[str, Any]
-    """The trainer's configuration, for the reader; a resumed run uses its own."""
+    """The trainer's configuration, for information only; a resumed run uses its own."""
     trained_elements: dict[str, int] = field(default_factory=dict)
-    """Engine (`engine` is the policy's) → numbers it trains; what is frozen (LoRA's base weights) is not in the
+    """Engine (`engine` is the policy's) → how many elements it trains. Frozen weights (LoRA's base) are not in the
     checkpoint.
     """
     kl_coefficients: dict[str, float] = field(default_factory=dict)
-    """What the KL penalties cost by now."""
+    """The current coefficients of the KL penalties."""
     backend: str = "deepspeed"
 
 
@@ -60,7 +59,7 @@ def prune_checkpoints(checkpoints: Path, keep: int) -> None:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """What the checkpoint says of itself. Raises DataError if it is not a finished checkpoint of a known format."""
+    """Reads `state.json`. Raises DataError if this is not a finished checkpoint of a known format."""
     try:
         values = json.loads((Path(folder) / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -17,10 +17,10 @@ from tandem.trainer.models.options import CriticOptions
 
 
 class Critic:
-    """V(what comes before a token), learned beside the policy. All ranks call the same methods, the process group
-    joined.
+    """Estimates V, the value of the state before each token. All ranks call the same methods, after joining the process
+    group.
 
-    `engine` is for `save_checkpoint` and `load_checkpoint`, as `beside={"critic": critic.engine}`.
+    `engine` is what checkpoints save and load.
     """
 
     def __init__(self, backend: Backend, config: TrainerConfig, options: CriticOptions, folder: Path) -> None:
@@ -29,17 +29,16 @@ class Critic:
 
         Raises:
             ModelError: it cannot be loaded, or not as a value model.
-            ConfigError: it is to have gradient checkpointing and has none.
+            ConfigError: gradient checkpointing is on and the model does not support it.
         """
         self._learning_rate = options.learning_rate
         model = load_value_model(folder, config.dtype)
         self.engine = backend.build_engine(config.model_copy(update={"zero_stage": 3}), model)
 
     def values(self, batch: MicroBatch) -> Tensor:
-        """V of the N loss tokens, float32, with gradient unless it is off: predicted, as their log-probs are, at the
-        column before.
+        """V of the N loss tokens, float32 (N,), with gradient unless gradients are off.
 
-        So it is the value of the state in which the token was chosen.
+        Like a token's log-prob, it is read at the column before the token: the state in which the token was chosen.
         """
         values_BT: Tensor = self.engine(**batch.inputs, use_cache=False).logits.squeeze(-1)
         return values_BT[batch.row_N, batch.columns_K[batch.column_N]].float()
@@ -58,5 +57,5 @@ class Critic:
         return self.engine.step(self._learning_rate if learning_rate is None else learning_rate)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.engine.close()

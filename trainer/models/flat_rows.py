@@ -1,15 +1,13 @@
-"""Rows end to end in one line, without padding: whether this run packs so, and the proof that its models keep such rows
-apart.
+"""Decides whether rows are packed end to end, without padding, and checks that the models keep such rows apart.
 
-A model that lets them mix (layers that carry a state past the end of a row, attention that looks at no positions) would
-train on nonsense without a word. So every model is asked once, on two short rows, before it is relied on:
+A model can mix such rows without any error: layers that carry a state past the end of a row, attention that ignores
+positions. So every model is tested once on two short rows before it is used:
 
-- leak: another first row must leave the second as it is. Nothing else changes, shapes included, so what does not mix
-  gives the same bits
-  (a mixture of experts nearly so), and the least leak shows.
-- apart: the second row must be what it is in a line of its own, up to rounding.
+- leak: replacing the first row must not change the second. Shapes stay the same, so a model that keeps rows apart gives
+  the same bits (a mixture of experts nearly so).
+- apart: the second row must equal the same row in a line of its own, up to rounding.
 
-Both in units of what mixing would do: the second row as the first one's continuation.
+Both are measured relative to full mixing, where the second row continues the first.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ _MOST_APART_IN_HALF_PRECISION = 0.25  # a token near the border between two expe
 
 
 def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
-    """How the run's fresh batches are packed, on every rank alike; the models get the attention that goes with it.
+    """How new batches are packed, the same on every rank. Sets the models' attention accordingly.
 
-    `auto` is flat where there is variable-length attention for every model and none lets rows mix. All ranks enter.
+    `auto` is flat if every model has variable-length attention and keeps rows apart. All ranks call it.
 
     Raises:
-        ModelError: `flat` is wanted and a model lets rows mix, or a model cannot run rows end to end at all.
+        ModelError: `flat` is wanted and a model mixes rows, or a model cannot run rows end to end at all.
     """
     if wanted == "padded":
         return "padded"
@@ -66,11 +64,11 @@ def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[
 
 
 class _MixingError(ModelError):
-    """A model that runs, but not as it should."""
+    """The model runs rows end to end, but mixes them."""
 
 
 def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
-    """Raises ModelError, on every rank, if a model lets rows mix that lie end to end, or cannot run them."""
+    """Raises ModelError, on every rank, if a model mixes rows that are packed end to end, or cannot run them."""
     for engine in engines:
         leak, apart = measure_row_mixing(engine, rank.device)
         dtype = next(engine.module.parameters()).dtype
@@ -78,16 +76,16 @@ def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
         most_apart = _MOST_APART.get(dtype, _MOST_APART_IN_HALF_PRECISION)
         if not rank.all_agree(leak <= most_leak and apart <= most_apart):
             raise _MixingError(
-                f"{type(engine.module).__name__} does not keep rows apart that lie end to "
+                f"{type(engine.module).__name__} does not keep rows apart that are packed end to "
                 f"end (leak {leak:.1g} of at most {most_leak:.1g}, "
                 f"{apart:.1g} of at most {most_apart:.1g} from the padded row): "
-                'trainer.packing = "flat" is not for it, set "padded"'
+                'set trainer.packing = "padded"'
             )
 
 
 @torch.no_grad()
 def measure_row_mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
-    """(leak, apart) of the engine's model; NaN if it cannot be told. All ranks enter.
+    """(leak, apart) of the engine's model; NaN if it cannot be measured. All ranks call it.
 
     Raises:
         ModelError: the model cannot run rows end to end.
@@ -102,7 +100,7 @@ def measure_row_mixing(engine: TrainingEngine, device: torch.device) -> tuple[fl
     except (TypeError, ValueError, RuntimeError) as error:
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{type(engine.module).__name__} cannot run rows that lie end to "
+            f"{type(engine.module).__name__} cannot run rows that are packed end to "
             f'end ({what}); set trainer.packing = "padded"'
         ) from error
     scale = _largest(continued_TH - alone_TH)
@@ -125,7 +123,7 @@ def _segment(ids: Any) -> Segment:
 
 
 def _hidden(engine: TrainingEngine, batch: MicroBatch) -> Tensor:
-    """The last hidden states: a head may be 0."""
+    """The last hidden states, because the weights of a head may be 0."""
     kept: list[Tensor] = []
     hook = engine.module.base_model.register_forward_hook(lambda module, inputs, output: kept.append(output[0]))
     try:

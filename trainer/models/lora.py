@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) inside the policy: W + (alpha/rank)·B·A, only A and B trained, by PEFT.
 
-PEFT puts its layers into the Hugging Face model itself, so that model goes on being what the engine runs, and with the
-adapters off it is the reference policy. What leaves the trainer bears the base model's names: nobody outside need know
-of PEFT's. Importing this module loads PEFT (2 s): do so only where a run has adapters.
+PEFT inserts its layers into the Hugging Face model, so the engine runs the same model object, and with the adapters
+disabled that model is the reference policy. Weights that leave the trainer have the base model's names, not PEFT's.
+Importing this module loads PEFT (2 s), so only runs with adapters import it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.trainer.models.options import LoraOptions
 
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
-"""What PEFT's own files put before a Hugging Face name."""
+"""The prefix of Hugging Face names in PEFT's files."""
 
 
 def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *, seed: int) -> peft.PeftModel:
@@ -57,7 +57,7 @@ def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *
             raise ConfigError(f"trainer.lora.target_modules: {error}") from error
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module, Linear):
-            raise ConfigError(f"trainer.lora.target_modules: {name} is no linear layer; leave it out")
+            raise ConfigError(f"trainer.lora.target_modules: {name} is not a linear layer; leave it out")
     _refuse_unknown(targets, _adapted_layers(model))
     return adapted
 
@@ -156,13 +156,13 @@ class Adapters:
         return (lora_b.T, lora_a.T) if self._layers[name].fan_in_fan_out else (lora_a, lora_b)
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Inside the block the model is the base model. Not to be entered between a forward pass and its backward."""
+        """Inside the block the adapters are off. Not for use between a forward pass and its backward pass."""
         disabled: AbstractContextManager[None] = self._peft.disable_adapter()
         return disabled
 
     def write_adapters(self, weights: Mapping[str, Tensor], source: str, folder: Path) -> None:
-        """Writes what `PeftModel.from_pretrained` loads onto `source`. The folder appears whole, in place of an earlier
-        one.
+        """Writes what `PeftModel.from_pretrained` loads onto `source`. The folder appears at once, complete,
+        and replaces an earlier one.
 
         `weights`: all of `adapter_specs`, as `collect_weights` gives them.
 
@@ -192,16 +192,16 @@ def _matrices(name: str) -> list[str]:
 
 
 def _refuse_unknown(targets: str | tuple[str, ...], layers: Mapping[str, LoraLayer]) -> None:
-    """PEFT says nothing of a name without a layer as long as another has one."""
+    """PEFT ignores a name that matches no layer if another name matches one."""
     for target in () if isinstance(targets, str) else targets:
         if not any(f".{name}".endswith(f".{target}.weight") for name in layers):
             raise ConfigError(f"trainer.lora.target_modules: the model has no layer {target}; leave it out")
 
 
 def _refuse_tied(model: nn.Module, targets: str | tuple[str, ...]) -> None:
-    """A tied weight has two users, and an adapter would change one of them only: there is no merged weight."""
+    """An adapter on a tied weight would change one of its two uses only, so no merged weight exists."""
     if isinstance(targets, str):
-        return  # the output head, the only linear layer that is ever tied, is left out
+        return  # "all-linear" leaves the output head out, the only linear layer that is ever tied
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

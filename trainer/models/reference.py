@@ -1,4 +1,4 @@
-"""The reference policy: what the KL penalty holds the policy to. It never learns."""
+"""The reference policy of the KL penalty. It is never trained."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class ReferencePolicy:
-    """A policy that stays what it was. Made by `frozen_copy`, or where the policy has adapters by `base_weights`, which
-    costs no memory.
+    """A policy with fixed weights. `frozen_copy` loads one; if the policy has adapters, `base_weights` uses the
+    policy's own base weights, which costs no memory.
     """
 
     def __init__(
         self, engine: TrainingEngine, without_adapters: Callable[[], AbstractContextManager[None]], *, owned: bool
     ) -> None:
         self._engine = engine
-        self.engines = [engine] if owned else []  # those that are its own
+        self.engines = [engine] if owned else []  # those that it has to close
         self._policy_set_aside = without_adapters
 
     @classmethod
@@ -37,7 +37,8 @@ class ReferencePolicy:
         """The model of a folder in an engine of its own, partitioned, without optimizer; with
         `offload_reference` in host memory.
 
-        The folder is what the run started from, also when it resumes. All ranks enter, the process group joined.
+        The folder is that of the run's first weights, also when the run resumes. All ranks call it, after joining the
+        process group.
 
         Raises:
             ModelError: transformers cannot load it.
@@ -48,20 +49,20 @@ class ReferencePolicy:
 
     @classmethod
     def base_weights(cls, engine: TrainingEngine, adapters: Adapters) -> ReferencePolicy:
-        """The policy's own engine with its adapters off. It lasts as long as that engine, whose owner closes it."""
+        """The policy's own engine with its adapters disabled. The engine's owner closes it."""
         return cls(engine, adapters.disabled, owned=False)
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """log π_reference of the N loss tokens of every micro-batch, without gradient, under each row's temperature.
 
-        All ranks enter, with equally many micro-batches; never between a forward pass of the policy and its backward.
-        They are computed as the policy's own are, so that equal weights give equal numbers.
+        All ranks call it with the same number of micro-batches, never between a forward pass of the policy and its
+        backward pass. The computation is the policy's own, so equal weights give equal bits.
         """
         with self._policy_set_aside():
             return [token_logprobs(self._engine, micro_batch) for micro_batch in micro_batches]
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         for engine in self.engines:
             engine.close()

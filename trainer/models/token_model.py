@@ -1,10 +1,10 @@
-"""A language model that answers with the statistics of its loss tokens instead of its logits, also where ZeRO-3 spreads
-its weights.
+"""Makes a language model return the statistics of its loss tokens instead of all logits, also while its weights are
+partitioned.
 
-Under ZeRO-3 a module's weights are whole only while the module itself runs, forward or backward: whoever takes the
-head's weight from outside finds it empty. So the head is replaced by one that computes the statistics itself, sharing
-its parameters under their names, and the model's `forward` learns to ask it. Both happen before the engine is built;
-nothing else about the model changes.
+Under ZeRO-3 and FSDP a module's weights are whole only while the module itself runs; code outside the output head would
+find the head's weight empty. So the head is replaced by one that computes the statistics itself and has the same
+parameters under the same names, and the model's `forward` calls it. This happens before the engine is built and changes
+nothing else.
 
 B lines, T columns, K columns whose logits matter, N loss tokens, H hidden size (see trainer/batch/micro_batch.py).
 """
@@ -24,7 +24,7 @@ from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_fro
 
 
 class TokenHead(nn.Linear):
-    """An output head; given targets it returns their `TokenStatistics` and never all logits."""
+    """An output head. With targets it returns their `TokenStatistics` and never holds all logits."""
 
     def forward(
         self,
@@ -35,7 +35,7 @@ class TokenHead(nn.Linear):
         entropy: bool = False,
         squared_probs: bool = False,
     ) -> Any:
-        """Without targets the logits, as before."""
+        """Without targets: the logits."""
         if target_N is None:
             return super().forward(input)
         assert temperature_N is not None
@@ -45,13 +45,13 @@ class TokenHead(nn.Linear):
 
 
 def add_token_statistics(model: transformers.PreTrainedModel) -> None:
-    """From now on `model(tokens=batch, entropy=…, squared_probs=…)` gives the `TokenStatistics` of a micro-batch's N
-    loss tokens.
+    """Makes `model(tokens=batch, entropy=…, squared_probs=…)` return the `TokenStatistics` of a micro-batch's N loss
+    tokens. Other calls stay as they are.
 
-    Every other call is as it was. A model whose logits are more than its head's output (soft caps, scales), or whose
-    head is no plain linear layer, is asked for its logits.
+    If the model changes its logits after the head (soft caps, scales), or its head is no plain linear layer, the
+    statistics are computed from the logits.
     """
-    if _logits_are_the_heads(model):
+    if _head_gives_logits(model):
         linear = model.get_output_embeddings()
         head = TokenHead(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
@@ -82,8 +82,8 @@ def _forward(
 
 
 @torch.no_grad()
-def _logits_are_the_heads(model: transformers.PreTrainedModel) -> bool:
-    # Tried out on two tokens: every architecture names its caps and scales differently.
+def _head_gives_logits(model: transformers.PreTrainedModel) -> bool:
+    # Compared on two tokens, because every architecture names its caps and scales differently.
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return False
@@ -97,9 +97,9 @@ def _logits_are_the_heads(model: transformers.PreTrainedModel) -> bool:
 def loss_token_statistics(
     model: nn.Module | TrainingEngine, batch: MicroBatch, *, entropy: bool = False, squared_probs: bool = False
 ) -> TokenStatistics:
-    """The statistics of a micro-batch's N loss tokens, from any language model or the engine around one.
+    """The statistics of a micro-batch's N loss tokens, from a language model or an engine.
 
-    A model that `add_token_statistics` has not seen is asked for its logits, all at once.
+    Without `add_token_statistics` they are computed from all logits at once.
     """
     asked = {"entropy": entropy, "squared_probs": squared_probs}
     module = model.module if isinstance(model, TrainingEngine) else model

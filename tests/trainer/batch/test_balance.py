@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.trainer.batch.balance import deal, partition, partition_groups, workload
+from tandem.trainer.batch.balance import assign_to_ranks, partition, partition_groups, workload
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 costs_lists = st.lists(st.integers(1, 100), max_size=40)
@@ -97,11 +97,11 @@ def test_more_parts_than_items_leaves_some_empty() -> None:
 
 @given(costs=costs_lists, num_ranks=st.integers(1, 5))
 def test_dealing_is_fair(costs: list[int], num_ranks: int) -> None:
-    hands = deal(costs, num_ranks)
-    assert sorted(number for hand in hands for number in hand) == list(range(len(costs)))
-    counts = [len(hand) for hand in hands]
+    parts = assign_to_ranks(costs, num_ranks)
+    assert sorted(number for part in parts for number in part) == list(range(len(costs)))
+    counts = [len(part) for part in parts]
     assert max(counts) - min(counts) <= 1
-    assert max(sums(hands, costs)) - min(sums(hands, costs)) <= max(costs, default=0)
+    assert max(sums(parts, costs)) - min(sums(parts, costs)) <= max(costs, default=0)
     assert all(
-        [costs[number] for number in hand] == sorted((costs[number] for number in hand), reverse=True) for hand in hands
+        [costs[number] for number in part] == sorted((costs[number] for number in part), reverse=True) for part in parts
     )

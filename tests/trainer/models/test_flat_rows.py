@@ -161,7 +161,9 @@ def test_a_model_that_mixes_rows_is_found_out(config: Any, apart: bool, dtype: t
 def test_a_model_that_cannot_be_asked_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(folder, "float32")
     monkeypatch.setattr(model, "forward", lambda input_ids, use_cache: model.base_model(input_ids, use_cache=use_cache))
-    with pytest.raises(ModelError, match=r"cannot run rows that lie end to end .*position_ids.*trainer\.packing"):
+    with pytest.raises(
+        ModelError, match=r"cannot run rows that are packed end to end .*position_ids.*trainer\.packing"
+    ):
         check_row_separation([Alone(model)], Alone(model))  # type: ignore[arg-type, list-item]
 
 

@@ -251,5 +251,5 @@ def test_of_an_untied_model_the_head_may_have_adapters_the_embedding_not(tmp_pat
     torch.testing.assert_close(merged, logprobs_of(policy.engine, batches), atol=2e-6, rtol=0)
     assert {name.split(".")[-4] for name in policy.trained()} == {"lm_head", "q_proj"}
     policy.engine.close()
-    with pytest.raises(ConfigError, match="embed_tokens is no linear layer"):
+    with pytest.raises(ConfigError, match="embed_tokens is not a linear layer"):
         insert_adapters(load_model(untied, "float32"), LoraOptions(target_modules=("embed_tokens",)), seed=0)
