@@ -1,4 +1,4 @@
-"""The set-up: pins agree with ranges, wrong surroundings end in one clear line."""
+"""The set-up: pins lie within the ranges, and a wrong environment is reported in one line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_requirement_is_pinned_within_its_range() -> None:
         assert requirement.specifier.contains(pin), f"{name}=={pin} is outside {requirement.specifier}; run make lock"
 
 
-def test_pins_hold_nothing_of_cuda() -> None:
+def test_the_pins_contain_no_cuda_packages() -> None:
     assert not re.search(
         r"(?im)^(nvidia|cuda|triton|torchvision|torchaudio|torchcodec)", (ROOT / "constraints-cpu.txt").read_text()
     )
@@ -59,7 +59,7 @@ def test_pins_hold_nothing_of_cuda() -> None:
         ({"EXTRA": "tpu"}, "EXTRA=tpu is unknown"),
     ],
 )
-def test_a_wrong_setting_ends_in_one_line(tmp_path: Path, environment: dict[str, str], complaint: str) -> None:
+def test_a_wrong_setting_is_one_line(tmp_path: Path, environment: dict[str, str], complaint: str) -> None:
     done = run_setup(tmp_path, **environment)
     assert done.returncode == 2
     assert complaint in done.stderr
@@ -67,8 +67,8 @@ def test_a_wrong_setting_ends_in_one_line(tmp_path: Path, environment: dict[str,
 
 
 @pytest.mark.parametrize("fetched", [True, False])
-def test_bubblewrap_is_unpacked_beside_the_interpreter_or_done_without(tmp_path: Path, fetched: bool) -> None:
-    """The script's own steps, with stand-ins for the commands that fetch and unpack a package."""
+def test_bubblewrap_is_unpacked_beside_the_interpreter_or_reported_missing(tmp_path: Path, fetched: bool) -> None:
+    """The script's own steps, with fakes for the commands that fetch and unpack a package."""
     script = (ROOT / "deploy/setup.sh").read_text()
     functions = script[script.index("unpack() {") : script.index('if [ "$EXTRA" = cpu ]; then\n    if ! has_libnuma')]
     step = re.search(r'^if \[ -z "\$LOCK" \] && ! has_bubblewrap; then\n.*?^fi\n', script, re.DOTALL | re.MULTILINE)
@@ -101,7 +101,7 @@ def test_bubblewrap_is_unpacked_beside_the_interpreter_or_done_without(tmp_path:
     assert (venv / "bin/bwrap").exists() == fetched and [one.name for one in venv.iterdir()] == ["bin"]
 
 
-def test_an_environment_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_an_environment_of_another_tool_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").touch()
     done = run_setup(tmp_path)

@@ -1,6 +1,4 @@
-"""`make setup` step by step on a machine played by scripts on PATH: what it starts, what it leaves, what it does
-without root.
-"""
+"""`make setup` with scripts on PATH in place of the real tools: what it starts, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ TOOLS = (
     "timeout",
     "touch",
 )
-"""What a Debian with make has anyway. Each is the real one, and leaves its name in $TRACE."""
+"""Tools of a Debian with make. Each is the real one and writes its name to $TRACE."""
 
 PYTHON = r"""
 here=${0%/bin/*}
@@ -48,9 +46,7 @@ case "$*" in
 *libnuma*) [ -e "$here/lib/libnuma.so.1" ] ;;
 esac
 """
-"""An interpreter that can do everything, lacks libnuma until it is in its environment, and comes with a triton of its
-own.
-"""
+"""An interpreter that accepts every command, lacks libnuma until it is in its environment, and has a triton."""
 
 APT_GET = r"""
 case "$*" in
@@ -59,7 +55,7 @@ case "$*" in
 *) exit 100 ;;
 esac
 """
-"""A minimal image's: without package lists, which nobody but root may fetch into their place."""
+"""apt-get of a minimal image: no package lists, and only root may fetch them into the usual place."""
 
 DPKG = r"""
 [ "$1" = -x ] && [ -e "$2" ] && /bin/mkdir -p "$3/usr/bin" "$3/usr/lib/x86_64-linux-gnu" || exit 1
@@ -71,7 +67,7 @@ esac
 
 
 class Machine:
-    """A checkout of what the set-up reads, and a PATH of nothing but scripts that tell of every start."""
+    """A checkout of the files that the set-up reads, and a PATH of scripts that record every start."""
 
     def __init__(self, folder: Path) -> None:
         self.checkout, self.bin, self.trace = folder / "tandem", folder / "bin", folder / "trace"
@@ -93,7 +89,7 @@ class Machine:
         file.chmod(0o755)
 
     def setup(self, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """`make setup`, and the names of all that it started, sorted."""
+        """Runs `make setup`; returns its result and the sorted names of everything it started."""
         self.trace.write_text("")
         surroundings: Mapping[str, str] = {
             "PATH": str(self.bin),
@@ -113,7 +109,7 @@ class Machine:
         return done, sorted(started)
 
     def calls_of(self, name: str) -> list[str]:
-        """What the last set-up gave that command."""
+        """The arguments with which the last set-up called a command."""
         return [
             line.removeprefix(f"{name} ") for line in self.trace.read_text().splitlines() if line.split()[0] == name
         ]
@@ -124,7 +120,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_second_setup_compares_a_fingerprint_and_starts_nothing_else(machine: Machine) -> None:
+def test_a_second_setup_only_compares_a_fingerprint(machine: Machine) -> None:
     done, started = machine.setup()
     assert done.returncode == 0, done.stderr
     assert "setup: ready in" in done.stdout and "python" in started and "apt-get" in started
@@ -141,7 +137,7 @@ def test_a_second_setup_compares_a_fingerprint_and_starts_nothing_else(machine: 
     assert done.returncode == 0 and "python" in started, "other pins are another environment"
 
 
-def test_packages_that_nothing_uses_are_metadata_alone(machine: Machine) -> None:
+def test_unused_packages_are_installed_as_metadata_only(machine: Machine) -> None:
     machine.setup()
     site = machine.venv / "lib" / "site"
     stubs = {found.metadata["Name"]: found for found in distributions(path=[str(site)]) if found.read_text("INSTALLER")}
@@ -156,7 +152,7 @@ def test_packages_that_nothing_uses_are_metadata_alone(machine: Machine) -> None
         assert all((site / file).is_file() for file in files)
 
 
-def test_a_missing_library_is_unpacked_without_root_and_loaded_at_every_start(machine: Machine) -> None:
+def test_a_missing_library_is_unpacked_without_root_and_loaded_by_a_pth_file(machine: Machine) -> None:
     done, _ = machine.setup()
     assert "libnuma.so.1: unpacked into" in done.stdout
     assert (machine.venv / "lib" / "libnuma.so.1").read_text() == "numa\n"
@@ -171,7 +167,7 @@ def test_a_missing_library_is_unpacked_without_root_and_loaded_at_every_start(ma
     assert f"Dir::State::Lists={lists}" in update and f"Dir::State::Lists={lists}" in download
 
 
-def test_a_library_that_is_there_is_not_fetched(machine: Machine) -> None:
+def test_an_installed_library_is_not_fetched(machine: Machine) -> None:
     machine.setup()
     for stamp in machine.venv.glob(".stamp-*"):
         stamp.unlink()
@@ -179,7 +175,7 @@ def test_a_library_that_is_there_is_not_fetched(machine: Machine) -> None:
     assert done.returncode == 0 and "apt-get" not in started and "libnuma" not in done.stdout
 
 
-def test_a_library_that_cannot_be_fetched_is_named_with_its_package(machine: Machine) -> None:
+def test_a_library_that_cannot_be_fetched_is_reported_with_its_package(machine: Machine) -> None:
     done, _ = machine.setup(OFFLINE="1")
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("setup: ")]

@@ -1,6 +1,4 @@
-"""What is light stays light: the contract, every configuration and every `--help` load no torch, no vllm, and little
-else.
-"""
+"""The contract, every configuration, the client and every `--help` load no torch, no vllm, and little else."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ TRAINER_OPTIONS = [
     "tandem.trainer.policy_losses.options",
     "tandem.trainer.batch.selection_options",
 ]
-"""What a recipe may say of the mathematics, without the mathematics."""
+"""Options of the algorithms, without the algorithms."""
 
 COMMANDS = [
     [],
@@ -99,8 +97,8 @@ LIGHT = [
     [(LIGHT, LEARNING), (CONFIGURATIONS, WIRES | {"numpy", "pyarrow"})],
     ids=["no torch and no vllm", "no wires"],
 )
-def test_the_contract_and_every_configuration_are_light(modules: list[str], heavy: set[str]) -> None:
-    """What none of them loads when all are loaded, one alone does not load."""
+def test_the_contract_and_every_configuration_load_no_heavy_libraries(modules: list[str], heavy: set[str]) -> None:
+    """Imports all at once; only if that loads a heavy library, each alone to name the module."""
     if loaded_by(f"import {', '.join(modules)}") & heavy:
         found = {module: sorted(loaded_by(f"import {module}") & heavy) for module in modules}
         assert not any(found.values()), {module: names for module, names in found.items() if names}
@@ -122,7 +120,7 @@ def test_every_name_that_tandem_exports_is_there() -> None:
 
 
 def test_a_run_is_checked_without_torch() -> None:
-    """`tandem run` says within a second what is wrong: its checks import neither torch nor transformers nor vllm."""
+    """The checks of `tandem run` import neither torch nor transformers nor vllm, so they answer fast."""
     code = """
 import pathlib, tempfile
 from tests.support.run_inputs import recipe_of, small_values
@@ -133,7 +131,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert not loaded_by(code) & LEARNING
 
 
-def test_help_loads_next_to_nothing() -> None:
+def test_help_loads_no_heavy_libraries() -> None:
     code = f"""
 import contextlib, io
 from tandem.services import cli
@@ -146,13 +144,12 @@ for command in {COMMANDS!r}:
     assert not loaded_by(code) & (LEARNING | WIRES | LIBRARIES)
 
 
-DOORS = {"services/config", "services/clients"}
-"""What everybody asks of these is named in the package itself: their modules are of one kind, and load much the same.
-"""
+WITH_EXPORTS = {"services/config", "services/clients"}
+"""Packages that export names of their modules. Their modules load nearly the same libraries."""
 
 
-def test_packages_are_empty_so_that_importing_one_module_loads_one_module() -> None:
+def test_package_files_are_empty_so_that_one_import_loads_one_module() -> None:
     for package in ("protos", "rollout", "reward", "trainer", "services"):
         for file in (ROOT / package).rglob("__init__.py"):
-            if str(file.parent.relative_to(ROOT)) not in DOORS:
+            if str(file.parent.relative_to(ROOT)) not in WITH_EXPORTS:
                 assert file.read_text() == "", file

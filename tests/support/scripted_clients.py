@@ -1,6 +1,4 @@
-"""Fixtures of the tests of the reward service's clients, for `pytest_plugins`: a scripted service each, and a client of
-it.
-"""
+"""Fixtures of the reward clients' tests, for `pytest_plugins`: a scripted service and a client of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The reward service's clients against a service that breaks: order, groups, limits, streams that go on, errors by
-their class.
-"""
+"""The reward clients against a scripted service that breaks: order, groups, limits, resumed streams, error classes."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("short_pauses")
 WIDE = Limits(1000, 1 << 20, 1000, 1 << 20)
 
 
-# --- what cannot travel ----------------------------------------------------------------------------------------------
+# --- items that cannot be encoded ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ WIDE = Limits(1000, 1 << 20, 1000, 1 << 20)
         (Unscored("invalid_input", "row 3: solution is missing"), "row 3: solution is missing"),
     ],
 )
-def test_an_item_that_cannot_travel_keeps_its_place_and_its_reason(
+def test_an_item_that_cannot_be_encoded_keeps_its_place_and_gets_a_reason(
     client: RewardClient, item: ScoreItem | Unscored, said: str
 ) -> None:
     given_items = [*items_of(1), item, *items_of(3)]
@@ -82,9 +80,7 @@ def test_a_rubric_as_large_as_a_request_is_refused(service: ScriptedReward, clie
 # --- score -----------------------------------------------------------------------------------------------------------
 
 
-def test_long_lists_travel_in_several_requests_and_keep_their_order(
-    service: ScriptedReward, client: RewardClient
-) -> None:
+def test_a_long_list_is_split_into_requests_and_keeps_its_order(service: ScriptedReward, client: RewardClient) -> None:
     service.limits["max_items_per_request"] = 7.0
     scores = client.score(items_of(*range(100)), "the rubric")
     assert values(scores) == list(map(float, range(100)))
@@ -104,12 +100,12 @@ def test_a_group_is_scored_in_one_request_wherever_its_items_stand(
         client.score(items_of(*range(5), group="large"))
 
 
-def test_reasons_arrive_as_reasons(client: RewardClient) -> None:
+def test_unscored_items_keep_their_reasons(client: RewardClient) -> None:
     scores = client.score(items_of("timeout", "0.5", "crashed"))
     assert scores == [Unscored("timeout", "scripted"), Scored(0.5, {"group": 3.0}), Unscored("crashed", "scripted")]
 
 
-def test_errors_arrive_as_the_class_that_was_raised(client: RewardClient) -> None:
+def test_an_error_has_the_class_that_the_service_raised(client: RewardClient) -> None:
     with pytest.raises(ScorerError, match="components: there are none"):
         client.score(items_of(1), "wrong")
     with pytest.raises(ScorerError):
@@ -122,13 +118,13 @@ def test_errors_arrive_as_the_class_that_was_raised(client: RewardClient) -> Non
         client.cancel("gone")
 
 
-def test_a_late_answer_is_a_deadline(service: ScriptedReward, client: RewardClient) -> None:
+def test_a_late_answer_is_a_deadline_error(service: ScriptedReward, client: RewardClient) -> None:
     service.hang = True
     with pytest.raises(DeadlineError):
         client.score(items_of(1), timeout_seconds=0.1)
 
 
-def test_nobody_there_is_said_with_the_address() -> None:
+def test_an_unreachable_service_is_named_with_its_address() -> None:
     with RewardClient("127.0.0.1:1", retry_seconds=0.1) as client:
         with pytest.raises(UnavailableError, match=r"reward service at 127\.0\.0\.1:1 cannot be reached"):
             client.jobs()
@@ -136,7 +132,7 @@ def test_nobody_there_is_said_with_the_address() -> None:
             client.submit(items_of(1))
 
 
-def test_a_reply_with_a_result_too_few_is_no_result(client: RewardClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_with_too_few_results_is_an_error(client: RewardClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.scripted_reward.score", lambda items: [])
     with pytest.raises(Exception, match="0 results for 1 items"):
         client.score(items_of(1))
@@ -145,23 +141,21 @@ def test_a_reply_with_a_result_too_few_is_no_result(client: RewardClient, monkey
 # --- score_stream ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_of_items_comes_back_in_order_though_replies_do_not(
-    service: ScriptedReward, client: RewardClient
-) -> None:
+def test_streamed_scores_are_in_order_though_replies_are_not(service: ScriptedReward, client: RewardClient) -> None:
     service.limits["max_items_per_request"] = 3.0
     assert values(client.score_stream(iter(items_of(*range(50))))) == list(map(float, range(50)))
     assert len(service.requests) >= 17
 
 
-def test_a_stream_that_breaks_goes_on_with_what_has_no_answer(service: ScriptedReward, client: RewardClient) -> None:
+def test_a_broken_stream_sends_unanswered_batches_again(service: ScriptedReward, client: RewardClient) -> None:
     service.limits["max_items_per_request"] = 3.0
     service.breaks = [2, 0, -1, 4]
     assert values(client.score_stream(iter(items_of(*range(60))))) == list(map(float, range(60)))
     assert service.num_streams == 5
 
 
-def test_a_stream_needs_no_full_batch(client: RewardClient) -> None:
-    """Each item is only made once the score of the one before is there."""
+def test_a_stream_scores_incomplete_batches(client: RewardClient) -> None:
+    """Each item is made only after the score of the one before has arrived."""
     known: list[float] = []
 
     def one_by_one() -> Iterator[ScoreItem]:
@@ -176,7 +170,7 @@ def test_a_stream_needs_no_full_batch(client: RewardClient) -> None:
     assert known == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_stream_outlives_its_call_while_items_are_long_in_coming(service: ScriptedReward, address: str) -> None:
+def test_a_stream_spans_several_calls_while_items_arrive_slowly(service: ScriptedReward, address: str) -> None:
     def slow() -> Iterator[ScoreItem]:
         for number in range(3):
             threading.Event().wait(1.5)
@@ -205,7 +199,7 @@ def test_a_stream_left_early_leaves_the_client_usable(client: RewardClient) -> N
     assert values(client.score(items_of(4))) == [4.0]
 
 
-def test_a_stream_that_nobody_answers_is_a_deadline(service: ScriptedReward, address: str) -> None:
+def test_an_unanswered_stream_is_a_deadline_error(service: ScriptedReward, address: str) -> None:
     service.hang = True
     with RewardClient(address, timeout_seconds=0.2) as client, pytest.raises(DeadlineError):
         list(client.score_stream(items_of(1, 2)))
@@ -214,7 +208,7 @@ def test_a_stream_that_nobody_answers_is_a_deadline(service: ScriptedReward, add
 # --- replicas --------------------------------------------------------------------------------------------------------
 
 
-def test_calls_go_round_among_replicas_and_survive_one() -> None:
+def test_calls_rotate_over_replicas_and_survive_the_loss_of_one() -> None:
     services = [ScriptedReward(), ScriptedReward()]
     with serving(services[0]) as one:
         with serving(services[1]) as other, RewardClient(f"{one},{other}") as client:
@@ -237,7 +231,7 @@ def test_a_replica_that_comes_back_is_used_again(service: ScriptedReward) -> Non
         assert [number for number, _ in client.results(job.job_id)] == [0]
 
 
-def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_validated_and_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TANDEM_REWARD_ADDRESS", raising=False)
     assert named_addresses() == (DEFAULT_ADDRESS,)
     monkeypatch.setenv("TANDEM_REWARD_ADDRESS", "a:1, b:2,")
@@ -254,7 +248,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         target_of(["127.0.0.1:1", "unix:/s"])
 
 
-def test_an_address_that_no_one_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_arguments: object, **_more: object) -> list[object]:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -266,7 +260,7 @@ def test_an_address_that_no_one_knows_is_named(monkeypatch: pytest.MonkeyPatch) 
 # --- async -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_async_client_does_the_same(service: ScriptedReward, address: str) -> None:
+def test_the_async_client_scores_streams_and_submits(service: ScriptedReward, address: str) -> None:
     async def arriving(count: int) -> AsyncIterator[ScoreItem]:
         for item in items_of(*range(count)):
             await asyncio.sleep(0)
@@ -288,7 +282,7 @@ def test_the_async_client_does_the_same(service: ScriptedReward, address: str) -
     asyncio.run(asyncio.wait_for(work(), 60.0))
 
 
-def test_clients_of_many_threads_share_one(client: RewardClient) -> None:
+def test_one_client_serves_many_threads(client: RewardClient) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda number: values(client.score(items_of(number))), range(64)))
     assert found == [[float(number)] for number in range(64)]
@@ -300,6 +294,6 @@ def test_a_closed_client_may_be_closed_again(address: str) -> None:
     client.close()
 
 
-def test_the_aims_are_within_what_every_service_takes() -> None:
+def test_target_sizes_are_within_the_limits_of_every_service() -> None:
     assert async_client.CHUNK_ITEMS <= 1024 and async_client.CHUNK_BYTES <= 1 << 22
     assert isinstance(encode(0, ScoreItem("", "", None), WIDE), EncodedItem)

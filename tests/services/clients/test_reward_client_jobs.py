@@ -1,6 +1,4 @@
-"""Jobs by the reward service's clients: what a key means, submissions and watches that go on where they broke, kill -9
-in between.
-"""
+"""Jobs of the reward clients: keys, submissions and watches that are resumed, kill -9 of the service."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ pytest_plugins = ("tests.support.scripted_clients",)
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
-def test_a_job_goes_there_and_comes_back(service: ScriptedReward, client: RewardClient) -> None:
+def test_a_submitted_job_returns_its_results(service: ScriptedReward, client: RewardClient) -> None:
     progress: list[int] = []
     job = client.submit(
         iter(items_of(*range(1000))),
@@ -48,7 +46,7 @@ def test_a_job_goes_there_and_comes_back(service: ScriptedReward, client: Reward
     assert client.cancel(job.job_id).state == "cancelled"
 
 
-def test_the_same_key_is_the_same_job_and_reads_nothing(service: ScriptedReward, client: RewardClient) -> None:
+def test_the_same_key_returns_the_same_job(service: ScriptedReward, client: RewardClient) -> None:
     job = client.submit(items_of(1, 2), key="k")
     read: list[int] = []
     again = client.submit((read.append(1) or item for item in items_of(1, 2)), key="k")  # type: ignore[func-returns-value]
@@ -57,7 +55,7 @@ def test_the_same_key_is_the_same_job_and_reads_nothing(service: ScriptedReward,
         client.submit(items_of(1, 2), "other", key="k")
 
 
-def test_without_a_key_the_content_is_the_key(service: ScriptedReward, client: RewardClient) -> None:
+def test_the_default_key_is_a_digest_of_the_content(service: ScriptedReward, client: RewardClient) -> None:
     first = client.submit(items_of(1, 2), "r")
     assert client.submit(items_of(1, 2), "r").job_id == first.job_id
     others = [
@@ -71,7 +69,7 @@ def test_without_a_key_the_content_is_the_key(service: ScriptedReward, client: R
 
 
 @pytest.mark.parametrize("breaks", [[0], [-1], [1, -1], [2, 0, 0, -1, 5], [0] * 12, [7, 3, 3]])
-def test_a_submission_goes_on_where_it_broke(service: ScriptedReward, client: RewardClient, breaks: list[int]) -> None:
+def test_a_broken_submission_is_resumed(service: ScriptedReward, client: RewardClient, breaks: list[int]) -> None:
     service.breaks = list(breaks)
     job = client.submit(iter(items_of(*range(5000))), key="k")
     assert service.breaks == [] and service.num_streams == len(breaks) + 1
@@ -79,9 +77,7 @@ def test_a_submission_goes_on_where_it_broke(service: ScriptedReward, client: Re
     assert job.num_items == 5000
 
 
-def test_a_submission_begun_by_another_process_goes_on_from_the_same_items(
-    service: ScriptedReward, address: str
-) -> None:
+def test_another_client_resumes_a_submission_with_the_same_items(service: ScriptedReward, address: str) -> None:
     service.breaks = [6] + [-1] * 500
     everything = items_of(*range(5000))
     with RewardClient(address, retry_seconds=0.05) as client, pytest.raises(UnavailableError):
@@ -109,7 +105,7 @@ def test_a_key_whose_job_holds_other_items_is_refused(service: ScriptedReward, a
             client.submit(iter(other), key="k")
 
 
-def test_watching_goes_on_after_the_last_event(service: ScriptedReward, client: RewardClient) -> None:
+def test_a_broken_watch_resumes_after_the_last_event(service: ScriptedReward, client: RewardClient) -> None:
     job = client.submit(iter(items_of(*range(2000))))
     service.breaks = [3, 0, -1, 2]
     seen = [number for number, _ in client.results(job.job_id)]
@@ -119,7 +115,7 @@ def test_watching_goes_on_after_the_last_event(service: ScriptedReward, client: 
     assert len(rest) == 4
 
 
-def test_watching_a_job_that_does_not_end_has_a_deadline(service: ScriptedReward, client: RewardClient) -> None:
+def test_a_watch_of_a_job_that_does_not_end_has_a_deadline(service: ScriptedReward, client: RewardClient) -> None:
     service.breaks = [1] + [-1] * 500
     with RewardClient(client.addresses, retry_seconds=0.01) as hasty, pytest.raises(UnavailableError):
         hasty.submit(iter(items_of(*range(1000))), key="k")
@@ -128,7 +124,7 @@ def test_watching_a_job_that_does_not_end_has_a_deadline(service: ScriptedReward
         list(client.watch("job-0", timeout_seconds=0.3))
 
 
-def test_the_scorers_are_told(client: RewardClient) -> None:
+def test_scorers_and_limits_are_listed(client: RewardClient) -> None:
     told = client.scorers()
     (info,) = told.scorers
     assert (info.name, info.isolation, info.parameters[0].name, info.parameters[0].default) == (
@@ -144,10 +140,8 @@ def test_the_scorers_are_told(client: RewardClient) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_submission_and_a_watch_outlive_kill_9_of_the_service(tmp_path: Path) -> None:
-    """Every item has its own score, once, though the service dies while they are submitted and again while they are
-    watched.
-    """
+def test_a_submission_and_a_watch_survive_kill_9_of_the_service(tmp_path: Path) -> None:
+    """Every item is scored once, though the service is killed during the submission and again during the watch."""
     far_enough = threading.Event()
 
     def numbers() -> Iterator[ScoreItem]:

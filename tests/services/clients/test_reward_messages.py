@@ -1,4 +1,4 @@
-"""Where the clients of the reward service cut what they send: every item once, within the limits, no group split."""
+"""How the reward clients split items into batches: every item once, within the limits, no group split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ rows = st.lists(st.tuples(st.sampled_from(["", "a", "b", "c", "d"]), st.integers
 
 @settings(deadline=None)
 @given(rows, st.integers(5, 12), st.integers(600, 3000), st.integers(1, 12), st.integers(1, 3000))
-def test_messages_hold_every_item_once_within_limits_and_no_group_is_split(
+def test_batches_hold_every_item_once_within_limits_and_no_group_is_split(
     found: list[tuple[str, int]], max_items: int, max_bytes: int, target_items: int, target_bytes: int
 ) -> None:
     limits = Limits(max_items, max_bytes, min(target_items, max_items), min(target_bytes, max_bytes))
@@ -39,7 +39,7 @@ def test_messages_hold_every_item_once_within_limits_and_no_group_is_split(
 
 @settings(deadline=None)
 @given(rows, st.integers(1, 12))
-def test_where_a_row_is_cut_depends_on_the_row_alone(found: list[tuple[str, int]], aim: int) -> None:
+def test_a_prefix_of_the_items_is_split_at_the_same_places(found: list[tuple[str, int]], aim: int) -> None:
     limits = Limits(1000, 1 << 20, aim, 1 << 20)
     packed = order_by_group(
         [encode(i, ScoreItem("", "x", None, group=group), limits) for i, (group, _) in enumerate(found)]
@@ -49,14 +49,14 @@ def test_where_a_row_is_cut_depends_on_the_row_alone(found: list[tuple[str, int]
         assert split(packed[:stop], limits)[:-1] == whole[: max(0, len(split(packed[:stop], limits)) - 1)]
 
 
-def test_a_group_that_comes_back_in_a_stream_is_refused() -> None:
+def test_a_group_whose_items_are_not_adjacent_is_refused() -> None:
     batcher = Batcher(WIDE)
     with pytest.raises(DataError, match="item 2: group 'g' comes back"):
         for index, group in enumerate(["g", "", "g"]):
             batcher.add(encode(index, ScoreItem("", "", None, group=group), WIDE))
 
 
-def test_a_partial_message_leaves_an_open_group_behind() -> None:
+def test_flush_keeps_a_group_that_may_grow() -> None:
     batcher = Batcher(WIDE)
     packed = [encode(index, ScoreItem("", "", None, group=group), WIDE) for index, group in enumerate(["", "g", "g"])]
     for item in packed:
