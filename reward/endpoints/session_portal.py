@@ -5,6 +5,7 @@ one session on it.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -36,9 +37,9 @@ class SessionPortal(Generic[Session]):
         self._open_session = open_session
         self._lock = threading.Lock()
         self._closed = False
-        self._stack = ExitStack()
         self._started: tuple[BlockingPortal, Session] | None = None
         self._running: set[Future[Any]] = set()
+        self._finalizer: weakref.finalize[[], SessionPortal[Session]] | None = None
 
     def run(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
         """Runs the coroutine and returns its result; blocks the caller. The coroutine bounds its own waits.
@@ -73,14 +74,21 @@ class SessionPortal(Generic[Session]):
         """Cancels what runs, closes the session and ends the thread. May be called again."""
         with self._lock:
             self._closed = True
-            for future in list(self._running):
-                future.cancel()
-            self._stack.close()
+            if self._finalizer is not None:
+                self._finalizer()
 
     def _start(self) -> tuple[BlockingPortal, Session]:
         if self._started is None:
             with ExitStack() as stack:
                 portal = stack.enter_context(start_blocking_portal(name=self._name))
                 session = stack.enter_context(portal.wrap_async_context_manager(self._open_session()))
-                self._started, self._stack = (portal, session), stack.pop_all()
+                stack.callback(_cancel_all, self._running)
+                # Also before the interpreter exits: anyio would wait for a thread that no longer runs.
+                self._finalizer = weakref.finalize(self, stack.pop_all().close)
+                self._started = portal, session
         return self._started
+
+
+def _cancel_all(running: set[Future[Any]]) -> None:
+    for future in list(running):
+        future.cancel()

@@ -1,4 +1,4 @@
-"""Sandboxes by bubblewrap: it builds the root, for a zygote that forks every sandbox in there, or anew for each."""
+"""Sandboxes made by bubblewrap: it builds the root either once, for a zygote, or anew for every sandbox."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ enter(int(sys.argv[2]), sys.argv[3:])
 
 
 def find_bubblewrap() -> str:
-    """`bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError if there
-    is none.
-    """
+    """`bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError if missing."""
     beside = os.path.join(sys.prefix, "bin")
     found = shutil.which("bwrap") or shutil.which("bwrap", path=beside)
     if found is None:
@@ -43,10 +41,10 @@ def find_bubblewrap() -> str:
 
 
 class BubblewrapLauncher(ZygoteLauncher):
-    """One zygote in a root that bubblewrap built, and every sandbox forked into further namespaces there.
+    """One zygote in a root that bubblewrap built; it forks every sandbox into further namespaces.
 
     Raises:
-        SandboxError: there is no bubblewrap, or it does not work here, or what it starts gets no namespaces.
+        SandboxError: there is no bubblewrap, it does not work here, or its children may not create namespaces.
     """
 
     name: IsolationName = "bubblewrap"
@@ -65,8 +63,8 @@ class BubblewrapLauncher(ZygoteLauncher):
 
 
 class BubblewrapEachLauncher:
-    """Each sandbox a new Python under bubblewrap: for machines on which bubblewrap may make namespaces, and what it
-    starts may not.
+    """Starts a new Python under bubblewrap for every sandbox: for machines on which bubblewrap may create namespaces,
+    but its children may not.
     """
 
     name: IsolationName = "bubblewrap"
@@ -90,12 +88,11 @@ class BubblewrapEachLauncher:
 
 
 def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[str]:
-    """The options that make bubblewrap build the layout around a Python. The order counts: later ones cover earlier
-    ones.
+    """The options that make bubblewrap build the layout. Their order matters: later mounts cover earlier ones.
 
-    `disk_bytes`: the size of the working folder; None: it is only a place to put one.
+    `disk_bytes`: size of the working folder; None: only the mount point is created.
     """
-    # Of root, what bubblewrap starts would be root outside, for which no limit on processes holds: see `_entry`.
+    # Under root, processes inside would be root outside as well, and exempt from process limits: see `_entry`.
     user = [] if os.geteuid() == 0 else ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
     arguments = [*user, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
     arguments += ["--as-pid-1"]
@@ -119,19 +116,19 @@ def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[
 
 
 def _entry(proc: int) -> list[str]:
-    """What leads root into bubblewrap: a user namespace in which its zygotes and guests can become nobody."""
+    """For root: enters a user namespace first, in which zygotes and guests can become nobody."""
     return [*PYTHON, _ENTER, REWARD_FOLDER, str(proc)] if os.geteuid() == 0 else []
 
 
 def _folders_above(targets: Sequence[str]) -> list[str]:
-    """All of them, from the root down: those that bubblewrap makes by itself only its own user may enter."""
+    """All parent folders, top down. Those that bubblewrap creates by itself only its own user may enter."""
     above = {str(folder) for target in targets for folder in PurePosixPath(target).parents}
     return sorted(above - {"/"})
 
 
 def _interpreter_binds(layout: Layout) -> list[tuple[str, str]]:
-    """The interpreter's own files, where the layout has them not: a zygote of ours has loaded them before it builds its
-    root.
+    """The interpreter's own files, if the layout lacks them. (Our own zygote has loaded them before it builds its
+    root.)
     """
     files = [EXECUTABLE]
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):

@@ -1,4 +1,4 @@
-"""Which isolation is in force on this machine: found by trying to break out, not by reading settings."""
+"""Finds the isolation that works on this machine by trying to break out of it, not by reading settings."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ DISK_BYTES = 64 << 20
 _PROBE_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=START_SECONDS, memory_bytes=1 << 30)
 _Kind = type[ZygoteLauncher] | type[BubblewrapEachLauncher]
 _KINDS: tuple[_Kind, ...] = (BubblewrapLauncher, ZygoteLauncher, BubblewrapEachLauncher)
-"""The best first: the last one starts a Python for every sandbox, and is for machines where the others get no
-namespaces.
-"""
+"""The best first. The last one starts a Python per sandbox, for machines where the others get no namespaces."""
 
-# What code in a sandbox must not be able to do: each line that succeeds adds its name.
+# What code in a sandbox must not be able to do. Prints the names of the attempts that succeed.
 _PROBE = """
 import csv, json, os, socket
 secret, port = {secret!r}, {port}
 def tcp(): socket.create_connection(("127.0.0.1", port), timeout=5).close()
-def write_outside():  # asked, not done: where it could be, nothing is spoilt
+def write_outside():  # only asks whether it could, so that nothing is damaged
     if not any(os.access(path, os.W_OK) for path in ("/", "/usr/lib", os.path.dirname(os.__file__), os.__file__)):
         raise PermissionError
 def read_files(): open(secret).close()
@@ -56,8 +54,8 @@ _SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionErr
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What code runs behind. `seccomp`: a filter of system calls as well. `faults`: why there is no better one, a line
-    each. `place`: the program that makes it, if it is not Tandem itself.
+    """The isolation that code runs in. `seccomp`: with a filter of system calls. `faults`: why better kinds do not
+    work, one line each. `place`: the program that makes it, if it is not Tandem itself.
     """
 
     name: IsolationName
@@ -71,11 +69,11 @@ class Isolation:
 
 
 _found: tuple[Isolation, _Kind | None] | None = None
-"""What was found here, and what makes it."""
+"""The isolation that was found, and its launcher class."""
 
 
 def find_isolation() -> Isolation:
-    """The best isolation that works here. Takes some tenths of a second the first time, then the answer is kept."""
+    """The best isolation that works here. The first call takes some tenths of a second; the result is cached."""
     if _found is None:
         launcher, _ = _start(layout_for())
         if launcher is not None:
@@ -88,7 +86,7 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
     """A pool of sandboxes with the best isolation that works here, in which the given packages can be imported.
 
     Raises:
-        ScorerError: there is none and `allow_unsandboxed` was not said, or it does not start this time, or a package is
+        ScorerError: there is none and `allow_unsandboxed` is false, or it does not start this time, or a package is
             not installed.
     """
     layout = layout_for(packages)
@@ -99,16 +97,14 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
         raise ScorerError(
             f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)}): "
             "`tandem doctor` says what would help; "
-            "allow_unsandboxed = true runs it all the same, where every answer can be trusted"
+            "allow_unsandboxed = true runs it without, if every answer can be trusted"
         )
     bare = partial(BareLauncher, layout, DISK_BYTES)
     return SandboxPool(bare(), bare, seccomp=isolation.seccomp)
 
 
 def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | None, Isolation]:
-    """The launcher of the best isolation, tried if that has not been done, and the isolation; no launcher if that is
-    none.
-    """
+    """The launcher of the best isolation, and the isolation; no launcher if there is none. Probes on the first call."""
     global _found
     if _found is not None:
         known, kind_found = _found
@@ -132,8 +128,8 @@ def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | No
 
 
 def _start_again(layout: Layout, kind: _Kind) -> ZygoteLauncher | BubblewrapEachLauncher:
-    """Isolation that worked before. Raises ScorerError if it does not start now: `allow_unsandboxed` is for machines
-    that have none.
+    """Starts isolation that worked before. Raises ScorerError if it does not start now: `allow_unsandboxed` applies
+    only to machines that have none.
     """
     try:
         return kind(layout, DISK_BYTES)
@@ -142,7 +138,7 @@ def _start_again(layout: Layout, kind: _Kind) -> ZygoteLauncher | BubblewrapEach
 
 
 def _prove(launcher: Launcher) -> bool:
-    """Whether the filter of system calls works as well. Raises SandboxError if anything gets through without it."""
+    """Whether the filter of system calls works. Raises SandboxError if the isolation without it does not hold."""
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
         secret = Path(folder) / "secret"
         secret.write_text("secret")

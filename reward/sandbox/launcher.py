@@ -1,4 +1,4 @@
-"""How sandboxes come into being: forked by a zygote inside namespaces, or started one by one."""
+"""Starts sandboxes: forked by a zygote process in namespaces, or one by one."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ from tandem.reward.workers.child_process import ChildProcess
 IsolationName = Literal["bubblewrap", "namespaces", "none"]
 
 ZYGOTE_SECONDS = 30.0
-"""To start, on a busy machine; it takes a tenth of a second on an idle one."""
+"""Time limit for the start of a zygote, on a busy machine; on an idle one it takes a tenth of a second."""
 
 REWARD_FOLDER = str(Path(__file__).resolve().parents[1])
-# Not the link in a virtual environment, which is not in the sandbox.
+# The real file: a virtual environment's link is not in the sandbox.
 EXECUTABLE = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 PYTHON = (EXECUTABLE, "-I", "-S", "-B", "-X", "utf8", "-c")
 
-# Nothing of the service's environment. One thread for numerical libraries: a program has its share of the machine, and
-# no more.
+# Nothing of the service's environment. Numerical libraries get one thread, so that a program uses one core.
 _ENVIRONMENT = {"HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "LANG": "C.UTF-8"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
@@ -44,7 +43,7 @@ _START_ZYGOTE = f"""{IMPORT_BY_FOLDER}
 from tandem.reward.sandbox.inside.zygote import main
 main(*map(int, sys.argv[2:]))
 """
-# Tandem's files are not in the sandbox: the modules of its first process come over the channel.
+# Tandem's files are not in the sandbox, so the modules of its first process are sent over the channel.
 _START_INSIDE = """
 import json, socket, sys, types
 entry, channel, path, settings = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), *map(json.loads, sys.argv[3:])
@@ -65,11 +64,11 @@ _INSIDE_MODULES = ("kernel", "wire", "plain", "seccomp", "calls", "program", "gu
 
 
 class Launcher(Protocol):
-    """Makes sandboxes of one kind. `open` returns at once: the sandbox starts in the background."""
+    """Starts sandboxes of one kind. `open` returns at once; the sandbox starts in the background."""
 
     name: IsolationName
     place: str
-    """What of the machine makes them, if they are not all our own making."""
+    """The program of the machine that makes them; empty if Tandem does."""
 
     def open(self, *, seccomp: bool) -> Sandbox:
         """Raises SandboxError if none can be started."""
@@ -82,7 +81,7 @@ class ZygoteLauncher:
     """Sandboxes from namespaces, forked by one zygote process.
 
     Raises:
-        SandboxError: this machine gives no such namespaces; the message says what was refused.
+        SandboxError: this machine does not allow such namespaces; the message says what was refused.
     """
 
     name: IsolationName = "namespaces"
@@ -125,7 +124,7 @@ class ZygoteLauncher:
                 wire.send(self._control, {"disk_bytes": self._disk_bytes}, descriptors=[theirs.fileno()])
         except OSError as error:
             mine.close()
-            raise SandboxError(f"the process that makes sandboxes has gone: {error}") from None
+            raise SandboxError(f"the process that makes sandboxes has ended: {error}") from None
         return Sandbox(mine, None, seccomp=seccomp)
 
     def close(self) -> None:
@@ -134,7 +133,7 @@ class ZygoteLauncher:
 
 
 class BareLauncher:
-    """No isolation at all: a process with limits, no environment and a session of its own, in a folder that is removed
+    """No isolation: a process with limits, an empty environment and its own session, in a folder that is removed
     afterwards.
     """
 
@@ -142,7 +141,7 @@ class BareLauncher:
     place = ""
 
     def __init__(self, layout: Layout, disk_bytes: int) -> None:
-        del disk_bytes  # of an ordinary folder nothing limits the size
+        del disk_bytes  # the size of an ordinary folder cannot be limited
         packages = [source for source, target in layout.binds if target.startswith(PACKAGES_FOLDER)]
         self._path = tuple(dict.fromkeys(os.path.dirname(source) for source in packages))
 
@@ -150,7 +149,7 @@ class BareLauncher:
         folder = ScratchFolder("bare")
         try:
             place = str(folder.path)
-            return open_alone([], self._path, apart=False, seccomp=seccomp, folder=place, leave=folder.close)
+            return open_alone([], self._path, apart=False, seccomp=seccomp, folder=place, on_close=folder.close)
         except SandboxError:
             folder.close()
             raise
@@ -160,15 +159,15 @@ class BareLauncher:
 
 
 def inside(entry: str, channel: int, path: Sequence[str], settings: dict[str, Any]) -> list[str]:
-    """The command that runs an entry of `inside.zygote` where Tandem's files are not; `inside_sources` must follow over
-    the channel.
+    """The command that runs a function of `inside.zygote` where Tandem's files are missing. `inside_sources` must be
+    sent over the channel next.
     """
     return [*PYTHON, _START_INSIDE, entry, str(channel), json.dumps(path), json.dumps(settings)]
 
 
 @cache
 def inside_sources() -> bytes:
-    """The modules of a sandbox's first process, in an order in which each finds those it imports."""
+    """The modules of a sandbox's first process, each after those it imports."""
     folder = Path(__file__).parent / "inside"
     sources = {"tandem": "", "tandem.reward": "", "tandem.reward.sandbox": "", "tandem.reward.sandbox.inside": ""}
     for name in _INSIDE_MODULES:
@@ -185,9 +184,9 @@ def open_alone(
     seccomp: bool,
     proc: int | None = None,
     folder: str = "/",
-    leave: Callable[[], None] = lambda: None,
+    on_close: Callable[[], None] = lambda: None,
 ) -> Sandbox:
-    """A sandbox whose first process is started for it, behind the prefix.
+    """A sandbox whose first process is started by a command of its own, after `prefix`.
 
     Raises:
         SandboxError: it cannot be started.
@@ -206,7 +205,7 @@ def open_alone(
         if process is not None:
             process.close()
         raise SandboxError(f"{(*prefix, *PYTHON)[0]} cannot be started: {error}") from None
-    return Sandbox(process.connection, process, seccomp=seccomp, leave=leave)
+    return Sandbox(process.connection, process, seccomp=seccomp, on_close=on_close)
 
 
 def start(command: Callable[[int], Sequence[str]], descriptors: Sequence[int], *, folder: str = "/") -> ChildProcess:

@@ -1,4 +1,4 @@
-"""Which of the machine's files a sandbox shows: what Python needs, read-only, and nothing else."""
+"""The files of the machine that a sandbox shows: what Python needs, read-only, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Layout:
     """(symbolic link, its target), made before the rest."""
     devices: tuple[str, ...]
     hidden: tuple[str, ...]
-    """Folders of the above that show up empty: installed packages, Tandem itself."""
+    """Folders below the binds that appear empty: installed packages, Tandem itself."""
     path: tuple[str, ...]
     """`sys.path` in the sandbox."""
     stage: str
-    """A folder to build the root on. It is not touched: only the builder's view of it changes."""
+    """A folder to mount the root on. Only the mount namespace of the builder changes."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def layout_for(packages: Sequence[str] = ()) -> Layout:
-    """The root with the standard library and the given installed packages (names as in `import`; what these import,
-    too, must be named).
+    """The root with the standard library and the given installed packages, named as in `import`. Packages that these
+    import must be named as well.
 
     Raises:
         ScorerError: a package is not installed.
@@ -54,7 +54,7 @@ def layout_for(packages: Sequence[str] = ()) -> Layout:
         for path in (*_SYSTEM_LIBRARIES, *_SYSTEM_FILES)
         if os.path.exists(path) and not os.path.islink(path)
     ]
-    # Of the Python that a virtual environment is made of, not of the environment.
+    # Of the base installation of Python, not of a virtual environment.
     roots = {"base": sys.base_prefix, "installed_base": sys.base_prefix}
     roots |= {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
     paths = sysconfig.get_paths(vars=roots)

@@ -1,4 +1,4 @@
-"""What one run in a sandbox may take, and what became of it."""
+"""Limits of one run in a sandbox, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Stop = Literal["", "time", "output", "asked"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one run. The size of the working folder is the sandbox's, see `SandboxPool`."""
+    """Limits of one run. The size of the working folder is a property of the sandbox."""
 
     cpu_seconds: float = 10.0
-    """Processor time of the program, which a busy machine does not use up for it."""
+    """Processor time of the program. A busy machine does not use it up."""
     wall_seconds: float = 25.0
-    """For a program that waits instead of working, or gets no processor to work on."""
+    """Bounds programs that wait instead of computing."""
     memory_bytes: int = 1 << 30
-    """Address space of a process: with more than one process, that of each."""
+    """Address space of each process."""
     processes: int = 1
-    """Processes at a time. With 1 (and seccomp) a program cannot start another, which also bounds its memory."""
+    """Processes at a time. With 1 and seccomp a program cannot start another, which also bounds its memory."""
     threads: int = 64
     open_files: int = 64
     file_bytes: int = 16 << 20
-    """Size of a file it writes."""
+    """Size of each file it writes."""
     output_bytes: int = 16 << 20
-    """What it may print."""
+    """Size of its output."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -35,30 +35,28 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. Only `stdout` and `stderr` are the program's own words; the rest was seen from outside it."""
+    """How a run ended. Only `stdout` and `stderr` come from the program; the rest is observed from outside."""
 
     exit_code: int
     """Negative: the signal that ended it."""
     stopped: Stop
-    """Which limit it exceeded; `asked`: by the scorer."""
+    """The limit it exceeded; `asked`: the scorer stopped it."""
     stdout: bytes
     stderr: bytes
-    """The end of it."""
+    """Its last bytes."""
     cpu_seconds: float
     wall_seconds: float
     memory_bytes: int
-    """Most it had in memory, its interpreter included."""
+    """Peak memory, the interpreter included."""
 
     @property
     def killed(self) -> bool:
-        """Whether it was killed, and not for a limit: by the machine that ran out of memory, or by itself."""
+        """Whether it was killed, but not for a limit: by the kernel for lack of memory, or by itself."""
         return not self.stopped and self.exit_code == -_SIGKILL
 
     @property
     def failure(self) -> Failure:
-        """What went wrong with the program, "" if nothing did. That `memory` is to blame is guessed from its last
-        words.
-        """
+        """What went wrong, "" if nothing did. `memory` is guessed from the last line on its standard error."""
         if self.stopped in ("time", "output"):
             return self.stopped  # type: ignore[return-value]
         if self.exit_code == 0 or self.stopped == "asked":

@@ -1,4 +1,4 @@
-"""Sandboxes ahead of need: one that is taken was started before, and its successor starts while it works."""
+"""A pool of sandboxes that are started before they are needed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
 
 START_SECONDS = 30.0
 SPARE = 2
-"""One for the answer and one for a test that calls it."""
+"""One for the answer, one for a test that calls it."""
 
 
 class SandboxPool:
-    """Keeps `SPARE` sandboxes started. Each serves one answer and is thrown away; for one taken, one is started, so
-    this never takes more of the machine than the answers do. Thread-safe.
+    """Keeps `SPARE` sandboxes started. Each serves one answer and is discarded; taking one starts another. Thread-safe.
 
     Args:
-        launcher: makes them.
-        launch: makes another launcher where that one has ended.
+        launcher: starts them.
+        launch: makes another launcher if that one has ended.
         seccomp: whether programs run behind the filter of system calls.
     """
 
@@ -37,10 +36,10 @@ class SandboxPool:
         return self._launcher.name
 
     def take(self) -> Sandbox:
-        """A sandbox nobody has used; close it when done.
+        """An unused sandbox. The caller closes it.
 
         Raises:
-            SandboxError: none starts, of a new launcher neither.
+            SandboxError: none starts, not even with a new launcher.
         """
         try:
             return self._ready()

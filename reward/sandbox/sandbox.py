@@ -1,4 +1,4 @@
-"""One sandbox, seen from the scorer: it runs one program at a time and tells how each ended."""
+"""One sandbox as the scorer sees it: it runs one program at a time and reports how each ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.reward.sandbox.limits import Limits, Outcome
 from tandem.reward.workers.child_process import ChildProcess
 
 GRACE_SECONDS = 10.0
-"""How long a sandbox may take beyond a run's own limits to say how it ended."""
+"""How long a sandbox may take beyond the limits of a run to report its outcome."""
 _HEADER_BYTES = 1 << 16
 _EXIT_SECONDS = 1.0  # for a sandbox to end by itself once its channel is closed
 
@@ -21,11 +21,11 @@ Kind = Literal["script", "answer", "test"]
 
 
 class SandboxError(Exception):
-    """A sandbox did not start, refused a run, or did not say how one ended: nothing that counts against an answer."""
+    """A sandbox did not start, refused a run, or did not report its outcome. Never the fault of the answer."""
 
 
 class SandboxDiedError(SandboxError):
-    """A sandbox, or the program in it, was killed from outside: worth another try in a fresh one."""
+    """A sandbox, or the program in it, was killed from outside. A fresh one is worth a try."""
 
 
 class Sandbox:
@@ -33,9 +33,9 @@ class Sandbox:
 
     Args:
         channel: from a launcher.
-        process: what was started for it alone, to be buried; None if a zygote forked it.
+        process: the process that was started for this sandbox; None if a zygote forked it.
         seccomp: whether programs run behind the filter of system calls.
-        leave: called after the end, once.
+        on_close: called once, after the sandbox has ended.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Sandbox:
         process: ChildProcess | None,
         *,
         seccomp: bool,
-        leave: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel = channel
         self._process = process
         self._seccomp = seccomp
-        self._leave = leave
+        self._on_close = on_close
         self._deadline = 0.0
         self._most_bytes = 0
         self.clean = True
@@ -78,9 +78,8 @@ class Sandbox:
 
         Args:
             kind: `script`: (prelude, code) with `stdin`; `answer`: (prelude, code), called over `line`; `test`:
-                (prelude, test, entry
-                point), which calls an answer over `line`.
-            line: one end of a pair of sockets; the caller keeps it open no longer than it needs it.
+                (prelude, test, entry point), which calls an answer over `line`.
+            line: one end of a socket pair between an answer and its caller.
 
         Raises:
             SandboxError: the sandbox has gone.
@@ -102,18 +101,18 @@ class Sandbox:
         return self._channel.fileno()
 
     def stop(self) -> None:
-        """Ends the run under way; its outcome follows all the same."""
+        """Stops the run. Its outcome still has to be read."""
         try:
             wire.send(self._channel, {"stop": True})
         except OSError:
-            return  # it has gone, as `outcome` will find
+            return  # it has ended; `outcome` reports that
 
     def outcome(self) -> Outcome:
-        """Waits for the end of the run, of which only the sandbox's first process tells.
+        """Waits for the end of the run, as reported by the first process of the sandbox.
 
         Raises:
-            SandboxDiedError: that ended without a word.
-            SandboxError: the program did not begin, or that process said nothing in time.
+            SandboxDiedError: that process ended without a report.
+            SandboxError: the program did not begin, or there was no report in time.
         """
         self._channel.settimeout(max(0.1, self._deadline - time.monotonic()))
         try:
@@ -123,7 +122,7 @@ class Sandbox:
         if message is None:
             self.clean = False
             if time.monotonic() >= self._deadline:
-                raise SandboxError(f"a sandbox did not say within {GRACE_SECONDS:g} s that its program's time was over")
+                raise SandboxError(f"a sandbox did not report the end of its program within {GRACE_SECONDS:g} s")
             raise SandboxDiedError("a sandbox ended in the middle of a run")
         header = message.header
         if "error" in header or header["fault"]:
@@ -134,7 +133,7 @@ class Sandbox:
         return Outcome(header["code"], header["stopped"], out, err, header["cpu"], header["wall"], header["memory"])
 
     def run(self, kind: Kind, texts: Sequence[str], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """A whole run. Raises SandboxError as `start` and `outcome`."""
+        """Starts a run and waits for its outcome. Raises SandboxError like both."""
         self.start(kind, texts, limits, stdin)
         return self.outcome()
 
@@ -144,8 +143,8 @@ class Sandbox:
         if self._process is not None:
             self._process.close(seconds=_EXIT_SECONDS)
             self._process = None
-        leave, self._leave = self._leave, lambda: None
-        leave()
+        on_close, self._on_close = self._on_close, lambda: None
+        on_close()
 
     def _ending(self) -> str:
         if self._process is None:

@@ -1,4 +1,4 @@
-"""Tests of code, as ground truths hold them, and how what came is compared with what was wanted. Pure."""
+"""Parses the tests in ground truths, and compares results with expected ones. Pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Comparison = Literal["tokens", "lines"]
 _MOST_TESTS = 10_000
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[-+]?\d+", re.ASCII)
-_MOST_DIGITS = 400  # more are compared as text: a float has none of them
+_MAX_DIGITS = 400  # longer numbers are compared as text: no float is that long
 
 
 class UnusableTestsError(Exception):
@@ -38,7 +38,7 @@ class CallTest:
     function: str
     arguments: tuple[Any, ...]
     wanted: tuple[Any, ...]
-    """Results, any of which is right."""
+    """Accepted results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ def _same_words(got: Sequence[str], wanted: Sequence[str], tolerance: float) -> 
 
 
 def _same_number(got: str, wanted: str, tolerance: float) -> bool:
-    if max(len(got), len(wanted)) > _MOST_DIGITS or not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(wanted)):
+    if max(len(got), len(wanted)) > _MAX_DIGITS or not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(wanted)):
         return False
     if _INTEGER.fullmatch(got) and _INTEGER.fullmatch(wanted):
         return int(got) == int(wanted)

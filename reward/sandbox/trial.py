@@ -1,6 +1,4 @@
-"""One answer's trial: its code runs against tests in sandboxes, and every verdict is reached outside the one the code
-is in.
-"""
+"""Runs the tests of one answer in sandboxes. Every verdict is reached outside the sandbox that the answer runs in."""
 
 from __future__ import annotations
 
@@ -32,16 +30,16 @@ from tandem.reward.workers.processes import memory_kills
 
 Verdict = Literal["passed", "wrong", "error", "time", "memory", "output"]
 
-_LEAST_SECONDS = 0.1  # to begin a program in: a test with less left fails
-_SETTLE_SECONDS = 0.2  # after a death: what made the dead one takes its other sandboxes along a moment later
-_TEST_GRACE_SECONDS = 2.0  # a test outlives the answer that it waits for, and sees it end
-_MOST_REPLY_BYTES = 8 << 20  # of a function's result as text
-_NO_OBJECT = object()  # stands for what is not data: equal to nothing
+_MIN_SECONDS = 0.1  # a test with less time left fails
+_SETTLE_SECONDS = 0.2  # after a sandbox died: if its launcher died, its other sandboxes end a moment later
+_TEST_GRACE_SECONDS = 2.0  # so that a test outlives the answer that it calls, and sees it end
+_MAX_REPLY_BYTES = 8 << 20  # of a function's result as text
+_NO_OBJECT = object()  # stands for an object that is not data; equal to nothing
 
 
 @cache
 def sandboxes(packages: tuple[str, ...], allow_unsandboxed: bool) -> SandboxPool:
-    """This process's sandboxes with these packages, kept until the process ends. Raises ScorerError as
+    """The pool of sandboxes with these packages, shared by this process until it ends. Raises ScorerError like
     `open_sandboxes`.
     """
     return open_sandboxes(packages, allow_unsandboxed=allow_unsandboxed)
@@ -50,18 +48,17 @@ def sandboxes(packages: tuple[str, ...], allow_unsandboxed: bool) -> SandboxPool
 class Trial:
     """Runs the tests of one answer. Every test has a process of its own, so one that hangs or crashes fails alone.
 
-    The answer's sandbox never holds what a test wants: output and results are compared here, and the statements of a
-    test run in another sandbox, which calls the answer over a line of plain data.
+    The answer's sandbox never holds the expected results: output and results are compared here, and the statements of
+    a test run in another sandbox, which calls the answer over a socket that carries plain data.
 
-    Only what the first process of a sandbox tells of the program in it counts against the answer. Where a sandbox dies
-    in the middle of a run, or its program is killed, the test is run once more in a fresh one, once a trial. A sandbox
-    that dies again is an error, whatever took it down. A program that is killed again fails (`memory`), for it may do
-    that itself; unless the kernel has killed something for want of memory meanwhile, which is an error as well.
+    Only what the first process of a sandbox reports of its program counts against the answer. If a sandbox dies in the
+    middle of a run, or its program is killed, the test is repeated in a fresh one, once per trial. A sandbox that dies
+    again is an error, whatever the cause. A program that is killed again fails (`memory`), because it may have killed
+    itself; if the kernel has killed a process for lack of memory meanwhile, that is an error as well.
 
     Args:
-        code: the answer's, run after `prelude`.
-        deadline: of the whole trial (`time.monotonic`), but for the time in which it waits for a sandbox; past it every
-            test fails
+        code: of the answer, run after `prelude`.
+        deadline: of the whole trial (`time.monotonic`), waits for a sandbox excluded; past it every test fails
             (`time`).
 
     Raises (its methods, too):
@@ -89,18 +86,18 @@ class Trial:
     def verdict(self, test: Test, comparison: Comparison, tolerance: float) -> Verdict:
         """Runs one test. Raises UnusableTestsError if it cannot be run by anybody."""
         started = time.monotonic()
-        if self._deadline - started < _LEAST_SECONDS:
+        if self._deadline - started < _MIN_SECONDS:
             return "time"
         try:
             return self._verdict(test, comparison, tolerance, self._deadline - started)
         except SandboxDiedError as error:
             self._close_all()
             if self._died:
-                raise SandboxError(f"{error}, twice: by the machine, its memory's end, or by the program") from None
+                raise SandboxError(f"{error}, twice: the machine, a lack of memory, or the program") from None
             self._died = True
             time.sleep(_SETTLE_SECONDS)
             self._kills_before = memory_kills()
-            self._deadline += time.monotonic() - started + _LEAST_SECONDS  # that was not the answer's time
+            self._deadline += time.monotonic() - started + _MIN_SECONDS  # the lost run does not count
             return self.verdict(test, comparison, tolerance)
 
     def _verdict(self, test: Test, comparison: Comparison, tolerance: float, left: float) -> Verdict:
@@ -120,7 +117,7 @@ class Trial:
                 return self._try_statements(test, limits)
 
     def _box(self, role: str) -> Sandbox:
-        """The sandbox of the answer or of the tests; a fresh one if the last program left something in it."""
+        """The sandbox of the answer or of the tests; a fresh one if the last program left files in it."""
         box = self._boxes.get(role)
         if box is not None and not box.clean:
             box.close()
@@ -137,7 +134,7 @@ class Trial:
         self._boxes.clear()
 
     def _outcome(self, box: Sandbox) -> Outcome:
-        """Raises SandboxDiedError also for a program that was killed the first time, or by the machine."""
+        """Raises SandboxDiedError also if the program was killed for the first time, or by the kernel."""
         outcome = box.outcome()
         if outcome.killed and (not self._died or self._kills_before != memory_kills()):
             raise SandboxDiedError("a program was killed")
@@ -172,7 +169,7 @@ class Trial:
             got = plain.decode(reply["value"], lambda _: _NO_OBJECT)
             right = any(same_value(got, wanted, tolerance) for wanted in test.wanted)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return "wrong"  # it wrote to the line itself, or returned what has no end
+            return "wrong"  # it wrote to the socket itself, or returned an endless structure
         return "passed" if right else "wrong"
 
     def _try_statements(self, test: StatementTest, limits: Limits) -> Verdict:
@@ -194,12 +191,12 @@ class Trial:
 
 
 def _blamed(outcome: Outcome) -> Verdict:
-    """Of a program that was to answer and ended instead, however quietly."""
+    """Verdict on a program that ended instead of answering."""
     return outcome.failure or "error"
 
 
 def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, Any] | None:
-    """The answer's reply; None if none came: it ended, or said too much, or nothing in time."""
+    """The answer's reply; None if it ended, sent too much, or nothing in time."""
     deadline = time.monotonic() + seconds
     received = bytearray()
     try:
@@ -209,7 +206,7 @@ def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, An
             line.settimeout(max(0.01, deadline - time.monotonic()))
             data = line.recv(1 << 16)
             received += data
-            if not data or len(received) > _MOST_REPLY_BYTES:
+            if not data or len(received) > _MAX_REPLY_BYTES:
                 return None
         reply = json.loads(received)
     except (OSError, ValueError, RecursionError):
@@ -218,4 +215,4 @@ def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, An
 
 
 def _no_objects(value: Any) -> dict[str, Any]:
-    raise TypeError(f"{type(value).__name__} is not of JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Self, TypeVar
@@ -35,10 +36,12 @@ class RewardClient:
             addresses, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, stall_seconds=stall_seconds
         )
         self.addresses = self._client.addresses
-        self._exit = ExitStack()
-        self._portal = self._exit.enter_context(start_blocking_portal())
-        self._exit.callback(self._portal.call, self._portal.stop, True)
-        self._exit.callback(self._portal.call, self._client.close)
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            stack.callback(self._portal.call, self._portal.stop, True)
+            stack.callback(self._portal.call, self._client.close)
+            # Also before the interpreter exits: anyio would wait for a thread that no longer runs.
+            self._finalizer = weakref.finalize(self, stack.pop_all().close)
 
     def __enter__(self) -> Self:
         return self
@@ -48,7 +51,7 @@ class RewardClient:
 
     def close(self) -> None:
         """Closes the connections. Calls in progress are cancelled, jobs go on."""
-        self._exit.close()
+        self._finalizer()
 
     def score(
         self, items: Sequence[ScoreItem | Unscored], rubric: str = "", *, timeout_seconds: float | None = None

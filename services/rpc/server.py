@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -142,18 +143,17 @@ class ServerThread:
             on_stop=on_stop,
             limits=limits,
         )
-        self._thread = start_blocking_portal(name="grpc")
-        self._portal = self._thread.__enter__()
-        try:
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal(name="grpc"))
             self._server = self._portal.start_task_soon(starting).result(timeout=_START_SECONDS)
-        except BaseException:
-            self._thread.__exit__(None, None, None)
-            raise
+            # Also before the interpreter exits: anyio would wait for a thread that no longer runs.
+            self._end_thread = weakref.finalize(self, stack.pop_all().close)
         self.address = self._server.address
 
     def stop(self, grace_seconds: float = 1.0) -> None:
         """Stops the server and its thread."""
-        try:
-            self._portal.start_task_soon(self._server.stop, grace_seconds).result(grace_seconds + _STOP_SECONDS)
-        finally:
-            self._thread.__exit__(None, None, None)
+        if self._end_thread.alive:
+            try:
+                self._portal.start_task_soon(self._server.stop, grace_seconds).result(grace_seconds + _STOP_SECONDS)
+            finally:
+                self._end_thread()

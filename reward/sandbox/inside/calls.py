@@ -1,9 +1,9 @@
-"""A test calls an answer that runs in another sandbox: the line between the two, and what stands on it for the answer.
+"""Calls from a test to an answer that runs in another sandbox.
 
-The answer's side (`Answering`) cannot forge a verdict: what it sends becomes plain data or an exception of the builtin
-ones, never code, and the test's statements run where it has no access.
+The answer's side (`Answering`) cannot forge a verdict: what it sends becomes plain data or a builtin exception, never
+code, and the statements of the test run where it has no access.
 
-One line of JSON a request, one a reply:
+Requests and replies are one line of JSON each:
 {"get": [object or null, name]}                      an attribute, or with null a name of the answer's module
 {"call": object, "args": […], "kwargs": {…}}          calls it
 {"function": name, "args": […]}                      calls that function, or that method of a new `Solution()`
@@ -28,9 +28,7 @@ _MESSAGE_CHARACTERS = 500
 
 
 class Answering:
-    """The answer's end: does what the requests say to the answer's module, in which `given` was defined before the
-    answer.
-    """
+    """The answer's end: runs requests on the module of the answer. `given`: what the prelude defined in it before."""
 
     def __init__(self, module: ModuleType, given: dict[str, Any]) -> None:
         self._module = module
@@ -72,7 +70,7 @@ class Answering:
         return reply if after == sent else {**reply, "args": after}
 
     def _own(self, name: str) -> Any:
-        """What the answer defined: not what the prelude gave it. Raises KeyError."""
+        """A name that the answer itself defined, not the prelude. Raises KeyError."""
         value = vars(self._module)[name]
         if name in self._given and self._given[name] is value:
             raise KeyError(name)
@@ -90,7 +88,7 @@ class Answering:
     def _keep(self, value: Any) -> dict[str, Any]:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
-            self._objects.append(value)  # kept, so its id stays its own
+            self._objects.append(value)  # kept alive, so that its id stays unique
         return {"object": number, "type": type(value).__name__}
 
     def _decode(self, value: Any) -> Any:
@@ -147,9 +145,7 @@ class Calling:
 
 
 class Remote:
-    """An object of the answer's, seen from the test: it can be called, its attributes taken, its items listed, and
-    nothing else.
-    """
+    """An object of the answer as the test sees it. It can be called, its attributes read, its items listed; no more."""
 
     __slots__ = ("_calling", "number_", "type_")
 
@@ -163,7 +159,7 @@ class Remote:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # what looks for a protocol, as copy does, finds none
+            raise AttributeError(name)  # so that `copy` and others find no protocol
         return self._calling.get(self, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -191,9 +187,7 @@ def _refuse(value: Any) -> dict[str, Any]:
 
 
 def _exception(name: Any) -> type[Exception]:
-    """The builtin exception of that name. Those that end a loop or the program in silence are none for an answer to
-    raise.
-    """
+    """The builtin exception of that name, RuntimeError for others. StopIteration could end a loop silently."""
     kind = getattr(builtins, str(name), None)
     if (
         isinstance(kind, type)
@@ -202,14 +196,14 @@ def _exception(name: Any) -> type[Exception]:
     ):
         try:
             kind("")
-        except TypeError:  # UnicodeDecodeError and its kin want more than a message
+        except TypeError:  # UnicodeDecodeError and others need more than a message
             return RuntimeError
         return kind
     return RuntimeError
 
 
 def _become(mine: Any, theirs: Any) -> None:
-    """Repeats on the test's own list, dict or set what the answer did to its copy."""
+    """Applies to the test's list, dict or set what the answer did to its copy."""
     if isinstance(mine, list) and isinstance(theirs, list):
         mine[:] = theirs
     elif isinstance(mine, dict | set) and isinstance(theirs, type(mine)):

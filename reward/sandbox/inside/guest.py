@@ -1,9 +1,9 @@
-"""The first process of a sandbox: runs programs one after another, each in a fresh process with limits, and tells how
-they ended.
+"""The first process of a sandbox: it runs programs one after another, each in a fresh process with limits, and reports
+how they ended.
 
-It trusts no program: what it says of one comes from the kernel (exit status, times) and from pipes whose other ends it
-made. A program can neither signal it (it is the init of its process namespace), nor look into it (it is not dumpable),
-nor outlive its run.
+It trusts no program: its reports come from the kernel (exit status, times) and from pipes that it made. A program can
+neither signal it (it is the init of its process namespace), nor read its memory (it is not dumpable), nor outlive its
+run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, NoReturn
 from tandem.reward.sandbox.inside import kernel, program, seccomp, wire
 
 _CHUNK_BYTES = 1 << 16
-_TAIL_BYTES = 4096  # kept of what a program says on its standard error
+_TAIL_BYTES = 4096  # kept of a program's standard error
 _STACK_BYTES = 64 << 20
-_FEWEST_WAIT_SECONDS = 0.01
-_LAST_WAIT_MILLISECONDS = 10  # for the end of a program that ends, or was killed, just as it is to be stopped
+_MIN_WAIT_SECONDS = 0.01
+_LAST_WAIT_MILLISECONDS = 10  # for a program that ends, or is killed, just as it is stopped
 _BEGUN = "begun"
 
 
 def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> NoReturn:
-    """Serves the scorer's requests until it closes its end, then ends the process, and with it the sandbox.
+    """Serves the scorer until it closes the channel, then ends this process, and with it the sandbox.
 
     Args:
         channel: to the scorer.
@@ -39,8 +39,7 @@ def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> No
     """
     status = 1
     try:
-        # A first process gets no signal from inside but those that it handles: Python's handler of SIGINT would make it
-        # one.
+        # A first process gets only the signals that it handles from inside, so it must not handle SIGINT.
         signal.signal(signal.SIGINT, signal.SIG_DFL if apart else signal.SIG_IGN)
         kernel.prctl(kernel.SET_DUMPABLE, 0)
         kernel.drop_capabilities()
@@ -50,7 +49,7 @@ def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> No
             raise OSError("this is not the first process of a namespace")
         wire.send(channel, {"ready": True})
         while (message := wire.receive(channel)) is not None:
-            if "stop" not in message.header:  # else it comes late: that run has ended by itself
+            if "stop" not in message.header:  # a late stop: that run has already ended
                 _serve_one(channel, message, apart, proc)
         status = 0
     except OSError as error:
@@ -60,11 +59,11 @@ def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> No
 
 
 def tell(channel: socket.socket, error: str) -> None:
-    """Says why there is no sandbox, if anybody still listens."""
+    """Reports why there is no sandbox."""
     try:
         wire.send(channel, {"error": error})
     except OSError:
-        return  # the scorer has gone: that was the error
+        return  # the scorer has ended: that was the error
 
 
 def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc: int | None) -> None:
@@ -86,7 +85,7 @@ def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc:
 
 @dataclass(slots=True)
 class _Run:
-    """One program: its process, its pipes, what came of it."""
+    """One program: its process, its pipes, its outcome."""
 
     message: wire.Message
     apart: bool
@@ -120,7 +119,7 @@ class _Run:
             os.set_blocking(descriptor, False)
 
     def watch(self, channel: socket.socket) -> None:
-        """Until it ends, or exceeds a limit, or the scorer says stop."""
+        """Waits until it ends, exceeds a limit, or the scorer stops it."""
         limits = self.message.header["limits"]
         deadline = self._started + limits["wall_seconds"]
         clock = (~self._process << 3) | 2  # its processor time, see clock_getcpuclockid(3)
@@ -134,10 +133,10 @@ class _Run:
             if left <= 0:
                 self.stopped = "time"
                 return
-            ready = {descriptor for descriptor, _ in poll.poll(max(left, _FEWEST_WAIT_SECONDS) * 1000)}
+            ready = {descriptor for descriptor, _ in poll.poll(max(left, _MIN_WAIT_SECONDS) * 1000)}
             if channel.fileno() in ready:
                 if wire.receive(channel) is None:
-                    raise ConnectionResetError("the scorer has gone")
+                    raise ConnectionResetError("the scorer has ended")
                 if not _is_readable(ended, _LAST_WAIT_MILLISECONDS):
                     self.stopped = "asked"
                 return
@@ -148,7 +147,7 @@ class _Run:
                 return
 
     def end(self) -> None:
-        """Kills what is left of it, reads what is left in its pipes."""
+        """Kills what is left of it and reads the rest of its pipes."""
         if not self._process:
             return
         _kill_all(self._process, self.apart)
@@ -169,7 +168,7 @@ class _Run:
             os.close(descriptor)
 
     def _read(self, descriptor: int) -> bool:
-        """Takes what a pipe has; False if that was its end or there is nothing."""
+        """Reads from a pipe; False at its end or if it is empty."""
         most = self.message.header["limits"]["output_bytes"]
         data = _read_some(descriptor)
         if descriptor == self._descriptors[0]:
@@ -186,13 +185,13 @@ class _Run:
 def _become_program(
     message: wire.Message, limits: dict[str, Any], descriptors: list[int], apart: bool, proc: int | None
 ) -> NoReturn:
-    """The child: its descriptors are input, output, errors, line; then the limits; then the program."""
+    """In the child: sets up descriptors (input, output, errors, line), then limits, then runs the program."""
     begun = program.LINE + 1
     try:
         kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
-        _go_first(proc)
+        _prefer_oom_kill(proc)
         high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in descriptors]
         for number, descriptor in enumerate(high):
             os.dup2(descriptor, number)
@@ -203,7 +202,7 @@ def _become_program(
         kernel.prctl(kernel.SET_NO_NEW_PRIVILEGES, 1)
         if message.header["seccomp"]:
             seccomp.install(processes=limits["processes"] > 1)
-        os.write(begun, _BEGUN.encode())  # from here on, what goes wrong is the program's doing
+        os.write(begun, _BEGUN.encode())  # any later failure is the program's own
         os.close(begun)
         program.main(message.header["kind"], [part.decode("utf-8", "replace") for part in message.parts[1:]])
     except (OSError, ValueError, MemoryError) as error:
@@ -212,9 +211,9 @@ def _become_program(
         os._exit(1)
 
 
-def _go_first(proc: int | None) -> None:
-    """Where the machine runs out of memory, programs go before what runs them, and before anything else."""
-    kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc are root's
+def _prefer_oom_kill(proc: int | None) -> None:
+    """Makes the kernel kill programs before any other process when the machine runs out of memory."""
+    kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc belong to root
     with suppress(OSError):  # there is no /proc
         adjustment = os.open(
             "self/oom_score_adj" if proc is not None else "/proc/self/oom_score_adj", os.O_WRONLY, dir_fd=proc
@@ -225,9 +224,7 @@ def _go_first(proc: int | None) -> None:
 
 
 def _limit(limits: dict[str, Any], apart: bool) -> None:
-    seconds = (
-        int(limits["cpu_seconds"]) + 2
-    )  # the watching process is exact; this also holds for what the program starts
+    seconds = int(limits["cpu_seconds"]) + 2  # `watch` is exact; this also holds for processes of the program
     wanted = {
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: limits["memory_bytes"],
@@ -239,8 +236,8 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,
     }
-    if apart:  # elsewhere all processes of the user would count
-        wanted[resource.RLIMIT_NPROC] = limits["processes"] + limits["threads"] + 2  # the two that keep the sandbox
+    if apart:  # else all processes of the user would count
+        wanted[resource.RLIMIT_NPROC] = limits["processes"] + limits["threads"] + 2  # two keep the sandbox
     for kind, most in wanted.items():
         hard = resource.getrlimit(kind)[1]
         least = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -248,7 +245,7 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
 
 
 def _sealed(data: bytes) -> int:
-    """Descriptor of a file in memory that holds the data and can no longer be changed."""
+    """Descriptor of a read-only file in memory that holds the data."""
     descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
@@ -273,12 +270,12 @@ def _is_readable(descriptor: int, milliseconds: int) -> bool:
 def _is_empty(folder: str) -> bool:
     try:
         return not os.listdir(folder)
-    except OSError:  # its program has made it unreadable
+    except OSError:  # its program made it unreadable
         return False
 
 
 def _kill_all(process: int, apart: bool) -> None:
-    """Everything but this process; without a process namespace, the program and its session."""
+    """Kills everything but this process; without a process namespace, the program and its session."""
     try:
         os.kill(process, signal.SIGKILL)
         if apart and os.getpid() == 1:
@@ -290,7 +287,7 @@ def _kill_all(process: int, apart: bool) -> None:
 
 
 def _kill_strays() -> None:
-    """Waits for everything that came back to this process, after killing it (again: it may have left its session)."""
+    """Kills and reaps the orphans that became children of this process: they may have left the program's session."""
     try:
         while True:
             with suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as children:

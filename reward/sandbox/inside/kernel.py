@@ -1,8 +1,7 @@
-"""The system calls a sandbox is made of, by ctypes: Python 3.11 has none of them.
+"""The system calls that a sandbox is made of, by ctypes: Python 3.11 offers none of them.
 
-Everything in this folder runs inside the sandbox or makes it: standard library only, nothing of Tandem's above it, and
-`wire` and
-`plain` alone are used on both sides.
+Everything in this folder runs inside the sandbox or makes it. It uses the standard library only, and nothing else of
+Tandem. Only `wire` and `plain` are used on both sides.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def unshare(flags: int) -> None:
-    """Moves the caller into new namespaces; of a process namespace only its children are members."""
+    """Moves the caller into new namespaces; into a process namespace only its children."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -60,9 +59,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def restrict_mount(path: str, *, devices: bool) -> None:
-    """Takes rights from a mount and all below it: writing, set-user-id, without `devices` device files. Needs Linux
-    5.12.
-    """
+    """Forbids writing, set-user-id and, without `devices`, device files on a mount and all below. Needs Linux 5.12."""
     wanted = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)
     attributes = _MountAttributes(set=wanted)  # the first bits of mount_setattr(2) are those of mount(2)
     arguments = (ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(attributes))
@@ -91,7 +88,7 @@ def prctl_pointer(option: int, value: int, pointer: ctypes.Structure) -> None:
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability for good (with no new privileges, nothing brings one back)."""
+    """Gives up every capability; with no_new_privs this cannot be undone."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
     _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")

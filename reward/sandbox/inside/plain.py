@@ -1,10 +1,9 @@
-"""Values as plain data: what crosses between an answer and whoever calls it. Nothing here can carry behaviour, so
-nothing is pickled.
+"""Values as plain data, for calls between a test and an answer. Plain data carries no behaviour; nothing is pickled.
 
 A value is JSON where JSON has it; every JSON object is a tag: {"tuple": […]}, {"set": […]}, {"frozenset": […]},
 {"dict": [[key, value], …]}, {"bytes": text}, {"complex": [real, imaginary]}, {"int": hexadecimal} (of many digits),
-{"object": number, "type": name}. Subclasses become what they are derived from. An object that is not data stays where
-it is, and a number for it crosses.
+{"object": number, "type": name}. Subclasses become their base class. An object that is not data stays where it
+is; only a number for it is sent.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-_LONG_INT_BITS = 4096  # Python writes no decimals of much more
+_LONG_INT_BITS = 4096  # Python refuses to write much longer decimals
 
 
 def dumps(value: object) -> bytes:
-    """One line: JSON of what `encode` made, or of a message that has it in it."""
+    """One line of JSON: an encoded value, or a message that contains one."""
     return json.dumps(value).encode() + b"\n"
 
 
@@ -25,7 +24,7 @@ def encode(value: Any, keep: Callable[[Any], dict[str, Any]]) -> Any:
     """The value as JSON can hold it. `keep` gives the tag of an object that is not data, or raises TypeError.
 
     Raises:
-        RecursionError: it is nested too deeply, or holds itself.
+        RecursionError: it is nested too deeply, or contains itself.
     """
     if value is None or isinstance(value, bool | str | float):
         return value

@@ -1,6 +1,4 @@
-"""What a run does, in a process of its own behind all limits: a script, an answer that is called, or a test that calls
-one.
-"""
+"""The program of a run, in a process of its own behind all limits: a script, an answer, or a test that calls one."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from typing import Any, NoReturn
 from tandem.reward.sandbox.inside.calls import Answering, Calling
 
 LINE = 3
-"""Descriptor of the line between a test and the answer that it calls."""
+"""Descriptor of the socket between a test and the answer that it calls."""
 PASSED, FAILED, RAISED, UNUSABLE = 0, 1, 2, 3
 """Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile. The answer runs in
 another process and cannot choose among them.
@@ -32,10 +30,10 @@ _INTEGER_DIGITS = 50_000
 
 
 def main(kind: str, texts: list[str]) -> NoReturn:
-    """Runs it and ends the process. `texts`: the prelude, the code or the test, and of a test the entry point's
-    name.
+    """Runs the program and ends the process. `texts`: the prelude, the code or test, and for a test the name of its
+    entry point.
     """
-    _fresh_interpreter()
+    _reset_interpreter()
     status = RAISED if kind == "test" else 1
     try:
         if kind == "script":
@@ -53,8 +51,8 @@ def main(kind: str, texts: list[str]) -> NoReturn:
     _leave(status)
 
 
-def _fresh_interpreter() -> None:
-    """As a Python that has just been started with a file: streams of its own, nothing of ours to import."""
+def _reset_interpreter() -> None:
+    """Looks like a Python that was just started with a file: own streams, and no module of ours."""
     sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", buffering=1)  # type: ignore[misc]
@@ -83,7 +81,7 @@ def _answer(prelude: str, code: str) -> None:
 
 
 def _check(prelude: str, test: str, entry_point: str) -> int:
-    """PASSED only if the test and every check that it defines reach their ends."""
+    """PASSED only if the test and every check that it defines run to their ends."""
     try:
         code = compile(test, "test.py", "exec")
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -103,9 +101,7 @@ def _check(prelude: str, test: str, entry_point: str) -> int:
 
 
 def _run_checks(module: ModuleType, own: set[str], entry_point: str) -> int:
-    """What the test defined instead of doing: `check(candidate)` (HumanEval), `test_…` functions (pytest), cases of
-    unittest.
-    """
+    """Runs the checks that the test defines: `check(candidate)` (HumanEval), `test_…` functions (pytest), unittest."""
     checks = [one for name, one in vars(module).items() if name in own and isinstance(one, FunctionType)]
     for check in checks:
         takes = check.__code__.co_argcount - len(check.__defaults__ or ())
@@ -133,10 +129,11 @@ def _module(name: str, content: dict[str, Any]) -> ModuleType:
 
 
 def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, Any]:
-    """What else the test's names mean than what it imports or defines itself: a built-in's name and that of a module of
-    Python's stay theirs, that no answer puts another `abs` under a test, and what the answer defined goes before the
-    prelude. Only if that leaves nothing of the answer's, as in `assert sum(10, 15) == 6`, a module's or built-in's name
-    is the answer's, too.
+    """Resolves the names that the test neither imports nor defines.
+
+    Names of built-ins and standard modules keep their meaning, so that no answer can replace `abs` in a test; other
+    names are the answer's, before those of the prelude. Only if the test uses nothing else of the answer, as in
+    `assert sum(10, 15) == 6`, may the name of a module or built-in be the answer's.
     """
     named = _names_in(code)
     found: dict[str, Any] = {}
@@ -155,7 +152,7 @@ def _imported(modules: set[str]) -> dict[str, Any]:
     for name in sorted(modules):
         try:
             found[name] = __import__(name)
-        except ImportError:  # the name of an attribute that happens to be one of a module missing here
+        except ImportError:  # an attribute named like a module that is missing here
             continue
     return found
 
@@ -166,7 +163,7 @@ def _known_to(calling: Calling, names: set[str]) -> dict[str, Any]:
         try:
             found[name] = calling.get(None, name)
         except KeyError:
-            continue  # the test's own, or unknown to both
+            continue  # defined by the test, or by neither
     return found
 
 
@@ -185,8 +182,8 @@ def _exit_status(end: SystemExit) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends as an interpreter ends, but for taking its own objects apart: threads, exit functions, streams, files left
-    open.
+    """Ends like an interpreter: waits for threads, runs exit functions, flushes streams and files left open. Only the
+    destruction of objects is left out.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -202,11 +199,7 @@ def _leave(status: int) -> NoReturn:
 
 
 def _flush_what_is_open() -> None:
-    """What was written to a file that nobody closed (`open(1, "w")`) is written, as where an interpreter takes it
-    apart.
-
-    What fails meanwhile, of a closed file or of the program's own class, an interpreter ignores, too.
-    """
+    """Flushes files that were never closed (`open(1, "w")`), as an interpreter does. Like it, ignores errors."""
     for one in gc.get_objects():
         if issubclass(type(one), io.IOBase):  # not isinstance, which asks the object
             with suppress(Exception):

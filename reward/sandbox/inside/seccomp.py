@@ -1,9 +1,8 @@
 """A filter of system calls (seccomp) for the code in a sandbox, as a small program for the kernel's classic BPF.
 
-A list of what is refused, not of what is allowed: the namespaces are the wall, the filter takes away what untrusted
-code could try the kernel with, and what limits of a process do not bound (memory in segments and files without a name,
-further processes). Numbers are the kernel's own (its unistd tables); an architecture without a column here has no
-filter, and `tandem doctor` says so.
+It lists refused calls, not allowed ones: the namespaces isolate, the filter removes calls that could attack the kernel
+and resources that process limits do not bound (shared memory, anonymous files, further processes). The numbers are from
+the kernel's unistd tables. An architecture without a column here has no filter, and `tandem doctor` reports that.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from functools import cache
 from tandem.reward.sandbox.inside import kernel
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_NEWEST = 462  # a number above is younger than this list: not implemented, says the filter
+_NEWEST = 462  # calls with higher numbers are newer than this list; the filter answers "not implemented"
 
 # What is always refused: name, number on x86_64, number on aarch64 (- where it has none).
 _TABLE = """
@@ -67,7 +66,7 @@ REFUSED = tuple(sorted(_REFUSED))
 _CLONE, _CLONE3, _FORK, _VFORK = (56, 220), (435, 435), (57, None), (58, None)
 _KILL, _TGKILL, _TKILL = (62, 129), (234, 131), (200, 130)
 _SOCKETPAIR, _PRLIMIT = (53, 199), (302, 261)
-_ITSELF = 0x7FFFFFF1  # no process has this number
+_ITSELF = 0x7FFFFFF1  # placeholder: no process has this id
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 
@@ -87,18 +86,18 @@ class _Program(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether this machine's calls are known here. Whether the kernel takes a filter shows when it is installed."""
+    """Whether the calls of this architecture are known. `install` shows whether the kernel accepts a filter."""
     return os.uname().machine in _ARCHITECTURES and ctypes.sizeof(ctypes.c_void_p) == 8
 
 
 def install(*, processes: bool) -> None:
-    """Filters the calling process and whatever it starts, for good. Needs no new privileges set.
+    """Filters the calling process and its children permanently. Needs no_new_privs.
 
     Args:
-        processes: whether it may start further processes (threads it always may).
+        processes: whether it may start processes; threads are always allowed.
 
     Raises:
-        OSError: the kernel has no filters.
+        OSError: the kernel does not support filters.
     """
     program = assembled(processes=processes).replace(struct.pack("=I", _ITSELF), struct.pack("=I", os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -107,9 +106,7 @@ def install(*, processes: bool) -> None:
 
 @cache
 def assembled(*, processes: bool) -> bytes:
-    """The filter's instructions, with a place holder for the process that will install it. Computed once, before the
-    forks.
-    """
+    """The instructions of the filter, with a placeholder for the process id. Computed once, before forking."""
     return b"".join(struct.pack("=HBBI", *one) for one in _rules(os.uname().machine, processes))
 
 
@@ -117,16 +114,16 @@ def _rules(machine: str, processes: bool) -> list[_Instruction]:
     architecture, column = _ARCHITECTURES[machine]
     rules: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
-        *_unless((_EQUAL, architecture), _KILL_PROCESS),  # calls of another word size would have other numbers
+        *_unless((_EQUAL, architecture), _KILL_PROCESS),  # calls of another word size have other numbers
         (_LOAD, 0, 0, _NUMBER),
-        *_when((_ABOVE, _NEWEST), _UNKNOWN),  # the calls of x32 are among these
-        *_when((_EQUAL, _CLONE3[column]), _UNKNOWN),  # its flags cannot be read here; the C library then takes clone
+        *_when((_ABOVE, _NEWEST), _UNKNOWN),  # includes the calls of x32
+        *_when((_EQUAL, _CLONE3[column]), _UNKNOWN),  # its flags cannot be checked; the C library falls back to clone
     ]
     for pair in _REFUSED.values():
         number = pair[column]
         rules += _when((_EQUAL, number), _REFUSE) if number is not None else []
     rules += _argument(_SOCKETPAIR[column], _unless((_EQUAL, 1), _REFUSE))  # AF_UNIX
-    rules += _argument(_PRLIMIT[column], _unless((_EQUAL, 0), _REFUSE))  # of oneself
+    rules += _argument(_PRLIMIT[column], _unless((_EQUAL, 0), _REFUSE))  # only its own
     if processes:
         return [*rules, *_argument(_CLONE[column], _when((_ANY_BIT, _CLONE_NAMESPACES), _REFUSE)), _end(_ALLOW)]
     for pair in (_FORK, _VFORK, _TKILL):
@@ -152,6 +149,6 @@ def _unless(test: tuple[int, int], verdict: int) -> list[_Instruction]:
 
 
 def _argument(number: int, rules: list[_Instruction]) -> list[_Instruction]:
-    """Rules about the first argument of one call, which end with it."""
+    """Rules on the first argument of one call."""
     body: list[_Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *rules, _end(_ALLOW)]
     return [(_EQUAL, 0, len(body), number), *body]

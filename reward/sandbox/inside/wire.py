@@ -36,7 +36,7 @@ def send(channel: socket.socket, header: dict[str, Any], *parts: bytes, descript
 
 
 def receive(channel: socket.socket, most_bytes: int = 1 << 31) -> Message | None:
-    """The next message, None at the end. Raises OSError, and ValueError for one longer than `most_bytes`."""
+    """The next message; None at the end. Raises OSError, and ValueError for a message longer than `most_bytes`."""
     prefix, descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, _MOST_DESCRIPTORS)
     try:
         prefix += _exactly(channel, _LENGTH.size - len(prefix)) if prefix else b""

@@ -1,8 +1,7 @@
-"""Makes sandboxes out of namespaces: stands in their root, and forks a process into fresh namespaces for each.
+"""Makes sandboxes from namespaces: lives in their root, and forks a process into new namespaces for each.
 
-It never runs what it is given: it forks, and the fork, in namespaces of its own, becomes the first process of a sandbox
-(`guest`). So a sandbox costs two forks instead of a start of Python, and starts from memory that no untrusted code has
-touched.
+It never runs untrusted code itself. Its forks, in namespaces of their own, become the first processes of sandboxes
+(`guest`). So a sandbox costs two forks instead of a start of Python, and untrusted code never touched its memory.
 
     service ── zygote ── keeper ── first process of the sandbox ── the program, one a run
                root      new user, process, mount, network, ipc and host name namespaces; an empty working folder
@@ -31,7 +30,7 @@ WORK_FOLDER = "/tmp"
 _ALL_NEW = kernel.NEW_USER | kernel.NEW_PID | kernel.NEW_MOUNTS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
 _MOST_FILES = 4096
 
-# What programs of contests import: loaded once here instead of in every run. One that this Python lacks is left out.
+# Modules that contest programs import: loaded once here instead of in every run. Missing ones are skipped.
 _WARM = """
 array bisect cmath collections contextlib copy ctypes dataclasses datetime decimal enum fractions functools hashlib
 heapq io itertools
@@ -42,7 +41,7 @@ lzma bz2
 
 
 def main(descriptor: int, proc: int) -> None:
-    """The zygote that builds the root itself: serves the socket `descriptor`, over which the layout comes first."""
+    """A zygote that builds the root itself: receives the layout over the socket `descriptor`, then serves it."""
     control = socket.socket(fileno=descriptor)
     settings = wire.receive(control)
     if settings is not None:
@@ -54,7 +53,7 @@ def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = Non
 
     Args:
         proc: the machine's /proc, which no program gets.
-        layout: the root to build; None: this process stands in it.
+        layout: the root to build; None: this process is already in it.
     """
     try:
         warm_up()
@@ -66,20 +65,18 @@ def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = Non
         wire.send(control, {"error": error.strerror or str(error)})
         return
     wire.send(control, {"ready": True})
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers need no burial
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are reaped automatically
     while (request := wire.receive(control)) is not None:
         channel = socket.socket(fileno=request.descriptors[0])
-        mother = os.getpid()
+        parent = os.getpid()
         if not os.fork():
             control.close()
-            _open_sandbox(channel, proc, mother, request.header["disk_bytes"])
+            _open_sandbox(channel, proc, parent, request.header["disk_bytes"])
         channel.close()
 
 
 def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoReturn:
-    """The first process of a sandbox that was started for it alone: by bubblewrap, or (not `apart`) with nothing around
-    it.
-    """
+    """The first process of a sandbox that bubblewrap started, or (not `apart`) that has no isolation."""
     warm_up()
     if apart:
         _become_nobody()
@@ -87,8 +84,8 @@ def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoR
 
 
 def enter(proc: int, command: Sequence[str]) -> NoReturn:
-    """Runs a command in a user namespace that knows its owner and nobody, for root: what it starts can then become
-    nobody, also where bubblewrap needs root to read what it shows.
+    """For root: runs a command in a user namespace that maps root and nobody. Its children can become nobody, even if
+    bubblewrap needs root to read the files that it shows.
     """
     try:
         _enter_namespaces(proc)
@@ -98,11 +95,9 @@ def enter(proc: int, command: Sequence[str]) -> NoReturn:
 
 
 def warm_up() -> None:
-    """Loads what programs will want, and leaves the interpreter as `python -I` with `site`'s additions would
-    have it.
-    """
+    """Loads the modules that programs use, and leaves the interpreter in the state of `python -I` after `site`."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # the scorer's own time for an item is not this process's
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # the scorer's limit per item must not hold here
     for name in _WARM.split():
         try:
             import_module(name)
@@ -119,7 +114,7 @@ def warm_up() -> None:
 
 
 def _enter_namespaces(proc: int) -> None:
-    """A user namespace to own the root that is built next. Root maps itself and nobody, another user only itself."""
+    """Enters a user namespace that will own the root. Root maps itself and nobody, another user only itself."""
     owner, group = os.geteuid(), os.getegid()
     read, write = os.pipe()
     mapper = os.fork() if owner == 0 else 0
@@ -143,7 +138,7 @@ def _map(proc: int, process: str, users: str, groups: str, *, deny_groups: bool 
 
 
 def _write(proc: int, path: str, text: str) -> bool:
-    """Writes a file of the machine's /proc; whether it could."""
+    """Writes a file of the machine's /proc; False if that failed."""
     try:
         descriptor = os.open(path, os.O_WRONLY, dir_fd=proc)
     except OSError:
@@ -157,7 +152,7 @@ def _write(proc: int, path: str, text: str) -> bool:
 
 
 def _build_root(layout: dict[str, Any]) -> None:
-    """A root of nothing but what Python needs, read-only. Everything else of the machine's files is gone afterwards."""
+    """Builds a read-only root with only what Python needs. Afterwards no other file of the machine is visible."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("stage", layout["stage"], "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     os.chdir(layout["stage"])
@@ -196,32 +191,30 @@ def _bind(source: str, target: str, *, device: bool = False) -> None:
 
 
 def _become_nobody() -> None:
-    """Gives up the service's user. Where only that one could be mapped it stays, with none of its files to see."""
+    """Gives up the service's user. If only that one could be mapped it stays, but sees none of its files."""
     try:
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
     except OSError:
         return
-    kernel.prctl(
-        kernel.SET_DUMPABLE, 1
-    )  # else its forks could not map themselves: their files in /proc would be root's
+    kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its forks' files in /proc would be root's, and they could not map users
 
 
-def _open_sandbox(channel: socket.socket, proc: int, mother: int, disk_bytes: int) -> NoReturn:
+def _open_sandbox(channel: socket.socket, proc: int, parent: int, disk_bytes: int) -> NoReturn:
     """In a fork: moves into new namespaces, forks the first process of the sandbox and waits for its end."""
     try:
         kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != mother:
-            os._exit(1)  # it died before the line above
+        if os.getppid() != parent:
+            os._exit(1)  # it ended before the line above
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         user, group = os.geteuid(), os.getegid()
-        kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc are root's, and it could not map itself
+        kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc belong to root, and it could not map itself
         kernel.unshare(_ALL_NEW)
         if not _map(proc, "self", f"{USER} {user} 1", f"{USER} {group} 1", deny_groups=True):
             raise OSError("no user can be mapped into a nested user namespace")
         kernel.prctl(kernel.SET_DUMPABLE, 0)
-        _write(proc, "sys/user/max_user_namespaces", "0")  # where it may be said; seccomp says it again
+        _write(proc, "sys/user/max_user_namespaces", "0")  # where that is allowed; seccomp forbids them as well
         options = f"size={disk_bytes},nr_inodes={_MOST_FILES},mode=700,uid={USER},gid={USER}"
         kernel.mount("work", WORK_FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
         os.chdir(WORK_FOLDER)

@@ -87,7 +87,7 @@ def test_input_output_and_errors(sandbox: Sandbox) -> None:
         ("import os; os.write(1, bytes([255, 0, 10]))", "", None),
     ],
 )
-def test_a_program_finds_an_ordinary_python(sandbox: Sandbox, program: str, stdin: str, printed: str | None) -> None:
+def test_programs_run_as_in_an_ordinary_python(sandbox: Sandbox, program: str, stdin: str, printed: str | None) -> None:
     outcome = run(sandbox, program, stdin)
     assert outcome.failure == "", outcome
     assert outcome.stdout == (b"\xff\0\n" if printed is None else printed.encode())
@@ -110,14 +110,14 @@ def test_a_program_finds_an_ordinary_python(sandbox: Sandbox, program: str, stdi
         "import os\nopen(1, 'w').write('a')\nos._exit(0)",
     ],
 )
-def test_a_program_ends_as_in_an_ordinary_python(sandbox: Sandbox, program: str) -> None:
+def test_programs_end_as_in_an_ordinary_python(sandbox: Sandbox, program: str) -> None:
     """What was written counts, whoever was to flush it."""
     outcome = run(sandbox, program)
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=60, check=False)
     assert (outcome.exit_code, outcome.stdout) == (done.returncode, done.stdout)
 
 
-def test_the_prelude_comes_first_and_keeps_the_programs_line_numbers(sandbox: Sandbox) -> None:
+def test_the_prelude_runs_first_without_shifting_line_numbers(sandbox: Sandbox) -> None:
     outcome = run(sandbox, "print(ceil(1.5))\n1 / 0", prelude="from math import *\n\n")
     assert outcome.stdout == b"2\n" and b'"answer.py", line 2' in outcome.stderr
 
@@ -148,13 +148,13 @@ def test_large_input(sandbox: Sandbox) -> None:
         ("import threading\nthreading.Thread(target=lambda: 1 / 0).start()", "", 0),
     ],
 )
-def test_how_a_program_ended(sandbox: Sandbox, program: str, failure: str, code: int | None) -> None:
+def test_outcomes_of_programs(sandbox: Sandbox, program: str, failure: str, code: int | None) -> None:
     outcome = run(sandbox, program)
     assert outcome.failure == failure, outcome
     assert code is None or outcome.exit_code == code
 
 
-def test_processor_time_counts_and_waiting_does_not(sandbox: Sandbox) -> None:
+def test_the_time_limit_counts_processor_time_only(sandbox: Sandbox) -> None:
     """What a busy machine does to a program is not its fault: its own time is limited, and waiting apart."""
     limits = Limits(cpu_seconds=0.3, wall_seconds=60.0)
     assert said(run(sandbox, "import time\ntime.sleep(1)\nprint(1)", limits=limits)) == "1\n"
@@ -162,7 +162,7 @@ def test_processor_time_counts_and_waiting_does_not(sandbox: Sandbox) -> None:
     assert outcome.stopped == "time" and 0.2 < outcome.cpu_seconds < 2.0
 
 
-def test_the_end_of_what_is_said_on_the_standard_error_is_kept(sandbox: Sandbox) -> None:
+def test_the_end_of_standard_error_is_kept(sandbox: Sandbox) -> None:
     outcome = run(sandbox, "import sys\nfor n in range(10_000): print(n, file=sys.stderr)")
     assert outcome.stderr.endswith(b"9999\n") and len(outcome.stderr) <= 4096
 
@@ -182,19 +182,19 @@ def test_a_run_can_be_stopped(sandbox: Sandbox) -> None:
     assert said(run(sandbox, "print(2)")) == "2\n"
 
 
-def test_a_working_folder_that_is_not_empty_is_told(sandbox: Sandbox) -> None:
+def test_a_nonempty_working_folder_is_reported(sandbox: Sandbox) -> None:
     run(sandbox, "import os\nopen('x', 'w').close()\nos.remove('x')")
     assert sandbox.clean
     run(sandbox, "open('x', 'w').close()")
     assert not sandbox.clean
 
 
-def test_a_folder_made_unreadable_is_told(sandbox: Sandbox) -> None:
+def test_an_unreadable_working_folder_is_reported(sandbox: Sandbox) -> None:
     assert run(sandbox, "import os\nos.mkdir('a')\nos.chmod('a', 0)\nos.chmod('.', 0)").failure == ""
     assert not sandbox.clean
 
 
-def test_limits_that_cannot_be_set_are_no_answers_fault(sandbox: Sandbox) -> None:
+def test_limits_that_cannot_be_set_raise_sandbox_error(sandbox: Sandbox) -> None:
     with pytest.raises(SandboxError, match="did not begin"):
         run(sandbox, "print(1)", limits=Limits(file_bytes="much"))  # type: ignore[arg-type]
 
@@ -202,7 +202,7 @@ def test_limits_that_cannot_be_set_are_no_answers_fault(sandbox: Sandbox) -> Non
 # ---- the pool ----
 
 
-def test_no_sandbox_is_given_twice_and_spares_are_ready(pool: SandboxPool) -> None:
+def test_each_sandbox_is_handed_out_once_and_spares_are_started(pool: SandboxPool) -> None:
     first, second = pool.take(), pool.take()
     try:
         run(first, "open('mine', 'w').close()")
@@ -220,7 +220,7 @@ def own_pool() -> Iterator[SandboxPool]:
     made.close()
 
 
-def test_a_pool_outlives_what_makes_its_sandboxes(own_pool: SandboxPool) -> None:
+def test_a_pool_replaces_a_launcher_that_ended(own_pool: SandboxPool) -> None:
     launcher = own_pool._launcher
     if not isinstance(launcher, ZygoteLauncher):
         pytest.skip("elsewhere every sandbox has a process of its own")
@@ -241,7 +241,7 @@ def test_a_pool_outlives_what_makes_its_sandboxes(own_pool: SandboxPool) -> None
     assert own_pool._launcher is not launcher
 
 
-def test_a_stopped_maker_of_sandboxes_is_replaced(own_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_replaces_a_stopped_launcher(own_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = own_pool._launcher
     if not isinstance(launcher, ZygoteLauncher):
         pytest.skip("elsewhere every sandbox has a process of its own")
@@ -257,7 +257,7 @@ def test_a_stopped_maker_of_sandboxes_is_replaced(own_pool: SandboxPool, monkeyp
     wait_until_gone(zygote.pid)
 
 
-def test_a_closed_pool_gives_nothing_and_leaves_nothing() -> None:
+def test_a_closed_pool_hands_out_nothing_and_leaves_no_process() -> None:
     before = {one.pid for one in psutil.Process().children(recursive=True)}
     made = open_sandboxes(allow_unsandboxed=True)
     taken = made.take()

@@ -27,7 +27,9 @@ pytest_plugins = ("tests.support.sandbox_attackers",)
 # ---- other processes ----
 
 
-def test_signals_to_others(sandbox: Sandbox, run: Run, victim: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_programs_cannot_signal_other_processes(
+    sandbox: Sandbox, run: Run, victim: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     program = f"""
 import os, signal
 for process in (1, {os.getpid()}, {victim.pid}, os.getppid(), -{os.getpgid(0)}):
@@ -44,12 +46,12 @@ print("alive")
     assert victim.wait(timeout=30) == -signal.SIGKILL
 
 
-def test_killing_everything_there_is(sandbox: Sandbox, run: Run) -> None:
+def test_killing_all_processes_kills_only_the_program(sandbox: Sandbox, run: Run) -> None:
     assert run("import os\nos.kill(-1, 9)\nprint('alive')").exit_code in (0, 1, -signal.SIGKILL)
     assert alive(sandbox)
 
 
-def test_stopping_oneself_is_a_hang(sandbox: Sandbox, run: Run) -> None:
+def test_a_program_that_stops_itself_runs_out_of_time(sandbox: Sandbox, run: Run) -> None:
     outcome = run("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", Limits(cpu_seconds=5.0, wall_seconds=0.5))
     assert outcome.failure == "time" and alive(sandbox)
 
@@ -69,7 +71,7 @@ print(libc.process_vm_readv(target, ctypes.byref(mine), 1, ctypes.byref(theirs),
 """
 
 
-def test_looking_into_the_process_that_keeps_the_sandbox(
+def test_programs_cannot_read_the_memory_of_the_first_process(
     sandbox: Sandbox, run: Run, victim: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     ours = ctypes.create_string_buffer(b"12345678")
@@ -98,14 +100,14 @@ for process in (*range(1, 3000), {judge}, os.getppid()):
 """
 
 
-def test_nothing_of_the_process_that_judges_is_within_reach(run: Run) -> None:
+def test_programs_cannot_reach_the_judging_process(run: Run) -> None:
     """Neither a descriptor of it nor its memory, in which stand what is wanted and the token of its answers."""
     ours = ctypes.create_string_buffer(b"12345678")
     program = WITHIN_REACH.format(address=ctypes.addressof(ours), judge=os.getpid())
     assert said(run(program)).splitlines() == ["[0, 1, 2]"]
 
 
-def test_lowering_the_limits_of_the_process_that_keeps_the_sandbox(sandbox: Sandbox, filtered: bool, run: Run) -> None:
+def test_programs_cannot_change_the_limits_of_the_first_process(sandbox: Sandbox, filtered: bool, run: Run) -> None:
     if not filtered:
         pytest.skip("one user's processes may set one another's limits: the filter of system calls is what refuses it")
     program = "import resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))"
@@ -144,7 +146,7 @@ open("/dev/null", "w").write("x")
 """
 
 
-def test_writing_outside_the_working_folder(run: Run, tmp_path: Path) -> None:
+def test_programs_cannot_write_outside_the_working_folder(run: Run, tmp_path: Path) -> None:
     """Nothing is written even where a sandbox leaks: files are opened, folders asked."""
     (tmp_path / "x").touch()
     (tmp_path / "x").chmod(0o666)
@@ -158,7 +160,7 @@ def test_writing_outside_the_working_folder(run: Run, tmp_path: Path) -> None:
 # ---- one another ----
 
 
-def test_sandboxes_see_nothing_of_one_another(open_one: Callable[[], Sandbox]) -> None:
+def test_sandboxes_are_isolated_from_each_other(open_one: Callable[[], Sandbox]) -> None:
     """Two at the same time: files, processes, sockets without a file, segments of shared memory."""
     abstract = f"\0tandem-between-{os.getpid()}"
     first, second = open_one(), open_one()
@@ -220,7 +222,7 @@ sandbox.outcome()
 """
 
 
-def test_everything_ends_with_a_service_that_is_killed(launcher: Launcher) -> None:
+def test_sandboxes_end_when_the_service_is_killed(launcher: Launcher) -> None:
     program = (
         "import os, signal, time\nos.fork()\nos.fork()\nos.setsid() if os.getpid() "
         "!= 2 else None\nwhile True: time.sleep(1)"

@@ -15,7 +15,7 @@ from tandem.reward.sandbox.limits import Limits
 from tests.support.sandbox_runs import DAEMON, DISK_BYTES, LIMITS, MANY, SECRET, alive, said, settles
 
 
-def test_without_isolation_there_are_limits_a_clean_environment_and_no_traces(
+def test_without_isolation_programs_have_limits_and_an_empty_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_TEST_SECRET", SECRET)
@@ -38,7 +38,7 @@ def test_without_isolation_there_are_limits_a_clean_environment_and_no_traces(
     assert not Path(folder).exists() and (tmp_path / "kept").exists(), "a link in the working folder is not followed"
 
 
-def test_without_isolation_a_daemon_ends_all_the_same(tmp_path: Path) -> None:
+def test_without_isolation_daemons_are_killed(tmp_path: Path) -> None:
     sandbox = BareLauncher(layout_for(), DISK_BYTES).open(seccomp=False)
     try:
         sandbox.await_ready(60.0)

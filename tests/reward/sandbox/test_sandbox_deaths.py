@@ -130,7 +130,7 @@ CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # of a statement
 
 @pytest.mark.parametrize("victim", CHAIN)
 @pytest.mark.parametrize(("shape", "which"), CASES)
-def test_a_right_answer_whose_sandbox_is_killed_is_right(
+def test_a_right_answer_passes_although_its_sandbox_was_killed_once(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
 ) -> None:
     killer = Killer(pool, victim, 1, which)
@@ -142,7 +142,7 @@ def test_a_right_answer_whose_sandbox_is_killed_is_right(
 
 @pytest.mark.parametrize("victim", CHAIN[:-1])
 @pytest.mark.parametrize(("shape", "which"), CASES)
-def test_killed_again_it_is_infrastructure(
+def test_a_sandbox_killed_twice_is_infrastructure(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
 ) -> None:
     killer = Killer(pool, victim, 2, which)
@@ -154,7 +154,7 @@ def test_killed_again_it_is_infrastructure(
 
 
 @pytest.mark.parametrize("tests", [{"inputs": ["1"] * 3, "outputs": ["2"] * 3}, ["assert add(1, 2) == 3"]])
-def test_a_program_that_kills_itself_fails_all_the_same(pool: SandboxPool, tests: Any) -> None:
+def test_a_program_that_kills_itself_fails(pool: SandboxPool, tests: Any) -> None:
     program = "import os\nos.kill(os.getpid(), 9)"
     score = CodeTests(extract="whole", partial=True).judge(ScoreItem("", program, tests))
     assert isinstance(score, Scored) and score.value == 0.0
@@ -162,7 +162,7 @@ def test_a_program_that_kills_itself_fails_all_the_same(pool: SandboxPool, tests
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_program_that_the_kernel_kills_for_want_of_memory_twice_is_infrastructure(
+def test_a_program_killed_twice_for_lack_of_memory_is_infrastructure(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     """What the kernel counts stands for what it does: here it kills something whenever it is asked, or does not say."""
@@ -175,13 +175,13 @@ def test_a_program_that_the_kernel_kills_for_want_of_memory_twice_is_infrastruct
         assert isinstance(score, Scored) and score.breakdown["memory"] == 1.0, score
 
 
-def test_the_kernel_says_how_many_it_killed_for_want_of_memory() -> None:
+def test_memory_kills_reads_the_kernels_count() -> None:
     kills = memory_kills()
     assert kills is None or 0 <= kills <= (memory_kills() or 0)
 
 
 @pytest.mark.parametrize("victim", ["keeper", "guest"])
-def test_what_is_stopped_costs_no_answer_its_score(
+def test_stopped_processes_cost_no_answer_its_score(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:
     monkeypatch.setattr(sandbox_module, "GRACE_SECONDS", 0.5)
@@ -195,7 +195,9 @@ def test_what_is_stopped_costs_no_answer_its_score(
         assert isinstance(score, Unscored) and score.reason == "infrastructure", score
 
 
-def test_the_wait_for_a_sandbox_is_not_the_answers(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_sandbox_does_not_count_as_the_answers_time(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What makes sandboxes is stopped: that is noticed after a time in which this answer's would be over."""
     assert isinstance(pool._launcher, ZygoteLauncher)
     monkeypatch.setattr(pool_module, "START_SECONDS", 1.5)
@@ -210,9 +212,7 @@ def test_the_wait_for_a_sandbox_is_not_the_answers(pool: SandboxPool, monkeypatc
     wait_until_gone(stopped.pid)
 
 
-def test_the_time_of_the_run_that_was_lost_is_not_the_answers(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_run_does_not_count_as_the_answers_time(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     code, tests = SHAPES["script"]
     scorer = CodeTests(extract="whole", seconds_per_test=2.0, seconds_per_answer=2.0)
     Killer(pool, "guest", 1, after_seconds=1.5, pause="time.sleep(0.8)").install(monkeypatch)
@@ -220,7 +220,7 @@ def test_the_time_of_the_run_that_was_lost_is_not_the_answers(
     assert isinstance(score, Scored) and score.value == 1.0, score
 
 
-def test_a_dead_sandbox_has_no_outcome_and_takes_no_program(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_sandbox_raises_on_start_and_outcome(pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = pool.take()
     Killer(pool, "guest", 1).install(monkeypatch)
     with pytest.raises(SandboxDiedError, match="in the middle of a run"):
@@ -231,7 +231,7 @@ def test_a_dead_sandbox_has_no_outcome_and_takes_no_program(pool: SandboxPool, m
     sandbox.close()
 
 
-def test_where_memory_runs_out_programs_go_before_what_runs_them(pool: SandboxPool) -> None:
+def test_the_kernel_kills_programs_before_their_parents(pool: SandboxPool) -> None:
     own = Path("/proc/self/oom_score_adj").read_text()
     sandbox = pool.take()
     sandbox.start("script", ["", "import time\ntime.sleep(30)"], Limits())

@@ -33,7 +33,7 @@ while True:
 """
 
 
-def test_a_fork_bomb(launcher: Launcher, sandbox: Sandbox, run: Run, filtered: bool) -> None:
+def test_a_fork_bomb_is_contained(launcher: Launcher, sandbox: Sandbox, run: Run, filtered: bool) -> None:
     before = inside_of(launcher, sandbox)
     born, why = said(run(FORK_BOMB, MANY)).split()
     assert int(born) <= MANY.processes + MANY.threads and why == "BlockingIOError"
@@ -43,7 +43,7 @@ def test_a_fork_bomb(launcher: Launcher, sandbox: Sandbox, run: Run, filtered: b
     assert alive(sandbox)
 
 
-def test_a_fork_bomb_that_never_stops_ends_with_its_time(launcher: Launcher, sandbox: Sandbox, run: Run) -> None:
+def test_an_endless_fork_bomb_ends_with_its_time_limit(launcher: Launcher, sandbox: Sandbox, run: Run) -> None:
     before = inside_of(launcher, sandbox)
     program = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     many = Limits(cpu_seconds=0.4, wall_seconds=0.8, processes=8, threads=8)
@@ -52,7 +52,7 @@ def test_a_fork_bomb_that_never_stops_ends_with_its_time(launcher: Launcher, san
     assert alive(sandbox)
 
 
-def test_threads_without_end(sandbox: Sandbox, run: Run) -> None:
+def test_unlimited_threads_are_refused(sandbox: Sandbox, run: Run) -> None:
     program = """
 import threading, time
 try:
@@ -76,14 +76,14 @@ except RuntimeError:
         "bytearray(600 << 20)).start()\nbytearray(600 << 20)",
     ],
 )
-def test_a_memory_bomb(sandbox: Sandbox, run: Run, bomb: str) -> None:
+def test_a_memory_bomb_fails_as_memory(sandbox: Sandbox, run: Run, bomb: str) -> None:
     outcome = run(bomb)
     assert outcome.exit_code != 0 and outcome.memory_bytes < 600 << 20
     assert outcome.failure in ("memory", "error"), outcome
     assert alive(sandbox)
 
 
-def test_memory_without_a_limit_of_its_own(run: Run, filtered: bool) -> None:
+def test_memory_outside_process_limits_is_bounded(run: Run, filtered: bool) -> None:
     """Files without a name and segments of System V count for no process: with the filter they are not to be had."""
     if not filtered:
         pytest.skip("without the filter of system calls these are bounded by files' sizes and numbers only")
@@ -96,12 +96,12 @@ print(libc.memfd_create(b"x", 0), libc.shmget(0, 1 << 20, 0o1600), libc.mq_open(
 
 
 @pytest.mark.parametrize("descriptor", [1, 2])
-def test_endless_output(sandbox: Sandbox, run: Run, descriptor: int) -> None:
+def test_endless_output_is_stopped(sandbox: Sandbox, run: Run, descriptor: int) -> None:
     outcome = run(f"import os\nwhile True:\n    os.write({descriptor}, b'word ' * 1000)")
     assert outcome.failure == "output" and len(outcome.stdout) <= LIMITS.output_bytes and alive(sandbox)
 
 
-def test_files_without_end(sandbox: Sandbox, run: Run) -> None:
+def test_unlimited_files_are_refused(sandbox: Sandbox, run: Run) -> None:
     program = """
 import os
 opened = []
@@ -154,11 +154,11 @@ while True: pass
         "import os, time\nfor descriptor in range(3): os.close(descriptor)\ntime.sleep(600)",
     ],
 )
-def test_a_program_without_end(sandbox: Sandbox, run: Run, program: str) -> None:
+def test_an_endless_program_is_stopped(sandbox: Sandbox, run: Run, program: str) -> None:
     assert run(program, Limits(cpu_seconds=0.4, wall_seconds=0.8)).failure == "time" and alive(sandbox)
 
 
-def test_a_hang_does_not_hold_another_sandbox(open_one: Callable[[], Sandbox]) -> None:
+def test_a_hang_does_not_delay_another_sandbox(open_one: Callable[[], Sandbox]) -> None:
     hanging, working = open_one(), open_one()
     hanging.start("script", ["", "while True: pass"], Limits(cpu_seconds=30.0, wall_seconds=60.0))
     done: list[bool] = []

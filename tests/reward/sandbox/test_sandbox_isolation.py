@@ -75,7 +75,7 @@ def test_an_ordinary_user_has_the_same_isolation() -> None:
     assert writable == "2 65534 []", "the files of the service's own user, too, are read-only"
 
 
-def test_without_user_namespaces_it_refuses_unless_told_otherwise() -> None:
+def test_without_user_namespaces_the_scorer_refuses_unless_allowed() -> None:
     """A user namespace in which no further ones may be made, as in a container that forbids them."""
     script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
     name, refused, process = reported(
@@ -92,7 +92,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unknown")
-def test_isolation_that_does_not_hold_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_isolation_that_can_be_broken_out_of_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pretended(BareLauncher):
         name = "namespaces"
 
@@ -109,7 +109,7 @@ def test_isolation_that_does_not_hold_is_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("unknown")
-def test_the_best_that_works_is_taken_and_it_is_said_why_no_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_working_isolation_is_chosen_with_reasons_against_better_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     before = tuple(isolation._KINDS)
     assert before[-1] is BubblewrapEachLauncher, "a Python for every sandbox is the last resort"
 
@@ -128,7 +128,7 @@ def test_the_best_that_works_is_taken_and_it_is_said_why_no_better_one(monkeypat
 
 @pytest.mark.usefixtures("unknown")
 @pytest.mark.parametrize("allowed", [False, True])
-def test_isolation_that_does_not_start_once_is_not_done_without(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+def test_isolation_that_fails_to_start_later_is_an_error(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
     class Failing(BubblewrapLauncher):
         def __init__(self, *_: object) -> None:
             raise SandboxError("no memory for it now")
@@ -140,7 +140,7 @@ def test_isolation_that_does_not_start_once_is_not_done_without(monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("unknown")
-def test_no_filter_is_told_and_runs_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_filter_is_reported_and_runs_work_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_filters", lambda launcher: False)
     made = open_sandboxes(allow_unsandboxed=True)
     try:
@@ -168,7 +168,9 @@ def test_no_filter_is_told_and_runs_go_without(monkeypatch: pytest.MonkeyPatch) 
         ),
     ],
 )
-def test_doctor_says_which(monkeypatch: pytest.MonkeyPatch, found: Isolation, verdict: str, told: str) -> None:
+def test_doctor_reports_the_isolation(
+    monkeypatch: pytest.MonkeyPatch, found: Isolation, verdict: str, told: str
+) -> None:
     monkeypatch.setattr(isolation, "find_isolation", lambda: found)
     finding = doctor.check_sandbox()
     assert finding.verdict == verdict and told in finding.detail
@@ -178,7 +180,7 @@ def test_doctor_says_which(monkeypatch: pytest.MonkeyPatch, found: Isolation, ve
 # ---- the root of a sandbox ----
 
 
-def test_packages_are_shown_by_name_alone() -> None:
+def test_only_named_packages_are_visible() -> None:
     layout = layout_for(("numpy",))
     shown = [target for _, target in layout.binds if target.startswith(PACKAGES_FOLDER)]
     assert f"{PACKAGES_FOLDER}/numpy" in shown and layout.path[-1] == PACKAGES_FOLDER
@@ -191,7 +193,7 @@ def test_packages_are_shown_by_name_alone() -> None:
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_bubblewrap_is_told_all_of_it(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
+def test_bubblewrap_arguments_contain_the_whole_layout(monkeypatch: pytest.MonkeyPatch, user: int) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     layout = layout_for()
     arguments = bubblewrap_arguments(layout)
@@ -219,7 +221,7 @@ def test_bubblewrap_is_found_on_path_or_beside_the_interpreter(monkeypatch: pyte
         BubblewrapLauncher(layout_for(), 1 << 20)
 
 
-def test_what_runs_inside_needs_python_alone() -> None:
+def test_modules_inside_the_sandbox_import_the_standard_library_only() -> None:
     """It is sent into sandboxes as text, and a zygote must load nothing that a program could find in its memory."""
     code = (
         "import sys; before = set(sys.modules); import tandem.reward.sandbox.inside.zygote\n"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tandem.reward.sandbox.inside import plain, wire
 
 
-def test_messages_with_descriptors_and_their_ends() -> None:
+def test_messages_carry_descriptors_and_end_of_file() -> None:
     mine, theirs = socket.socketpair()
     with mine, theirs:
         read, write = os.pipe()
@@ -37,7 +37,7 @@ def test_messages_with_descriptors_and_their_ends() -> None:
         assert wire.receive(a_closed_line) is None
 
 
-def test_a_message_cut_short_is_no_message() -> None:
+def test_a_truncated_message_is_an_error() -> None:
     mine, theirs = socket.socketpair()
     with theirs:
         with mine:
@@ -77,12 +77,12 @@ def over_the_line(value: object) -> object:
 
 
 @given(DATA)
-def test_plain_data_comes_over_the_line_as_it_was(value: object) -> None:
+def test_plain_data_survives_encoding(value: object) -> None:
     came = over_the_line(value)
     assert came == value and type(came) is type(value) and repr(came).count("(") == repr(value).count("(")
 
 
-def test_what_is_derived_from_data_comes_as_data() -> None:
+def test_subclasses_of_data_are_decoded_as_their_base_class() -> None:
     class Sly(int):
         def __eq__(self, other: object) -> bool:
             return True
@@ -103,6 +103,6 @@ def test_what_is_derived_from_data_comes_as_data() -> None:
     "forged",
     [{"tuple": 1}, {"x": []}, {}, {"set": [[]]}, {"int": 5}, {"complex": ["x", 1]}, {"dict": [1]}, {"bytes": 1}],
 )
-def test_forged_data_is_an_error_and_nothing_else(forged: object) -> None:
+def test_forged_data_raises_and_does_nothing_else(forged: object) -> None:
     with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
         plain.decode(forged, refuse)

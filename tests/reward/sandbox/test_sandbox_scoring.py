@@ -51,7 +51,7 @@ def shown(breakdown: dict[str, float]) -> set[str]:
     return names & set(NEIGHBOURS)
 
 
-def test_neighbours_in_two_workers_get_their_own_results() -> None:
+def test_answers_beside_misbehaving_ones_get_their_own_results_in_get_pool() -> None:
     core = ScoringCore(RewardConfig(num_workers=2))
     try:
         items = [ScoreItem("", solution(program), TESTS) for _, program in ANSWERS]
@@ -64,7 +64,7 @@ def test_neighbours_in_two_workers_get_their_own_results() -> None:
         assert shown(dict(score.breakdown)) == {counter}, score
 
 
-def test_neighbours_in_the_service_get_their_own_results(tmp_path: Path) -> None:
+def test_answers_beside_misbehaving_ones_get_their_own_results_in_the_service(tmp_path: Path) -> None:
     replica = Replica(tmp_path, "reward.num_workers=2")
     try:
         with connect(replica.address) as channel:

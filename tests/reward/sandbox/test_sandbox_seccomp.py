@@ -48,7 +48,7 @@ MINE = 4242
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("processes", [False, True])
-def test_the_filter_on_every_architecture(machine: str, processes: bool) -> None:
+def test_filter_verdicts_on_every_architecture(machine: str, processes: bool) -> None:
     architecture, column = MACHINES[machine]
     rules = b"".join(struct.pack("=HBBI", *one) for one in seccomp._rules(machine, processes))
     rules = rules.replace(struct.pack("=I", seccomp._ITSELF), struct.pack("=I", MINE))
@@ -83,7 +83,7 @@ def test_the_filter_on_every_architecture(machine: str, processes: bool) -> None
         assert verdict(rules, architecture, 57) == verdict(rules, architecture, 58) == (ALLOW if processes else REFUSE)
 
 
-def test_the_document_names_what_is_refused_and_nothing_else() -> None:
+def test_the_page_lists_exactly_the_refused_calls() -> None:
     text = (ROOT / "docs" / "sandbox.md").read_text().partition("## Refused system calls")[2]
     named = set(re.findall(r"`(\w+)`", text.partition("`clone3`")[0]))
     with_conditions = {"socketpair", "prlimit64", "kill", "tgkill", "tkill", "fork", "vfork", "clone"}
@@ -119,7 +119,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="calls of another word size, as an instruction of x86")
-def test_calls_of_another_word_size_end_the_program(launcher: Launcher) -> None:
+def test_calls_of_another_word_size_kill_the_program(launcher: Launcher) -> None:
     program = """
 import ctypes, mmap
 code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)

@@ -30,7 +30,7 @@ for process in ("self", "1", str(os.getppid()), "{pid}"):
 """
 
 
-def test_the_environment_of_the_service(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_services_environment_is_invisible(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_TEST_SECRET", SECRET)
     program = ENVIRONMENTS.format(pid=os.getpid())
     assert SECRET in outside(program, tmp_path)
@@ -48,7 +48,7 @@ for path in {paths}:
 """
 
 
-def test_files_of_the_service_and_the_machine(run: Run, tmp_path: Path) -> None:
+def test_files_of_the_service_and_the_machine_are_invisible(run: Run, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o644)
@@ -69,7 +69,7 @@ def test_files_of_the_service_and_the_machine(run: Run, tmp_path: Path) -> None:
     assert lines <= {"FileNotFoundError", "[]"}, lines
 
 
-def test_tandem_and_what_is_installed_cannot_be_imported(run: Run) -> None:
+def test_tandem_and_installed_packages_cannot_be_imported(run: Run) -> None:
     program = """
 import importlib
 for name in ("tandem", "tandem.reward.sandbox.inside.calls", "tandem.protos", "numpy", "pip", "grpc"):
@@ -86,7 +86,7 @@ for name in ("tandem", "tandem.reward.sandbox.inside.calls", "tandem.protos", "n
     assert said(run(listing)) in ("[]", "False")
 
 
-def test_a_symbolic_link_leads_nowhere(run: Run, tmp_path: Path) -> None:
+def test_symbolic_links_lead_to_no_file_outside(run: Run, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(SECRET)
     program = f"""
 import os
@@ -101,7 +101,7 @@ for number, target in enumerate(targets):
     assert set(said(run(program)).splitlines()) == {"FileNotFoundError"}
 
 
-def test_the_user_has_no_privileges(run: Run) -> None:
+def test_programs_have_no_privileges(run: Run) -> None:
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -142,7 +142,7 @@ for family, address in zip((socket.AF_INET, socket.AF_UNIX, socket.AF_UNIX), add
 """
 
 
-def test_sockets_of_the_machine(run: Run, tmp_path: Path) -> None:
+def test_sockets_of_the_machine_are_unreachable(run: Run, tmp_path: Path) -> None:
     """TCP, a socket in a folder (as Redis has), and one without a file, which only a network namespace keeps away."""
     abstract = f"\0tandem-test-{os.getpid()}"
     path = str(tmp_path / "redis.sock")
@@ -160,7 +160,7 @@ def test_sockets_of_the_machine(run: Run, tmp_path: Path) -> None:
         assert "connected" not in said(run(program)).split()
 
 
-def test_there_is_no_interface_to_the_outside(run: Run, filtered: bool) -> None:
+def test_there_is_no_external_network_interface(run: Run, filtered: bool) -> None:
     program = """
 import socket
 try:

@@ -23,7 +23,7 @@ from tandem.reward.sandbox.test_cases import (
 from tests.support.code_answers import DOUBLE_TESTS
 
 
-def test_parsed_tests_are_what_they_say() -> None:
+def test_every_shape_of_tests_is_parsed() -> None:
     assert parse_tests(DOUBLE_TESTS, {})[1] == ScriptTest("5\n", "10\n")
     assert parse_tests({"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[3]]}, {}) == [
         CallTest("f", (1, [2]), ([3], 3))
@@ -34,7 +34,7 @@ def test_parsed_tests_are_what_they_say() -> None:
 
 
 @given(st.integers(1, 50), st.integers(0, 60))
-def test_a_selection_of_tests_is_even_and_in_order(number: int, most: int) -> None:
+def test_selected_tests_are_evenly_spread_and_in_order(number: int, most: int) -> None:
     tests = [ScriptTest(str(place), "") for place in range(number)]
     chosen = spread(tests, most)
     assert len(chosen) == (min(number, most) if most else number)
@@ -84,14 +84,14 @@ WORDS = st.lists(st.text(st.characters(min_codepoint=33, max_codepoint=126), min
 
 
 @given(WORDS, st.lists(st.sampled_from([" ", "\n", "  ", "\t", " \n "]), min_size=7, max_size=7))
-def test_white_space_never_counts_among_tokens(words: list[str], between: list[str]) -> None:
+def test_whitespace_is_ignored_between_tokens(words: list[str], between: list[str]) -> None:
     scattered = "".join(gap + word for gap, word in zip(between, words, strict=False)) + between[-1]
     assert same_output(scattered, " ".join(words), "tokens", 0.0)
     assert not same_output(scattered + " more", " ".join(words), "tokens", 0.0)
 
 
 @given(st.floats(-1e6, 1e6), st.floats(-1.0, 1.0))
-def test_numbers_within_the_tolerance_and_not_beyond(wanted: float, share: float) -> None:
+def test_numbers_match_within_the_tolerance_only(wanted: float, share: float) -> None:
     reach = 1e-3 * max(1.0, abs(wanted))
     assert same_output(repr(wanted + 0.99 * share * reach), repr(wanted), "tokens", 1e-3)
     beyond = wanted + math.copysign(1.01 + abs(share), share) * reach
@@ -131,6 +131,6 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_every_value_of_json_is_the_same_as_itself(value: Any) -> None:
+def test_every_json_value_equals_itself(value: Any) -> None:
     assert same_value(value, json.loads(json.dumps(value)), 0.0)
     assert not same_value([value], value, 0.0) and not same_value([value, 0], [value], 0.0)

@@ -71,7 +71,7 @@ class Scoring:
 
     def answered(self) -> int:
         """Items under way of which the service has the worker's answer."""
-        requests = list(self.core._the_pool()._open)
+        requests = list(self.core._get_pool()._open)
         return sum(len(answers) for request in requests for _, answers in list(request.at_work.values()))
 
     def judged(self) -> list[str]:
@@ -156,7 +156,7 @@ def test_cancelling_does_not_interrupt_the_construction_of_a_judge(
         f"import os, time\nopen({str(loads)!r}, 'a').write('x')\nwhile not os.path.exists({str(loaded)!r}):\n"
         "    time.sleep(0.01)\n\ndef f(**item):\n    time.sleep(0.2)\n    return 1.0\n"
     )
-    pool = scoring.core._the_pool()
+    pool = scoring.core._get_pool()
     spec = scoring.core._catalogue.spec(f"{tmp_path}/large.py:f", {}, "here")
     request = pool.submit(spec, items("a"), "calls")
     until(loads.exists)
