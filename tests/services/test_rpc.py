@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import grpc
@@ -92,3 +94,17 @@ def test_a_port_that_cannot_be_had_is_named_once(
 def test_nobody_there_is_unavailable_or_past_the_deadline() -> None:
     with connect("127.0.0.1:1") as channel, pytest.raises((UnavailableError, DeadlineError)), translated():
         common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=2)
+
+
+@pytest.mark.parametrize(
+    "unclosed",
+    [
+        "from tandem.services.clients.blocking import RewardClient\none = RewardClient('127.0.0.1:1')",
+        "from tandem.protos import common_pb2\nfrom tandem.services.rpc.server import ServerThread\n"
+        "one = ServerThread('127.0.0.1', 0, info=common_pb2.InfoReply, register=lambda s: None, service_names=[])",
+    ],
+    ids=["client", "server"],
+)
+def test_a_program_that_closes_nothing_exits(unclosed: str) -> None:
+    done = subprocess.run([sys.executable, "-c", unclosed], capture_output=True, text=True, timeout=60.0, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

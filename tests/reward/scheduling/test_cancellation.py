@@ -71,7 +71,7 @@ class Scoring:
 
     def answered(self) -> int:
         """Items under way of which the service has the worker's answer."""
-        requests = list(self.core._get_pool()._open)
+        requests = list(self.core._get_pool()._open_requests)
         return sum(len(answers) for request in requests for _, answers in list(request.at_work.values()))
 
     def judged(self) -> list[str]:
