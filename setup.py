@@ -1,4 +1,4 @@
-"""Maps the top-level folders to one import package: `trainer/` is installed as `tandem.trainer`. All else is in
+"""Maps the top-level folders to one import package: `trainer/` is installed as `tandem.trainer`. Everything else is in
 pyproject.toml.
 """
 

@@ -16,8 +16,8 @@ _CONNECT_SECONDS = 3.0
 
 
 def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
-    """The addresses meant: those given (a text may hold several, with commas), else those of TANDEM_REWARD_ADDRESS,
-    else the default.
+    """The given addresses (text may hold several, separated by commas), else those of TANDEM_REWARD_ADDRESS, else the
+    default.
 
     Raises:
         UserError: one of them is not host:port.
@@ -25,8 +25,8 @@ def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
     parts = addresses.split(",") if isinstance(addresses, str) else addresses
     named = tuple(part.strip() for part in parts if part.strip())
     if not named:
-        elsewhere = os.environ.get(ADDRESS_VARIABLE, "")
-        return named_addresses(elsewhere) if elsewhere.strip(", ") else (DEFAULT_ADDRESS,)
+        variable = os.environ.get(ADDRESS_VARIABLE, "")
+        return named_addresses(variable) if variable.strip(", ") else (DEFAULT_ADDRESS,)
     for address in named:
         if address.startswith("unix:"):
             continue
@@ -63,11 +63,11 @@ def check_listening(addresses: Sequence[str]) -> None:
 
 
 def target_of(addresses: Sequence[str]) -> str:
-    """What gRPC calls them. One name stays a name, so that all its addresses are used and found anew when they change.
+    """The addresses as a gRPC target. A single name is left to gRPC, which uses all its IP addresses and resolves it
+    again when they change.
 
     Raises:
-        UserError: there are several and one of them is not known to this machine, or not of the same kind as the
-            others.
+        UserError: one of several addresses cannot be resolved, or they are not all IPv4 or all IPv6.
     """
     if len(addresses) == 1:
         return addresses[0] if addresses[0].startswith("unix:") else f"dns:///{addresses[0]}"
@@ -78,7 +78,7 @@ def target_of(addresses: Sequence[str]) -> str:
         if all(version in one for one in found):
             return f"{kind}:" + ",".join(dict.fromkeys(place for one in found for place in one[version]))
     raise UserError(
-        f"addresses {', '.join(addresses)}: some are IPv4 only and some IPv6 only; name replicas of one kind"
+        f"addresses {', '.join(addresses)}: some are IPv4 only and some IPv6 only; use addresses of one kind"
     )
 
 

@@ -242,7 +242,7 @@ def test_addresses_are_validated_and_resolved(monkeypatch: pytest.MonkeyPatch) -
     for wrong in ("host", "host:", ":1", "host:x", "host:70000", "host:0"):
         with pytest.raises(UserError, match="is not host:port"):
             named_addresses(wrong)
-    with pytest.raises(UserError, match="replicas of one kind"):
+    with pytest.raises(UserError, match="addresses of one kind"):
         target_of(["127.0.0.1:1", "[::1]:1"])
     with pytest.raises(UserError, match="unix socket"):
         target_of(["127.0.0.1:1", "unix:/s"])
