@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DeclaredScorer(BaseModel):
-    """A scorer under a name of its own: what a rubric cannot say, or what clients must not: import paths, folders,
-    addresses, keys.
+    """A scorer that a recipe declares under its own name. It may use what clients must not name: import paths, folders,
+    addresses, API keys.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -17,69 +17,68 @@ class DeclaredScorer(BaseModel):
     scorer: str
     """A built-in scorer, or `module.path:function` / `file.py:function`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the scorer."""
 
 
 class LimitsConfig(BaseModel):
-    """What scoring one answer may take in a worker process; past it the answer is unscored (`limit`)."""
+    """Resource limits for scoring one answer in a worker process; beyond them the answer is unscored (`limit`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 4 << 30
-    """Private memory of a worker process, and of each process it starts."""
+    """Private memory of a worker process, and of each process that it starts."""
     cpu_seconds: Annotated[float, Field(ge=0.0)] = 0.0
-    """Processor time of one answer, all threads together; 0 is reward.timeout_seconds."""
+    """Processor time of one answer over all threads; 0 means reward.timeout_seconds."""
     processes: Annotated[int, Field(ge=0)] = 32
-    """Processes a scorer may have started at a time."""
+    """Processes that a scorer may run at a time."""
     open_files: Annotated[int, Field(ge=16)] = 256
-    """Files a worker process may have open."""
+    """Files that a worker process may have open."""
     output_bytes: Annotated[int, Field(ge=0)] = 1 << 20
-    """What a scorer may print while it judges one answer."""
+    """Output that a scorer may print while it scores one answer."""
 
 
 class RewardConfig(BaseModel):
-    """`[reward]`: which scorer judges the answers, and what happens when it cannot."""
+    """`[reward]`: which scorer scores the answers, and what happens when it cannot."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     scorer: str = "exact"
-    """A built-in scorer (docs/reward.md has them all), one of `scorers`, or `module.path:function` / `file.py:function`
-    with verl's `compute_score` signature.
+    """A built-in scorer (see docs/reward.md), one of `scorers`, or `module.path:function` / `file.py:function` with
+    verl's `compute_score` signature.
     """
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the scorer, e.g. `{tolerance = 1e-6}` or `{pattern = '#### (-?\\d+)'}`."""
     rubric: str = ""
-    """TOML file that composes several scorers, in place of `scorer` and `arguments`."""
+    """TOML file that combines several scorers, in place of `scorer` and `arguments`."""
     scorers: dict[str, DeclaredScorer] = Field(default_factory=dict)
-    """Scorers by names of their own, each with `scorer` and `arguments`, for rubrics: a client of the service may use
-    these and the built-in ones that need neither folder nor address, and can name no import path, file or folder
-    itself.
+    """Scorers that rubrics may use by name, each with `scorer` and `arguments`. A client of the service may use these
+    and the built-in scorers that need neither folder nor address. It cannot name an import path, file or folder itself.
     """
     num_workers: Annotated[int, Field(ge=1)] = 1
-    """Worker processes that score side by side."""
+    """Number of worker processes."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 10.0
-    """Longest time one answer may take in a worker; past it the answer is unscored (`timeout`), never 0."""
+    """Longest time for one answer in a worker; after it the answer is unscored (`timeout`), never 0."""
     limits: LimitsConfig = LimitsConfig()
-    """What else an answer may take in a worker."""
+    """Further limits for one answer in a worker."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """Attempts at a group with rows whose scorer hung or crashed before they keep their reason."""
+    """Attempts to score a group with rows whose scorer hung or crashed; after that the rows keep their reason."""
     infrastructure_attempts: Annotated[int, Field(ge=1)] = 10
-    """Attempts at a group's rows, or a job's items, whose scorer is out of reach, with pauses that grow from 0.5 s to
-    30 s, before they keep that reason.
+    """Attempts to score a group's rows, or a job's items, whose scorer cannot be reached, with pauses that grow from
+    0.5 s to 30 s; after that they keep their reason.
     """
     min_scored_samples: Annotated[int, Field(ge=0)] = 0
-    """Scored rows a group needs to go on once the attempts are spent; 0 means all of them. A greedy answer to compare
-    with is not among them, and always needed where there is one.
+    """Scored rows that a group needs to be trained when the attempts are used up; 0 means all. A greedy baseline answer
+    does not count here; if there is one, it must always be scored.
     """
     lease_seconds: Annotated[float, Field(gt=0.0)] = 60.0
-    """How long a claimed group stays this service's without a renewal."""
+    """Time for which a claimed group stays leased to this service without a renewal."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """gRPC port; 0 picks a free one."""
 
     @model_validator(mode="after")
     def _one_source_of_rewards(self) -> RewardConfig:
         if self.rubric and (self.scorer != "exact" or self.arguments):
-            raise ValueError("rubric and scorer exclude one another: name the scorer in the rubric's components")
+            raise ValueError("rubric and scorer cannot both be set: name the scorer in the rubric's components")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Which scorers a rubric may name: everything in a recipe's own, built-ins and declared names in a client's."""
+"""The scorers that a rubric may name: all of them in a recipe's rubric, built-in and declared ones in a client's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tandem.reward.registry import RUBRIC, SCORERS, ScorerSpec, is_import_path, 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The names a rubric may use. `for_clients` refuses what would reach into the service's machine or network."""
+    """The names that a rubric may use. `for_clients` refuses access to the service's machine and network."""
 
     declared: Mapping[str, ScorerSpec] = field(default_factory=dict)
     for_clients: bool = False
 
     @classmethod
     def of(cls, config: RewardConfig) -> Catalogue:
-        """The recipe's own. Raises ScorerError if a declared scorer is unknown or its arguments do not fit."""
+        """The catalogue of a recipe. Raises ScorerError if a declared scorer is unknown or its arguments are wrong."""
         declared = {}
         for name, one in config.scorers.items():
             place = f"reward.scorers.{printable(name)}"
@@ -32,14 +32,14 @@ class Catalogue:
         return cls(declared)
 
     def restricted(self) -> Catalogue:
-        """The same for clients."""
+        """The same catalogue for clients."""
         return Catalogue(self.declared, for_clients=True)
 
     def spec(self, scorer: str, arguments: Mapping[str, Any], place: str) -> ScorerSpec:
         """The scorer behind a name, checked.
 
         Raises:
-            ScorerError: the name is unknown, the arguments do not fit, or a client may not say this.
+            ScorerError: the name is unknown, the arguments are wrong, or a client may not use them.
         """
         if scorer in self.declared:
             if arguments:
@@ -57,7 +57,7 @@ class Catalogue:
             names = [*self.declared, *(name for name in SCORERS if SCORERS[name].ISOLATION != "remote")]
             if is_import_path(scorer):
                 raise ScorerError(
-                    f"{place}.scorer {scorer!r:.100}: a rubric sent to a service names no import path; {remedy}"
+                    f"{place}.scorer {scorer!r:.100}: a client's rubric cannot name an import path; {remedy}"
                 )
             raise unknown_scorer(scorer, names, place)
         if SCORERS[scorer].ISOLATION == "remote":

@@ -1,6 +1,7 @@
-"""A rubric: scorers with weights, gates, routing and normalisation, written in TOML, and how their scores become one.
+"""A rubric: scorers with weights, gates, routing and normalisation, written in TOML, and the combination of their
+scores.
 
-Pure: it runs no scorer and reads no file. docs/reward.md explains the keys.
+Nothing here runs a scorer or reads a file. docs/reward.md explains the keys.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from tandem.reward.rubric.catalogue import Catalogue
 
 MAX_TEXT_BYTES = 64 << 10
 MAX_SCORERS = 256
-"""Scorers that one item may meet, those of rubrics within rubrics included: a short text could otherwise ask for
+"""Maximum number of scorers for one item, with those of nested rubrics. Without a limit, a short text could ask for
 millions.
 """
 
 MAX_DEPTH = 16
-"""Rubrics within rubrics."""
+"""Maximum nesting of rubrics."""
 
 Range = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One part of a rubric. Its score is what its source gave, brought from `scale[0]` to `scale[1]` and clipped."""
+    """One part of a rubric. Its score is its source's score, mapped from range `scale[0]` to `scale[1]` and clipped."""
 
     name: str
-    """Its key in the breakdown; "" for a scorer alone, whose breakdown stays its own."""
+    """Its key in the breakdown; "" for a single scorer, whose breakdown is kept unchanged."""
     source: ScorerSpec | Rubric
     weight: float = 1.0
     gate: bool = False
@@ -50,11 +51,11 @@ class Component:
     optional: bool = False
 
     def applies(self, data_source: str) -> bool:
-        """Whether it judges items of this data source."""
+        """Whether the component scores items of this data source."""
         return self.data_sources is None or any(fnmatchcase(data_source, one) for one in self.data_sources)
 
     def normalised(self, value: float) -> float:
-        """The value on the component's own scale."""
+        """The value mapped to the component's scale."""
         if self.scale is not None:
             (low, high), (new_low, new_high) = self.scale
             share = (value - low) / (high - low)
@@ -64,7 +65,7 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Rubric:
-    """Components in order, and the range their weighted sum is clipped to."""
+    """Components in order, and the range that their weighted sum is clipped to."""
 
     components: tuple[Component, ...]
     clip: Range | None = None
@@ -74,21 +75,21 @@ class Rubric:
         """The rubric of a TOML text.
 
         Raises:
-            ScorerError: in one line, with the place and, where there is one, the nearest known word.
+            ScorerError: one line with the place and, where there is one, the nearest known name.
         """
         return _Parser(_read(text), allowed).rubric((), "")
 
     @classmethod
     def alone(cls, spec: ScorerSpec) -> Rubric:
-        """One scorer, its scores as they are."""
+        """A rubric of one scorer, whose scores stay unchanged."""
         return cls((Component("", spec),))
 
     def combine(self, scores: Sequence[Score | None], data_source: str = "") -> Score:
-        """Σ weight · score of the components that judge this data source, and every component's score as the breakdown.
+        """Σ weight · score of the components for this data source, with every component's score as the breakdown.
 
-        `scores` has one entry a component, None where it did not run. Past a gate that was not passed, components count
-        0. One that is unscored makes the whole unscored with its reason, or is left out if it is optional; with none
-        left there is no reward.
+        `scores` has one entry a component, None where it did not run. Components after a gate that was not passed count
+        as 0. An unscored component makes the whole item unscored with its reason; if it is optional, it is left out. If
+        no component is left, there is no reward.
         """
         terms: list[float] = []
         breakdown: dict[str, float] = {}
@@ -115,7 +116,7 @@ class Rubric:
         return _sum(terms, breakdown, self.clip)
 
     def stages(self) -> list[list[int]]:
-        """The numbers of the components that may run at the same time: a gate ends a stage."""
+        """The indices of the components that may run at the same time. A gate ends a stage."""
         stages: list[list[int]] = [[]]
         for number, component in enumerate(self.components):
             stages[-1].append(number)
@@ -124,7 +125,7 @@ class Rubric:
         return [stage for stage in stages if stage]
 
     def specs(self) -> Iterator[ScorerSpec]:
-        """Every scorer in it, those of rubrics within it included."""
+        """Every scorer of the rubric and of the rubrics in it."""
         for component in self.components:
             if isinstance(component.source, Rubric):
                 yield from component.source.specs()
@@ -150,7 +151,7 @@ def _enter(breakdown: dict[str, float], name: str, value: float, parts: Mapping[
 
 def _sum(terms: list[float], breakdown: dict[str, float], clip: Range | None) -> Score:
     try:
-        total = math.fsum(terms)  # exact, so that the order of components cannot matter
+        total = math.fsum(terms)  # exact, so the order of components does not matter
     except (OverflowError, ValueError):
         total = math.nan
     if not math.isfinite(total):
@@ -206,7 +207,7 @@ def _read(text: str) -> _File:
 
 
 class _Parser:
-    """Turns tables into rubrics, those that components name first."""
+    """Turns tables into rubrics, starting with the rubrics that components name."""
 
     def __init__(self, file: _File, allowed: Catalogue) -> None:
         self._file = file
@@ -214,7 +215,7 @@ class _Parser:
         self._made: dict[str, tuple[Rubric, int]] = {}
 
     def rubric(self, path: tuple[str, ...], place: str) -> Rubric:
-        """The rubric at the end of a path of names; the file's own for the empty path."""
+        """The rubric at the end of a path of names; the rubric of the file itself for the empty path."""
         table = self._file.rubrics[path[-1]] if path else self._file
         components: list[Component] = []
         number_of_scorers = 0
@@ -223,8 +224,8 @@ class _Parser:
             taken = next((n for n, other in enumerate(components) if other.name == component.name), None)
             if taken is not None:
                 raise ScorerError(
-                    f"{place}components[{number}].name: {component.name!r} is that of components[{taken}] already; "
-                    "give each a name of its own"
+                    f"{place}components[{number}].name: {component.name!r} is already the name of components[{taken}]; "
+                    "give each component its own name"
                 )
             components.append(component)
             number_of_scorers += scorers
@@ -274,9 +275,9 @@ class _Parser:
             raise ScorerError(f"{place}.arguments.name: there is no rubric {shown(name)}{meant}")
         if name in path:
             around = " → ".join(map(printable, [*path[path.index(name) :], name]))
-            raise ScorerError(f"{place}.arguments.name: rubrics go in a circle: {around}")
+            raise ScorerError(f"{place}.arguments.name: rubrics refer to one another in a circle: {around}")
         if len(path) >= MAX_DEPTH:
-            raise ScorerError(f"{place}.arguments.name: rubrics within rubrics go no deeper than {MAX_DEPTH}")
+            raise ScorerError(f"{place}.arguments.name: rubrics may be nested at most {MAX_DEPTH} deep")
         if name not in self._made:
             self.rubric((*path, name), f"rubrics.{printable(name)}.")
         return self._made[name]

@@ -15,8 +15,7 @@ from tandem.reward.contracts import Scorer
 from tandem.reward.sandbox.test_cases import Comparison, Test, UnusableTestsError, parse_tests, spread
 from tandem.reward.text.extraction import last_code_block
 
-# What solutions on contest sites take for granted; the evaluations of APPS and LiveCodeBench put much the same before
-# them.
+# Imports that solutions on contest sites rely on; the evaluations of APPS and LiveCodeBench add much the same.
 PRELUDE = """
 from bisect import *
 from collections import *
@@ -52,16 +51,15 @@ class CodeTests(Scorer):
     "testtype"}` (LiveCodeBench); a list of statements, or `{"test_list", "test_setup_code"}` (MBPP); `{"test",
     "entry_point"}` (HumanEval).
 
-    A program that is wrong, crashes, hangs, or takes more memory or output than it may is a wrong answer, not a failure
-    to score: 0, and the breakdown counts tests by what happened (`passed`, `wrong`, `error`, `time`, `memory`,
-    `output`, `not_run`, of `total`;
-    `no_code` is 1 if the answer holds none). Unscored are tests that nobody could pass (`invalid_input`) and a sandbox
-    that does not start or that dies, not its program, twice, or a machine that ends programs for want of memory
-    (`infrastructure`).
+    A program that is wrong, crashes, hangs, or exceeds its memory or output limit scores 0; it is not unscored. The
+    breakdown counts the tests by outcome (`passed`, `wrong`, `error`, `time`, `memory`, `output`, `not_run`, and
+    `total`; `no_code` is 1 if the answer has no code). An item is unscored if nobody could pass its tests
+    (`invalid_input`), and if the sandbox does not start, the sandbox itself dies twice, or the machine kills programs
+    because it is out of memory (`infrastructure`).
 
-    The answer cannot forge a verdict: what it prints or returns is compared outside its sandbox, and a test's
-    statements run in another one, which calls the answer and gets plain data back. Objects of the answer's own classes
-    stay on its side; a test can call them, take their attributes and iterate over them, but no more.
+    The answer cannot forge a verdict. What it prints or returns is compared outside its sandbox. A test's statements
+    run in a second sandbox, which calls the answer and gets plain data back. Objects of the answer's own classes stay
+    in the answer's sandbox; a test can call them, read their attributes and iterate over them, and nothing else.
 
     Example:
         >>> CodeTests().judge(ScoreItem("", "I cannot solve this.", ["assert f(1) == 2"])).breakdown["no_code"]
@@ -74,29 +72,32 @@ class CodeTests(Scorer):
     RECIPE_ONLY = ("allow_unsandboxed", "packages", "memory_bytes", "seconds_per_answer")
 
     extract: Literal["last_block", "whole"] = "last_block"
-    """Where the program is: in the last closed block between lines of three backticks, or it is the whole answer."""
+    """Where the program is: in the last closed code block, or the whole answer."""
     partial: bool = False
-    """The score is the share of tests passed, and all are run. Otherwise the first failure ends it."""
+    """The score is the share of tests that pass, and all tests run. Otherwise the first failure ends the answer."""
     max_tests: Annotated[int, Field(ge=0)] = 0
-    """Most tests to run, taken evenly from the first to the last; 0: all."""
+    """Maximum number of tests, picked evenly from all; 0: all."""
     seconds_per_test: Annotated[float, Field(gt=0.0)] = 6.0
-    """Processor time of one test. A program that waits instead of working has about twice as long."""
+    """Processor time of one test. The wall-clock limit is about twice as long."""
     seconds_per_answer: Annotated[float, Field(le=3600.0)] = 60.0
-    """For all tests of an answer; those that find no time left fail (`time`)."""
+    """Time for all tests of an answer; tests that have no time left fail (`time`)."""
     memory_bytes: Annotated[int, Field(ge=128 << 20)] = 1 << 30
-    """Address space of the program. An interpreter alone takes a good part of the 128 MiB that are the least."""
+    """Address space of the program. The minimum is 128 MiB, because the interpreter alone takes much of that."""
     comparison: Comparison = "tokens"
-    """Of printed output: the same words however the lines break, or the same words in every line."""
+    """How printed output is compared: `tokens` ignores line breaks, `lines` does not."""
     tolerance: Annotated[float, Field(ge=0.0)] = 1e-6
-    """Largest difference between numbers that are not both integers, relative to the wanted one where that is above 1.
+    """Largest accepted difference between numbers that are not both integers, relative to the expected one if that is
+    above 1.
     """
     prelude: str = PRELUDE
-    """Python run before the program, e.g. imports that it takes for granted; empty: none."""
+    """Python code that runs before the program, e.g. usual imports; empty: none."""
     packages: tuple[str, ...] = ()
-    """Installed packages the program may import beside the standard library, and what these import: `["numpy"]`."""
+    """Installed packages that the program may import besides the standard library, with their dependencies:
+    `["numpy"]`.
+    """
     allow_unsandboxed: bool = False
-    """Run programs where the machine has no isolation for them: with limits, but with the service's access to files and
-    network.
+    """Run programs even where the machine cannot isolate them: with resource limits, but with the service's access to
+    files and network.
     """
 
     @model_validator(mode="after")
@@ -107,7 +108,7 @@ class CodeTests(Scorer):
 
     @property
     def longest_seconds(self) -> float:
-        """How long one answer may take until this scorer itself ends it: a pool should not be quicker."""
+        """How long one answer may take before this scorer ends it. A pool's limit must not be shorter."""
         return self.seconds_per_answer + self._wall_seconds + _SLACK_SECONDS
 
     @property
@@ -115,7 +116,7 @@ class CodeTests(Scorer):
         return _WAITING * self.seconds_per_test + 1.0
 
     def start(self) -> None:
-        """Looks for isolation and has the first sandboxes started. Raises ScorerError where there is none."""
+        """Checks that programs can be isolated and starts the first sandboxes. Raises ScorerError if they cannot."""
         from tandem.reward.sandbox.trial import sandboxes
 
         sandboxes(self.packages, self.allow_unsandboxed)

@@ -10,9 +10,9 @@ _RIGHT, _WRONG = Scored(1.0), Scored(0.0)
 
 
 class ExactMatch(Scorer):
-    """1 if answer and ground truth are the same text, else 0. White space around either never counts.
+    """1 if the answer equals the ground truth, else 0. Leading and trailing white space is ignored.
 
-    The ground truth is a text, a number, or a list of those, any of which is right.
+    The ground truth is a text, a number, or a list of those, each of which is accepted.
 
     Example:
         >>> ExactMatch().judge(ScoreItem("", " 42", "42"))
@@ -23,16 +23,16 @@ class ExactMatch(Scorer):
     ISOLATION = "in_process"
 
     ignore_case: bool = False
-    """Capitals and small letters are the same."""
+    """Ignore upper and lower case."""
     last_line: bool = False
-    """Compare only the last line of the answer that is not blank."""
+    """Compare only the last non-blank line of the answer."""
 
     def judge(self, item: ScoreItem) -> Score:
         truth = item.ground_truth
         answer = item.solution.strip()
         if self.last_line:
             answer = answer.rpartition("\n")[2].strip()
-        if type(truth) is str and not self.ignore_case:  # nearly always, and then in no time
+        if type(truth) is str and not self.ignore_case:  # the common case, kept fast
             return _RIGHT if answer == truth.strip() else _WRONG
         accepted = accepted_texts(truth)
         if accepted is None:

@@ -1,4 +1,4 @@
-"""Format: parts in their order, and a regular expression that each of them must match."""
+"""Format: parts in a fixed order, each of which must match a regular expression."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.reward.text.patterns import Pattern
 
 
 class Format(Scorer):
-    r"""1 if every part of the answer is there and matches its pattern, and the whole matches `pattern`, else 0; or the
-    share that does.
+    r"""1 if the answer has every part, each part matches its pattern and the whole answer matches `pattern`, else 0; or
+    the share of these checks that pass.
 
-    Parts are as in the scorer `tags`: each once, in their order, without the white space around its content. A user's
-    pattern may backtrack for ever, so this scorer runs in a worker process; `tags` does without patterns.
+    Parts are as in the scorer `tags`: each occurs once and in order. White space around a part's content is ignored. A
+    user's pattern may backtrack forever, so this scorer runs in a worker process; `tags` needs no patterns.
 
     Example:
         >>> Format(parts={"answer": r"-?\d+"}).judge(ScoreItem("", "<think>2 + 2</think><answer>four</answer>", None))
@@ -30,17 +30,17 @@ class Format(Scorer):
     ISOLATION = "worker"
 
     order: tuple[str, ...] = ("think", "answer")
-    """Names of the parts in the order in which they must come."""
+    """Names of the parts, in the required order."""
     parts: dict[str, Pattern] = Field(default_factory=dict)
-    r"""Name of a part → what all of its content must match; `.` matches line breaks too: `{answer = '-?\d+'}`. A part
-    without a pattern must not be empty.
+    r"""Name of a part → regular expression that its whole content must match, e.g. `{answer = '-?\d+'}`; `.` matches
+    line breaks too. A part without a pattern must not be empty.
     """
     pattern: Pattern = ""
-    """What the whole answer must match; "": anything."""
+    """Regular expression that the whole answer must match; empty: anything."""
     only: bool = False
-    """Nothing but white space may stand before, between and behind the parts."""
+    """Allow only white space before, between and after the parts."""
     partial: bool = False
-    """The score is the share of the parts (and of `pattern`, and `only`) that are right, not all or nothing."""
+    """The score is the share of checks (parts, `pattern`, `only`) that pass, instead of all or nothing."""
 
     @model_validator(mode="after")
     def _patterns_fit_parts(self) -> Self:

@@ -1,4 +1,4 @@
-"""Group-relative score by another scorer: the share of its group that an answer beats by that scorer's values."""
+"""Group rank: the share of its group that an answer beats by another scorer's values."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tandem.reward.scorers.pairwise import split_groups
 
 
 class GroupRank(Scorer):
-    """The share of its group that an answer beats by another scorer's values: from 0 (none) to 1 (all), a tie counts
+    """The share of its group that an answer beats by another scorer's values: from 0 (none) to 1 (all); a tie counts
     half.
 
-    The same as its rank in the group, ties sharing the mean of theirs, mapped from the last to the first place onto 0
-    to 1: what is left of a reward model whose scale drifts or has no meaning. The scorer's own value is in the
-    breakdown as `value`. Answers that it leaves unscored keep their reason, and the others are ranked among themselves.
+    This is the answer's rank in its group, from 0 for the last to 1 for the first place; ties share the mean of their
+    ranks. Use it for a reward model whose scale drifts or has no meaning. The other scorer's own value is in the
+    breakdown as `value`. Answers that it leaves unscored keep their reason, and the others are ranked without them.
 
     Example:
         >>> ranks = GroupRank(scorer="numeric", arguments={"tolerance": 0.5})
@@ -34,10 +34,10 @@ class GroupRank(Scorer):
     VERSION = "1"
     ISOLATION = "remote"
     GROUPED = True
-    """Its scores hold for a whole group: one answer of it cannot be scored again alone."""
+    """Scores are valid for a whole group: a single answer cannot be scored again alone."""
 
     scorer: str
-    """The built-in scorer whose values are compared; one that needs no worker process: `reward_model`, `judge`,
+    """Name of the scorer whose values are compared. It must not need a worker process: `reward_model`, `judge`,
     `remote`, `numeric`, …
     """
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -48,7 +48,7 @@ class GroupRank(Scorer):
     def model_post_init(self, context: Any, /) -> None:
         kind = SCORERS.get(self.scorer)
         if kind is None:
-            raise ValueError(f"scorer {self.scorer!r} is no built-in scorer")
+            raise ValueError(f"scorer {self.scorer!r} is unknown")
         if kind.ISOLATION not in ("in_process", "remote") or kind.GROUPED:
             why = "compares groups itself" if kind.GROUPED else "needs a worker process"
             raise ValueError(f"scorer {self.scorer!r} {why}; a rank takes one that does not")
@@ -67,12 +67,12 @@ class GroupRank(Scorer):
         return scores
 
     def close(self) -> None:
-        """Closes the scorer it asks."""
+        """Closes the scorer whose values are compared."""
         if isinstance(self._judge, Closable):
             self._judge.close()
 
     def figures(self) -> dict[str, float]:
-        """Those of the scorer it asks."""
+        """Figures of the scorer whose values are compared."""
         own = getattr(self._judge, "figures", None)
         figures: dict[str, float] = own() if own is not None else {}
         return figures
@@ -85,7 +85,7 @@ class GroupRank(Scorer):
 
 
 def ranked(values: Sequence[Score]) -> list[Score]:
-    """The scores of one group as the share of its other scored answers that each beats."""
+    """For the scores of one group, the share of the other scored answers that each one beats."""
     numbers = sorted(score.value for score in values if isinstance(score, Scored))
     failure = next((score for score in values if isinstance(score, Unscored)), None)
     if len(numbers) == 1 and failure is not None:

@@ -1,4 +1,4 @@
-"""GSM8K: the number behind `####`, as a text."""
+"""GSM8K: the number after `####`, compared as text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ANYWHERE = re.compile(_RUN)
 
 
 class Gsm8k(Scorer):
-    """1 if the number behind the last `#### ` is the ground truth, written the same way; `format_score` for another
-    number; else 0.
+    """1 if the number after the last `#### ` is written exactly as the ground truth, `format_score` for another number,
+    else 0.
 
-    Numbers are compared as texts, so `3.50` is not `3.5` and `42.` is not `42`: this is the rule that published GSM8K
-    rewards follow (answers as in arXiv:2110.14168; only the end of the answer is read). The scorer `numeric` with
-    `marker = "####"` is the tolerant one.
+    Numbers are compared as text, so `3.50` is not `3.5` and `42.` is not `42`. Published GSM8K rewards follow this rule
+    (answers as in arXiv:2110.14168; only the end of the answer is read). For a tolerant comparison use the scorer
+    `numeric` with `marker = "####"`.
 
     Example:
         >>> Gsm8k().judge(ScoreItem("openai/gsm8k", "8 * 9 = 72, and 1,000 more.\\n#### 1,072", "1072"))
@@ -33,13 +33,13 @@ class Gsm8k(Scorer):
     ISOLATION = "in_process"
 
     method: Literal["strict", "flexible"] = "strict"
-    """`strict`: the number stands behind `#### `, and its commas are dropped. `flexible`: the last run of digits, dots
-    and commas anywhere, as it is written.
+    """`strict`: the number after `#### `, without its commas. `flexible`: the last run of digits, dots and commas
+    anywhere, exactly as written.
     """
     format_score: float = 0.0
-    """Score of an answer that has a number, but the wrong one."""
+    """Score of an answer with a wrong number."""
     last_characters: Annotated[int, Field(ge=0)] = 300
-    """Only so many characters at the end are read; 0: all."""
+    """Number of characters at the end of the answer that are read; 0: all."""
 
     def judge(self, item: ScoreItem) -> Score:
         accepted = accepted_texts(item.ground_truth)
@@ -58,6 +58,6 @@ def _marked(text: str) -> str | None:
 
 
 def _last_run(text: str) -> str | None:
-    """The last run that is more than a full stop. Where all are full stops, that is what was answered."""
+    """The last run that is not just a full stop; the first run if all of them are."""
     runs = _ANYWHERE.findall(text)
     return next((run for run in reversed(runs) if run != "."), runs[0] if runs else None)

@@ -1,4 +1,4 @@
-"""JSON schema: the answer is JSON and follows a schema."""
+"""JSON schema: the answer must be JSON that follows a schema."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _MAX_DIGITS = 4000
 
 
 class _NotJsonError(ValueError):
-    """The answer holds what JSON does not."""
+    """The answer is not JSON."""
 
 
 class _BeyondError(ValueError):
-    """The answer holds what this scorer does not read."""
+    """The answer is JSON that exceeds this scorer's limits."""
 
 
 class JsonSchema(Scorer):
     """1 if the answer is JSON that follows the schema, `format_score` if it is other JSON, else 0.
 
-    The schema is a parameter or the item's ground truth (an object, or its JSON text), of the draft that its `$schema`
-    names (draft 2020-12 without). Formats (`date`, `uri`) are notes, not demands. References lead into the schema
-    itself and to the drafts, never to the network. A pattern of a schema may backtrack for ever, so this scorer runs in
-    a worker process. JSON nested deeper than 100 and numbers of more than 4,000 digits are unscored (`limit`).
+    The schema is a parameter or the item's ground truth (an object, or its JSON text). Its `$schema` names the draft;
+    the default is draft 2020-12. Formats (`date`, `uri`) are not enforced. References resolve within the schema and to
+    the drafts, never over the network. A pattern in a schema may backtrack forever, so this scorer runs in a worker
+    process. JSON nested deeper than 100 levels and numbers of more than 4,000 digits are unscored (`limit`).
 
     Example:
         >>> JsonSchema(schema='{"type": "object", "required": ["city"]}').judge(ScoreItem("", '{"city": "Oslo"}', None))
@@ -47,12 +47,11 @@ class JsonSchema(Scorer):
     PRELOAD = ("jsonschema",)
 
     json_schema: Annotated[str, Field(alias="schema")] = ""
-    """The schema as JSON text; "": every item's ground truth is its schema."""
+    """The schema as JSON text; empty: each item's ground truth is its schema."""
     source: Literal["auto", "answer", "code_block"] = "auto"
-    """Where the JSON stands: in the last block of code, or it is all of the answer; `auto`: in a block if there is one.
-    """
+    """Where the JSON is: the whole answer, or its last code block; `auto`: the code block if there is one."""
     tag: str = ""
-    """If set, only what stands in the last part with this tag is read; an answer without it is worth 0."""
+    """If set, only the content of the last `<tag>…</tag>` is read; an answer without the tag scores 0."""
     format_score: float = 0.0
     """Score of JSON that does not follow the schema."""
 
@@ -136,7 +135,7 @@ def _validator(text: str) -> Any:
         kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"is no valid schema: {error.message:.200}, at {error.json_path:.100}") from None
-    return kind(schema, registry=REGISTRY)  # with a registry of its own it fetches nothing
+    return kind(schema, registry=REGISTRY)  # this registry resolves references without fetching anything
 
 
 def _read(text: str) -> Any:

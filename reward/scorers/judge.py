@@ -1,4 +1,4 @@
-"""Generative judge: a language model behind any OpenAI-compatible chat endpoint reads an answer and grades it."""
+"""Generative judge: a language model behind an OpenAI-compatible chat endpoint grades answers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ with one line of JSON: {"score": <grade>}"""
 
 
 class GenerativeJudge(ChatEndpoint):
-    """The grade that a chat model gives the answer, as the model gives it: a number from `lowest` to `highest`, or the
-    number of its label.
+    """The grade that a chat model gives the answer: a number from `lowest` to `highest`, or the number of a label.
 
-    The template is filled in one pass, so braces and placeholders in an answer are only text. A verdict that cannot be
-    read or leaves the scale is asked for again (above temperature 0) and then unscored (`crashed`), never clamped. Each
-    vote is a request of its own, since few endpoints know `n`; all votes must come, else the item is unscored with the
-    reason of the first that did not. With several votes the breakdown has their `spread`, highest minus lowest.
+    The template is filled in one pass, so braces and placeholders in an answer stay text. If a verdict cannot be read
+    or is outside the scale, the judge is asked again (above temperature 0); after that the item is unscored
+    (`crashed`). A grade is never clamped. Each vote is a separate request, since few endpoints support `n`. If one vote
+    fails, the item is unscored with its reason. With several votes the breakdown has their `spread`, highest minus
+    lowest.
 
     Example:
         >>> judge = GenerativeJudge(base_url="http://127.0.0.1:8000/v1", model="judge", votes=3, temperature=0.7)
@@ -54,27 +54,25 @@ class GenerativeJudge(ChatEndpoint):
     VERSION = "1"
 
     template: str = TEMPLATE
-    """The user's message, with `{question}`, `{answer}`, `{ground_truth}`, `{data_source}` and `{extra_info.NAME}`
-    where they go.
+    """The user message. Placeholders: `{question}`, `{answer}`, `{ground_truth}`, `{data_source}`, `{extra_info.NAME}`.
     """
     question_field: str = "prompt"
     """Key of `extra_info` with the question: text, or chat messages."""
     pattern: str = ""
-    """Regular expression whose last match (its first group, if it has one) is the verdict; empty: `score_key` is looked
-    for.
+    """Regular expression whose last match (its first group, if it has one) is the verdict; empty: `score_key` is used.
     """
     score_key: str = "score"
-    """Key of the verdict in the last JSON object of the judge's answer that has it."""
+    """Key of the verdict; the last JSON object in the judge's answer that has it counts."""
     labels: dict[str, float] = Field(default_factory=dict)
-    """Numbers of verdicts that are words, e.g. `{CORRECT = 1.0, INCORRECT = 0.0}`; empty: the verdict is a number."""
+    """Numbers for verdicts that are words, e.g. `{CORRECT = 1.0, INCORRECT = 0.0}`; empty: the verdict is a number."""
     lowest: float = 0.0
     """Lowest grade of the scale."""
     highest: float = 10.0
     """Highest grade of the scale."""
     votes: Annotated[int, Field(ge=1)] = 1
-    """Answers of the judge for one item; more than one needs a temperature."""
+    """Votes for each item; more than one needs a temperature above 0."""
     combine: Combine = "mean"
-    """How votes become one number; `majority`: the most frequent, of equally frequent ones the lowest."""
+    """How votes become one number; `majority`: the most frequent one, and the lowest of several such."""
     _prompt: PromptTemplate = PrivateAttr()
     _reader: VerdictReader = PrivateAttr()
 
@@ -83,7 +81,7 @@ class GenerativeJudge(ChatEndpoint):
         if self.votes > self.max_concurrent:
             raise ValueError("votes must be at most max_concurrent")
         if self.votes > 1 and self.temperature == 0.0:
-            raise ValueError("votes at temperature 0 would all be the same; set a temperature")
+            raise ValueError("votes at temperature 0 would all be the same; set a temperature above 0")
         self._prompt = PromptTemplate(self.template)
         self._reader = VerdictReader(
             pattern=self.pattern, key=self.score_key, labels=self.labels, lowest=self.lowest, highest=self.highest
@@ -113,7 +111,7 @@ class GenerativeJudge(ChatEndpoint):
 
 
 def combined(votes: Sequence[float], how: Combine) -> float:
-    """One number of one or more votes; see `GenerativeJudge.combine`."""
+    """Combines votes into one number; see `GenerativeJudge.combine`."""
     if how == "mean":
         return statistics.fmean(votes)
     if how == "median":

@@ -1,4 +1,4 @@
-"""Language consistency: what share of an answer is written in the scripts of its language."""
+"""Language consistency: the share of an answer that is written in the scripts of a language."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ _ASCII_WORD = re.compile(r"[A-Za-z]+")
 
 class LanguageConsistency(Scorer):
     """The share of the answer's words that are written in the scripts of `language`, from 0 to 1; 0 for an answer
-    without a word.
+    without words.
 
     The language consistency reward of DeepSeek-R1 (arXiv:2501.12948: the proportion of words in the target language),
-    by script: it tells English from Chinese, Russian or Hindi, but not English from German, because it knows letters
-    and no vocabulary and needs no library. A word counts as a whole if all its letters do; of scripts that are written
-    without spaces every letter is a word. Formulas and code are left out, since they are Latin in every language. The
-    ground truth is not looked at.
+    decided by script. It tells English from Chinese, Russian or Hindi, but not English from German, because it looks at
+    letters and has no vocabulary. A word counts if all its letters are in the scripts. In scripts that are written
+    without spaces every letter is a word. Formulas and code are ignored, since they are Latin in every language. The
+    ground truth is not used.
 
     Example:
         >>> LanguageConsistency(language="ru").judge(ScoreItem("", "Ответ: the answer $x$ верен", None))
@@ -88,11 +88,13 @@ class LanguageConsistency(Scorer):
     language: str = "en"
     """Code of the language (ISO 639): en, zh, ja, ru, …"""
     scripts: tuple[str, ...] = ()
-    """Instead of those of `language`: names of scripts, e.g. `["Latin", "Han"]`."""
+    """Names of scripts, in place of those of `language`, e.g. `["Latin", "Han"]`."""
     unit: Literal["words", "letters"] = "words"
-    """What is counted. A Latin word of ten letters weighs as much as one Chinese character, or as ten of them."""
+    """What is counted. By words, a Latin word of ten letters counts as much as one Chinese character; by letters, as
+    ten of them.
+    """
     ignore_formulas: bool = True
-    r"""What stands between `$`, `$$`, `\(` and `\)`, `\[` and `\]` or backticks is not counted."""
+    r"""Ignore text between `$`, `$$`, `\(` and `\)`, `\[` and `\]`, or backticks."""
 
     @model_validator(mode="after")
     def _scripts_are_known(self) -> Self:

@@ -1,4 +1,4 @@
-r"""MATH: the content of the last `\boxed{…}`, compared as LaTeX text after it was written in one way."""
+r"""MATH: the content of the last `\boxed{…}`, compared as normalised LaTeX text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ _SLASHED = re.compile(r"(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)")
 
 
 class MathBoxed(Scorer):
-    r"""1 if the last box of the answer holds the ground truth, both written in one way, else 0.
+    r"""1 if the last box of the answer equals the ground truth after both are normalised, else 0.
 
-    The rule of the MATH benchmark (arXiv:2103.03874), to which published rewards keep: texts are compared, so `0.75` is
-    not
-    `\frac{3}{4}`, and `1,000` is not `1000`. Made alike are: spaces, sizes of fractions and brackets, degrees, per cent
-    and dollar signs, a unit in `\text{ …}`, a name before `=`, `.5`, `0.5`, `\frac12`, `\sqrt2` and `1/2`. The older
-    form `\boxed 7` wins over braces wherever it occurs and reaches to the next `$`; `\fbox` is no answer. The scorer
-    `math_verify` understands mathematics instead.
+    The rule of the MATH benchmark (arXiv:2103.03874), which published rewards follow. It compares text, so `0.75` is
+    not `\frac{3}{4}`, and `1,000` is not `1000`. Normalisation covers spaces, sizes of fractions and brackets, degrees,
+    per cent and dollar signs, a unit in `\text{ …}`, a name before `=`, `.5`, `0.5`, `\frac12`, `\sqrt2` and `1/2`. The
+    older form `\boxed 7` takes precedence over braces wherever it occurs and ends at the next `$`; `\fbox` is not read.
+    The scorer `math_verify` compares by mathematical meaning instead.
 
     Example:
         >>> MathBoxed().judge(ScoreItem("lighteval/MATH", r"so $x = \boxed{\dfrac12}$", r"\frac{1}{2}"))
@@ -52,13 +51,13 @@ def _boxed(text: str) -> str | None:
 
 
 def _is_among(answer: str, accepted: list[str]) -> bool:
-    # What has no normal form (two units, a root of nothing) still equals itself.
+    # A text without a normal form (two units, a root without an argument) still equals itself.
     normal = normalised(answer)
     return answer in accepted or (normal is not None and any(normal == normalised(text) for text in accepted))
 
 
 def normalised(text: str) -> str | None:
-    """LaTeX written in one way, or None where the rule has no answer: two units, or a root without an argument."""
+    """Normalised LaTeX; None where the rule has no answer: two units, or a root without an argument."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac")
     for one in _DROPPED:

@@ -1,4 +1,4 @@
-r"""DAPO's rule for mathematics: what stands behind `Answer:` at the end of the answer."""
+r"""DAPO's rule for mathematics: the text after `Answer:` at the end of the answer."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ _SHORT_ROOT = re.compile(r"(sqrt)([^{])")
 class MathDapo(Scorer):
     r"""1 if the answer ends with the ground truth, else -1. Only its last 300 characters count.
 
-    The rule of DAPO (arXiv:2503.14476): what stands behind the last `Answer:` up to the end of its line, written in one
-    way as in Minerva's evaluation (arXiv:2206.14858, appendix D.1): no spaces, articles, units and dollar signs,
-    `\text{…}` and `\boxed{…}` unwrapped, no commas in integers. Without an `Answer:` it is the last `\boxed{…}` of the
-    last 100 characters, compared as it is. In a rubric `from = [-1.0, 1.0]` and `to = [0.0, 1.0]` make it a share.
+    The rule of DAPO (arXiv:2503.14476). It reads the text after the last `Answer:` up to the end of the line, and
+    normalises it as Minerva's evaluation does (arXiv:2206.14858, appendix D.1): spaces, articles, units and dollar
+    signs are removed, `\text{…}` and `\boxed{…}` are unwrapped, and integers lose their commas. Without `Answer:` it
+    reads the last `\boxed{…}` of the last 100 characters and compares it unchanged. In a rubric, `from = [-1.0, 1.0]`
+    and `to = [0.0, 1.0]` map the score to 0 and 1.
 
     Example:
         >>> MathDapo().judge(ScoreItem("math_dapo", "Thus x = 14.\nAnswer: $x = 14$ degrees", "14"))
@@ -78,7 +79,7 @@ class MathDapo(Scorer):
     ISOLATION = "in_process"
 
     strict_box: bool = False
-    r"""Only the last `\boxed{…}` of the last 100 characters counts, compared as it is."""
+    r"""Read only the last `\boxed{…}` of the last 100 characters, and compare it unchanged."""
 
     def judge(self, item: ScoreItem) -> Score:
         accepted = accepted_texts(item.ground_truth)
@@ -98,7 +99,7 @@ class MathDapo(Scorer):
 
 
 def normalised(answer: str) -> str:
-    """A final answer written in one way."""
+    """A normalised final answer."""
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)

@@ -1,6 +1,4 @@
-r"""Mathematics that is understood: the math-verify library reads answer and ground truth with sympy and compares what
-they mean.
-"""
+"""Symbolic mathematics: the math-verify library parses answer and ground truth and compares them with sympy."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed
 from tandem.reward.text.ground_truth import accepted_texts, unusable
 
-# The library takes any failure inside itself for "different", running out of stack or memory included. So what could
-# end like that is found before: deeper text exhausts the stack while it is read or compared, larger numbers and longer
-# sums exhaust the memory.
+# The library reports any failure of its own as "different", even when it runs out of stack or memory. So expressions
+# that could cause that are refused first: deep nesting exhausts the stack, large numbers and long sums the memory.
 _MAX_DEPTH = 30
 _MAX_DIGITS = 1000
 _MAX_BITS = float(1 << 17)
@@ -33,14 +30,14 @@ _RESOURCE_ERRORS = (RecursionError, MemoryError, OverflowError)
 
 
 class MathVerify(Scorer):
-    r"""1 if the answer means the same mathematics as the ground truth, else 0: `0.5` is `\frac{1}{2}`, `x>3` is
+    r"""1 if the answer is mathematically equal to the ground truth, else 0: `0.5` equals `\frac{1}{2}`, `x>3` equals
     `(3,\infty)`.
 
-    The math-verify library finds the last final answer of the text (behind "final answer is", in a box, in LaTeX, or a
-    plain number) and compares it with sympy. Both may run for ever, so this scorer runs in a worker process and ends
-    with `timeout` there. What could exhaust stack or memory is unscored (`limit`): nesting deeper than 30, numbers
-    beyond 1,000 digits, powers and factorials beyond 131,072 bits, products of more than a million terms. The ground
-    truth is LaTeX without dollar signs, or text with a box.
+    The math-verify library finds the last final answer of the text (after "final answer is", in a box, in LaTeX, or a
+    plain number) and compares it with sympy. Both may run forever, so this scorer runs in a worker process, where the
+    item ends with `timeout`. Expressions that could exhaust stack or memory are unscored (`limit`): nesting deeper than
+    30, numbers of more than 1,000 digits, powers and factorials of more than 131,072 bits, products of more than a
+    million terms. The ground truth is LaTeX without dollar signs, or text with a box.
 
     Example:
         >>> MathVerify().judge(ScoreItem("", r"Therefore $x = \boxed{0.5}$", r"\frac{1}{2}"))
@@ -52,9 +49,9 @@ class MathVerify(Scorer):
     PRELOAD = ("math_verify",)
 
     extraction: Literal["anywhere", "boxed"] = "anywhere"
-    r"""Where the answer may stand: wherever the library finds one, or in the last `\boxed{…}` only."""
+    r"""Where the answer may be: anywhere the library finds one, or only in the last `\boxed{…}`."""
     strict: bool = True
-    """False: names of variables do not matter, and a set equals the tuple of its elements."""
+    """False: variable names are ignored, and a set equals the tuple of its elements."""
     float_rounding: Annotated[int, Field(ge=0, le=15)] = 6
     """Decimal places to which numbers with a decimal point are compared."""
 
@@ -110,9 +107,7 @@ class MathVerify(Scorer):
 
 @lru_cache(maxsize=256)  # the answers of a group have one ground truth
 def _gold(text: str) -> tuple[Any, str]:
-    """The ground truth as sympy has it, and as it is written; None as the first if it cannot be read or is too large to
-    compare with.
-    """
+    """The ground truth as a sympy expression, None if it cannot be read or is too large, and as it is written."""
     from math_verify import LatexExtractionConfig
 
     text = text.rpartition("####")[2].strip()
@@ -127,11 +122,11 @@ def _gold(text: str) -> tuple[Any, str]:
 
 
 def _read(text: str, wanted: Sequence[Any]) -> tuple[Any, str]:
-    """What the library finds in a text: its meaning (None if it has none) and how it was written ("" if nothing was
+    """What the library finds in a text: the expression (None if there is none) and its source ("" if nothing was
     found).
 
-    Without time limits of its own, which are signals: those work in the main thread only, and the worker has a limit
-    already.
+    The library's own time limits are switched off: they are signals, which work in the main thread only, and the worker
+    has a limit anyway.
     """
     from math_verify import parse
 
@@ -142,7 +137,7 @@ def _read(text: str, wanted: Sequence[Any]) -> tuple[Any, str]:
 
 
 def _text_limit(text: str) -> str:
-    """Why a formula is beyond this scorer, "" if it is not."""
+    """Why a formula exceeds this scorer's limits, "" if it does not."""
     if _LONG_NUMBER.search(text):
         return f"has a number of more than {_MAX_DIGITS} digits"
     depth = 0
@@ -154,8 +149,8 @@ def _text_limit(text: str) -> str:
 
 
 def _reading_limit(latex: str) -> str:
-    """Why LaTeX could not be read, "" if it is no mathematics. The library keeps the reason to itself, so it is read
-    once more.
+    """Why LaTeX could not be parsed, "" if it is not mathematics. The library does not report the reason, so the text
+    is parsed once more.
     """
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
 
@@ -169,7 +164,7 @@ def _reading_limit(latex: str) -> str:
 
 
 def _size_limit(expression: Any) -> str:
-    """Why an expression is too large to be worked out, "" if it is not."""
+    """Why an expression is too large to evaluate, "" if it is not."""
     try:
         bits, terms = _size(expression)
     except (OverflowError, RecursionError):
@@ -180,10 +175,10 @@ def _size_limit(expression: Any) -> str:
 
 
 def _is_exact(expression: Any) -> bool:
-    """Whether it is a rational number, or one to be worked out with + · ^ and !.
+    """Whether it is a rational number, or evaluates to one with + · ^ and !.
 
-    The library may fail on two of them (2^{2^{2^{2^2}}} is not 2^{65536} to it) or look for their prime factors for
-    ever.
+    The library may fail to compare two such numbers (it says that 2^{2^{2^{2^2}}} is not 2^{65536}), or search for
+    their prime factors forever.
     """
     if getattr(expression, "is_Rational", False):
         return True
@@ -194,9 +189,7 @@ def _is_exact(expression: Any) -> bool:
 
 
 def _size(expression: Any) -> tuple[float, float]:
-    """About how many bits the value of an expression has (a variable has 1), and at most how many terms when multiplied
-    out.
-    """
+    """Estimated bits of an expression's value (a variable has 1), and maximum number of terms when expanded."""
     if getattr(expression, "is_Integer", False):
         return math.log2(max(abs(int(expression)), 2)), 1.0
     sizes = [_size(inner) for inner in getattr(expression, "args", ())]
@@ -228,7 +221,7 @@ def _value(expression: Any, bits: float) -> float:
 
 
 def _power_terms(terms: float, exponent: float) -> float:
-    """Terms of a sum to a power: how many ways there are to share out the exponent among them."""
+    """Number of terms of a sum raised to a power."""
     if terms <= 1 or exponent <= 1:
         return terms
     if exponent > _MAX_TERMS or terms > _MAX_TERMS:

@@ -1,4 +1,4 @@
-"""Multiple choice: the letter that the answer settles on."""
+"""Multiple choice: the letter that the answer chooses."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ class _Patterns(NamedTuple):
 
 
 class MultipleChoice(Scorer):
-    r"""1 if the letter that the answer settles on is the ground truth, else 0; no letter is a wrong answer.
+    r"""1 if the letter that the answer chooses is the ground truth, else 0; an answer without a letter is wrong.
 
-    Read is the last `<answer>…</answer>` if there is one, else everything. There, the first of these that occurs, and
-    its last
-    occurrence: nothing but the letter; `\boxed{B}`; a letter behind "answer", "choice" or "option" ("the answer is
-        (B)", as evaluations of MMLU-Pro read it, arXiv:2406.01574); a last line that begins `B.` or `(B)`; a letter in
-        brackets or bold; unless
-    `strict`, a capital letter on its own ("A" and "I" before a small letter are words).
-    The ground truth is a letter, the number of the choice counted from 0 (an integer), or a list of those.
+    The scorer reads the last `<answer>…</answer>` if there is one, else the whole answer. It tries these rules in order
+    and takes the last match of the first rule that matches: the text is only the letter; `\boxed{B}`; a letter after
+    "answer", "choice" or "option" ("the answer is (B)", as evaluations of MMLU-Pro read it, arXiv:2406.01574); a last
+    line that begins with `B.` or `(B)`; a letter in brackets or bold; and, unless `strict`, a capital letter on its own
+    ("A" and "I" before a lower-case letter are words). The ground truth is a letter, the index of the choice (an
+    integer from 0), or a list of those.
 
     Example:
         >>> MultipleChoice().judge(ScoreItem("", "I think (B)", "B"))
@@ -53,9 +52,9 @@ class MultipleChoice(Scorer):
     ISOLATION = "in_process"
 
     choices: str = "ABCD"
-    """The letters or digits there are to choose from."""
+    """The letters or digits of the choices."""
     strict: bool = False
-    """A letter on its own in a sentence is no answer."""
+    """Do not accept a letter on its own in a sentence."""
 
     @field_validator("choices")
     @classmethod
@@ -85,7 +84,7 @@ class MultipleChoice(Scorer):
         return Scored(float(answer in accepted), {"answered": float(answer != "")})
 
     def chosen(self, solution: str) -> str:
-        """The letter an answer settles on, "" if none."""
+        """The letter an answer chooses, "" if none."""
         tagged = last_tagged(solution, "answer")
         text = solution if tagged is None else tagged
         cue, line, bracketed, alone = self._patterns
@@ -110,7 +109,7 @@ class MultipleChoice(Scorer):
         return self._bare(choice) if isinstance(choice, str) else ""
 
     def _bare(self, text: str) -> str:
-        """The letter if the text is nothing else but decoration, else ""."""
+        """The letter if the rest of the text is only punctuation and markup, else ""."""
         text = text.strip(_DECORATION)
         for command in _COMMANDS:
             text = text.removeprefix(command[1:]).strip(_DECORATION) if len(text) > 1 else text

@@ -16,8 +16,8 @@ from tandem.reward.contracts import Scorer
 from tandem.reward.text.ground_truth import unusable
 from tandem.reward.text.numbers import finite
 
-# A sign counts only where no operand stands before it ("5-3" ends in 3). Every part is matched without backtracking
-# over the same characters twice, so this runs in linear time on any answer and is safe in process.
+# A sign counts only if no operand precedes it ("5-3" ends in 3). No part backtracks over the same characters twice, so
+# matching takes linear time on any answer and is safe in process.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)\]}])[-+\u2212])?[$\u20ac\u00a3]?"
     r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
@@ -29,10 +29,10 @@ _LAST_MATCHES = 16
 
 
 class NumericEquality(Scorer):
-    """1 if the last number of the answer equals the ground truth within `tolerance`, else 0; no number is a wrong
-    answer.
+    """1 if the last number of the answer equals the ground truth within `tolerance`, else 0; an answer without a number
+    is wrong.
 
-    Understands signs, thousands separators (`1,234`), decimals, exponents, currency signs and fractions (`3/4`).
+    Reads signs, thousands separators (`1,234`), decimals, exponents, currency signs and fractions (`3/4`).
 
     Example:
         >>> NumericEquality().judge(ScoreItem("", "that makes 1,234.0 eggs", "1234"))
@@ -43,10 +43,9 @@ class NumericEquality(Scorer):
     ISOLATION = "in_process"
 
     tolerance: Annotated[float, Field(ge=0.0)] = 1e-6
-    """Largest accepted difference, relative to the ground truth where that is above 1."""
+    """Largest accepted difference, relative to the ground truth if that is above 1."""
     marker: str = ""
-    """If set, e.g. `####`, the number is the first one after the last marker that has one; without it the answer is
-    wrong.
+    """If set, e.g. `####`, the first number after the last marker that has one is read; an answer without it is wrong.
     """
 
     def judge(self, item: ScoreItem) -> Score:
@@ -75,10 +74,10 @@ def _each_in(text: str) -> Iterator[float]:
 
 
 def _last_in(text: str) -> float | None:
-    """The last of them: to find where a number ends takes a fraction of the time that reading it does."""
+    """The last finite number of a text. Only the last matches are converted, since converting is slow."""
     last = deque(_NUMBER.finditer(text), maxlen=_LAST_MATCHES)
     found = next(filter(math.isfinite, map(_value, reversed(last))), None)
-    if found is None and len(last) == _LAST_MATCHES:  # so many in a row that are beyond every float
+    if found is None and len(last) == _LAST_MATCHES:  # the last matches all overflow a float
         found = next(reversed(numbers_in(text)), None)
     return found
 
@@ -95,6 +94,6 @@ def _number_of(ground_truth: Any) -> float | None:
         return finite(ground_truth)
     if not isinstance(ground_truth, str):
         return None
-    # A worked solution as ground truth (GSM8K's raw answers) would hold many numbers: only a lone one is unambiguous.
+    # A worked solution as ground truth (as in GSM8K's raw data) has many numbers; only a single one is unambiguous.
     found = list(islice(_each_in(ground_truth.rpartition("####")[2]), 2))
     return found[0] if len(found) == 1 else None

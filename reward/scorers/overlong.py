@@ -1,4 +1,4 @@
-"""Overlong shaping: a penalty near the longest answer allowed."""
+"""Overlong penalty: a penalty for answers near the length limit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tandem.reward.text.length import Unit, measured
 
 
 class Overlong(Scorer):
-    """0, and below it for answers that come near the longest one allowed: DAPO's soft overlong punishment
-    (arXiv:2503.14476, eq. 13).
+    """A negative score for answers near the length limit, else 0: DAPO's soft overlong punishment (arXiv:2503.14476,
+    eq. 13).
 
-    0 up to `max_length` - `buffer`, from there linearly down to -`factor` at `max_length`, and -`factor` beyond. The
-    same as the trainer's `selection.overlong_penalty`, for those who have no trainer: use one of them.
+    0 up to `max_length` - `buffer`, then linearly down to -`factor` at `max_length`, and -`factor` beyond. The
+    trainer's `selection.overlong_penalty` does the same; use only one of them.
 
     Example:
         >>> Overlong(max_length=100, buffer=20).judge(ScoreItem("", "…", None, {"num_tokens": 95}))
@@ -27,15 +27,16 @@ class Overlong(Scorer):
     ISOLATION = "in_process"
 
     max_length: int
-    """The longest answer that goes with less than the whole penalty."""
+    """Length at which the whole penalty applies."""
     buffer: Annotated[int, Field(ge=1)]
-    """Over how much length before `max_length` the penalty rises."""
+    """Length before `max_length` over which the penalty grows."""
     factor: Annotated[float, Field(ge=0.0)] = 1.0
     """The penalty at `max_length`."""
     unit: Unit = "tokens"
-    """What length is counted in: tokens, as told by `extra_info.num_tokens`, or characters."""
+    """Unit of length: tokens, as given by `extra_info.num_tokens`, or characters."""
     beyond: Literal["flat", "ramp"] = "flat"
-    """Past `max_length` the penalty stays at `factor` as in the paper, or goes on rising as in verl."""
+    """Beyond `max_length` the penalty stays at `factor` as in the paper (`flat`), or keeps growing as in verl (`ramp`).
+    """
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:

@@ -1,8 +1,7 @@
-"""Group-relative judges: an answer is worth what share of its group it beats, by a judge that compares pairs or by
-another scorer's values.
+"""Pairwise judge: the share of its group that an answer beats in pairwise comparisons.
 
-Both score answers of the same prompt against one another: items of one call with the same `group`. An answer without a
-group, or alone in it, has nothing to be compared with and is unscored (`invalid_input`).
+A group is the items of one call with the same `group`. An answer without a group, or alone in its group, is unscored
+(`invalid_input`).
 """
 
 from __future__ import annotations
@@ -41,13 +40,12 @@ Pair = tuple[int, int]
 
 
 class Pairwise(ChatEndpoint):
-    """The share of its group that an answer beats when a chat model compares them two by two: from 0 (none) to 1 (all),
-    a tie counts half.
+    """The share of its group that an answer beats when a chat model compares pairs: from 0 (none) to 1 (all); a tie
+    counts half.
 
-    Each pair is shown twice, the second time with the answers swapped, and the mean of both counts: a judge that only
-    prefers a place gives a tie. Answers with the same text are a tie without being shown. An answer is scored if all
-    its comparisons came; if one did not, the two answers of that pair are unscored with its reason, the others of the
-    group are not touched.
+    Each pair is shown twice, the second time with the answers swapped, and the mean of both verdicts counts. So a judge
+    that only prefers a position yields a tie. Answers with the same text are a tie without being shown. If a comparison
+    fails, both answers of the pair are unscored with its reason; the other answers of the group are not affected.
 
     Example:
         >>> judge = Pairwise(base_url="http://127.0.0.1:8000/v1", model="judge")
@@ -58,29 +56,29 @@ class Pairwise(ChatEndpoint):
 
     VERSION = "1"
     GROUPED = True
-    """Its scores hold for a whole group: one answer of it cannot be scored again alone."""
+    """Scores are valid for a whole group: a single answer cannot be scored again alone."""
 
     template: str = TEMPLATE
-    """The user's message, with `{answer_a}` and `{answer_b}`; it may have `{question}`, `{ground_truth}`,
-    `{data_source}` and
-    `{extra_info.NAME}`, which are those of the first answer.
+    """The user message. It needs `{answer_a}` and `{answer_b}`, and may have `{question}`, `{ground_truth}`,
+    `{data_source}` and `{extra_info.NAME}`, taken from the first answer.
     """
     question_field: str = "prompt"
     """Key of `extra_info` with the question: text, or chat messages."""
     pattern: Annotated[str, Field(min_length=1)] = r"\[\[(A|B|TIE)\]\]"
     """Regular expression whose last match (its first group, if it has one) is the verdict."""
     a_wins: str = "A"
-    """Verdict for the first answer."""
+    """Verdict that the first answer is better."""
     b_wins: str = "B"
-    """Verdict for the second answer."""
+    """Verdict that the second answer is better."""
     tie: str = "TIE"
-    """Verdict for neither."""
+    """Verdict that both are equally good."""
     swap: bool = True
-    """False: each pair is shown once, in random order; half the cost, and a judge's liking for a place stays as noise.
+    """False: each pair is shown once, in random order. That halves the cost, but a judge's preference for a position
+    adds noise.
     """
     opponents: Annotated[int, Field(ge=0)] = 0
-    """Others that an answer is compared with, chosen at random (the same for the same texts), rounded up to an even
-    number; 0: all.
+    """Number of other answers that an answer is compared with, rounded up to an even number; 0: all. They are chosen at
+    random, the same ones for the same texts.
     """
     _prompt: PromptTemplate = PrivateAttr()
     _reader: VerdictReader = PrivateAttr()
@@ -114,7 +112,7 @@ class Pairwise(ChatEndpoint):
     async def _compare(
         self, session: EndpointSession, one: ScoreItem, other: ScoreItem, seed: tuple[int, int, int]
     ) -> float | Unscored:
-        """What the pair is worth to `one`: 1 it wins, 0 the other does."""
+        """The value of the pair for `one`: 1 if it wins, 0 if the other does."""
         if one.solution == other.solution:
             return 0.5
         if not self.swap:
@@ -136,7 +134,7 @@ class Pairwise(ChatEndpoint):
 
 
 def split_groups(items: Sequence[ScoreItem], scores: list[Score]) -> list[list[int]]:
-    """The numbers of the items of each group with two or more; the others get their reason in `scores`."""
+    """The indices of the items of each group of two or more. The other items get their reason in `scores`."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for number, item in enumerate(items):
         if item.group:
@@ -152,8 +150,8 @@ def split_groups(items: Sequence[ScoreItem], scores: list[Score]) -> list[list[i
 
 
 def choose_pairs(count: int, opponents: int, seed: int) -> list[Pair]:
-    """Pairs (i < j) so that every one of `count` answers has as many: all pairs, or neighbours on a ring in random
-    order.
+    """Pairs (i < j) such that each of `count` answers is in equally many: all pairs, or the neighbours on a ring in
+    random order.
     """
     if opponents == 0 or 2 * -(-opponents // 2) >= count - 1:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
@@ -164,9 +162,7 @@ def choose_pairs(count: int, opponents: int, seed: int) -> list[Pair]:
 
 
 def win_rates(count: int, pairs: Sequence[Pair], results: Sequence[float | Unscored]) -> list[Score]:
-    """The mean of what its pairs are worth to each answer. A result is what its pair is worth to the first of
-    the two.
-    """
+    """The mean value of each answer's pairs. A result is the value of its pair for the first of the two."""
     worth: list[list[float]] = [[] for _ in range(count)]
     failed: dict[int, Unscored] = {}
     for (i, j), result in zip(pairs, results, strict=True):
@@ -188,7 +184,7 @@ def _turned(result: float | Unscored) -> float | Unscored:
 
 
 def _seed(answers: Iterable[ScoreItem]) -> int:
-    """The same for the same answers in the same order, in any process."""
+    """A seed that depends only on the texts of the answers and their order."""
     digest = hashlib.sha256()
     for answer in answers:
         digest.update(hashlib.sha256(answer.solution.encode(errors="surrogatepass")).digest())

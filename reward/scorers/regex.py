@@ -1,4 +1,4 @@
-"""Regular expression: what the pattern finds in the answer equals the ground truth."""
+"""Regular expression: the text that a pattern finds in the answer must equal the ground truth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.reward.text.patterns import Pattern
 class RegexMatch(Scorer):
     r"""1 if the last match of `pattern` (its first group, if it has one) equals the ground truth, else 0.
 
-    A user's pattern may backtrack for ever while holding the interpreter's lock, so this scorer runs in a worker
+    A user's pattern may backtrack forever while it holds the interpreter's lock, so this scorer runs in a worker
     process.
 
     Example:
@@ -29,9 +29,9 @@ class RegexMatch(Scorer):
     pattern: Pattern
     """A regular expression of Python's `re`; `^` and `$` match at every line."""
     ignore_case: bool = False
-    """Capitals and small letters are the same."""
+    """Ignore upper and lower case."""
     compare: bool = True
-    """False: any match is worth 1 and the ground truth is not looked at."""
+    """False: any match scores 1, and the ground truth is not used."""
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:

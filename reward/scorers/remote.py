@@ -1,4 +1,4 @@
-"""Remote scorer: any HTTP service that scores items, such as a code sandbox or a reward server of another team."""
+"""Remote scorer: an HTTP service that scores items, such as a code sandbox or another team's reward server."""
 
 from __future__ import annotations
 
@@ -45,22 +45,23 @@ class EndpointSession:
 
 
 class RemoteScorer(Scorer):
-    """The score that an HTTP service gives: items are POSTed to it as JSON, results come back as JSON.
+    """The score that an HTTP service gives. Items are POSTed as JSON, and results come back as JSON.
 
-    By itself it sends and expects, one result an item, in order:
+    By default it sends and expects this, with one result an item, in order:
 
         {"items": [{"data_source": …, "solution": …, "ground_truth": …, "extra_info": {…}, "group": …}, …]}
         {"results": [{"score": 0.5, "breakdown": {"style": 1}}, {"reason": "timeout", "detail": "…"}, …]}
 
-    `reason` is one of timeout, crashed, infrastructure, invalid_input, limit; the breakdown may be absent. For services
-    that speak otherwise the names can be mapped. A code sandbox in the manner of Sandbox Fusion, one run a request:
+    `reason` is one of timeout, crashed, infrastructure, invalid_input, limit; the breakdown may be absent. The names
+    can be mapped for other services. A code sandbox like Sandbox Fusion, with one run a request:
 
         items_key = "", fields = {code = "solution", stdin = "extra_info.stdin"}, constants = {language = "python"},
         score_path = "status", labels = {Success = 1, Failed = 0}
 
-    Failures are typed as `tandem.reward.endpoints.http_client` says: no connection, garbage, 429 and 5xx are
-    `infrastructure` and tried again; 4xx is `invalid_input`; the deadline is `timeout`. A batch that fails in a way
-    that one of its items may have caused is asked again item by item, so that one bad item touches no other.
+    Failures get a reason as described in `tandem.reward.endpoints.http_client`: no connection, an unreadable reply, 429
+    and 5xx are `infrastructure` and are tried again; 4xx is `invalid_input`; the deadline is `timeout`. A batch that
+    fails in a way that one of its items may have caused is sent again item by item, so that one bad item does not
+    affect the others.
 
     Example:
         >>> scorer = RemoteScorer(url="http://127.0.0.1:8080/score")
@@ -73,39 +74,39 @@ class RemoteScorer(Scorer):
     ISOLATION = "remote"
 
     url: str
-    """Where items are POSTed."""
+    """Address that items are POSTed to."""
     api_key_env: str = ""
     """Name of the environment variable that holds the key, sent as bearer token; empty: none is sent."""
     batch_size: Annotated[int, Field(ge=1)] = 1
-    """Most items a request."""
+    """Maximum number of items a request."""
     items_key: str = "items"
     """Key of the request with the list of items; empty: the request is one item, the reply its result."""
     results_key: str = "results"
     """Key of the reply with the list of results; empty: the reply is the list."""
     fields: dict[str, str] = Field(default_factory=dict)
-    """What an item is sent as: name there → `solution`, `ground_truth`, `data_source`, `group`, `extra_info` or
-    `extra_info.NAME`.
-    Empty: all five by their own names. An item that lacks a named `extra_info.NAME` is unscored (`invalid_input`).
+    """How an item is sent: name in the request → `solution`, `ground_truth`, `data_source`, `group`, `extra_info` or
+    `extra_info.NAME`. Empty: all five by their own names. An item that lacks a named `extra_info.NAME` is unscored
+    (`invalid_input`).
     """
     constants: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Sent with every item as they are."""
+    """Fields that are added to every item unchanged."""
     score_path: Annotated[str, Field(min_length=1)] = "score"
-    """Where a result has its score: keys with dots between. A number, true or false; or one of `labels`."""
+    """Path of a result's score: keys separated by dots. The score is a number, true or false, or one of `labels`."""
     breakdown_path: str = "breakdown"
-    """Where a result has its components, an object of numbers; empty: nowhere."""
+    """Path of a result's components, an object of numbers; empty: there are none."""
     labels: dict[str, float] = Field(default_factory=dict)
-    """Numbers of scores that are words, e.g. `{Success = 1.0, Failed = 0.0}`; other words are no score. Empty: the
+    """Numbers for scores that are words, e.g. `{Success = 1.0, Failed = 0.0}`; other words are not accepted. Empty: the
     score is a number.
     """
     max_concurrent: Annotated[int, Field(ge=1)] = 16
-    """Requests under way at once."""
+    """Maximum number of concurrent requests."""
     max_attempts: Annotated[int, Field(ge=1)] = 4
-    """Requests for one batch."""
+    """Maximum number of requests for one batch."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
     """Longest wait for one attempt."""
     deadline_seconds: Annotated[float, Field(gt=0.0)] = 120.0
-    """Longest time of one item, all attempts and pauses included and waits for one of the `max_concurrent` places left
-    out. A batch has half of it, its items alone the rest.
+    """Longest time of one item, including all attempts and pauses, but not the wait for one of the `max_concurrent`
+    slots. A batch has half of it, its single items the rest.
     """
     _portal: SessionPortal[EndpointSession] = PrivateAttr()
 
@@ -117,7 +118,7 @@ class RemoteScorer(Scorer):
             if source.partition(".")[0] not in _ITEM_FIELDS or ("." in source and not source.startswith("extra_info.")):
                 raise ValueError(f"fields.{name}: {source!r} is none of {', '.join(_ITEM_FIELDS)}, extra_info.NAME")
         if both := sorted(set(self.constants) & set(self.fields or _ITEM_FIELDS)):
-            raise ValueError(f"constants.{both[0]} is a field of the item, too")
+            raise ValueError(f"constants.{both[0]} is also a field of the item")
         read_key(self.api_key_env)
         self._portal = SessionPortal("remote-scorer", self._open_session)
 

@@ -1,4 +1,4 @@
-"""Repetition: what share of an answer's n-grams were there before."""
+"""Repetition: the share of an answer's n-grams that occurred before."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tandem.reward.contracts import Scorer
 
 
 class Repetition(Scorer):
-    """-`penalty` · (1 - different n-grams / n-grams): 0 without a repetition, near -`penalty` for a loop. Never above
+    """-`penalty` · (1 - distinct n-grams / n-grams): 0 without repetition, close to -`penalty` for a loop, never above
     0.
 
-    The penalty on repeated n-grams of arXiv:2502.03373 (algorithm 1, which charges single tokens), summed up over the
-    answer as in Open-R1's reward. Words are compared without their capitals. An answer shorter than n repeats nothing.
-    The ground truth is not looked at.
+    The penalty on repeated n-grams of arXiv:2502.03373 (algorithm 1, which penalises single tokens), computed over the
+    whole answer as in Open-R1's reward. Case is ignored. An answer shorter than n scores 0. The ground truth is not
+    used.
 
     Example:
         >>> Repetition(n=2).judge(ScoreItem("", "wait wait wait wait wait", None))
@@ -28,13 +28,11 @@ class Repetition(Scorer):
     ISOLATION = "in_process"
 
     n: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Length of the runs that are compared, in units."""
+    """Length of the n-grams, in units."""
     penalty: Annotated[float, Field(ge=0.0)] = 1.0
-    """The penalty that an endless loop comes near to."""
+    """The penalty that an endless loop approaches."""
     unit: Literal["words", "characters"] = "words"
-    """`words`: what stands between white space. `characters`, for languages that write without spaces: all but white
-    space.
-    """
+    """`words`: separated by white space. `characters`: all but white space, for languages written without spaces."""
 
     def judge(self, item: ScoreItem) -> Score:
         words = item.solution.lower().split()
@@ -45,15 +43,15 @@ class Repetition(Scorer):
 
 
 def _runs(units: Iterable[Hashable], n: int) -> list[int]:
-    """One number for every run of n units, the same number for the same run.
+    """One number for every n-gram, the same number for equal n-grams.
 
-    Runs are put together from two shorter ones, log2(n) times, so that a large n costs neither the time nor the memory
-    of a tuple of n units at every place.
+    Longer n-grams are built from two shorter ones, in log2(n) steps, so a large n does not cost the time and memory of
+    a tuple of n units at every position.
     """
     numbers = _numbered(units)
     length = 1
     while length < n:
-        step = min(length, n - length)  # the second part may overlap the first: together they still tell the run
+        step = min(length, n - length)  # the parts may overlap: together they still identify the n-gram
         numbers = _numbered(zip(numbers, numbers[step:], strict=False))
         length += step
     return numbers

@@ -1,4 +1,4 @@
-"""Reward model: a Hugging Face sequence classifier of a local folder, in a process and on a device of its own."""
+"""Reward model: a Hugging Face sequence classifier from a local folder, in its own process and on its own device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.reward.workers.model_batcher import ModelBatcher, Question
 
 
 class RewardModel(Scorer):
-    """The value that a sequence classifier gives to an answer in its conversation: one of its logits.
+    """The value that a sequence classifier gives to an answer in its conversation: one of the logits.
 
     With a chat template, prompt and answer are one conversation in it; without, they are the tokenizer's pair of texts.
     Answers of one priority are batched by length, so the last bits of a score may depend on the rest of its batch. The
@@ -29,7 +29,7 @@ class RewardModel(Scorer):
         >>> RewardModel(path="/nowhere")
         Traceback (most recent call last):
         pydantic_core._pydantic_core.ValidationError: 1 validation error for RewardModel
-          Value error, path /nowhere is no folder with a config.json ...
+          Value error, path /nowhere is not a folder with a config.json ...
     """
 
     VERSION = "1"
@@ -38,32 +38,33 @@ class RewardModel(Scorer):
     path: str
     """Folder with model and tokenizer (`config.json`, `*.safetensors`, `tokenizer.json`, …)."""
     device: str = "auto"
-    """torch's name of the device, e.g. `cuda:1`, `cpu`; `auto`: the first GPU that is visible, else the processor."""
+    """The device's name in torch, e.g. `cuda:1`, `cpu`; `auto`: the first visible GPU, else the CPU."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What it computes in; `auto`: what its weights are stored in."""
+    """Type it computes in; `auto`: the type of the stored weights."""
     label: Annotated[int, Field(ge=0)] = 0
-    """Which logit is the score; the first is 0."""
+    """Index of the logit that is the score, from 0."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
-    """What is made of the logits first."""
+    """Function applied to the logits first."""
     prompt_field: str = "prompt"
     """Key of `extra_info` with the prompt: text, or chat messages. Empty: the model sees the answer alone."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 16384
-    """Tokens of one forward, padding included; a longer text is alone in its own."""
+    """Maximum number of tokens in one forward pass, with padding; a longer text gets a pass of its own."""
     max_length: Annotated[int, Field(ge=0)] = 0
-    """Most tokens of prompt and answer together; 0: what model and tokenizer say."""
+    """Maximum number of tokens of prompt and answer together; 0: the limit of model and tokenizer."""
     truncate: bool = False
-    """A longer text loses its beginning (of a pair, the prompt's) and is scored, instead of being unscored."""
+    """Cut the beginning of a longer text (of a pair, of the prompt) and score the rest, instead of leaving it unscored.
+    """
     num_threads: Annotated[int, Field(ge=1)] = 1
-    """Threads of the process for computing on the processor."""
+    """Threads that the process computes with on the CPU."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
-    """Longest silence of the process while it works: the time for one forward."""
+    """Longest time for one forward pass."""
     startup_seconds: Annotated[float, Field(gt=0.0)] = 300.0
     """Longest time to load the model."""
     _batcher: ModelBatcher = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         if not (Path(self.path) / "config.json").is_file():
-            raise ValueError(f"path {self.path} is no folder with a config.json")
+            raise ValueError(f"path {self.path} is not a folder with a config.json")
         names = ("device", "dtype", "label", "activation", "max_batch_tokens", "max_length", "truncate", "num_threads")
         setup = {name: getattr(self, name) for name in names} | {"path": str(Path(self.path).resolve())}
         self._batcher = ModelBatcher(setup, startup_seconds=self.startup_seconds, timeout_seconds=self.timeout_seconds)

@@ -1,4 +1,4 @@
-"""Short answers to questions: exact match, contained match or F1 of words, as in work on search."""
+"""Short answers: exact match, contained match or F1 of words, as in question answering with search."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 class ShortAnswer(Scorer):
     """How well the last `<answer>…</answer>` agrees with the ground truth, or with the best of several.
 
-    Both sides lose capitals, ASCII punctuation, articles and extra spaces first (SQuAD, arXiv:1606.05250). The ground
-    truth is a text, a list of texts, or `{"target": …}` with either, as data sets of search-QA work have it (Search-R1,
-    arXiv:2503.09516). The breakdown holds exact match and F1, whichever of them is the score.
+    Both are normalised first: case, ASCII punctuation, articles and extra spaces are removed (SQuAD, arXiv:1606.05250).
+    The ground truth is a text, a list of texts, or `{"target": …}` with either, as in data sets for question answering
+    with search (Search-R1, arXiv:2503.09516). The breakdown has exact match and F1, whatever the metric.
 
     Example:
         >>> ShortAnswer(metric="f1").judge(ScoreItem("nq", "<answer>Lake Victoria</answer>", ["Victoria"])).value
@@ -36,17 +36,16 @@ class ShortAnswer(Scorer):
     ISOLATION = "in_process"
 
     metric: Literal["exact", "contained", "f1"] = "exact"
-    """`exact`: 1 if they are equal. `contained`: 1 if a ground truth stands somewhere in the answer ("subem"). `f1`:
-    harmonic mean of the shares of words that the one has of the other.
+    """`exact`: 1 if they are equal. `contained`: 1 if a ground truth is part of the answer ("subem"). `f1`: harmonic
+    mean of precision and recall of words.
     """
     format_score: float = 0.0
-    """Score of an answer that is there, but worth 0."""
+    """Score of an answer that is present but would score 0."""
     tag: str = "answer"
-    """Only what stands in the last part with this tag is read; "": the whole answer."""
+    """Only the content of the last `<tag>…</tag>` is read; empty: the whole answer."""
     max_tags: Annotated[int, Field(ge=0)] = 10
-    """An exact match is worth a quarter when more opening or more closing tags than this occur, so that writing every
-    guess does not pay;
-    0: any number may.
+    """An exact match scores a quarter if more opening or closing tags than this occur, so that listing every guess does
+    not pay; 0: no limit.
     """
 
     @model_validator(mode="after")
@@ -80,12 +79,12 @@ class ShortAnswer(Scorer):
 
 
 def normalised(text: Any) -> str:
-    """Small letters, without ASCII punctuation, articles and extra spaces."""
+    """Lower case, without ASCII punctuation, articles and extra spaces."""
     return " ".join(_ARTICLES.sub(" ", str(text).lower().translate(_NO_PUNCTUATION)).split())
 
 
 def _contains(answer: str, texts: list[str]) -> bool:
-    # A ground truth of which nothing is left ("The") would otherwise stand in every answer.
+    # A ground truth that is empty after normalisation ("The") would otherwise be part of every answer.
     return any(text in answer if text else not answer for text in texts)
 
 

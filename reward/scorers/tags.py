@@ -1,4 +1,4 @@
-"""Tags: the parts an answer must have, in their order, each once."""
+"""Tags: the parts that an answer must have, each once and in order."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
 
 MAX_NAMES = 64
-"""Parts an answer may have: each is looked for in the whole of it."""
+"""Maximum number of parts: each costs a search of the whole answer."""
 
 _NAME = re.compile(r"[^\s<>/]+")
 
 
 class Tags(Scorer):
-    """1 if the answer consists of the parts it must have, `<think>…</think><answer>…</answer>`, else 0; or the share
-    that is right.
+    """1 if the answer has all required parts, `<think>…</think><answer>…</answer>`, else 0; or the share of parts that
+    are right.
 
-    A part is right if its opening and its closing tag occur exactly once, in this order, after the part before it has
-    ended, and not with nothing but white space between them (the format reward of DeepSeek-R1, arXiv:2501.12948, and
-    its followers). The breakdown has 1 or 0 for every part. Nothing else is looked at, the ground truth neither: see
-    `format` for patterns.
+    A part is right if its opening and its closing tag occur exactly once, in this order, after the end of the part
+    before it, with more than white space between them (the format reward of DeepSeek-R1, arXiv:2501.12948, and its
+    followers). The breakdown has 1 or 0 for each part. Nothing else is checked, and the ground truth is not used. For
+    patterns see the scorer `format`.
 
     Example:
         >>> Tags().judge(ScoreItem("", "<think>2 + 2</think> <answer>4</answer>", None))
@@ -35,17 +35,17 @@ class Tags(Scorer):
     ISOLATION = "in_process"
 
     order: tuple[str, ...] = ("think", "answer")
-    """Names of the parts in the order in which they must come."""
+    """Names of the parts, in the required order."""
     only: bool = False
-    """Nothing but white space may stand before, between and behind the parts."""
+    """Allow only white space before, between and after the parts."""
     allow_empty: bool = False
     """A part may be empty."""
     counts: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """For tags that may occur more than once, anywhere, the fewest and most allowed: `{search = [1, 4]}`. Every one
-    must be closed.
+    """Tags that may occur several times, anywhere, with the minimum and maximum number: `{search = [1, 4]}`. Each must
+    be closed.
     """
     partial: bool = False
-    """The score is the share of the parts (and of `counts`, and `only`) that are right, not all or nothing."""
+    """The score is the share of checks (parts, `counts`, `only`) that pass, instead of all or nothing."""
 
     @model_validator(mode="after")
     def _names_are_tags(self) -> Self:
@@ -74,22 +74,20 @@ class Tags(Scorer):
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError for too many tags, one named twice, or by what cannot be a tag's name."""
+    """Raises ValueError for too many tags, a repeated tag, or a name that cannot be a tag's."""
     if len(names) > MAX_NAMES:
         raise ValueError(f"{len(names):,} tags are named, at most {MAX_NAMES} may be")
     seen: set[str] = set()
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a tag: write `think` for <think>")
+            raise ValueError(f"{name!r} is not the name of a tag: write `think` for <think>")
         if name in seen:
             raise ValueError(f"tag {name} is named twice")
         seen.add(name)
 
 
 def places_of(text: str, order: Sequence[str]) -> list[tuple[int, int] | None]:
-    """Where the content of each part begins and ends; None for a part that is not there exactly once or out of its
-    order.
-    """
+    """Start and end of the content of each part; None for a part that does not occur exactly once and in order."""
     places: list[tuple[int, int] | None] = []
     before = 0
     for name in order:
@@ -104,7 +102,7 @@ def places_of(text: str, order: Sequence[str]) -> list[tuple[int, int] | None]:
 
 
 def outside(text: str, order: Sequence[str], places: Sequence[tuple[int, int] | None]) -> str:
-    """What stands before, between and behind the parts."""
+    """The text before, between and after the parts."""
     pieces, position = [], 0
     for name, place in zip(order, places, strict=True):
         if place is not None:

@@ -1,4 +1,4 @@
-"""Target length: a reward for a length that was asked for."""
+"""Target length: a reward for answers of a requested length."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tandem.reward.text.length import Unit, measured, told_count
 
 
 class TargetLength(Scorer):
-    """How near the answer's length is to the one asked for: the length terms of L1 (arXiv:2503.04697, LCPO).
+    """How close the answer's length is to the requested one: the length terms of L1 (arXiv:2503.04697, LCPO).
 
     `exact`: -`slope` · |target - length|, at most 0, to be added to a reward. `at_most`: `slope` · (target - length) +
-    `offset` within [0, 1], which the paper multiplies by correctness: in a rubric, a gate of weight 0 on correctness
-    before it does that.
+    `offset`, limited to [0, 1]. The paper multiplies the latter by correctness; in a rubric, put a gate of weight 0 on
+    correctness before this scorer.
 
     Example:
         >>> TargetLength(target=1000).judge(ScoreItem("", "…", None, {"num_tokens": 1500}))
@@ -27,15 +27,15 @@ class TargetLength(Scorer):
     ISOLATION = "in_process"
 
     target: Annotated[int, Field(ge=0)] = 0
-    """The length asked for; 0: every item tells it in `extra_info.target_length`."""
+    """The requested length; 0: each item gives it in `extra_info.target_length`."""
     mode: Literal["exact", "at_most"] = "exact"
-    """Whether shorter is as bad as longer, or better."""
+    """`exact`: shorter is as bad as longer; `at_most`: shorter is better."""
     slope: Annotated[float, Field(gt=0.0)] = 0.0003
-    """What one token or character costs."""
+    """Cost of one token or character."""
     offset: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """With `at_most`: the score of an answer of just the target's length."""
+    """With `at_most`: the score of an answer of exactly the requested length."""
     unit: Unit = "tokens"
-    """What length is counted in: tokens, as told by `extra_info.num_tokens`, or characters."""
+    """Unit of length: tokens, as given by `extra_info.num_tokens`, or characters."""
 
     def judge(self, item: ScoreItem) -> Score:
         length = measured(item, self.unit)
@@ -51,4 +51,4 @@ class TargetLength(Scorer):
                 value = min(1.0, max(0.0, self.slope * (target - length) + self.offset))
             return Scored(value, {"length": float(length)})
         except OverflowError:
-            return Unscored("invalid_input", "extra_info tells a length beyond every number")
+            return Unscored("invalid_input", "extra_info gives a length that is too large for a number")

@@ -1,7 +1,7 @@
-r"""Where in an answer the final answer stands: in `\boxed{…}`, between tags, in a code block.
+r"""Extraction of the final answer from a text: from `\boxed{…}`, from tags, from a code block.
 
-Every function walks the text once, from left to right or from its end, so none takes more than linear time: a regular
-expression such as `<answer>(.*?)</answer>` takes quadratic time on `<answer><answer>…` without an end.
+Every function scans the text once, so it takes linear time. A regular expression such as `<answer>(.*?)</answer>` would
+take quadratic time on `<answer><answer>…` without an end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _BOX = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{…}`; None if there is none or its braces do not balance. An escaped brace counts as
+    r"""Content of the last `\boxed{…}`; None if there is none or its braces are unbalanced. An escaped brace counts as
     a brace.
     """
     start = text.rfind(_BOX)
@@ -21,7 +21,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def braced(text: str, start: int) -> str | None:
-    """What stands between the opening brace at `start` and the brace that closes it; None if none does."""
+    """The text between the opening brace at `start` and its closing brace; None if there is no closing brace."""
     depth = 0
     for match in _BRACE.finditer(text, start):
         depth += 1 if match[0] == "{" else -1
@@ -31,8 +31,8 @@ def braced(text: str, start: int) -> str | None:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """Content of the last `<tag>…</tag>`, read from left to right: a part reaches to the first closing tag after it
-    opens.
+    """Content of the last `<tag>…</tag>`, read from left to right: a part ends at the first closing tag after its
+    opening tag.
     """
     opening, closing = f"<{tag}>", f"</{tag}>"
     found, position = None, 0
@@ -46,9 +46,7 @@ def last_tagged(text: str, tag: str) -> str | None:
 
 
 def last_code_block(text: str) -> str | None:
-    """Content of the last closed block between lines that start with three backticks, without what names its
-    language.
-    """
+    """Content of the last closed code block, without the name of its language."""
     fences = [match.start() for match in re.finditer(r"^ {0,3}```", text, re.MULTILINE)]
     if len(fences) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Numbers from outside: what a user's function, an endpoint or a judge calls a number."""
+"""Numbers that come from a user's function, an endpoint or a judge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def finite(value: Any) -> float | None:
-    """The value as a float, truth as 1 or 0; None for what is no number, is not finite, or lies beyond every float."""
+    """The value as a float, booleans as 1 or 0; None if it is not a number, not finite, or too large for a float."""
     if not isinstance(value, int | float):
         return None
     try:

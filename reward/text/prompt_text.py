@@ -1,4 +1,4 @@
-"""What a model is shown of an item: the question that was asked, and templates that text cannot break."""
+"""What a judge model is shown of an item: the question, and templates that answers cannot break."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 
 
 class PromptTemplate:
-    """Text with `{name}` where a value goes. Only known names are placeholders, every other brace is itself; values go
-    in as they are, and what looks like a placeholder within one stays text.
+    """A text with placeholders `{name}`. Only known names are placeholders; other braces are text. Values are inserted
+    unchanged, and a placeholder inside a value stays text.
 
     Raises:
-        ValueError: a needed name is missing, or one looks like a slip of a known one.
+        ValueError: a required placeholder is missing, or one looks like a misspelt known one.
     """
 
     def __init__(self, text: str, *, known: Sequence[str] = ITEM_NAMES, needed: Sequence[str] = ("answer",)) -> None:
@@ -31,7 +31,7 @@ class PromptTemplate:
         self.names = {name for name in found if name in known or (name.startswith(_EXTRA) and len(name) > len(_EXTRA))}
         for name in sorted(found - self.names):
             if near := nearest(name, known, above=0.75):
-                raise ValueError(f"template: {{{name}}} is no placeholder; did you mean {{{near}}}?")
+                raise ValueError(f"template: {{{name}}} is not a placeholder; did you mean {{{near}}}?")
         if missing := [name for name in needed if name not in self.names]:
             raise ValueError(f"template: it lacks {{{missing[0]}}}")
 
@@ -41,9 +41,7 @@ class PromptTemplate:
 
 
 def item_values(item: ScoreItem, names: set[str], question_field: str) -> dict[str, str] | Unscored:
-    """Texts for the placeholders `names`; unscored (`invalid_input`), naming the field, if the item lacks one that is
-    shown.
-    """
+    """Texts for the placeholders `names`; unscored (`invalid_input`), naming the field, if the item lacks one."""
     values = {"answer": item.solution, "data_source": item.data_source}
     if "question" in names:
         prompt = prompt_of(item, question_field)
@@ -64,7 +62,7 @@ def item_values(item: ScoreItem, names: set[str], question_field: str) -> dict[s
 
 
 def prompt_of(item: ScoreItem, field: str) -> str | list[Message] | Unscored:
-    """`extra_info[field]`: a text, or chat messages whose contents are text (parts that are no text are refused)."""
+    """`extra_info[field]`: a text, or chat messages with text (other content is refused)."""
     prompt = item.extra_info.get(field)
     if isinstance(prompt, str):
         return prompt
@@ -80,7 +78,7 @@ def prompt_of(item: ScoreItem, field: str) -> str | list[Message] | Unscored:
 
 
 def as_text(prompt: str | Sequence[Message]) -> str:
-    """A prompt as one text: that of a lone message as it is, a conversation with the role before each turn."""
+    """A prompt as one text: a single message unchanged, a conversation with the role before each turn."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:

@@ -1,6 +1,4 @@
-"""How a judge's words become a number: by a JSON key or a regular expression, within a range or from a list of
-labels.
-"""
+"""Turns a judge's answer into a number: by a JSON key or a regular expression, within a range or from labels."""
 
 from __future__ import annotations
 
@@ -13,37 +11,37 @@ from typing import Any
 
 from tandem.reward.text.numbers import finite
 
-_END_CHARACTERS = 8000  # the verdict stands at the end; what comes before is not searched
-_MOST_OBJECTS = 200  # opening braces tried before a text counts as one without JSON
+_END_CHARACTERS = 8000  # the verdict is at the end; earlier text is not searched
+_MOST_OBJECTS = 200  # opening braces tried before a text is taken to have no JSON
 _OBJECT_START = re.compile(r'\{\s*"')
 _PATTERN_SECONDS = 1.0
 
 
 class NoVerdictError(Exception):
-    """The judge's answer holds no usable verdict; the message says why."""
+    """The judge's answer has no usable verdict; the message says why."""
 
 
 class VerdictReader:
-    """Reads the last verdict of an answer. What a model thought (`<think>` … `</think>`) is left out.
+    """Reads the last verdict of an answer. The model's reasoning (`<think>` … `</think>`) is ignored.
 
     Args:
         pattern: a regular expression; its first group (or all of it) is the verdict. Empty: `key` of the last JSON
             object that has it.
         labels: verdict → number, upper and lower case alike; empty: the verdict is a number.
-        lowest, highest: a number outside is no verdict. It is not clamped: a judge that leaves its scale did not
+        lowest, highest: a number outside is not a verdict. It is not clamped: a judge that leaves its scale did not
         understand its task.
 
     Raises:
-        ValueError: the pattern is no regular expression, or the range is empty.
+        ValueError: the pattern is not a regular expression, or the range is empty.
     """
 
     def __init__(self, *, pattern: str, key: str, labels: Mapping[str, float], lowest: float, highest: float) -> None:
-        import regex  # as `re`, but a search can be given a time limit, and it lets other threads run meanwhile
+        import regex  # unlike `re`, a search can have a time limit and lets other threads run
 
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest) and not labels:
             raise ValueError(f"lowest {lowest:g} must be below highest {highest:g}, both finite")
         if not pattern and not key:
-            raise ValueError("either pattern or score_key has to say where the score stands")
+            raise ValueError("set pattern or score_key: one of them must say where the score is")
         if not all(math.isfinite(value) for value in labels.values()):
             raise ValueError("labels must have finite values")
         try:

@@ -1,4 +1,4 @@
-"""Configuration of durable reward jobs, and of the reward service that stands alone. Imports no grpc and no redis."""
+"""Configuration of durable reward jobs, and of the standalone reward service. Imports neither grpc nor redis."""
 
 from __future__ import annotations
 
@@ -10,41 +10,40 @@ from tandem.reward.config import RewardConfig
 
 
 class JobsConfig(BaseModel):
-    """`[jobs]`: reward jobs that clients submit: where they are kept, for how long, and how many bytes of them."""
+    """`[jobs]`: where the reward jobs of clients are kept, for how long, and how many bytes of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
-    """Services with the same namespace on one Redis share its jobs; default: the run's id, `reward` for a service that
-    stands alone.
+    """Services with the same namespace on one Redis share their jobs. Default: the run's id, or `reward` for a
+    standalone service.
     """
     max_unscored_bytes: Annotated[int, Field(ge=1 << 25)] = 1 << 28
-    """Items waiting for their score; above it submission waits. One job may fill half of it."""
+    """Bytes of items that wait for a score; above this limit, submission waits. One job may use half of it."""
     max_result_bytes: Annotated[int, Field(ge=0)] = 0
-    """Results kept; above it jobs that have ended give up theirs (`expired`), the first to end first. One job may fill
-    half of it.
-    0: twice max_unscored_bytes.
+    """Bytes of results that are kept; above this limit, ended jobs lose their results (`expired`), in the order in
+    which they ended. One job may use half of it. 0: twice max_unscored_bytes.
     """
     retention_seconds: Annotated[float, Field(gt=0.0)] = 604800.0
-    """How long the results of a job that has ended are kept; then job and idempotency key are forgotten."""
+    """Time for which the results of an ended job are kept; then the job and its idempotency key are deleted."""
 
     @property
     def result_bytes(self) -> int:
-        """`max_result_bytes`, derived if it is not given."""
+        """`max_result_bytes`, or its default."""
         return self.max_result_bytes or 2 * self.max_unscored_bytes
 
     @property
     def redis_bytes(self) -> int:
-        """What jobs may take in Redis: items that wait, and results that are kept."""
+        """Bytes that jobs may take in Redis: waiting items and kept results."""
         return self.max_unscored_bytes + self.result_bytes
 
     def in_namespace(self, default: str) -> JobsConfig:
-        """The same with the default filled in."""
+        """A copy with the default namespace filled in."""
         return self.model_copy(update={"namespace": self.namespace or default})
 
 
 class ServiceConfig(BaseModel):
-    """What `tandem reward serve` reads: the sections of a recipe that concern scoring."""
+    """Configuration of `tandem reward serve`: the sections of a recipe that concern scoring."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -82,7 +82,7 @@ def test_every_scorer_and_parameter_is_described() -> None:
         "tolerance",
         "number ≥ 0.0",
         "1e-6",
-        "Largest accepted difference, relative to the ground truth where that is above 1.",
+        "Largest accepted difference, relative to the ground truth if that is above 1.",
     )
     assert [p.default for info in infos if info.name == "regex" for p in info.parameters if p.name == "pattern"] == [""]
 

@@ -51,7 +51,7 @@ def test_client_rubrics_may_name_declared_scorers(make_core: Make, functions: Pa
     assert (infos["mine"].isolation, infos["near"].isolation) == ("worker", "remote")
     assert "far" not in infos and infos["exact"].parameters and not infos["near"].parameters
     for text, told in [
-        (f"[[components]]\nscorer = '{functions}:compute_score'", "no import path"),
+        (f"[[components]]\nscorer = '{functions}:compute_score'", "cannot name an import path"),
         ("[[components]]\nscorer = 'far'", "reward.scorers"),
         ("[[components]]\nscorer = 'mien'", "did you mean mine?"),
     ]:

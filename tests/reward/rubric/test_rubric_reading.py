@@ -104,7 +104,7 @@ ONE = '[[components]]\nscorer = "exact"\n'
         (ONE + "from = [1, 1]\nto = [0, 1]", "components[0].from: its ends must differ"),
         (ONE + "name = 'a/b'", "components[0].name: 'a/b' cannot be a name in the breakdown"),
         (ONE + "name = 'earned'", "components[0].name: 'earned' cannot"),
-        (ONE + ONE, "components[1].name: 'exact' is that of components[0] already"),
+        (ONE + ONE, "components[1].name: 'exact' is already the name of components[0]"),
         ("[[components]]\nweight = 1", "components[0].scorer is missing"),
         ("[[components]]\nscorer = 'exat'", "components[0].scorer 'exat' is unknown; did you mean exact?"),
         ("[[components]]\nscorer = 'mine'", "components[0].scorer 'mine' is unknown; There are "),
@@ -117,7 +117,7 @@ ONE = '[[components]]\nscorer = "exact"\n'
         ("[[components]]\nscorer = 'regex'\narguments = {pattern = '('}",
          "components[0].arguments.pattern: is not a regular expression"),
         ("[[components]]\nscorer = 'm.py:f'",
-         "components[0].scorer 'm.py:f': a rubric sent to a service names no import path"),
+         "components[0].scorer 'm.py:f': a client's rubric cannot name an import path"),
         ("[[components]]\nscorer = 'rubric'", "components[0].arguments: scorer rubric takes name"),
         ("[[components]]\nscorer = 'rubric'\narguments = {name = 'a'}",
          "arguments.name: there is no rubric 'a'; there are none"),
@@ -169,7 +169,8 @@ def chain(names: Sequence[str]) -> str:
 )
 def test_circles_are_refused_with_their_path(names: list[str], around: str) -> None:
     with pytest.raises(
-        ScorerError, match=f"rubrics.{names[-2]}.components.0..arguments.name: rubrics go in a circle: {around}$"
+        ScorerError,
+        match=f"rubrics.{names[-2]}.components.0..arguments.name: rubrics refer to one another in a circle: {around}$",
     ):
         Rubric.parse(chain(names), allowed=CLIENT)
 
@@ -179,7 +180,7 @@ def test_depth_and_number_are_bounded() -> None:
     names = [f"r{n}" for n in range(MAX_DEPTH)]
     assert list(Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT).specs()) == [EXACT]
     names = [f"r{n}" for n in range(500)]
-    with pytest.raises(ScorerError, match=f"go no deeper than {MAX_DEPTH}"):
+    with pytest.raises(ScorerError, match=f"nested at most {MAX_DEPTH} deep"):
         Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT)
     doubling = "[[components]]\nscorer = 'rubric'\narguments = {name = 'r0'}\n"
     for n in range(12):

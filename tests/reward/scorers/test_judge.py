@@ -354,8 +354,8 @@ def arguments() -> Iterator[dict[str, Any]]:
         ({"votes": 3}, "votes at temperature 0"),
         ({"votes": 17, "temperature": 1.0}, "votes must be at most max_concurrent"),
         ({"temperature": 3.0}, "temperature must be"),
-        ({"temperature": "hot"}, "arguments.temperature: scorer judge needs a number"),
-        ({"combine": "mode"}, 'arguments.combine: scorer judge needs "mean" or "median" or "majority"'),
+        ({"temperature": "hot"}, "arguments.temperature: should be a number (got 'hot')"),
+        ({"combine": "mode"}, "arguments.combine: there is no 'mode'"),
         ({"max_attempts": 0}, "arguments.max_attempts"),
         ({"deadline_seconds": 0.0}, "arguments.deadline_seconds"),
         ({"requests_per_minute": 1, "deadline_seconds": 30.0}, "wait longer than deadline_seconds"),
@@ -365,8 +365,8 @@ def arguments() -> Iterator[dict[str, Any]]:
         ({"template": "{question}"}, "template: it lacks {answer}"),
         ({"pattern": "("}, "is not a regular expression"),
         ({"lowest": 1.0, "highest": 1.0}, "lowest 1 must be below highest 1"),
-        ({"score_key": ""}, "either pattern or score_key"),
-        ({"base_ur": "x"}, "did you mean base_url"),
+        ({"score_key": ""}, "set pattern or score_key"),
+        ({"base_ur": "x"}, "did you mean reward.arguments.base_url?"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], wrong: dict[str, Any], told: str) -> None:

@@ -206,7 +206,7 @@ def test_whoever_has_a_value_gets_a_rank_or_a_reason(numbers: list[float | None]
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"scorer": "numerc"}, "scorer 'numerc' is no built-in scorer"),
+        ({"scorer": "numerc"}, "scorer 'numerc' is unknown"),
         ({"scorer": "regex", "arguments": {"pattern": "x"}}, "scorer 'regex' needs a worker process"),
         ({"scorer": "pairwise"}, "scorer 'pairwise' compares groups itself"),
         ({"scorer": "numeric", "arguments": {"tolerance": -1}}, "tolerance"),

@@ -267,7 +267,7 @@ def test_close_ends_what_is_under_way() -> None:
         ({"batch_size": 2, "items_key": ""}, "batch_size above 1 needs items_key"),
         ({"fields": {"code": "answer"}}, "fields.code: 'answer' is none of data_source, solution"),
         ({"fields": {"code": "solution.x"}}, "fields.code"),
-        ({"constants": {"group": 1}}, "constants.group is a field of the item, too"),
+        ({"constants": {"group": 1}}, "constants.group is also a field of the item"),
         ({"labels": {"a": "b"}}, "arguments.labels"),
         ({"score_path": ""}, "arguments.score_path"),
         ({"deadline_seconds": 0}, "arguments.deadline_seconds"),

@@ -308,8 +308,8 @@ def test_models_that_cannot_be_used(folder: Path, tmp_path: Path, spoil: str, to
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"path": "/nowhere"}, "path /nowhere is no folder with a config.json"),
-        ({"path": "org/model"}, "path org/model is no folder"),
+        ({"path": "/nowhere"}, "path /nowhere is not a folder with a config.json"),
+        ({"path": "org/model"}, "path org/model is not a folder"),
         ({"label": -1}, "arguments.label"),
         ({"max_batch_tokens": 0}, "arguments.max_batch_tokens"),
         ({"timeout_seconds": 0}, "arguments.timeout_seconds"),

@@ -98,7 +98,7 @@ REFUSED = [
     (reward_pb2.ScoreRequest(rubric="x" * (65 << 10)), ScorerError, "at most 65,536"),
     (reward_pb2.ScoreRequest(rubric="[" * 10_000), ScorerError, "not valid TOML"),
     (reward_pb2.ScoreRequest(rubric='[[components]]\nscorer = "exat"'), ScorerError, "did you mean exact?"),
-    (reward_pb2.ScoreRequest(rubric='[[components]]\nscorer = "os:system"'), ScorerError, "names no import path"),
+    (reward_pb2.ScoreRequest(rubric='[[components]]\nscorer = "os:system"'), ScorerError, "cannot name an import path"),
     (reward_pb2.ScoreRequest(items=[Item()] * (MAX_ITEMS + 1)), DataError, f"has {MAX_ITEMS + 1:,} items, at most"),
     (reward_pb2.ScoreRequest(items=[Item(solution="x" * MAX_REQUEST_BYTES)]), DataError, "send fewer items at a time"),
 ]
