@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tandem.rollout.engine import find_engine  # noqa: E402
 from tandem.services.config import parse_recipe  # noqa: E402
 from tandem.services.data.arithmetic import write_task  # noqa: E402
 from tandem.services.run.ledger import create_ledger  # noqa: E402
@@ -52,6 +53,7 @@ def main() -> int:
         "run_to_first_batch_seconds": statistics.median(first for first, _ in runs),
         "weight_stall_seconds_mean": statistics.median(stall for _, stall in runs),
         "sampler_alone_ready_seconds": statistics.median(alone),
+        "model_check_seconds": _model_check(),
         "all": {"run_to_first_batch_seconds": [first for first, _ in runs], "sampler_alone_ready_seconds": alone},
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +62,17 @@ def main() -> int:
     missed = [f"{name} is over {most}" for name, most in ALLOWED.items() if record[name] > most]
     print("\n".join(f"NOT MET: {line}" for line in missed))
     return 1 if missed else 0
+
+
+def _model_check() -> dict[str, float]:
+    """Seconds to learn which architectures vLLM knows: from its source, as preflight does, and by importing it."""
+    started = time.perf_counter()
+    assert find_engine("vllm").known_architectures()
+    read = time.perf_counter() - started
+    started = time.perf_counter()
+    code = "from vllm.model_executor.models import ModelRegistry; assert ModelRegistry.get_supported_archs()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_SECONDS, stderr=subprocess.DEVNULL)
+    return {"read_from_source": round(read, 3), "imported": round(time.perf_counter() - started, 3)}
 
 
 def _prepare(folder: Path) -> Path:

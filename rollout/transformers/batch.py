@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from tandem.protos.errors import ModelError
 from tandem.protos.types import FinishReason, VersionSpan
 from tandem.rollout.sampler import Completion, SamplingRequest
 
@@ -64,6 +65,8 @@ class LanguageModel:
         end_ids = model.generation_config.eos_token_id if model.generation_config is not None else None
         self._end_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id}
         accepted = inspect.signature(model.forward).parameters
+        if "past_key_values" not in accepted:
+            raise ModelError(f"{type(model).__name__} has no KV cache that the engine transformers can use")
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._takes_positions = "position_ids" in accepted
 
@@ -110,13 +113,13 @@ class Batch:
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
         places = [numbers[tuple(row.request.prompt_ids.tolist())] for row in rows]
         index = torch.tensor(places, device=device)
-        self._cache.batch_select_indices(index)
+        self._cache.reorder_cache(index)
         self._mask_BT = mask[index]
         self._sample(logits[index], version)
 
     @property
     def is_mergeable(self) -> bool:
-        """Whether its cache can be padded. Sliding windows and recurrent states cannot."""
+        """Whether its cache can be padded. Sliding windows and recurrent states cannot: such batches stay apart."""
         return all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     def step(self, version: tuple[int, int]) -> None:
@@ -132,7 +135,7 @@ class Batch:
             kept = [number for number, row in enumerate(self.rows) if row not in ended]
             self.rows = [self.rows[number] for number in kept]
             index = torch.tensor(kept, dtype=torch.long, device=self._mask_BT.device)
-            self._cache.batch_select_indices(index)
+            self._cache.reorder_cache(index)
             self._mask_BT = self._mask_BT[index]
         return ended
 

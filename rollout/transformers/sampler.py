@@ -58,6 +58,7 @@ class TransformersSampler(Sampler):
 
     def __init__(self, arguments: SamplerArguments) -> None:
         model, tokenizer = _load(arguments)
+        language_model = LanguageModel(model, tokenizer)
         super().__init__(tokenizer, max_model_tokens=arguments.max_model_tokens, seed=arguments.seed)
         self._parameters = dict(model.named_parameters())
         tied = bool(model.config.get_text_config().tie_word_embeddings)
@@ -78,7 +79,7 @@ class TransformersSampler(Sampler):
         self._inbox: queue.SimpleQueue[Row | _Call[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of `_ended`: nothing enters the inbox afterwards
         self._ended = ""
-        self._thread = threading.Thread(target=self._run, args=(LanguageModel(model, tokenizer),), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(language_model,), daemon=True)
         self._thread.start()
 
     @property

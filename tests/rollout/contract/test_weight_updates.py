@@ -47,7 +47,8 @@ def test_every_token_of_long_answers_carries_the_version_that_sampled_it(ring: R
     running = [ring.sample(range(5, 15 + number), 4, key=f"0-{number}") for number in range(4)]
     reports = []
     while not all(future.done() for future in running):
-        reports.append(ring.update())
+        if len(reports) < 8:  # a slow engine would meet more, and each one is checked twice below
+            reports.append(ring.update())
         time.sleep(0.1)
     rows = [row for future in running for row in future.result(60)]
     assert len(reports) >= 3 and all(len(row.segments[0].spans) >= 2 for row in rows)
@@ -55,7 +56,7 @@ def test_every_token_of_long_answers_carries_the_version_that_sampled_it(ring: R
     for row in rows:
         assert row.segments[0].num_loss_tokens == LONG.max_tokens
         assert ring.errors(row).max() <= 1e-3 and ring.errors(row).mean() <= 1e-5
-    # The check has teeth: a boundary moved by one token either way shows at that token.
+    # A boundary moved by one token either way shows at that token.
     for row in rows[:4]:
         spans = [(span.first_token, span.policy_version) for span in row.segments[0].spans]
         for number in range(1, len(spans)):

@@ -127,6 +127,7 @@ def test_a_key_like_no_other_gets_the_list() -> None:
         ({"reward": {"min_scored_samples": 99}}, "reward.min_scored_samples"),
         ({"trainer": {"tokens_per_micro_batch": 8}}, "trainer.tokens_per_micro_batch"),
         ({"trainer": {"num_nodes": 2}}, "trainer.rendezvous"),
+        ({"rollout": {"engine": "vlm"}}, "rollout.engine: there is no 'vlm'; did you mean vllm?"),
     ],
 )
 def test_a_value_that_does_not_fit_is_named_with_its_place(values: dict[str, dict[str, Any]], place: str) -> None:
