@@ -1,14 +1,13 @@
-"""The one error tree of Tandem, and the one place that maps it to gRPC status names.
+"""All errors of Tandem, each with its gRPC status code.
 
-`tandem.services.rpc.limits` turns a `TandemError` raised by a handler into a status with the code below.
-`tandem.services.rpc.client` turns that status back into the same class, so a caller catches what it would catch in
-process.
+`tandem.services.rpc.limits` turns the `TandemError` of a handler into a status with that code, and
+`tandem.services.rpc.client` back into the same class, so callers catch the same classes in process and over gRPC.
 """
 
 from __future__ import annotations
 
 LINES_ABOVE = "the lines above name the cause"
-"""Ends a message whose cause another process told before it, on the same terminal or in the same log."""
+"""Ends a message whose cause another process has already written to the same terminal or log."""
 
 
 class TandemError(Exception):
@@ -18,9 +17,7 @@ class TandemError(Exception):
 
 
 class UserError(TandemError, ValueError):
-    """Something the user gave is wrong; the message names the thing, the place and the remedy. Ends a command with exit
-    code 2.
-    """
+    """An input of the user is wrong. The message names it, its place and a remedy. Commands exit with code 2."""
 
     grpc_code = "INVALID_ARGUMENT"
 
@@ -34,7 +31,7 @@ class DataError(UserError):
 
 
 class SizeError(DataError):
-    """A message has more bytes than are taken; nothing of it was done."""
+    """A message is larger than the limit. Nothing of it was processed."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
@@ -68,7 +65,7 @@ class RunExistsError(UserError):
 
 
 class JobError(UserError):
-    """A job is not in a state for what is asked of it; the message names the state."""
+    """The state of a job does not allow the request. The message names the state."""
 
     grpc_code = "FAILED_PRECONDITION"
 
@@ -80,13 +77,13 @@ class JobExistsError(JobError):
 
 
 class JobLimitError(JobError):
-    """A limit on what jobs may keep is reached; the message names it."""
+    """Jobs hold as many bytes as they may. The message names the limit."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
 
 class UnknownJobError(JobError):
-    """There is no such job: it was never submitted, or was deleted, or forgotten after its retention."""
+    """There is no such job: it was never submitted, was deleted, or has expired."""
 
     grpc_code = "NOT_FOUND"
 
@@ -98,9 +95,7 @@ class FencedError(TandemError):
 
 
 class NotAdmittedError(TandemError):
-    """A sampler that does not carry the published version tried to claim prompts, or was asked for a version it
-    lacks.
-    """
+    """A sampler without the published version tried to claim prompts, or was asked for a version it does not have."""
 
     grpc_code = "FAILED_PRECONDITION"
 
@@ -118,13 +113,13 @@ class UnavailableError(TandemError):
 
 
 class WeightTransferError(TandemError):
-    """A bucket did not arrive, or arrived with another digest. The engine still carries its old weights."""
+    """A bucket did not arrive, or arrived with another digest. The engine keeps its old weights."""
 
     grpc_code = "DATA_LOSS"
 
 
 class MissingBaseWeightsError(WeightTransferError):
-    """Adapters came without the base weights they belong to, and the sampler has no such weights."""
+    """Adapters arrived without their base weights, and the sampler does not have those."""
 
     grpc_code = "FAILED_PRECONDITION"
 
@@ -136,7 +131,7 @@ class SelectionError(TandemError):
 
 
 class TrainingError(TandemError):
-    """Learning cannot go on: batch after batch has a gradient that is not finite."""
+    """Training cannot continue: the gradients of too many batches in a row were not finite."""
 
     grpc_code = "INTERNAL"
 

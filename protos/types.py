@@ -1,4 +1,4 @@
-"""The nouns that travel, frozen, one a stage.
+"""The types that services exchange, as frozen dataclasses.
 
 Prompt → Trajectory → ScoredTrajectory → TrajectoryGroup → TrainBatch → StepResult → WeightManifest.
 
@@ -40,7 +40,7 @@ class SamplingParameters:
 
     @property
     def greedy(self) -> SamplingParameters:
-        """The same, but every token the likeliest one: how a `baseline` is sampled."""
+        """The same with temperature 0, as a `baseline` is sampled."""
         return replace(self, temperature=0.0)
 
 
@@ -64,8 +64,8 @@ class Prompt:
         return f"{self.epoch}-{self.index}"
 
     def judged_info(self, num_tokens: int) -> Mapping[str, Any]:
-        """`extra_info` with what scorers look for in it: messages as `prompt`, and how many tokens were sampled. Its
-        own keys stay.
+        """`extra_info` with the messages as `prompt` and the number of sampled tokens, for scorers. Existing keys are
+        kept.
         """
         found: dict[str, Any] = {"num_tokens": num_tokens}
         if self.messages:

@@ -1,9 +1,9 @@
-"""The reward service of a run: claims generated groups, scores them, completes them. Beside it the same core answers
+"""The reward service of a run: claims generated groups, scores them, completes them. The same core answers
 `RewardService` (services/reward/server.py) and scores the jobs of its clients (services/reward/jobs/worker.py).
 
-A failure is not a score: a row whose scorer hung or crashed is scored again, up to `reward.max_attempts`; one whose
-scorer was out of reach up to `reward.infrastructure_attempts`, after growing pauses; then it keeps its reason. A
-`baseline` row is scored like the others, and a group goes on with none but a scored one.
+A failure is not a score. A row whose scorer hung or crashed is scored again, up to `reward.max_attempts` times; one
+whose scorer was out of reach up to `reward.infrastructure_attempts` times, after growing pauses. Then it keeps its
+reason. A `baseline` row is scored like the others; a group without a score for it does not go on.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from tandem.services.reward.server import RewardServicer
 from tandem.services.service_info import ServiceEndpoint, ServiceInfo
 
 SERVICE_NAME = "reward"
-"""In the registry, and as holder of leases: a service that starts anew takes back what its predecessor held."""
+"""In the registry and as holder of leases: a service that restarts gets the leases of its predecessor back."""
 
 _IN_PROCESS_GROUPS = 16  # leased at once for scorers that take no time; what may hang is leased one a thread
-_RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the others would only come again
+_RETRIED_DATA: frozenset[UnscoredReason] = frozenset({"timeout", "crashed"})  # the other reasons are final
 _NOT_AN_ANSWER = Unscored("invalid_input", "sampling ended in an error, there is no answer to judge")
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far the scoring of one group got; saved with the lease, so that the next holder goes on from there."""
+    """The scores of a group so far. Saved with the lease, so that the next holder continues from there."""
 
     attempts: int = 0
-    """Those at which a scorer hung or crashed."""
+    """In which a scorer hung or crashed."""
     infrastructure_attempts: int = 0
-    """Those at which one was out of reach."""
+    """In which a scorer was out of reach."""
     scores: dict[int, Score] = field(default_factory=dict)
     """By trajectory id."""
 
@@ -74,14 +74,14 @@ class Progress:
         return [row for row in rows if not _failed(row) and _may_change(self.scores.get(row.trajectory_id), retried)]
 
     def record(self, rows: Sequence[Trajectory], results: Sequence[Score]) -> None:
-        """Enters the results of one attempt."""
+        """Adds the results of one attempt."""
         reasons = {result.reason for result in results if isinstance(result, Unscored)}
         self.attempts += not _RETRIED_DATA.isdisjoint(reasons)
         self.infrastructure_attempts += "infrastructure" in reasons
         self.scores.update({row.trajectory_id: result for row, result in zip(rows, results, strict=True)})
 
     def score_of(self, row: Trajectory) -> Score:
-        """The row's score, or the last reason why it has none."""
+        """The score of a row, or the latest reason why it has none."""
         return _NOT_AN_ANSWER if _failed(row) else self.scores[row.trajectory_id]
 
     def to_bytes(self) -> bytes:
@@ -95,7 +95,7 @@ class Progress:
 
     @classmethod
     def from_bytes(cls, data: bytes | None) -> Progress:
-        """What `to_bytes` wrote; a fresh start for None."""
+        """Reads what `to_bytes` wrote; None: no progress."""
         if data is None:
             return cls()
         saved = json.loads(data)
@@ -117,7 +117,7 @@ def _failed(row: Trajectory) -> bool:
 
 
 def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
-    """What the scorer is asked about one trajectory."""
+    """A trajectory as an item for the scorer."""
     sampled = sum(segment.num_loss_tokens for segment in trajectory.segments)
     return ScoreItem(
         prompt.data_source, trajectory.text, prompt.ground_truth, prompt.judged_info(sampled), prompt.group_id
@@ -125,11 +125,11 @@ def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
 
 
 def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool | None = None) -> ScoredTrajectory:
-    """The trajectory with its reward (what it earned on its way plus the score) or its reason. Rewards of its tokens
-    stay as they are.
+    """The trajectory with its reward (what the agent earned plus the score), or with its reason for having none. The
+    rewards of its tokens are left as they are.
 
-    What was earned is a component of its own, beside the scorer's components, or beside `scorer` if it has none;
-    `with_earned` says so of a group where another row earned something, so that all its rows have the same components.
+    What was earned is a component of its own, beside the scorer's components or beside `scorer`. `with_earned` adds it
+    where another row of the group earned something, so that all rows have the same components.
     """
     if isinstance(score, Unscored):
         return ScoredTrajectory(trajectory, None, unscored_reason=score.reason, unscored_detail=score.detail)
@@ -141,7 +141,7 @@ def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool | None
 
 
 def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTrajectory]:
-    """The rows of a group as they stand."""
+    """The rows of a group with their present scores."""
     with_earned = any(row.earned_reward for row in rows)
     return [scored_row(row, progress.score_of(row), with_earned=with_earned) for row in rows]
 
@@ -149,8 +149,8 @@ def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTr
 def unscored_rows_required(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
     """The rows without a reward that keep a group from going on. Empty: it may go on.
 
-    Of policy rows, `min_scored_samples` with a reward are enough (0: all of them). A baseline has no substitute:
-    without its reward the estimator can make nothing of the others.
+    `min_scored_samples` policy rows with a reward are enough (0: all of them). The baseline row always needs one: the
+    estimator compares the others with it.
     """
     policy = [row for row in rows if row.trajectory.role == "policy"]
     enough = min_scored_samples > 0 and sum(row.reward is not None for row in policy) >= min_scored_samples

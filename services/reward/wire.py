@@ -1,5 +1,7 @@
-"""Items and scores on the service's side of the wire, built for speed: a batch of 64 cheap items should cost little
-more than its bytes. Pure: it knows no call.
+"""Items and scores ⇄ protobuf, for the service. No I/O.
+
+A batch of 64 cheap items should cost little more than its bytes. The shortcuts below (columns, one `json` call for many
+texts, joined message bytes) are measured by part `calls` of benchmarks/reward.py.
 """
 
 from __future__ import annotations
@@ -21,17 +23,16 @@ MAX_ITEMS = 8192
 MAX_REQUEST_BYTES = 16 << 20
 """Bytes of one request or chunk."""
 MAX_CARRIED_BYTES = MAX_REQUEST_BYTES + 64
-"""What the transport carries of it: what stands around a request in its stream, or around a chunk, has some ten bytes.
-"""
+"""Bytes of one gRPC message: the request or chunk, and the few bytes of the message around it."""
 MAX_DEPTH = 64
-"""Lists and objects within one another in `ground_truth` and `extra_info`: what takes an item apart may recurse."""
+"""Nesting of lists and objects in `ground_truth` and `extra_info`, because scorers may recurse."""
 
 _MAX_DETAIL = 1000
 _MAX_QUOTED = 320
 _read_json_prefix = json.JSONDecoder().raw_decode
 _scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _NAMES = ("data_source", "solution", "ground_truth", "extra_info", "group")
-_fields = attrgetter(*_NAMES)  # one call in place of five
+_fields = attrgetter(*_NAMES)  # one call instead of five
 _new_item: Callable[[Iterable[Any]], ScoreItem] = partial(tuple.__new__, ScoreItem)  # `_make` is not written in C
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _Message = reward_pb2.ScoreRequest.Item
@@ -50,9 +51,9 @@ def check_size(what: str, num_items: int, num_bytes: int) -> None:
 
 
 def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[ScoreItem], dict[int, Unscored]]:
-    """The items of a batch, and by position the fault of those that cannot be read, which are not among the items.
+    """The readable items of a batch, and the faults of the others by position.
 
-    `first_item` is the number of the first one in the words of a fault. The texts of the
+    `first_item` is the number of the first item, for the text of a fault. The texts of the
     messages may be bytes (`tandem.services.reward.undecoded_text`).
     """
     columns = list(zip(*map(_fields, messages), strict=True))
@@ -62,12 +63,12 @@ def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[
     data_sources, solutions, truth_texts, extras, groups = columns
     are_texts = isinstance(groups[0], str)
     if are_texts and not any(extras):
-        try:  # column by column in one go: what nearly every batch is, in half of the time
+        try:  # column by column, which fits nearly every batch and takes half the time
             read = _read_strings(truth_texts) or map(truths.__getitem__, truth_texts)
             nothing = repeat(_NOTHING, len(groups))
             return [*map(_new_item, zip(data_sources, solutions, read, nothing, groups, strict=True))], {}
         except _UnreadableError:
-            pass  # which one it was is found below
+            pass  # the loop below finds the item
     items: list[ScoreItem] = []
     faults: dict[int, Unscored] = {}
     for position, values in enumerate(zip(*columns, strict=True)):
@@ -81,16 +82,16 @@ def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[
 
 
 def with_faults(scores: Sequence[Score], faults: dict[int, Unscored]) -> list[Score]:
-    """Scores of the items that could be read, with the faults of the others in their places."""
+    """All results in order: the scores of the readable items and the faults of the others."""
     rest = iter(scores)
     return [faults[position] if position in faults else next(rest) for position in range(len(scores) + len(faults))]
 
 
 def reply_of(scores: Sequence[Score]) -> reward_pb2.ScoreReply:
-    """The reply with one result an item."""
-    # Messages that follow one another in one text are one message: its lists are joined. So an item that was put into
-    # bytes before, as nearly all of a batch were (there are few rewards), is not built again.
-    known: dict[int, bytes] = {}  # by identity: scorers give the same few objects again and again
+    """The reply with one result for each item."""
+    # The bytes of several messages in a row decode as one message whose lists are joined. So each distinct score of a
+    # batch, and there are few, is serialised once.
+    known: dict[int, bytes] = {}  # by identity: scorers return the same few objects
     parts = []
     for score in scores:
         part = known.get(id(score))
@@ -108,22 +109,20 @@ def _reply_bytes(score: Score) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _scored_bytes(value: float, breakdown: tuple[tuple[str, float], ...]) -> bytes:
-    # 0.0 and -0.0 are one key here, so they are one number on the wire: the plus.
+    # `+ 0.0` turns -0.0 into 0.0: both are one key of this cache.
     parts = {_sendable(name): part + 0.0 for name, part in breakdown}
     scored = reward_pb2.ScoreReply.Scored(value=value + 0.0, breakdown=parts)
     return reward_pb2.ScoreReply(items=[reward_pb2.ScoreReply.Item(scored=scored)]).SerializeToString()
 
 
 def unscored_message(score: Unscored) -> reward_pb2.ScoreReply.Item:
-    """A reason with its detail cut to a length, whatever text it holds."""
+    """An unscored result, with its detail shortened."""
     detail = _sendable(score.detail[:_MAX_DETAIL])
     return reward_pb2.ScoreReply.Item(unscored=reward_pb2.ScoreReply.Unscored(reason=score.reason, detail=detail))
 
 
 def _sendable(text: str) -> str:
-    """The text, with halves of surrogate pairs, which a scorer may have from JSON and which are no characters, written
-    out.
-    """
+    """The text with lone surrogates escaped, which JSON may contain and UTF-8 cannot encode."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -147,7 +146,7 @@ class _Truths(dict[str, Any]):
     def __missing__(self, text: str) -> Any:
         try:
             value, end = _scan(text, 0)
-            plain = type(value) is str and end == len(text)  # as nearly every ground truth is
+            plain = type(value) is str and end == len(text)  # nearly every ground truth is one
         except (StopIteration, ValueError, RecursionError):
             plain = False
         if not plain:
@@ -160,9 +159,8 @@ class _Truths(dict[str, Any]):
 
 
 def _read_strings(texts: Sequence[str]) -> list[str] | None:
-    """The strings that the texts are in JSON, read in one go; None if one of them is anything else."""
-    # A string cannot reach over the line break between two texts, and a list or object, which could, is no string: so
-    # if as many strings come out as texts went in, each is one.
+    """The strings that the JSON texts stand for, read in one call. None if one of them is no string."""
+    # No JSON string contains a line break, so no string spans two texts: as many strings as texts means one each.
     joined = "[" + "\n,\n".join(texts) + "]"
     try:
         read, end = _read_json_prefix(joined)
@@ -190,13 +188,13 @@ def _read_object(text: str) -> dict[str, Any]:
 
 
 def _read_json(text: str) -> Any:
-    """Raises ValueError in place of RecursionError too."""
+    """The value. Raises ValueError, also instead of RecursionError."""
     try:
         try:
             value, end = _read_json_prefix(text)
         except ValueError:
             end = -1
-        if end != len(text):  # white space around it, or no JSON
+        if end != len(text):  # white space around the value, or no JSON
             value = json.loads(text)
     except RecursionError:
         raise ValueError(f"more than {MAX_DEPTH} lists and objects within one another") from None
@@ -206,7 +204,7 @@ def _read_json(text: str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    """Lists and objects within one another."""
+    """How deeply lists and objects are nested."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, list | dict)]:
         depth += 1

@@ -29,8 +29,8 @@ class Chunk:
         return [n for n, result in enumerate(self._results) if result is None]
 
     def units(self, grouped: bool) -> list[list[int]]:
-        """Positions without a result, those that are scored in one call together: the items of a group, if these are
-        compared.
+        """Positions without a result, in lists that are scored in one call: the items of a group, if the rubric
+        compares them, else one each.
         """
         units: dict[str | int, list[int]] = {}
         for n in self.pending():
@@ -38,19 +38,18 @@ class Chunk:
         return list(units.values())
 
     def enter(self, positions: Sequence[int], scores: Sequence[Score]) -> None:
-        """Puts results in their places."""
+        """Sets the results of these positions."""
         for n, score in zip(positions, scores, strict=True):
             self._results[n] = score
 
     def enter_all(self, reason: Unscored) -> None:
-        """Gives every item without a result this one."""
+        """Gives this result to every item that has none."""
         self._results = [result or reason for result in self._results]
 
     def forget_infrastructure(self, grouped: bool) -> bool:
-        """Takes back the results of items whose scorer was out of reach, and of their groups if those are compared with
-        one another.
+        """Removes the results of items whose scorer was out of reach, and of their groups if the rubric compares items.
 
-        Whether anything has no result now.
+        Returns whether any item has no result now.
         """
         failed = {
             n for n, one in enumerate(self._results) if isinstance(one, Unscored) and one.reason == "infrastructure"
@@ -62,7 +61,7 @@ class Chunk:
         return bool(self.pending())
 
     def results(self) -> list[Score]:
-        """One an item, in order."""
+        """One result for each item, in order."""
         results = [result for result in self._results if result is not None]
         assert len(results) == len(self._results), "an item of a finished chunk has no result"
         return results

@@ -1,8 +1,8 @@
-"""Reward jobs in Redis: verbs that are one atomic script each. Every item of a job ends once: with a score, with a
-reason, or cancelled.
+"""Reward jobs in Redis. Each verb is one atomic script. Every item of a job ends once: scored, unscored or cancelled.
 
-Chunks are the unit: stored with their items, leased with a fencing token, scored, stored as results. If the holder of a
-lease dies, the chunk waits again in its old place; if it was only late, its results are refused.
+A job consists of chunks: each is stored with its items, leased with a fencing token, scored, and replaced by its
+results. If the holder of a lease dies, the chunk returns to its old place; if it was only late, its results are
+refused.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class JobRecord:
     num_chunks: int
     """Stored so far: indices 0 … num_chunks - 1."""
     num_results: int
-    """Chunks that have results: cursors 1 … num_results."""
+    """Chunks with results: cursors 1 … num_results."""
     result_bytes: int
-    """Kept of it: its results, its rubric until it has ended, and some for itself."""
+    """Stored for it: its results, its rubric until it has ended, and its record."""
     created_at: float
     finished_at: float
     expires_at: float
@@ -63,13 +63,13 @@ class JobRecord:
 
     @property
     def ended(self) -> bool:
-        """True once no result will come any more; those there are may be given up yet (`EXPIRED`)."""
+        """True once no further result will come. The results may still be deleted (`EXPIRED`)."""
         return self.state in ("DONE", "CANCELLED", "EXPIRED")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkClaim:
-    """A leased chunk: the items as they were stored, and what an earlier holder left behind."""
+    """A leased chunk: its stored items, and what an earlier holder saved."""
 
     job_id: str
     index: int
@@ -77,12 +77,12 @@ class ChunkClaim:
     first_item: int
     """Number of its first item within the job."""
     attempts: int
-    """How often its items were scored before, in vain for some of them."""
+    """How often its items were scored before, without a result for some of them."""
     losses: int
-    """Holders in a row that died; one that only lost its lease, and says so, is not counted."""
+    """Holders in a row that died. One that only lost its lease, and reports it, is not counted."""
     under_way: int
-    """What the last of them was scoring: so many units (items, or groups that are compared) of those without a result;
-    0: all.
+    """How many units (items, or groups that are compared) the last of them was scoring, of those without a result.
+    0: all of them.
     """
     rubric: str
     digest: str
@@ -95,8 +95,8 @@ class JobStore:
     """The jobs of one namespace. Thread-safe.
 
     Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a
-    full Redis raises EnvironmentLackError. What a method says is stored was fsynced, if Redis is set up so; the
-    embedded one is.
+    full Redis raises EnvironmentLackError. What a method reports as stored was fsynced, if Redis is set up to do so, as
+    the embedded one is.
     """
 
     def __init__(self, redis_url: str, config: JobsConfig) -> None:
@@ -110,23 +110,22 @@ class JobStore:
         self.connection.close()
 
     def register(self, worker: str) -> int:
-        """A worker has just started: chunks that its predecessor of that name held wait again. Returns how many."""
+        """Registers a worker that has just started. The chunks of its predecessor wait again; returns how many."""
         return int(self.connection.run("register", worker))
 
     def submit(self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "") -> JobRecord:
-        """Creates the job of an idempotency key, or returns the one there is; `name` and `digest` are those of its
-        creation.
+        """Creates the job of an idempotency key, or returns the existing one with its own name and digest.
 
         Raises:
             JobExistsError: the key's job has another rubric or priority.
-            JobLimitError: so much is kept of other jobs that no new one is taken.
+            JobLimitError: other jobs hold as many bytes as they may.
         """
-        # Ids sort by age: of chunks that are due at once, that of the older job comes first.
+        # Ids sort by age, so of two chunks with the same place that of the older job comes first.
         fresh = f"{time.time_ns() // 1000:014x}{uuid.uuid4().hex[:18]}"
         return _job(self.connection.run("submit", fresh, key, rubric, priority, name, digest))
 
     def add_chunk(self, job_id: str, index: int, num_items: int, items: bytes) -> tuple[bool, JobRecord]:
-        """Stores a chunk; one that is stored already is not stored again. False: there is no room yet, see `has_room`.
+        """Stores a chunk, once. False: there is no room yet, see `has_room`.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -138,12 +137,12 @@ class JobStore:
         return bool(stored), _job(job)
 
     def has_room(self, job_id: str, num_bytes: int) -> tuple[bool, JobRecord]:
-        """Whether a chunk of so many bytes finds room now, or the job takes none any more. Raises UnknownJobError."""
+        """Whether a chunk of that size has room now, or the job takes no more chunks. Raises UnknownJobError."""
         room, job = self.connection.run("wait_for_room", checked_job_id(job_id), num_bytes)
         return bool(room), _job(job)
 
     def seal(self, job_id: str, num_chunks: int) -> JobRecord:
-        """Says that no more chunks will come; the job ends when all have results.
+        """Says that no more chunks follow. The job ends when all have results.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -153,9 +152,9 @@ class JobStore:
         return _job(self.connection.run("seal", checked_job_id(job_id), num_chunks))
 
     def claim(self, worker: str, lease_seconds: float, timeout_seconds: float) -> ChunkClaim | None:
-        """Leases the chunk that comes first; waits for one. None at the timeout.
+        """Leases the next chunk; waits for one. None at the timeout.
 
-        Chunks of higher priority come first; among jobs of the same, turns are taken item by item.
+        Chunks of higher priority come first. Jobs of the same priority take turns, item by item.
         """
 
         def attempt() -> list[ChunkClaim]:
@@ -166,22 +165,21 @@ class JobStore:
         return claimed[0] if claimed else None
 
     def renew(self, claims: Sequence[ChunkClaim], lease_seconds: float) -> list[int]:
-        """Extends leases to `lease_seconds` from now; returns the tokens of those that are ours no longer."""
+        """Extends leases to `lease_seconds` from now. Returns the tokens of leases that are lost."""
         flat = [part for claim in claims for part in (claim.job_id, claim.index, claim.token)]
         return [int(token) for token in self.connection.run("renew", milliseconds(lease_seconds), *flat)]
 
     def save(self, claim: ChunkClaim, *, partial: bytes, under_way: int, cleared: bool) -> bool:
-        """Keeps what is scored so far, and says what comes next (see `ChunkClaim.under_way`), in case the holder dies
-        of it.
+        """Saves what is scored so far and what comes next (see `ChunkClaim.under_way`), in case the holder dies.
 
-        `cleared`: what earlier holders died of is behind. False if the lease is not current.
+        `cleared`: the items that earlier holders died of are scored. False if the lease is not current.
         """
         return bool(
             self.connection.run("save", claim.job_id, claim.index, claim.token, partial, under_way, int(cleared))
         )
 
     def give_back(self, claim: ChunkClaim, *, attempts: int, partial: bytes, pause_seconds: float) -> bool:
-        """Ends the lease: the chunk waits again after a pause, with what is scored of it. False if the lease is not
+        """Ends the lease. The chunk waits again after a pause, with its partial results. False if the lease is not
         current.
         """
         arguments = (claim.job_id, claim.index, claim.token, attempts, partial, milliseconds(pause_seconds))
@@ -190,10 +188,9 @@ class JobStore:
     def complete(
         self, claim: ChunkClaim, results: bytes, *, num_scored: int, sum_values: float, num_unscored: Mapping[str, int]
     ) -> bool:
-        """Stores the results of all items of a chunk and ends its lease. False if the lease is not current: they are
-        refused.
+        """Stores the results of a chunk and ends its lease. False if the lease is not current: the results are refused.
 
-        If too much is kept now, other jobs that have ended give up their results.
+        If jobs then hold too many bytes, results of other jobs that have ended are deleted.
 
         Raises:
             LedgerError: the numbers do not add up to the items of the chunk.
@@ -203,14 +200,16 @@ class JobStore:
         return bool(self.connection.run("complete", new_request(), *arguments))
 
     def cancel(self, job_id: str) -> JobRecord:
-        """Ends a job: items without a result are counted as `cancelled`. Nothing happens to one that has ended. Raises
-        UnknownJobError.
+        """Cancels a job: its items without a result become `cancelled`. A job that has ended is left as it is.
+
+        Raises:
+            UnknownJobError: there is no such job.
         """
         return _job(self.connection.run("cancel", checked_job_id(job_id)))
 
     def delete(self, job_id: str) -> JobRecord:
-        """Forgets a job that has ended, its results and its key, and returns it as it was; asked again within a minute,
-        too.
+        """Deletes a job that has ended, with its results and its key. Returns it as it was, also when repeated within a
+        minute.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -219,14 +218,13 @@ class JobStore:
         return _job(self.connection.run("delete", checked_job_id(job_id)))
 
     def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
-        """The job, and results with cursors `after_cursor` + 1, + 2, …: up to `max_bytes`, but one at least if there is
-        any.
+        """The job, and its results after a cursor: up to `max_bytes`, but at least one if there is any.
 
         0 bytes: only the job.
 
         Raises:
             UnknownJobError: there is no such job.
-            JobError: its results were given up.
+            JobError: its results were deleted.
         """
         job, results = self.connection.run("events", checked_job_id(job_id), after_cursor, max_bytes)
         return _job(job), list(results)
@@ -236,15 +234,13 @@ class JobStore:
         return [_job(reply) for reply in self.connection.run("list", limit)]
 
     def counts(self) -> dict[str, float]:
-        """Jobs kept, chunks waiting and leased, bytes of items and of results, and sums over the life of the
-        namespace.
-        """
+        """Jobs, chunks waiting and leased, bytes of items and of results, and sums over the life of the namespace."""
         reply = self.connection.run("counts")
         return {name.decode(): float(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
 
 
 def checked_job_id(job_id: str) -> str:
-    """The id, if it can be one. Raises UnknownJobError for what no job was ever called."""
+    """The id. Raises UnknownJobError if it is no job id."""
     if not _JOB_ID.fullmatch(job_id):
         raise UnknownJobError(f"there is no job {job_id!r:.80}; a job_id has 32 hexadecimal digits")
     return job_id

@@ -1,9 +1,9 @@
 """The worker for reward jobs: leases chunks, scores several at once, and stores their results.
 
-A failure is not a score: items whose scorer is out of reach are scored again after a pause,
-`reward.infrastructure_attempts` times in all, and keep that reason after that. Other reasons would only come again. If
-holders of a chunk die one after the other, the next one scores what the last had under way in smaller and smaller
-parts, until one item is left to blame; the others keep their scores.
+A failure is not a score. Items whose scorer is out of reach are scored again after a pause, up to
+`reward.infrastructure_attempts` times, and then keep that reason; other reasons are final. If several holders of a
+chunk die in a row, the next one scores the items that the last was scoring in smaller and smaller parts, until one item
+is left to blame. The others keep their scores.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tandem.services.reward.wire import reply_of
 
 _JOIN_SECONDS = 7.0
 _MOST_THREADS = 8
-_MOST_LOSSES = 5  # an item whose holder dies so often is what they die of
-_PARTS = 16  # of what a dead holder had under way: 16 ** 4 > 8192, so one item is left after so many losses
+_MOST_LOSSES = 5  # in a row, at one item: it is the cause
+_PARTS = 16  # of what a dead holder was scoring: 16 ** 4 > 8192, so four losses lead to one item
 _FIRST_SLICE_UNITS = 64
-_SLICE_SECONDS = 1.0  # a slice is twice as long as the one before while that took less; between saves, too
+_SLICE_SECONDS = 1.0  # slices double while they take less; also the time between two saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,18 +182,16 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         return _result_of(claim, chunk)
 
     def _score(self, chunk: Chunk, held: Held[ChunkClaim]) -> bool:
-        """Scores what has no result yet, as far as the lease goes on. Whether the items of a group depend on one
-        another.
-        """
+        """Scores the items without a result until the lease is cancelled. Returns whether the rubric compares items."""
         claim = held.lease
         try:
             rubric = self._core.compile(claim.rubric)
         except ScorerError as error:
-            # It was fine when the job was submitted. Another replica may still know it.
+            # The service accepted it with the job, so another replica may know it.
             chunk.enter_all(Unscored("infrastructure", f"{self._worker}: {error}"))
             return False
         if claim.digest and rubric.digest != claim.digest:
-            what = "has another rubric of its own than the service this job was submitted to"
+            what = "has another rubric than the service this job was submitted to"
             chunk.enter_all(Unscored("infrastructure", f"{self._worker} {what}"))
             return False
         units = chunk.units(rubric.grouped)
@@ -205,8 +203,8 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
     def _score_suspects(
         self, chunk: Chunk, held: Held[ChunkClaim], rubric: CompiledRubric, units: list[list[int]]
     ) -> list[list[int]]:
-        """Scores what the last holder died of, in parts, each of them announced before. What is left for the
-        usual way.
+        """Scores the units that the last holder was scoring when it died, in parts, each saved as `under_way` first.
+        Returns the other units.
         """
         claim = held.lease
         number = min(claim.under_way or len(units), len(units))
@@ -242,7 +240,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
     def _score_units(
         self, chunk: Chunk, held: Held[ChunkClaim], rubric: CompiledRubric, units: list[list[int]]
     ) -> None:
-        """In one call, unless the lease is lost by now."""
+        """Scores units in one call, unless the lease is cancelled."""
         positions = sorted(position for unit in units for position in unit)
         if positions and not held.cancelled.is_set():
             chunk.enter(positions, self._core.score(rubric, [chunk.items[n] for n in positions], "jobs"))
