@@ -15,7 +15,7 @@ from typing import Literal
 
 from tandem.services.run.folder import cannot_write
 
-State = Literal["starting", "running", "restarting", "stopped", "failed"]
+State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed"]
 
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
 """Pid of the supervisor; `tandem serve` dies with it (`process.die_with_parent`)."""
@@ -44,6 +44,8 @@ class ChildSpec:
     command: tuple[str, ...]
     log_file: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    start_after: str = ""
+    """Name of a child that has to be running before this one starts."""
 
 
 class RestartPolicy:

@@ -47,6 +47,19 @@ def place(recipe: Recipe, name: str) -> Mapping[str, str]:
     }
 
 
+def starts_after(recipe: Recipe, name: str) -> str:
+    """The service that has to run before the service `name` starts; "" if it starts at once.
+
+    On a machine with fewer cores than services with a model, all of them starting at once delay the first batch: each
+    needs about ten seconds of processor time for its imports. So the first sampler starts alone, the others after it.
+    """
+    rollout = recipe.rollout
+    num_busy = recipe.trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size
+    service, replica = _split(name)
+    first_alone = service == "rollout" and replica > 0 and len(os.sched_getaffinity(0)) < num_busy
+    return "rollout-0" if first_alone else ""
+
+
 def _gpu_environment(recipe: Recipe, name: str, gpus: tuple[str, ...]) -> dict[str, str]:
     service, replica = _split(name)
     width = recipe.rollout.tensor_parallel_size

@@ -51,7 +51,10 @@ class ProcessGroup:
         """Starts the children and watches them until the end. Returns the exit code; no child survives this call."""
         try:
             for child in () if self._stops_requested else self.children:
-                child.start()
+                if child.spec.start_after:
+                    child.state = "waiting"
+                else:
+                    child.start()
             return self._watch()
         finally:
             self._stop_children()
@@ -104,7 +107,7 @@ class ProcessGroup:
         """Restarts a child that died. Returns the exit code of the run if the run is over."""
         code = child.exit_code()
         if code is None:
-            if child.state == "restarting" and time.monotonic() >= child.restart_at:
+            if self._start_is_due(child):
                 child.start()
             elif child.state == "starting" and self.last_heartbeat(child.name) > child.started_at:
                 child.state = "running"
@@ -124,6 +127,11 @@ class ProcessGroup:
             self.report(f"tandem: {child.name}: {self._error_line(child)}")
             return USER_ERROR
         return self._restart(child, code)
+
+    def _start_is_due(self, child: Child) -> bool:
+        if child.state == "restarting":
+            return time.monotonic() >= child.restart_at
+        return child.state == "waiting" and self.states()[child.spec.start_after][0] == "running"
 
     def _error_line(self, child: Child) -> str:
         """The child's error message. If it refers to the lines above it, names the log and its last exception."""

@@ -19,7 +19,7 @@ from tandem.services.run.control import ControlServer
 from tandem.services.run.folder import CONFIG_FILE, RunAddress, RunLock, external_redis_url
 from tandem.services.run.ledger import check_redis_room, create_ledger
 from tandem.services.run.outcome import report_outcome
-from tandem.services.run.placement import place
+from tandem.services.run.placement import place, starts_after
 from tandem.services.run.preflight import check_recipe
 from tandem.services.run.process_group import INTERRUPTED, SERVICE_ORDER, ProcessGroup
 from tandem.services.run.progress import Progress, RunWatch
@@ -86,6 +86,7 @@ def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
             command=(sys.executable, "-m", "tandem.services.cli", "serve", *arguments[name]),
             log_file=recipe.folder / "logs" / f"{name}.log",
             environment={**common_environment(redis_url), **place(recipe, name)},
+            start_after=starts_after(recipe, name),
         )
         for name in order
     ]

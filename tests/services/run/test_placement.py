@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.services.run import placement
-from tandem.services.run.placement import gpus_wanted, place
+from tandem.services.run.placement import gpus_wanted, place, starts_after
 from tests.support.run_inputs import recipe_of
 
 VALUES: dict[str, dict[str, Any]] = {"run": {"run_id": "x"}, "model": {"path": "m"}, "data": {"train_file": "t"}}
@@ -38,6 +38,16 @@ def test_samplers_side_by_side_get_a_core_for_every_worker() -> None:
     assert place(recipe, "rollout-0")["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     assert place(recipe, "rollout-1")["VLLM_CPU_OMP_THREADS_BIND"] == "2|0"
     assert "VLLM_CPU_OMP_THREADS_BIND" not in place(recipe, "trainer")
+
+
+@pytest.mark.parametrize(("cores", "after"), [(2, "rollout-0"), (3, "")])
+def test_with_few_cores_the_first_sampler_starts_before_the_others(
+    monkeypatch: pytest.MonkeyPatch, cores: int, after: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    recipe = recipe_of(VALUES, rollout={"num_replicas": 2})
+    assert starts_after(recipe, "rollout-1") == after
+    assert all(starts_after(recipe, name) == "" for name in ("feed", "rollout-0", "reward", "trainer"))
 
 
 def test_what_the_users_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,27 @@ def test_the_end_of_the_trainer_ends_the_run_and_every_other_child(tmp_path: Pat
     assert log_says(tmp_path / "trainer.log", "trained")
 
 
+def test_a_child_waits_for_the_one_it_starts_after(tmp_path: Path) -> None:
+    processes = ProcessGroup(report=print)
+    beats = {"rollout-0": 0.0}
+    processes.last_heartbeat = lambda name: beats.get(name, 0.0)
+    seen: list[str] = []
+
+    def poll() -> None:
+        seen.append(processes.states()["rollout-1"][0])
+        if len(seen) == 5:
+            beats["rollout-0"] = float("inf")
+        if seen[-1] == "starting":
+            processes.finish()
+
+    processes.on_poll.append(poll)
+    for name, after in (("rollout-0", ""), ("rollout-1", "rollout-0")):
+        spec = ChildSpec(name, (sys.executable, "-c", SLEEP), tmp_path / f"{name}.log", start_after=after)
+        processes.children.append(Child(spec, processes.token))
+    assert processes.run() == FINISHED
+    assert seen[:5] == ["waiting"] * 5 and seen[-1] == "starting"
+
+
 def test_the_end_of_another_child_ends_nothing(tmp_path: Path) -> None:
     outcome, _, processes = run_processes(tmp_path, {"feed": "pass", "trainer": "import time; time.sleep(0.5)"})
     assert outcome == FINISHED
