@@ -312,7 +312,7 @@ def test_a_refused_claim_is_repeated_and_its_reason_is_shown() -> None:
     queue, worker = Queue("a"), Worker()
     queue.errors["claim"] = [NotAdmittedError("not yet")] * 2
     reasons: set[str] = set()
-    run(queue, worker, lambda loop: reasons.add(loop.refusal) or bool(queue.completed))  # type: ignore[func-returns-value]
+    run(queue, worker, lambda loop: reasons.add(loop.refusal) or bool(queue.completed))
     assert reasons == {"not yet", ""}
 
 

@@ -137,7 +137,7 @@ class Reader:
 
 
 def limits_in_order(limits: object) -> list[str]:
-    return sorted(limits, key=lambda name: (not name.startswith("max_"), name))  # type: ignore[call-overload, no-any-return]
+    return sorted(limits, key=lambda name: (not name.startswith("max_"), name))
 
 
 def item(text: str) -> str:

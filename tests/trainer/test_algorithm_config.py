@@ -1,6 +1,4 @@
-"""What is learned from a batch, as a recipe says it: every name loads, what does not fit together is refused, and it
-reads back.
-"""
+"""The algorithm in a recipe: every name loads, parts that do not fit together are refused, and TOML reads back."""
 
 from __future__ import annotations
 
@@ -128,10 +126,7 @@ def test_another_preset_on_top_of_a_saved_recipe_is_that_preset() -> None:
         ('loss = "dapo"', "trainer.loss: there is no 'dapo'; did you mean clipped_surrogate?"),
         ('[trainer.loss]\nname = "gsop"', "trainer.loss: there is no 'gsop'; did you mean gspo?"),
         ('correction = "icepopp"', "trainer.correction.preset: there is no 'icepopp'; did you mean icepop?"),
-        (
-            'aggregation = "token_mean"',
-            "trainer.aggregation: there is no 'token_mean'; did you mean token-mean?",
-        ),
+        ('aggregation = "token_mean"', "trainer.aggregation: there is no 'token_mean'; did you mean token-mean?"),
         ("clip_low = 0.1", "unknown key trainer.clip_low; did you mean trainer.loss.clip_low?"),
         (
             '[trainer.loss]\nname = "gspo"\ndual_clip = 3',

@@ -78,7 +78,7 @@ def test_past_a_gate_that_is_not_passed_everything_counts_nothing(st_data: Any, 
     failed = [
         n
         for n in mine
-        if (component := rubric.components[n]).gate and component.normalised(scores[n].value) < component.pass_at  # type: ignore[union-attr]
+        if (component := rubric.components[n]).gate and component.normalised(scores[n].value) < component.pass_at
     ]
     for n in mine:
         component = rubric.components[n]

@@ -51,7 +51,7 @@ class Scoring:
         self.file = folder / "scorer.py"
         self.file.write_text(FUNCTION.format(log=str(self._log)))
         declared = {"slow": {"scorer": f"{self.file}:compute_score"}}
-        self.core = ScoringCore(RewardConfig(scorer="slow", scorers=declared, timeout_seconds=60.0, **config))  # type: ignore[arg-type]
+        self.core = ScoringCore(RewardConfig(scorer="slow", scorers=declared, timeout_seconds=60.0, **config))
         self._threads = ThreadPoolExecutor(4)
 
     def begin(

@@ -40,9 +40,6 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-# ---- the rule ----
-
-
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PRIORITIES), st.none()), max_size=200))
 def test_peek_and_pop_agree(steps: list[Priority | None]) -> None:
@@ -77,9 +74,6 @@ def test_try_continue_gives_the_same_turns_as_adding_again(busy: set[Priority], 
             working = on.pop()
         served.append((first, working))
     assert all(one == other for one, other in served)
-
-
-# ---- on an event loop ----
 
 
 def test_semaphore_slots_go_to_the_ring_first_and_jobs_get_their_share() -> None:
@@ -171,9 +165,6 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
 
     run(work)
     assert order == [*["ring"] * 3, "much", *["ring"] * 3, "little"]
-
-
-# ---- at the interpreter ----
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_no_text_can_break_a_template(answer: str, question: str) -> None:
 def test_placeholders() -> None:
     template = PromptTemplate("{answer}|{ground_truth}|{data_source}|{extra_info.rubric}")
     one = ScoreItem("d", "a", {"target": "ü"}, {"rubric": ["x"]})
-    assert template.fill(item_values(one, template.names, "prompt")) == 'a|{"target": "ü"}|d|["x"]'  # type: ignore[arg-type]
+    assert template.fill(item_values(one, template.names, "prompt")) == 'a|{"target": "ü"}|d|["x"]'
     for slip, told in (("{anwser}", "did you mean {answer}"), ("{question}", "lacks {answer}")):
         with pytest.raises(ValueError, match=told):
             PromptTemplate(slip)

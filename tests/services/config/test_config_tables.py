@@ -215,10 +215,7 @@ def test_an_override_below_a_value_or_a_list_is_refused() -> None:
         ({"clip_lo": 1}, "unknown key trainer.clip_lo; there are rate, mode, loss, second_loss, correction, adapters"),
         ({"bounds": 1}, "unknown key trainer.bounds; did you mean trainer.loss.bounds or trainer.second_loss.bounds?"),
         ({"cap": 1}, "unknown key trainer.cap; did you mean trainer.correction.cap?"),
-        (
-            {"loss": {"name": "gate", "temperature": 0}},
-            "trainer.loss.temperature: should be a number > 0.0 (got 0)",
-        ),
+        ({"loss": {"name": "gate", "temperature": 0}}, "trainer.loss.temperature: should be a number > 0.0 (got 0)"),
         (
             {"second_loss": {"name": "clipped", "clip_low": "low"}},
             "trainer.second_loss.clip_low: should be a number ≥ 0.0, ≤ 1.0 (got 'low')",
@@ -231,19 +228,13 @@ def test_an_override_below_a_value_or_a_list_is_refused() -> None:
         ({"adapters": {"ranks": 1}}, "unknown key trainer.adapters.ranks; did you mean trainer.adapters.rank?"),
         ({"adapters": {"layers": 3}}, 'trainer.adapters.layers: should be "all" or list of text (got 3)'),
         ({"adapters": "all"}, "trainer.adapters: should be a table (got 'all')"),
-        (
-            {"correction": "sofd"},
-            "trainer.correction.preset: there is no 'sofd'; did you mean soft?",
-        ),
+        ({"correction": "sofd"}, "trainer.correction.preset: there is no 'sofd'; did you mean soft?"),
         ({"correction": 2}, "trainer.correction: should be a preset or table (got 2)"),
         (
             {"correction": {"rules": [{}, {"levle": 1}]}},
             "unknown key trainer.correction.rules[1].levle; did you mean trainer.correction.rules[1].level?",
         ),
-        (
-            {"mode": "token_mean"},
-            "trainer.mode: there is no 'token_mean'; did you mean token-mean?",
-        ),
+        ({"mode": "token_mean"}, "trainer.mode: there is no 'token_mean'; did you mean token-mean?"),
         ({"rate": 2, "adapters": {}}, "trainer: rate is above 1 with adapters"),
     ],
 )

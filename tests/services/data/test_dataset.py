@@ -85,7 +85,7 @@ def test_random_and_ordered_reading_agree(tmp_path: Path) -> None:
     in_order = [row.ground_truth for row in dataset if isinstance(row, Row)]
     assert in_order == [str(n) for n in range(3000)]
     order = np.random.default_rng(0).permutation(3000)
-    assert [dataset.row(int(n)).ground_truth for n in order[:500]] == [str(n) for n in order[:500]]  # type: ignore[union-attr]
+    assert [dataset.row(int(n)).ground_truth for n in order[:500]] == [str(n) for n in order[:500]]
 
 
 def test_every_bad_row_is_counted_by_reason(tmp_path: Path, model: Path) -> None:

@@ -88,7 +88,7 @@ def test_what_is_trained_beside_the_policy_counts_in_memory_and_on_disk(
     facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
     with_critic = model_check.ModelFacts("Qwen2ForCausalLM", 10**9, num_critic_parameters=10**9)
     plain = recipe_of(values)
-    assert preflight.check_models(recipe_of(values, trainer={"advantage": "gae"})).num_critic_parameters == 240  # type: ignore[union-attr]
+    assert preflight.check_models(recipe_of(values, trainer={"advantage": "gae"})).num_critic_parameters == 240
     assert preflight.disk_need_bytes(plain, with_critic) == preflight.disk_need_bytes(plain, facts) + 12e9
     adapters = recipe_of(values, trainer={"lora": {}})
     assert preflight.disk_need_bytes(adapters, facts) == preflight.disk_need_bytes(plain, facts) - 12e9

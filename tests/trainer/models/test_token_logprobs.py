@@ -143,7 +143,7 @@ def test_no_token_gives_zero_gradients() -> None:
     target_N, temperature_N = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     found = token_statistics(hidden_NH[:0], weight_VH, bias_V, target_N, temperature_N, entropy=True)
     assert found.entropy_N is not None and found.logprobs_N.shape == found.entropy_N.shape == (0,)
-    for gradient in torch.autograd.grad(found.logprobs_N.sum(), [hidden_NH, weight_VH, bias_V]):  # type: ignore[list-item]
+    for gradient in torch.autograd.grad(found.logprobs_N.sum(), [hidden_NH, weight_VH, bias_V]):
         assert not gradient.any()
 
 

@@ -213,7 +213,7 @@ def test_where_proximal_logprobs_come_from() -> None:
     behavior, recomputed = torch.tensor([-1.5, -1.5]), torch.tensor([-3.0, -3.0])
 
     def pair(method: str, **more: Any) -> tuple[list[float], list[float]]:
-        found = proximal_logprobs(method, current_logprobs_N=current, behavior_logprobs_N=behavior, **more)  # type: ignore[arg-type]
+        found = proximal_logprobs(method, current_logprobs_N=current, behavior_logprobs_N=behavior, **more)
         assert not any(tensor.requires_grad for tensor in found)
         return found[0].tolist(), found[1].tolist()
 
