@@ -31,7 +31,7 @@ def make_pool() -> Iterator[Make]:
     pools: list[ScorerPool] = []
 
     def make(
-        num_workers: int = 1, timeout_seconds: float = 20.0, startup_seconds: float = 60.0, **limits: Any
+        num_workers: int = 1, timeout_seconds: float = 60.0, startup_seconds: float = 60.0, **limits: Any
     ) -> ScorerPool:
         config = RewardConfig(num_workers=num_workers, timeout_seconds=timeout_seconds, limits=LimitsConfig(**limits))
         pools.append(ScorerPool(config, startup_seconds=startup_seconds))

@@ -1,4 +1,4 @@
-"""What a judge may ask for: requests at once, requests and tokens a minute, money."""
+"""Limits of a judge: concurrent requests, requests and tokens per minute, money."""
 
 from __future__ import annotations
 
@@ -66,17 +66,13 @@ def test_requests_are_spread_over_the_minute() -> None:
 
 
 def test_waiting_for_the_rate_limit_does_not_use_up_the_deadline() -> None:
-    """Eight requests at 120 a minute take 4 s. Were they all under way, those after the fourth would wait for more than
-    their 2 s.
-    """
+    """Eight requests at 120 a minute take 4 s, longer than the deadline of 2 s."""
     scores, _ = ask(GOOD, [item("a")] * 8, requests_per_minute=120, deadline_seconds=2.0)
     assert scores == [Scored(7.0)] * 8
 
 
 def test_the_token_rate_counts_tokens_really_used() -> None:
-    """Each may take some 1,300 of 3,000 tokens a minute and takes 15. Uncorrected, the second would have to wait for 26
-    s.
-    """
+    """Each is estimated at 1,300 of 3,000 tokens a minute and uses 15; uncorrected, the second would wait 26 s."""
     scores, _ = ask(GOOD, [item("a")] * 3, tokens_per_minute=3000, max_concurrent=1, deadline_seconds=20.0)
     assert scores == [Scored(7.0)] * 3
 
@@ -89,7 +85,7 @@ def test_a_question_larger_than_the_token_rate_is_unscored_as_limit() -> None:
 
 
 def test_a_retry_without_room_in_the_rate_is_a_timeout() -> None:
-    """The first attempt may have taken its tokens, and the window has no room for those of a second."""
+    """The first attempt may have used its tokens, so the window has no room for a second."""
     options = {"tokens_per_minute": 1500, "timeout_seconds": 0.2, "deadline_seconds": 2.0}
     scores, asked = ask(Answer(hangs=True), [item("a")], **options)
     reason, detail = refused(scores[0])

@@ -1,6 +1,4 @@
-"""The sandbox as the scorer uses it: what programs find inside, what is told of them, and the pool that keeps sandboxes
-ready.
-"""
+"""The sandbox as the scorer uses it: the programs' view, their outcomes, and the pool of started sandboxes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Untrusted programs that attack the machine, the service, one another: each works without a sandbox (where that is
-harmless to show), and none does within, neither behind namespaces alone nor with the filter of system calls.
+"""Programs that attack the machine, the service and each other. Every attack works without a sandbox (where that is
+harmless to show) and fails inside, with namespaces alone and with the filter of system calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is left of a sandbox without isolation, for recipes that allow it."""
+"""The sandbox without isolation, for recipes that allow it."""
 
 from __future__ import annotations
 

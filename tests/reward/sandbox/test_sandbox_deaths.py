@@ -1,6 +1,4 @@
-"""Sandboxes that die or stop in the middle of a run: the test is run again in a fresh one, and no answer pays
-for it.
-"""
+"""Sandboxes that die or stop in the middle of a run: the test is repeated in a fresh one at no cost to the answer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Untrusted programs that take too much of everything: processes, threads, memory, output, files, time. What is next to
-them and after them goes on as if nothing had happened.
+"""Programs that use too many processes or threads, too much memory, output, files or time. Programs beside and after
+them are not affected.
 """
 
 from __future__ import annotations

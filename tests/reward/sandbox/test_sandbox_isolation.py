@@ -1,4 +1,4 @@
-"""Which isolation is in force, how it is found, what is said of it, and which files it shows."""
+"""How the isolation is found and reported, and which files it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses the lines between scorer, sandboxes and programs: frames with descriptors, and plain data."""
+"""Messages between scorer, sandboxes and programs: frames with descriptors, and plain data."""
 
 from __future__ import annotations
 

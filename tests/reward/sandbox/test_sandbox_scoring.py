@@ -1,6 +1,4 @@
-"""The code scorer as a run meets it: through the worker core, and through the service, with answers beside it that
-misbehave.
-"""
+"""The code scorer in the pool and in the service, beside answers that misbehave."""
 
 from __future__ import annotations
 

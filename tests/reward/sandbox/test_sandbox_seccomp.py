@@ -1,4 +1,4 @@
-"""The filter of system calls: its instructions as the kernel would run them, and what the kernel then refuses."""
+"""The filter of system calls: its instructions in a simulated kernel, and what the real kernel refuses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a program in a sandbox can see of the service and the machine: environment, files, modules, privileges, network.
-Each attack works without a sandbox (where that is harmless to show), and none does within, neither behind namespaces
-alone nor with the filter of system calls.
+Every attack works without a sandbox (where that is harmless to show) and fails inside, with namespaces alone and with
+the filter of system calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of code as ground truths hold them: their shapes, which of them are run, and what counts as the same."""
+"""Tests in ground truths: their shapes, the selection of those that are run, and the comparison of results."""
 
 from __future__ import annotations
 

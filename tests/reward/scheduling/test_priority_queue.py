@@ -1,4 +1,4 @@
-"""Whoever waits for something scarce: the ring first, a share for those below it; nothing scarce is lost on the way."""
+"""Priorities: the ring goes first, lower priorities get their share, and no slot or turn is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PRIORITIES), st.none()), max_size=200))
 def test_peek_and_pop_agree(steps: list[Priority | None]) -> None:
-    """Some come and, for None, one goes; a priority that goes on has as many turns as one that comes again."""
+    """Each step adds an entry or, for None, takes one."""
     priorities: PriorityQueue[int] = PriorityQueue()
     for number, priority in enumerate(steps):
         if priority is not None:
@@ -102,7 +102,7 @@ def test_semaphore_slots_go_to_the_ring_first_and_jobs_get_their_share() -> None
 
 
 def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
-    """Those who wait are cancelled, by time-outs too, and one is cancelled just as it was let through."""
+    """Waiters are cancelled, by timeouts too, and one is cancelled just as it was admitted."""
 
     async def work() -> list[int]:
         slots = PrioritySemaphore(1)
@@ -137,7 +137,7 @@ def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
 
 
 def test_a_large_request_is_not_starved_by_small_ones() -> None:
-    """It waits for three units, of which one comes back a second; those behind it need one each."""
+    """It waits for three units; one is freed per second, and those behind it need one each."""
     order: list[str] = []
 
     async def work() -> None:
@@ -322,7 +322,7 @@ def by_rank(url: str) -> dict[str, Any]:
 def test_the_ring_passes_a_job_at_a_judge_without_starving_it(
     declared: Callable[[str], dict[str, Any]], waiting: str
 ) -> None:
-    """One request at a time: a job's six items came first, the ring's nine come while the first of them is judged."""
+    """One request at a time. The ring's nine items arrive while the first of a job's six is judged."""
     order, go_on = list[str](), threading.Event()
 
     def answer(asked: Asked) -> Answer:

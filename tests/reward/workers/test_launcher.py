@@ -1,6 +1,4 @@
-"""What forks the worker processes, when it dies, stops or does not get on: it is replaced, and no item is scored 0 or
-blamed for it.
-"""
+"""A launcher of worker processes that dies, stops or hangs is replaced, and no item is scored 0 or blamed for it."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -23,7 +20,10 @@ from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.pool import ScorerPool
 from tandem.reward.workers.processes import is_stopped
 from tandem.reward.workers.worker_process import Limits
+from tests.support.pool_trouble import Make
 from tests.support.processes import wait_until_gone
+
+pytest_plugins = ("tests.support.scorer_pools",)
 
 FUNCTION = """
 import os, pathlib, signal, subprocess, time
@@ -50,26 +50,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return 7.0
 """
 SEVEN = Scored(7.0)
-Make = Callable[..., ScorerPool]
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> ScorerSpec:
     (tmp_path / "function.py").write_text(FUNCTION)
     return make_spec(f"{tmp_path}/function.py:compute_score", {})
-
-
-@pytest.fixture
-def make_pool() -> Iterator[Make]:
-    pools: list[ScorerPool] = []
-
-    def make(num_workers: int = 1, timeout_seconds: float = 60.0) -> ScorerPool:
-        pools.append(ScorerPool(RewardConfig(num_workers=num_workers, timeout_seconds=timeout_seconds)))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
 
 
 def items(*solutions: str) -> list[ScoreItem]:
@@ -159,7 +145,7 @@ def test_an_item_that_kills_its_launcher_is_unscored_and_the_next_are_not(make_p
 
 
 def test_a_launcher_that_gives_no_worker_twice_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, it may only be slow: what it has imported until then would be lost."""
+    """After one failure it may only be slow, and its imports would be lost."""
     (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(worker_process, "LAUNCH_SECONDS", 0.2)

@@ -1,5 +1,5 @@
-"""User's code shares its process with the line that answers come by: whatever it does to it costs its own item and no
-other.
+"""User's code shares its process with the channel that carries answers. Whatever it does to the channel costs only its
+own item.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import json
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.pool import ScorerPool
 from tandem.reward.workers.requests import encode
 from tandem.reward.workers.worker_process import Limits
+from tests.support.pool_trouble import Make
+
+pytest_plugins = ("tests.support.scorer_pools",)
 
 MISCHIEF = r"""
 import ctypes, gc, os, signal, socket, sys, threading, time
@@ -94,19 +96,6 @@ def place(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.fixture
-def make_pool() -> Iterator[Callable[..., ScorerPool]]:
-    pools: list[ScorerPool] = []
-
-    def make(timeout_seconds: float = 60.0) -> ScorerPool:
-        pools.append(ScorerPool(RewardConfig(num_workers=1, timeout_seconds=timeout_seconds)))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
 def items(*solutions: str) -> list[ScoreItem]:
     return [ScoreItem("test", solution, None) for solution in solutions]
 
@@ -118,9 +107,7 @@ WRITES += [f"forge {text}" for text in ("[NaN]", "[1e999]", "7", "[]", '["why", 
 
 
 @pytest.mark.parametrize("function", ["compute_score", "together"])
-def test_writing_to_the_channel_costs_only_that_item(
-    make_pool: Callable[..., ScorerPool], place: str, function: str
-) -> None:
+def test_writing_to_the_channel_costs_only_that_item(make_pool: Make, place: str, function: str) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
     for text in WRITES if function == "compute_score" else WRITES[:4]:
         assert pool.score(spec, items("a", "b", text, "c", "d")) == [SEVEN, SEVEN, STRAY, SEVEN, SEVEN], text
@@ -129,9 +116,7 @@ def test_writing_to_the_channel_costs_only_that_item(
 
 @pytest.mark.parametrize("text", ["exit", "raise", "return", "unseen", "child"])
 @pytest.mark.parametrize("function", ["compute_score", "together"])
-def test_a_forked_child_is_no_second_worker(
-    make_pool: Callable[..., ScorerPool], place: str, text: str, function: str
-) -> None:
+def test_a_forked_child_is_no_second_worker(make_pool: Make, place: str, text: str, function: str) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
     assert pool.score(spec, items("a", text, "b", text, "c")) == [SEVEN] * 5
     assert pool.score(spec, items("a")) == [SEVEN] and pool.replaced_workers == 0
@@ -145,9 +130,7 @@ def test_a_forked_child_is_no_second_worker(
         ("if os.fork() == 0: raise KeyError", ""),
     ],
 )
-def test_writing_or_forking_during_import(
-    make_pool: Callable[..., ScorerPool], tmp_path: Path, source: str, told: str
-) -> None:
+def test_writing_or_forking_during_import(make_pool: Make, tmp_path: Path, source: str, told: str) -> None:
     (tmp_path / "bad.py").write_text(f"import os, sys\n{source}\ndef f(**item):\n    return 7.0\n")
     pool, spec = make_pool(), make_spec(f"{tmp_path}/bad.py:f", {})
     if told:
@@ -168,16 +151,16 @@ def test_writing_or_forking_during_import(
     ],
 )
 def test_a_failed_process_is_killed_and_replaced_at_once(
-    make_pool: Callable[..., ScorerPool],
+    make_pool: Make,
     place: str,
     monkeypatch: pytest.MonkeyPatch,
     text: str,
     seconds: float,
     expected: Unscored,
 ) -> None:
-    """Nobody waits for the end of what will not end: that patience is an hour here."""
+    """The wait for an exit does not apply to a process that will not exit: it is set to an hour here."""
     monkeypatch.setattr(worker_process, "_EXIT_SECONDS", 3600.0)
-    pool, spec = make_pool(seconds), make_spec(f"{place}:compute_score", {})
+    pool, spec = make_pool(timeout_seconds=seconds), make_spec(f"{place}:compute_score", {})
     (before,) = pool.score(spec, items("pid"))
     assert isinstance(before, Scored)
     request = pool.submit(spec, items("a", text, "b"), "calls")
@@ -188,16 +171,14 @@ def test_a_failed_process_is_killed_and_replaced_at_once(
     assert not psutil.pid_exists(int(before.value)) and pool.replaced_workers == 1
 
 
-def test_closing_the_channel_before_the_answer_is_crashed(make_pool: Callable[..., ScorerPool], place: str) -> None:
+def test_closing_the_channel_before_the_answer_is_crashed(make_pool: Make, place: str) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:compute_score", {})
     first, closed, last = pool.score(spec, items("a", "close", "b"))
     assert first == last == SEVEN and isinstance(closed, Unscored) and closed.reason == "crashed"
 
 
 @pytest.mark.parametrize("function", ["compute_score", "together"])
-def test_reading_the_channel_finds_no_other_item(
-    make_pool: Callable[..., ScorerPool], place: str, function: str
-) -> None:
+def test_reading_the_channel_finds_no_other_item(make_pool: Make, place: str, function: str) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
     long = "b " + "x" * 20_000  # more than the worker would have read ahead
     assert pool.score(spec, items("a", "peek", *[long] * 20)) == [SEVEN] * 22
@@ -216,7 +197,7 @@ def test_threads_that_keep_reading_the_channel_cost_a_worker_but_no_item(place: 
 
 
 def test_a_worker_answers_nothing_before_it_has_read_the_whole_chunk(place: str) -> None:
-    """Else something that took a part of it would cost an item its time."""
+    """Else something that took a part of the chunk would cost an item its time."""
     launchers = Launchers(Limits.of(RewardConfig(), 60.0))
     try:
         worker = launchers.spawn(())
