@@ -9,8 +9,8 @@ from typing import Any, cast
 from pydantic import Field, PrivateAttr
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.contracts import AnyJudge, BatchJudge, Closable, RemoteJudge, Scorer
-from tandem.reward.registry import SCORERS, make_judge
+from tandem.reward.contracts import Judge, RemoteJudge, Scorer
+from tandem.reward.registry import SCORERS, make_scorer
 from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.scorers.pairwise import split_groups
 
@@ -41,9 +41,8 @@ class GroupRank(Scorer):
     `remote`, `numeric`, …
     """
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments."""
-    _judge: AnyJudge = PrivateAttr()
-    _remote: bool = PrivateAttr()
+    """Arguments of that scorer."""
+    _judge: Scorer = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         kind = SCORERS.get(self.scorer)
@@ -52,8 +51,7 @@ class GroupRank(Scorer):
         if kind.ISOLATION not in ("in_process", "remote") or kind.GROUPED:
             why = "compares groups itself" if kind.GROUPED else "needs a worker process"
             raise ValueError(f"scorer {self.scorer!r} {why}; a rank takes one that does not")
-        self._judge = make_judge(self.scorer, self.arguments)
-        self._remote = kind.ISOLATION == "remote"
+        self._judge = make_scorer(self.scorer, self.arguments)
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order. Thread-safe; blocks its caller."""
@@ -68,20 +66,17 @@ class GroupRank(Scorer):
 
     def close(self) -> None:
         """Closes the scorer whose values are compared."""
-        if isinstance(self._judge, Closable):
-            self._judge.close()
+        self._judge.close()
 
     def figures(self) -> dict[str, float]:
         """Figures of the scorer whose values are compared."""
-        own = getattr(self._judge, "figures", None)
-        figures: dict[str, float] = own() if own is not None else {}
-        return figures
+        return self._judge.figures()
 
     def _values(self, items: Sequence[ScoreItem], priority: Priority) -> list[Score]:
         judge = self._judge
-        if self._remote:
+        if judge.ISOLATION == "remote":
             return cast(RemoteJudge, judge).judge_batch(items, priority=priority)
-        return judge.judge_batch(items) if isinstance(judge, BatchJudge) else [judge.judge(item) for item in items]
+        return [cast(Judge, judge).judge(item) for item in items]
 
 
 def ranked(values: Sequence[Score]) -> list[Score]:

@@ -25,7 +25,7 @@ from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_a_scorer_keeps_the_contract(name: str) -> None:
+def test_a_scorer_follows_the_contract(name: str) -> None:
     kind = SCORERS[name]
     assert issubclass(kind, Scorer) and kind.model_config["frozen"] and kind.model_config["extra"] == "forbid"
     assert kind.VERSION and kind.ISOLATION in get_args(Isolation)
@@ -36,7 +36,7 @@ def test_a_scorer_keeps_the_contract(name: str) -> None:
     assert set(kind.RECIPE_ONLY) <= set(kind.model_fields)
 
 
-def test_names_are_in_order() -> None:
+def test_names_are_in_alphabetical_order() -> None:
     assert list(SCORERS) == sorted(SCORERS)
 
 
@@ -55,7 +55,7 @@ def test_a_file_in_the_folder_is_a_scorer_without_being_named_anywhere(
 
 
 @pytest.mark.parametrize("name", SCORERS)
-def test_the_examples_of_a_scorer_are_true(name: str) -> None:
+def test_the_docstring_examples_of_a_scorer_run(name: str) -> None:
     kind = SCORERS[name]
     known = {**vars(inspect.getmodule(kind)), "ScoreItem": ScoreItem, "Scored": Scored, "Unscored": Unscored}
     found = doctest.DocTestFinder(recurse=False).find(kind, name, globs=known)
@@ -112,7 +112,7 @@ def with_everything(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(SCORERS, "everything", Everything)
 
 
-def test_everything_that_fits() -> None:
+def test_arguments_of_every_type_are_read() -> None:
     given_values = {
         "number": 1,
         "count": 2,
@@ -162,7 +162,7 @@ def test_everything_that_fits() -> None:
         ({"number": 1, "text": b"x"}, "here.arguments.text: Object of type bytes is not JSON serializable"),
     ],
 )  # fmt: skip
-def test_everything_that_does_not_fit(arguments: dict[str, Any], told: str) -> None:
+def test_arguments_of_the_wrong_type_are_named_with_place_and_remedy(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         make_judge("everything", arguments, "here")
     assert told in str(caught.value) and "\n" not in str(caught.value)
@@ -188,7 +188,7 @@ def test_any_arguments_fit_or_are_refused_in_one_line(name: str, arguments: dict
         )
 
 
-def test_an_import_path_is_not_imported_here(tmp_path: Path) -> None:
+def test_a_spec_of_an_import_path_imports_nothing(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text("raise RuntimeError\n")
     spec = make_spec(f"{tmp_path}/loud.py:f", {"a": 1})
     assert (spec.isolation, spec.arguments) == ("worker", '{"a": 1}')

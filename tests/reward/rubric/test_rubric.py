@@ -69,7 +69,7 @@ def test_the_value_is_the_weighted_sum_of_what_the_breakdown_names(st_data: Any,
 
 @QUIET
 @given(st.data(), st.builds(Rubric, components()), sources)
-def test_past_a_gate_that_is_not_passed_everything_counts_nothing(st_data: Any, rubric: Rubric, source: str) -> None:
+def test_components_after_a_failed_gate_count_0(st_data: Any, rubric: Rubric, source: str) -> None:
     scores: list[Score | None] = list(scores_of(st_data.draw, rubric, scored))
     result = rubric.combine(scores, source)
     if not isinstance(result, Scored):
@@ -107,7 +107,7 @@ def test_without_gates_the_order_of_components_does_not_matter(st_data: Any, rub
 
 @QUIET
 @given(st.data(), st.builds(Rubric, components(gates=False)), sources)
-def test_what_is_unscored_is_never_a_number(st_data: Any, rubric: Rubric, source: str) -> None:
+def test_an_unscored_component_is_never_a_number(st_data: Any, rubric: Rubric, source: str) -> None:
     scores = scores_of(st_data.draw, rubric, st.one_of(scored, unscored))
     result = rubric.combine(scores, source)
     mine = [(c, s) for c, s in zip(rubric.components, scores, strict=True) if c.applies(source)]
@@ -142,7 +142,7 @@ def test_normalisation_keeps_its_bounds(
 
 @QUIET
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=5), ranges)
-def test_the_clip_of_the_sum(parts: list[tuple[float, float]], clip: Range) -> None:
+def test_the_sum_is_clipped(parts: list[tuple[float, float]], clip: Range) -> None:
     made = tuple(Component(f"c{n}", EXACT, weight=weight) for n, (weight, _) in enumerate(parts))
     result = Rubric(made, clip).combine([Scored(value) for _, value in parts])
     plain = Rubric(made).combine([Scored(value) for _, value in parts])
@@ -153,7 +153,7 @@ def test_the_clip_of_the_sum(parts: list[tuple[float, float]], clip: Range) -> N
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
-def test_a_sum_that_is_no_number_is_no_score(value: float) -> None:
+def test_a_sum_that_is_not_finite_is_unscored(value: float) -> None:
     rubric = Rubric((Component("a", EXACT, weight=1e10), Component("b", EXACT)))
     assert rubric.combine([Scored(value), Scored(0.0)]) == Unscored(
         "invalid_input", "the sum of the components is not a finite number"
@@ -166,7 +166,7 @@ def test_the_breakdown_names_parts_below_their_component() -> None:
     assert result == Scored(2.5, {"math": 1.0, "math/acc": 1.0, "own": 3.0})
 
 
-def test_a_scorer_alone_keeps_its_breakdown() -> None:
+def test_a_single_scorer_keeps_its_breakdown() -> None:
     rubric = Rubric.alone(EXACT)
     assert rubric.combine([Scored(0.5, {"acc": 1.0})]) == Scored(0.5, {"acc": 1.0})
     assert rubric.combine([Unscored("timeout", "10 s")]) == Unscored("timeout", "10 s")

@@ -67,7 +67,7 @@ def test_every_key_is_read() -> None:
     assert numeric.applies("openai/gsm8k/main") and not numeric.applies("math")
 
 
-def test_two_writings_of_the_same_arguments_are_one_scorer() -> None:
+def test_equal_arguments_in_another_order_are_one_scorer() -> None:
     text = '[[components]]\nscorer="numeric"\narguments={%s}'
     first, second = (
         Rubric.parse(text % arguments, allowed=RECIPE)
@@ -132,7 +132,7 @@ ONE = '[[components]]\nscorer = "exact"\n'
          "components: should be a list of tables that is not empty (got a dict too deep to show)"),
     ],
 )  # fmt: skip
-def test_what_a_rubric_may_not_say(text: str, told: str) -> None:
+def test_invalid_rubrics_are_refused_in_one_line(text: str, told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         Rubric.parse(text, allowed=CLIENT)
     assert told in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
@@ -167,7 +167,7 @@ def chain(names: Sequence[str]) -> str:
 @pytest.mark.parametrize(
     ("names", "around"), [(["a", "a"], "a → a"), (["a", "b", "a"], "a → b → a"), (["x", "a", "b", "a"], "a → b → a")]
 )
-def test_circles_are_refused_with_their_path(names: list[str], around: str) -> None:
+def test_circular_rubrics_are_refused_with_their_path(names: list[str], around: str) -> None:
     with pytest.raises(
         ScorerError,
         match=f"rubrics.{names[-2]}.components.0..arguments.name: rubrics refer to one another in a circle: {around}$",
@@ -175,7 +175,7 @@ def test_circles_are_refused_with_their_path(names: list[str], around: str) -> N
         Rubric.parse(chain(names), allowed=CLIENT)
 
 
-def test_depth_and_number_are_bounded() -> None:
+def test_nesting_and_number_of_scorers_are_limited() -> None:
     last = "[[rubrics.{}.components]]\nscorer = 'exact'\n"
     names = [f"r{n}" for n in range(MAX_DEPTH)]
     assert list(Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT).specs()) == [EXACT]
@@ -213,7 +213,7 @@ class Guarded(Scorer):
     tests: int = 1
 
 
-def test_declared_scorers_are_names_for_recipes_and_clients() -> None:
+def test_recipes_and_clients_may_name_declared_scorers() -> None:
     config = RewardConfig(
         scorers={
             "mine": DeclaredScorer(scorer="my.py:f", arguments={"scale": 2}),
@@ -241,13 +241,13 @@ def test_declared_scorers_are_names_for_recipes_and_clients() -> None:
         ("mine", "exat", "reward.scorers.mine.scorer 'exat' is unknown; did you mean exact?"),
     ],
 )
-def test_what_cannot_be_declared(name: str, scorer: str, told: str) -> None:
+def test_invalid_declarations_are_refused(name: str, scorer: str, told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         Catalogue.of(RewardConfig(scorers={name: DeclaredScorer(scorer=scorer)}))
     assert told in str(caught.value)
 
 
-def test_clients_name_no_remote_scorer_and_waive_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_cannot_name_remote_scorers_or_set_recipe_only_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCORERS, "far", Remote)
     monkeypatch.setitem(SCORERS, "guarded", Guarded)
     for scorer, arguments, told in [

@@ -148,19 +148,19 @@ PRINTED = {"inputs": ["x"], "outputs": ["the wanted words"]}
 @isolated
 @pytest.mark.parametrize("shape", CHEATED)
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_cheats_earn_nothing(cheat: str, shape: str) -> None:
+def test_cheating_answers_score_0(cheat: str, shape: str) -> None:
     score = judge(CHEATS[cheat], CHEATED[shape], seconds_per_test=2.0)
     assert isinstance(score, Scored) and score.value == 0.0, score
 
 
 @isolated
 @pytest.mark.parametrize("shape", CHEATED)
-def test_what_cheats_did_not_earn_can_be_earned(shape: str) -> None:
+def test_an_honest_answer_to_the_same_tests_scores_1(shape: str) -> None:
     assert value("def f(x): return 4711", CHEATED[shape]) == 1.0
 
 
 @isolated
-def test_an_answer_that_is_called_has_the_line_to_its_caller_and_no_other_descriptor() -> None:
+def test_a_called_answer_has_no_descriptor_but_the_socket_to_its_caller() -> None:
     program = """
 import os
 def f(x):
@@ -174,7 +174,7 @@ def f(x):
 
 @isolated
 @pytest.mark.parametrize("cheat", ["looks at its caller", "looks through memory"])
-def test_the_search_would_find_what_is_there(cheat: str) -> None:
+def test_the_search_finds_a_planted_value(cheat: str) -> None:
     """Else the test above would prove nothing."""
     assert value(CHEATS[cheat] + "\nhidden = 4711\nmore = [hidden]", CHEATED["call"]) == 1.0
 
@@ -208,10 +208,10 @@ for top, _, files in os.walk("/tmp"):
         'print(\'{"failure": "", "verdict": "passed"}\')',
     ],
 )
-def test_what_a_program_should_print_is_nowhere_in_its_sandbox(cheat: str) -> None:
+def test_the_expected_output_is_not_in_the_sandbox(cheat: str) -> None:
     assert value(cheat, PRINTED) == 0.0
 
 
 @isolated
-def test_what_a_program_should_print_can_be_printed() -> None:
+def test_a_program_that_prints_the_expected_output_passes() -> None:
     assert value("print('the wanted  words')", PRINTED) == 1.0

@@ -65,14 +65,14 @@ class Cases(unittest.TestCase):
         (ADD, {"test": "assert candidate(1, 2) == add(2, 1) == 3", "entry_point": "add"}),
     ],
 )
-def test_right_answers_to_tests_of_every_shape(code: str, ground_truth: Any) -> None:
+def test_a_correct_answer_passes_every_test_format(code: str, ground_truth: Any) -> None:
     assert value(code, ground_truth) == 1.0
     broken = code.replace("+", "-").replace("2 *", "3 *").replace("*b)", "*b, 0)")
     assert value(broken, ground_truth) == 0.0
 
 
 @isolated
-def test_the_functions_name_may_come_from_the_item() -> None:
+def test_the_function_name_may_come_from_the_item() -> None:
     tests = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
     score = judge(ADD, tests, {"fn_name": "add"})
     assert isinstance(score, Scored) and score.value == 1.0
@@ -130,7 +130,7 @@ def test_a_test_that_nobody_could_pass_is_invalid_input(test: str, named: str) -
 
 
 @isolated
-def test_the_last_closed_block_counts() -> None:
+def test_the_last_closed_code_block_is_the_program() -> None:
     right, wrong = f"```python\n{DOUBLE}\n```\n", "```\nprint(0)\n```\n"
     scorer = CodeTests()
 
@@ -152,7 +152,7 @@ def test_an_answer_without_a_program_is_wrong(solution: str) -> None:
 
 
 @isolated
-def test_the_whole_answer_as_program() -> None:
+def test_extract_whole_runs_the_whole_answer() -> None:
     score = CodeTests(extract="whole").judge(ScoreItem("", DOUBLE, DOUBLE_TESTS))
     assert isinstance(score, Scored) and score.value == 1.0
 
@@ -227,7 +227,7 @@ def test_a_function_that_fails_is_a_wrong_answer(program: str, counter: str, sha
 
 
 @isolated
-def test_the_time_of_an_answer_bounds_all_its_tests() -> None:
+def test_seconds_per_answer_limits_all_tests_together() -> None:
     tests = {"inputs": [""] * 100, "outputs": ["1"] * 100}
     score = judge(
         "import time\ntime.sleep(1)\nprint(1)", tests, partial=True, seconds_per_test=1.0, seconds_per_answer=3.0
@@ -237,7 +237,7 @@ def test_the_time_of_an_answer_bounds_all_its_tests() -> None:
 
 
 @isolated
-def test_the_prelude_and_without_it() -> None:
+def test_the_prelude_runs_first_and_can_be_empty() -> None:
     program = (
         "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        "
         "return gcd(*x) + len(Counter(x)) + math.floor(1.5)"
@@ -256,7 +256,7 @@ def test_the_prelude_and_without_it() -> None:
 
 
 @isolated
-def test_packages_that_are_named_can_be_imported() -> None:
+def test_listed_packages_can_be_imported() -> None:
     program = "import numpy as np\nprint(np.arange(int(input())).sum())"
     tests = {"inputs": ["4"], "outputs": ["6"]}
     assert value(program, tests, packages=("numpy",)) == 1.0
@@ -273,7 +273,7 @@ def test_packages_that_are_named_can_be_imported() -> None:
 
 
 @isolated
-def test_nothing_passes_from_one_test_of_an_answer_to_the_next() -> None:
+def test_tests_of_an_answer_share_no_state() -> None:
     program = "import os\nprint(len(os.listdir('.')))\nopen(f'note{os.getpid()}', 'w').write('x')"
     assert value(program, {"inputs": [""] * 3, "outputs": ["0"] * 3}) == 1.0
 
@@ -290,7 +290,7 @@ def test_a_sandbox_that_does_not_start_is_infrastructure(monkeypatch: pytest.Mon
     assert judge(DOUBLE, DOUBLE_TESTS) == Unscored("infrastructure", "a sandbox did not start: no memory")
 
 
-def test_no_isolation_is_refused_at_the_start_and_infrastructure_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_isolation_fails_at_start_and_is_infrastructure_later(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(packages: tuple[str, ...], allow: bool) -> None:
         raise ScorerError("this machine has no isolation for untrusted code")
 
@@ -312,6 +312,6 @@ def test_no_isolation_is_refused_at_the_start_and_infrastructure_later(monkeypat
         {"memory_bytes": 1 << 20},
     ],
 )
-def test_impossible_parameters(parameters: dict[str, Any]) -> None:
+def test_invalid_parameters_are_refused(parameters: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(parameters))):
         CodeTests(**parameters)

@@ -46,12 +46,12 @@ from tests.support.code_answers import isolated, value
         ("def f(x): return x", "import re\nassert re.match('a+', f('aa'))"),
     ],
 )
-def test_statements_about_an_answer_in_another_process(program: str, test: str) -> None:
+def test_test_statements_see_the_answer_in_another_process(program: str, test: str) -> None:
     assert value(program, [test]) == 1.0
 
 
 @isolated
-def test_many_calls_in_one_test() -> None:
+def test_one_test_may_call_the_answer_many_times() -> None:
     test = "for n in range(2000):\n    assert f(n) == n + 1"
     assert value("def f(n): return n + 1", {"test": test}) == 1.0
     assert value("def f(n): return n + (n < 1999)", {"test": test}) == 0.0

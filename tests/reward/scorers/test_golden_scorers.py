@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 PAGE = ROOT / "docs" / "reward.md"
 
 
-def test_the_page_names_the_scorer_and_the_options_of_every_kind() -> None:
+def test_the_reward_page_names_scorer_and_options_for_every_golden_case() -> None:
     table = PAGE.read_text().partition("| kind of score there |")[2].partition("\n\n")[0]
     shown: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {name: {} for name in WAYS}
     for name, kind, scorer, options in re.findall(r"^\| `(\w+)` `(\S+)` \|.*\| `(\w+)` \| `(.+)` \|$", table, re.M):
@@ -56,7 +56,7 @@ def asked(scorer: str, arguments: dict[str, Any]) -> Judge:
     return judge
 
 
-def test_every_kind_of_score_has_a_way_to_ask_for_it() -> None:
+def test_every_golden_case_can_be_expressed_with_a_scorer() -> None:
     kinds = {name: {kind for case in cases for kind in case["scores"]} for name, cases in CASES.items()}
     assert kinds == {name: set(ways) for name, ways in WAYS.items()}
     assert {name: len(cases) for name, cases in CASES.items()} == dict.fromkeys(WAYS, 40)
@@ -85,7 +85,7 @@ def test_golden_scores(name: str, kind: str) -> None:
         ("search_em", "em", "default"),
     ],
 )
-def test_what_counts_as_answered_is_what_was_extracted(name: str, kind: str, read: str) -> None:
+def test_answered_is_1_if_an_answer_was_extracted(name: str, kind: str, read: str) -> None:
     judge = asked(*WAYS[name][kind])
     for case in CASES[name]:
         score = judge.judge(ScoreItem(name, case["response"], case["ground_truth"]))
@@ -119,7 +119,7 @@ def test_golden_overlong_penalty(case: GoldenCase) -> None:
     assert [score.value for score in scores if isinstance(score, Scored)] == pytest.approx(want, rel=1e-5, abs=1e-6)
 
 
-def test_beyond_the_longest_answer_the_penalty_stays_unless_asked_otherwise() -> None:
+def test_the_overlong_penalty_is_flat_beyond_the_limit_by_default() -> None:
     case = golden_cases("dapo/overlong/4.beyond_max/s0")[0]
     judge = asked("overlong", {"max_length": 64, "buffer": 16})
     values = []

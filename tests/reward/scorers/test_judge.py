@@ -41,7 +41,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what it asks ----
 
 
-def test_a_question_and_its_grade() -> None:
+def test_the_judge_is_sent_the_filled_template_and_its_grade_is_the_score() -> None:
     scores, asked = ask(GOOD, [item("two")], system="Be strict.", max_tokens=99, extra_body={"reasoning_effort": "low"})
     assert scores == [Scored(7.0)]
     (request,) = asked
@@ -53,7 +53,7 @@ def test_a_question_and_its_grade() -> None:
     assert request.body == {"model": "m", "temperature": 0.0, "max_tokens": 99, "reasoning_effort": "low"}
 
 
-def test_the_key_comes_from_the_environment_and_is_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_api_key_comes_from_the_environment_and_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     told = Answer({"error": "no such key: sk-secret"}, status=401)
     scores, asked = ask(told, [item("two")], api_key_env="JUDGE_KEY")
@@ -75,7 +75,7 @@ def test_the_key_comes_from_the_environment_and_is_shown_nowhere(monkeypatch: py
         (item("a", truth=None), "ground truth is missing"),
     ],
 )
-def test_an_item_that_cannot_be_shown_is_invalid_and_its_neighbour_is_graded(one: ScoreItem, told: str) -> None:
+def test_an_item_without_a_placeholder_value_is_invalid_and_the_others_are_graded(one: ScoreItem, told: str) -> None:
     scores, asked = ask(GOOD, [one, item("two")])
     reason, detail = refused(scores[0])
     assert reason == "invalid_input" and told in detail
@@ -83,7 +83,7 @@ def test_an_item_that_cannot_be_shown_is_invalid_and_its_neighbour_is_graded(one
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_an_unreadable_verdict_is_asked_for_again_where_chance_may_help(temperature: float) -> None:
+def test_an_unreadable_verdict_is_retried_only_above_temperature_0(temperature: float) -> None:
     scores, asked = ask(
         lambda asked: chat("dunno") if asked.number == 0 else GOOD, [item("two")], temperature=temperature
     )
@@ -94,7 +94,7 @@ def test_an_unreadable_verdict_is_asked_for_again_where_chance_may_help(temperat
         assert reason == "crashed" and "no JSON with score in the judge's answer 'dunno'" in detail and len(asked) == 1
 
 
-def test_why_there_is_no_verdict() -> None:
+def test_a_missing_verdict_has_its_reason() -> None:
     cut, _ = ask(chat("I think", finish_reason="length"), [item("two")], max_tokens=5)
     assert refused(cut[0])[0] == "crashed" and "it was cut at max_tokens 5" in refused(cut[0])[1]
     silent, _ = ask(chat(None, finish_reason="content_filter"), [item("two")])
@@ -105,7 +105,7 @@ def test_why_there_is_no_verdict() -> None:
 
 
 @pytest.mark.parametrize(("how", "value"), [("mean", 4.0), ("median", 3.0), ("majority", 2.0)])
-def test_votes(how: Any, value: float) -> None:
+def test_votes_are_combined_and_their_spread_is_reported(how: Any, value: float) -> None:
     grades = [2, 8, 3, 2, 5]
     scores, asked = ask(
         lambda asked: chat(json.dumps({"score": grades[asked.number]})),
@@ -117,12 +117,12 @@ def test_votes(how: Any, value: float) -> None:
     assert scores == [Scored(value, {"spread": 6.0})] and len(asked) == 5
 
 
-def test_the_most_frequent_vote_wins_and_of_equals_the_lowest() -> None:
+def test_majority_takes_the_most_frequent_vote_and_the_lowest_on_a_tie() -> None:
     assert combined([5.0, 5.0, 1.0], "majority") == 5.0
     assert combined([3.0, 2.0, 3.0, 1.0, 2.0, 9.0], "majority") == 2.0
 
 
-def test_a_vote_that_does_not_come_leaves_no_score() -> None:
+def test_a_failed_vote_leaves_the_item_unscored() -> None:
     def answer(asked: Asked) -> Answer:
         return Answer({"error": "too long"}, status=400) if asked.number == 1 else GOOD
 
@@ -150,7 +150,7 @@ def test_a_vote_that_does_not_come_leaves_no_score() -> None:
     ],
     ids=lambda bad: f"{bad.status}-{str(bad.body)[:12]}",
 )
-def test_what_passes_is_tried_again_and_what_stays_is_infrastructure(bad: Answer) -> None:
+def test_temporary_errors_are_retried_and_lasting_ones_are_infrastructure(bad: Answer) -> None:
     again, asked = ask(lambda asked: bad if asked.number == 0 else GOOD, [item("two")])
     retried = "Content-Encoding" not in bad.headers
     assert (again == [Scored(7.0)] and len(asked) == 2) if retried else refused(again[0])[0] == "infrastructure"
@@ -162,20 +162,20 @@ def test_what_passes_is_tried_again_and_what_stays_is_infrastructure(bad: Answer
     ("status", "reason"),
     [(400, "invalid_input"), (422, "invalid_input"), (403, "infrastructure"), (307, "infrastructure")],
 )
-def test_what_will_not_change_is_asked_once(status: int, reason: str) -> None:
+def test_permanent_errors_are_not_retried(status: int, reason: str) -> None:
     headers = {"Location": "http://127.0.0.1:1/"} if status == 307 else {}
     scores, asked = ask(Answer({"error": "the prompt is too long"}, status=status, headers=headers), [item("two")])
     assert refused(scores[0])[0] == reason and f"answered {status}: " in refused(scores[0])[1] and len(asked) == 1
 
 
-def test_nobody_listens() -> None:
+def test_an_unreachable_address_is_infrastructure() -> None:
     with closing(GenerativeJudge(base_url=f"http://127.0.0.1:{free_port()}", model="m", max_attempts=2)) as judge:
         reason, detail = refused(judge.judge_batch([item("two")])[0])
     assert reason == "infrastructure" and "cannot be reached" in detail and "(attempt 2)" in detail
 
 
 @pytest.mark.parametrize("bad", [Answer(hangs=True), Answer(trickles=True)], ids=["hangs", "trickles"])
-def test_a_slow_answer_is_a_timeout_of_its_item_alone(bad: Answer) -> None:
+def test_a_slow_reply_times_out_its_own_item_only(bad: Answer) -> None:
     def answer(asked: Asked) -> Answer:
         return bad if "slow" in user_text(asked) else GOOD
 
@@ -204,9 +204,7 @@ def test_retry_after_is_honoured_by_all_questions() -> None:
 
 
 @pytest.mark.parametrize("asked", [0.0, 0.4, 100.0])
-def test_pauses_grow_and_many_that_failed_at_once_do_not_come_back_at_once(
-    monkeypatch: pytest.MonkeyPatch, asked: float
-) -> None:
+def test_retry_pauses_grow_and_are_spread(monkeypatch: pytest.MonkeyPatch, asked: float) -> None:
     """Two hundred fail seven times together, on a clock of the test's; `asked` is what a `Retry-After` says
     each time.
     """
@@ -239,7 +237,7 @@ def test_pauses_grow_and_many_that_failed_at_once_do_not_come_back_at_once(
         assert max(seconds) - min(seconds) > 0.8 * half and len(set(seconds)) > 190
 
 
-def test_who_asks_for_more_time_than_there_is_gets_no_second_question() -> None:
+def test_a_retry_after_beyond_the_deadline_is_not_retried() -> None:
     scores, asked = ask(
         Answer(status=503, headers={"Retry-After": "3600"}),
         [item("a"), item("b")],
@@ -267,7 +265,7 @@ def test_retry_after_as_a_date() -> None:
 # ---- the end ----
 
 
-def test_close_ends_what_is_under_way() -> None:
+def test_close_ends_calls_in_progress() -> None:
     arrived = threading.Event()
 
     def answer(asked: Asked) -> Answer:
@@ -295,7 +293,7 @@ def test_close_ends_what_is_under_way() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "judge"]
 
 
-def test_a_judge_that_was_never_asked_holds_nothing() -> None:
+def test_an_unused_judge_holds_no_resources() -> None:
     before = threading.active_count()
     judge = GenerativeJudge(base_url="http://127.0.0.1:1", model="m")
     assert not any(judge.figures().values()) and threading.active_count() == before
@@ -326,7 +324,7 @@ def test_a_service_that_declares_a_judge_lets_clients_use_it_by_name() -> None:
         assert server.asked[0].body["messages"][0] == {"role": "system", "content": "Be strict."}
 
 
-def test_the_ring_shows_the_judge_what_was_asked() -> None:
+def test_groups_of_a_run_show_the_judge_their_prompt() -> None:
     sampling = SamplingParameters()
     asked_for = ({"role": "user", "content": "1 + 1?"},)
     prompt = Prompt(0, 0, np.array([1], np.int32), 1, sampling, ground_truth="2", messages=asked_for)
@@ -369,7 +367,7 @@ def arguments() -> Iterator[dict[str, Any]]:
         ({"base_ur": "x"}, "did you mean reward.arguments.base_url?"),
     ],
 )
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], wrong: dict[str, Any], told: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(arguments: dict[str, Any], wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         Catalogue().spec("judge", {**arguments, **wrong}, "reward")
     assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -30,7 +30,7 @@ def value(score: Score) -> float:
     return score.value
 
 
-def test_gsm8k_options() -> None:
+def test_gsm8k_options_change_what_is_read() -> None:
     long = "#### 7\n" + "word " * 100
     assert value(Gsm8k().judge(item(long, "7"))) == 0.0
     assert value(Gsm8k(last_characters=0).judge(item(long, "7"))) == 1.0
@@ -63,11 +63,11 @@ def test_gsm8k_options() -> None:
         ("1\\text{ m}2\\text{ cm}", None),
     ],
 )
-def test_latex_in_one_way(text: str, normal: str | None) -> None:
+def test_latex_is_normalised(text: str, normal: str | None) -> None:
     assert math_boxed.normalised(text) == normal
 
 
-def test_what_has_no_normal_form_equals_itself() -> None:
+def test_text_without_a_normal_form_equals_itself() -> None:
     for text in ("1\\text{ m}2\\text{ cm}", "\\sqrt"):
         assert value(MathBoxed().judge(item(f"\\boxed{{{text}}}", text))) == 1.0
         assert value(MathBoxed().judge(item(f"\\boxed{{{text} }}", "2"))) == 0.0
@@ -92,7 +92,7 @@ def test_what_has_no_normal_form_equals_itself() -> None:
         ("\\text{unclosed", "\\text{unclosed"),
     ],
 )
-def test_final_answers_in_one_way(text: str, normal: str) -> None:
+def test_final_answers_are_normalised(text: str, normal: str) -> None:
     assert math_dapo.normalised(text) == normal
     assert value(MathDapo().judge(item(f"Answer: {text}", normal))) == 1.0
 
@@ -184,7 +184,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("latex", BEYOND.values(), ids=BEYOND)
-def test_what_would_exhaust_stack_or_memory_is_a_limit_and_no_score(latex: str) -> None:
+def test_expressions_that_would_exhaust_stack_or_memory_are_unscored(latex: str) -> None:
     score = MathVerify().judge(item(f"So it is $\\boxed{{{latex}}}$.", "4"))
     assert isinstance(score, Unscored) and score.reason == "limit", score
 
@@ -210,7 +210,7 @@ def test_limits_hold_outside_boxes_too(text: str) -> None:
         (r"\frac{1}{2+" * 25 + "1" + "}" * 25, r"\frac{1}{2+" * 25 + "3" + "}" * 25, 0.0),
     ],
 )
-def test_large_numbers_are_still_worked_out(answer: str, truth: str, expected: float) -> None:
+def test_large_numbers_within_the_limits_are_evaluated(answer: str, truth: str, expected: float) -> None:
     assert value(MathVerify().judge(item(f"$\\boxed{{{answer}}}$", truth))) == expected
 
 
@@ -230,7 +230,7 @@ HANGING = {
 
 
 @pytest.mark.parametrize(("latex", "truth"), HANGING.values(), ids=HANGING)
-def test_what_hangs_has_no_result_until_its_process_is_ended(latex: str, truth: str) -> None:
+def test_a_hanging_comparison_gives_no_result_until_its_process_is_killed(latex: str, truth: str) -> None:
     """Stand-in of a worker's time limit: whatever comes before it must not be a score."""
     question = json.dumps([f"$\\boxed{{{latex}}}$", truth])
     try:

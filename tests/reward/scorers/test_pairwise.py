@@ -60,7 +60,7 @@ def values(scores: list[Score]) -> list[float]:
 # ---- pairs by a chat model ----
 
 
-def test_an_answer_is_worth_the_share_of_its_group_that_it_beats() -> None:
+def test_the_score_is_the_share_of_the_group_that_an_answer_beats() -> None:
     scores, asked = ask(
         larger_wins, [item("1"), item("7"), item("3"), item("7.0"), item("5", "other"), item("4", "other")]
     )
@@ -69,7 +69,7 @@ def test_an_answer_is_worth_the_share_of_its_group_that_it_beats() -> None:
     assert Counter(frozenset(shown(one)) for one in asked)[frozenset({"1", "7"})] == 2
 
 
-def test_a_judge_that_prefers_a_place_makes_ties() -> None:
+def test_a_judge_that_prefers_a_position_yields_ties() -> None:
     always_first = chat("[[A]]")
     scores, _ = ask(lambda asked: always_first, [item(str(n)) for n in range(4)])
     assert values(scores) == [0.5] * 4
@@ -77,12 +77,12 @@ def test_a_judge_that_prefers_a_place_makes_ties() -> None:
     assert len(asked) == 6 and sum(values(biased)) == 2.0
 
 
-def test_the_same_text_is_a_tie_without_a_question() -> None:
+def test_equal_texts_are_a_tie_without_a_request() -> None:
     scores, asked = ask(larger_wins, [item("1"), item("1"), item("1")])
     assert values(scores) == [0.5] * 3 and asked == []
 
 
-def test_who_has_nobody_to_compare_with() -> None:
+def test_an_answer_without_others_in_its_group_is_unscored() -> None:
     scores, asked = ask(larger_wins, [item("1", ""), item("2", ""), item("3", "alone"), item("1"), item("2")])
     assert refused(scores[0])[0] == "invalid_input" and "has no group" in refused(scores[0])[1]
     assert refused(scores[1]) == refused(scores[0])
@@ -90,7 +90,7 @@ def test_who_has_nobody_to_compare_with() -> None:
     assert values(scores[3:]) == [0.0, 1.0] and len(asked) == 2
 
 
-def test_a_pair_that_fails_takes_its_two_answers_only() -> None:
+def test_a_failed_comparison_affects_its_two_answers_only() -> None:
     def answer(asked: Asked) -> Answer:
         return Answer(status=503) if shown(asked) == ("2", "0") else larger_wins(asked)
 
@@ -100,12 +100,12 @@ def test_a_pair_that_fails_takes_its_two_answers_only() -> None:
     assert len(asked) == 2 * 6 + 1
 
 
-def test_a_verdict_that_cannot_be_read_is_no_tie() -> None:
+def test_an_unreadable_verdict_is_not_a_tie() -> None:
     scores, _ = ask(lambda asked: chat("both fine"), [item("1"), item("2")])
     assert [refused(score)[0] for score in scores] == ["crashed"] * 2
 
 
-def test_sampled_opponents() -> None:
+def test_opponents_limits_the_comparisons_of_each_answer() -> None:
     scores, asked = ask(larger_wins, [item(str(n)) for n in range(9)], opponents=3)
     met = Counter(text for one in asked for text in shown(one))
     assert set(met.values()) == {8}, "four opponents (three, rounded up to an even number), each twice"
@@ -116,7 +116,7 @@ def test_sampled_opponents() -> None:
 
 
 @given(count=st.integers(2, 14), opponents=st.integers(0, 14), seed=st.integers(0, 2**32))
-def test_everybody_meets_as_many_others(count: int, opponents: int, seed: int) -> None:
+def test_every_answer_is_compared_equally_often(count: int, opponents: int, seed: int) -> None:
     pairs = choose_pairs(count, opponents, seed)
     assert len(set(pairs)) == len(pairs) and all(0 <= i < j < count for i, j in pairs)
     met = Counter(number for pair in pairs for number in pair)
@@ -126,7 +126,7 @@ def test_everybody_meets_as_many_others(count: int, opponents: int, seed: int) -
 
 
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=10))
-def test_laws_of_win_rates(strengths: list[int]) -> None:
+def test_win_rates_sum_to_half_and_keep_the_order_of_strengths(strengths: list[int]) -> None:
     pairs = choose_pairs(len(strengths), 0, 0)
     results = [(1.0 if strengths[i] > strengths[j] else 0.5 if strengths[i] == strengths[j] else 0.0) for i, j in pairs]
     rates = values(win_rates(len(strengths), pairs, results))
@@ -148,7 +148,7 @@ def test_laws_of_win_rates(strengths: list[int]) -> None:
         ({"opponents": -1}, "arguments.opponents"),
     ],
 )
-def test_arguments_that_cannot_be_used(wrong: dict[str, Any], told: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         make_spec("pairwise", {"base_url": "http://127.0.0.1:1", "model": "m", **wrong})
     assert told in str(caught.value)
@@ -157,7 +157,7 @@ def test_arguments_that_cannot_be_used(wrong: dict[str, Any], told: str) -> None
 # ---- ranks by another scorer ----
 
 
-def test_ranks_by_another_scorer() -> None:
+def test_group_rank_ranks_by_another_scorers_values() -> None:
     rows = [("1", 1, "a"), ("2", 1, "a"), ("1", 1, "a"), ("x", "no number", "a")]
     rows += [("1", 1, "b"), ("y", "no number", "b"), ("1", 1, "c"), ("1", 1, "")]
     items = [ScoreItem("", text, truth, group=group) for text, truth, group in rows]
@@ -172,7 +172,7 @@ def test_ranks_by_another_scorer() -> None:
     assert "no other answer to compare with" in refused(scores[6])[1] and "has no group" in refused(scores[7])[1]
 
 
-def test_ranks_by_a_remote_scorer_keep_its_reasons() -> None:
+def test_group_rank_keeps_the_reasons_of_a_remote_scorer() -> None:
     def answer(asked: Asked) -> Answer:
         (one,) = asked.body["items"]
         return (
@@ -190,7 +190,7 @@ def test_ranks_by_a_remote_scorer_keep_its_reasons() -> None:
 
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=10))
 @settings(max_examples=200)
-def test_whoever_has_a_value_gets_a_rank_or_a_reason(numbers: list[float | None]) -> None:
+def test_every_value_gets_a_rank_or_a_reason(numbers: list[float | None]) -> None:
     given_scores: list[Score] = [Unscored("timeout", "late") if n is None else Scored(n) for n in numbers]
     if len(numbers) == 1 and numbers[0] is not None:
         return  # `split_groups` leaves no group of one
@@ -212,7 +212,7 @@ def test_whoever_has_a_value_gets_a_rank_or_a_reason(numbers: list[float | None]
         ({"scorer": "numeric", "arguments": {"tolerance": -1}}, "tolerance"),
     ],
 )
-def test_what_cannot_be_ranked(arguments: dict[str, Any], told: str) -> None:
+def test_scorers_that_group_rank_refuses(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         make_spec("group_rank", arguments)
     assert told in str(caught.value)

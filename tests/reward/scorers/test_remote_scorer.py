@@ -50,7 +50,7 @@ def ask(
 # ---- what is sent, what comes back ----
 
 
-def test_items_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_posted_and_results_are_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCORER_KEY", "secret")
     results = {"results": [{"score": 0.5, "breakdown": {"style": 1, "word": "x", "bad": None}}, {"score": True}]}
     scores, asked = ask(Answer(results), [item("a", n=1), item("b", ["x"])], batch_size=8, api_key_env="SCORER_KEY")
@@ -65,7 +65,7 @@ def test_items_and_results(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_code_sandbox_that_speaks_otherwise() -> None:
+def test_names_can_be_mapped_to_another_services_format() -> None:
     def answer(asked: Asked) -> Answer:
         if asked.body["code"] == "broken":
             return Answer({"status": "SandboxError", "message": "no room"})
@@ -89,13 +89,13 @@ def test_a_code_sandbox_that_speaks_otherwise() -> None:
     assert {"code": "print(1)", "stdin": "x", "language": "python", "run_timeout": 10} in [one.body for one in asked]
 
 
-def test_a_reply_that_is_the_list() -> None:
+def test_an_empty_results_key_reads_the_reply_as_the_list() -> None:
     scores, _ = ask(Answer([{"value": {"total": 3}}]), [item("a")], results_key="", score_path="value.total")
     assert scores == [Scored(3.0)]
 
 
 @pytest.mark.parametrize("reason", ["timeout", "crashed", "infrastructure", "invalid_input", "limit"])
-def test_reasons_pass(reason: str) -> None:
+def test_reasons_of_the_service_are_kept(reason: str) -> None:
     scores, _ = ask(Answer({"results": [{"reason": reason, "detail": "so it is"}]}), [item("a")])
     assert scores == [Unscored(reason, "so it is")]  # type: ignore[arg-type]
 
@@ -117,19 +117,19 @@ def test_reasons_pass(reason: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_score_is_never_a_number(result: Any) -> None:
+def test_an_invalid_score_is_unscored(result: Any) -> None:
     scores, _ = ask(Answer({"results": [result, {"score": 1}]}), [item("a"), item("b")], batch_size=2)
     assert refused(scores[0])[0] == "infrastructure" and scores[1] == Scored(1.0)
 
 
 @pytest.mark.parametrize("truth", [{1, 2}, math.nan, b"bytes"], ids=str)
-def test_an_item_that_is_no_json_is_invalid_and_its_neighbour_is_scored(truth: Any) -> None:
+def test_an_item_that_json_cannot_hold_is_invalid_and_the_others_are_scored(truth: Any) -> None:
     scores, _ = ask(echo, [item("5", truth), item("6")], batch_size=2)
     assert refused(scores[0])[0] == "invalid_input" and "the item is not JSON" in refused(scores[0])[1]
     assert scores[1] == Scored(6.0)
 
 
-def test_any_text_arrives() -> None:
+def test_any_text_reaches_the_service_unchanged() -> None:
     texts = ["", "\x00", "\ud800", "ü€😀", '"}]}', "x" * 1_000_000]
     seen: list[str] = []
 
@@ -165,7 +165,7 @@ def test_every_item_gets_its_own_result(count: int, batch_size: int) -> None:
     ],
     ids=lambda bad: f"{bad.status}-{bad.body!r:.12}" if isinstance(bad, Answer) else bad,
 )
-def test_one_bad_item_touches_no_other(bad: Answer, reason: str) -> None:
+def test_one_bad_item_does_not_affect_the_others(bad: Answer, reason: str) -> None:
     def answer(asked: Asked) -> Answer:
         return bad if any(one["solution"] == "13" for one in asked.body["items"]) else echo(asked)
 
@@ -191,7 +191,7 @@ def test_a_service_that_is_down_is_not_asked_item_by_item(status: int) -> None:
 # ---- failures ----
 
 
-def test_what_passes_is_tried_again() -> None:
+def test_temporary_errors_are_retried() -> None:
     bad = [
         Answer(status=500),
         Answer(b"<html>"),
@@ -204,23 +204,23 @@ def test_what_passes_is_tried_again() -> None:
     assert scores == [Scored(3.0)] and len(asked) == 5
 
 
-def test_nobody_listens() -> None:
+def test_an_unreachable_address_is_infrastructure() -> None:
     with closing(RemoteScorer(url=f"http://127.0.0.1:{free_port()}/", max_attempts=2)) as scorer:
         assert {refused(score)[0] for score in scorer.judge_batch([item("1"), item("2")])} == {"infrastructure"}
 
 
-def test_a_refusal_is_the_items_and_says_why() -> None:
+def test_a_refused_item_is_invalid_with_the_services_reason() -> None:
     scores, asked = ask(Answer({"error": "no ground truth"}, status=400), [item("1")])
     assert refused(scores[0]) == ("invalid_input", 'the endpoint answered 400: {"error": "no ground truth"}')
     assert len(asked) == 1
 
 
-def test_the_deadline() -> None:
+def test_attempts_end_at_the_deadline() -> None:
     scores, asked = ask(Answer(hangs=True), [item("1")], deadline_seconds=0.5, timeout_seconds=60.0)
     assert refused(scores[0])[0] == "timeout" and len(asked) == 1
 
 
-def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "LARGEST_REPLY_BYTES", 1 << 20)
     scores, asked = ask(Answer(b"[" + b" " * (2 << 20)), [item("1")])
     assert refused(scores[0]) == ("infrastructure", "the endpoint's answer exceeds 1 MiB") and len(asked) == 1
@@ -239,7 +239,7 @@ def test_no_more_requests_at_once_than_allowed() -> None:
         assert server.most_at_once == 2
 
 
-def test_close_ends_what_is_under_way() -> None:
+def test_close_ends_calls_in_progress() -> None:
     arrived = threading.Event()
 
     def answer(asked: Asked) -> Answer:
@@ -274,7 +274,7 @@ def test_close_ends_what_is_under_way() -> None:
         ({"api_key_env": "SURELY_NOT_SET"}, "SURELY_NOT_SET is not set"),
     ],
 )
-def test_arguments_that_cannot_be_used(wrong: dict[str, Any], told: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         make_spec("remote", {"url": "http://127.0.0.1:1/", **wrong})
     assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -91,7 +91,7 @@ def test_results_of_functions(result: Any, expected: Scored) -> None:
         {"score": 1.0, **{str(n): 1.0 for n in range(MAX_COMPONENTS + 1)}},
     ],
 )
-def test_results_that_are_no_score(result: Any) -> None:
+def test_results_that_are_not_numbers_are_unscored(result: Any) -> None:
     score = why(to_score(result))
     assert score.reason == "invalid_input" and score.detail
     score.detail.encode()  # a wire takes it
@@ -169,7 +169,7 @@ def batch(path: str, arguments: dict[str, Any] | None = None) -> BatchFunctionJu
     return judge
 
 
-def test_verls_signature(functions: Path) -> None:
+def test_a_function_is_called_with_verls_arguments(functions: Path) -> None:
     judge = single(f"{functions}:compute_score")
     assert judge.judge(ScoreItem("d", "1", "1", {"bonus": 1})) == Scored(1.0, {"bonus": 3.0})
     raised = why(judge.judge(item("raise")))
@@ -193,7 +193,7 @@ def test_coroutine_functions(functions: Path) -> None:
     ]
 
 
-def test_coroutines_are_awaited_together_and_given_up_alone(tmp_path: Path) -> None:
+def test_coroutines_run_concurrently_and_time_out_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "meet.py").write_text(
         "import asyncio\n"
         "here = []\n"
@@ -212,13 +212,13 @@ def test_coroutines_are_awaited_together_and_given_up_alone(tmp_path: Path) -> N
     assert isinstance(again, Scored) and again.breakdown == first.breakdown, "the loop is the same for all calls"
 
 
-def test_verls_batch_signature(functions: Path) -> None:
+def test_a_batch_function_is_called_with_verls_plural_arguments(functions: Path) -> None:
     judge = batch(f"{functions}:batch", {"scale": 2.0})
     assert judge.judge_batch([item("1"), item("2"), item("1")]) == [Scored(2.0), Scored(0.0), Scored(2.0)]
     assert judge.judge_batch([]) == []
 
 
-def test_what_a_batch_raises_for_is_the_culprits_alone(functions: Path) -> None:
+def test_an_error_in_a_batch_affects_only_the_item_that_causes_it(functions: Path) -> None:
     judge = batch(f"{functions}:batch")
     texts = ["1", "1", "raise", "0", "1", "raise", "1"]
     scores = judge.judge_batch([item(text) for text in texts])
@@ -229,12 +229,12 @@ def test_what_a_batch_raises_for_is_the_culprits_alone(functions: Path) -> None:
             assert score == Scored(float(text == "1"))
 
 
-def test_a_batch_of_another_length_is_no_score(functions: Path) -> None:
+def test_a_batch_result_of_the_wrong_length_is_unscored(functions: Path) -> None:
     for score in batch(f"{functions}:batch").judge_batch([item("1"), item("short")]):
         assert why(score) == Unscored("crashed", "the function returned 1 results for 2 answers")
 
 
-def test_function_by_module() -> None:
+def test_a_missing_function_of_a_module_is_named() -> None:
     with pytest.raises(ScorerError, match="has no function nothing"):
         load_function("tandem.reward.workers.function:nothing", {})
 
@@ -266,7 +266,7 @@ def test_functions_that_cannot_be_loaded(functions: Path, path: str, arguments: 
 # ---- versions ----
 
 
-def test_the_version_is_that_of_the_files_text_and_nothing_is_imported(
+def test_the_version_is_a_digest_of_the_file_and_nothing_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = b"raise SystemExit('imported')\n"
@@ -285,7 +285,7 @@ def test_the_version_is_that_of_the_files_text_and_nothing_is_imported(
     assert make_spec("exact", {}).version == ExactMatch.VERSION
 
 
-def test_a_changed_function_is_another_scorer(tmp_path: Path) -> None:
+def test_a_changed_file_is_another_scorer(tmp_path: Path) -> None:
     """A job that was submitted to one is not scored by the other (`digest`), and ListScorers tells them apart."""
     file = tmp_path / "score.py"
     config = RewardConfig.model_validate({"scorers": {"mine": {"scorer": f"{file}:f"}}})

@@ -30,7 +30,7 @@ def values(scores: list[Score]) -> list[float]:
     return [score.value for score in scores if isinstance(score, Scored)]
 
 
-def test_batches_keep_the_budget() -> None:
+def test_batches_stay_within_max_batch_tokens() -> None:
     rows = [(n, {"input_ids": [0] * length}) for n, length in enumerate([5, 90, 5, 40, 6, 4, 300, 1])]
     cut = list(batches(rows, 100))
     assert sorted(n for batch in cut for n, _ in batch) == list(range(8))
@@ -125,7 +125,7 @@ def test_order_is_kept_over_many_batches(model: RewardModel) -> None:
     assert values(model.judge_batch(items[::-1]))[::-1][:10] == pytest.approx(singly, abs=1e-5)
 
 
-def test_items_that_cannot_be_put_to_the_model(model: RewardModel) -> None:
+def test_items_that_the_model_cannot_take_are_unscored(model: RewardModel) -> None:
     items = [item("4", None), item("4", 7), item("4"), item("\ud800"), item("x" * LONGEST), item("4")]
     scores = model.judge_batch(items)
     assert refused(scores[0]) == ("invalid_input", "extra_info.prompt is missing: it should hold the prompt")
@@ -135,7 +135,7 @@ def test_items_that_cannot_be_put_to_the_model(model: RewardModel) -> None:
     assert values([scores[2]]) == values([scores[5]]) == values(model.judge_batch([item("4")]))
 
 
-def test_an_answer_that_kills_the_process_touches_no_other(model: RewardModel) -> None:
+def test_an_answer_that_kills_the_process_does_not_affect_the_others(model: RewardModel) -> None:
     before = model.judge_batch([item(str(n)) for n in range(6)])
     answers = [str(n) for n in range(6)]
     answers.insert(
@@ -173,7 +173,7 @@ def answers_of(one: Classifier, *questions: tuple[Any, str]) -> list[Any]:
     return [found[number] for number in range(len(questions))]
 
 
-def test_without_a_chat_template_it_is_a_pair(folder: Path, tmp_path: Path) -> None:
+def test_without_a_chat_template_prompt_and_answer_are_a_pair(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "plain")
     (tmp_path / "plain" / "chat_template.jinja").unlink()
     plain = classifier(tmp_path / "plain", max_length=30)
@@ -185,7 +185,7 @@ def test_without_a_chat_template_it_is_a_pair(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
-def test_the_answer_alone_truncated_and_squashed(folder: Path, activation: str) -> None:
+def test_prompt_field_truncate_and_activation(folder: Path, activation: str) -> None:
     import torch
 
     text = "a" * 50 + "bcdefghij"
@@ -238,7 +238,7 @@ def test_segments_of_a_pair_reach_an_encoder(tmp_path: Path) -> None:
     assert scored == pytest.approx(right, abs=1e-5)
 
 
-def test_a_score_that_is_no_number_is_no_score(folder: Path) -> None:
+def test_a_score_that_is_not_a_number_is_unscored(folder: Path) -> None:
     import torch
 
     one = classifier(folder)
@@ -316,7 +316,7 @@ def test_models_that_cannot_be_used(folder: Path, tmp_path: Path, spoil: str, to
         ({"dtype": "int8"}, "arguments.dtype"),
     ],
 )
-def test_arguments_that_cannot_be_used(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ScorerError) as caught:
         make_spec("reward_model", {"path": str(tmp_path), **wrong})

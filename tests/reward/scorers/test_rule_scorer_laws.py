@@ -141,7 +141,7 @@ def way_name(way: object) -> str | None:
     return way if isinstance(way, str) else "-".join(map(str, way.values())) if isinstance(way, dict) else None
 
 
-def test_every_rule_scorer_in_process_is_held_to_these_laws() -> None:
+def test_these_laws_cover_every_in_process_rule_scorer() -> None:
     names = {name for name, kind in SCORERS.items() if kind.ISOLATION == "in_process"}
     assert names <= {name for name, _ in WAYS}, "a new scorer in process belongs into WAYS"
 
@@ -174,7 +174,7 @@ def test_without_a_ground_truth_it_is_unscored_where_one_is_needed(name: str, ar
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
-def test_a_megabyte_that_is_made_to_hurt_ends(name: str, arguments: dict[str, Any]) -> None:
+def test_adversarial_answers_of_a_megabyte_take_linear_time(name: str, arguments: dict[str, Any]) -> None:
     """Anything above linear would need hours: a million characters squared."""
     judge = in_process(name, arguments)
     for piece in [
@@ -197,7 +197,7 @@ def test_a_megabyte_that_is_made_to_hurt_ends(name: str, arguments: dict[str, An
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("piece", ["\\text{", "\\boxed{", "$", "=", "\\sqrt", "\\frac", "a ", "{"])
-def test_a_megabyte_of_ground_truth_ends(piece: str) -> None:
+def test_ground_truths_of_a_megabyte_take_linear_time(piece: str) -> None:
     truth = piece * (1_000_000 // len(piece))
     for judge in (MathBoxed(), MathDapo(), ShortAnswer(), Gsm8k(), MultipleChoice()):
         judge.judge(ScoreItem("test", "<answer>\\boxed{1}</answer> Answer: 1 #### 1", truth))
@@ -206,7 +206,7 @@ def test_a_megabyte_of_ground_truth_ends(piece: str) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
 @pytest.mark.parametrize("piece", ["a ", "\\frac", "É", "1,2 "])
-def test_many_truths_read_a_long_answer_once(name: str, arguments: dict[str, Any], piece: str) -> None:
+def test_many_accepted_texts_read_a_long_answer_once(name: str, arguments: dict[str, Any], piece: str) -> None:
     """As many as there may be, and a megabyte: reading it anew for each would take minutes."""
     text = piece * (1_000_000 // len(piece))
     solution = f"<answer>{text}</answer> \\boxed{{{text}}}"
@@ -215,7 +215,7 @@ def test_many_truths_read_a_long_answer_once(name: str, arguments: dict[str, Any
 
 
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
-def test_more_truths_than_are_compared_are_refused(name: str, arguments: dict[str, Any]) -> None:
+def test_too_many_accepted_texts_are_refused(name: str, arguments: dict[str, Any]) -> None:
     score = in_process(name, arguments).judge(ScoreItem("test", "<answer>A</answer>", ["A"] * (MAX_ACCEPTED + 1)))
     if name in NEEDS_NO_TRUTH:
         assert isinstance(score, Scored)
@@ -225,7 +225,7 @@ def test_more_truths_than_are_compared_are_refused(name: str, arguments: dict[st
         assert isinstance(score, Unscored) and score.detail.endswith("is a list of 1,001, at most 1,000 are compared")
 
 
-def test_no_answer_is_looked_through_for_more_than_a_few_tags() -> None:
+def test_too_many_tags_are_refused() -> None:
     names = [f"t{number}" for number in range(100_000)]
     Tags(order=tuple(names[:MAX_NAMES]))
     for too_many in ({"order": names}, {"counts": {name: [0, 1] for name in names}}):
@@ -242,13 +242,13 @@ def test_no_text_and_no_schema_makes_the_json_scorer_raise(solution: str, truth:
 
 
 @given(st.integers(min_value=-(10**12), max_value=10**12), texts)
-def test_a_number_behind_the_marker_is_found_whatever_stands_before(number: int, before: str) -> None:
+def test_the_number_after_the_marker_is_found_after_any_text(number: int, before: str) -> None:
     solution = f"{before}\n#### {number:,}"
     assert Gsm8k().judge(ScoreItem("", solution, str(number))) == Scored(1.0, {"answered": 1.0})
 
 
 @given(st.text(alphabet="abcxyz0123456789+-", min_size=1, max_size=20), texts)
-def test_a_box_at_the_end_is_found_whatever_stands_before(content: str, before: str) -> None:
+def test_a_box_at_the_end_is_found_after_any_text(content: str, before: str) -> None:
     solution = f"{before.replace('boxed', '')} \\boxed{{{content}}}"
     assert MathBoxed().judge(ScoreItem("", solution, content)) == Scored(1.0, {"answered": 1.0})
     assert MathDapo(strict_box=True).judge(ScoreItem("", solution, content)) == Scored(1.0, {"answered": 1.0})
@@ -278,7 +278,7 @@ def test_the_measures_of_short_answers_agree(answer: str, truth: str) -> None:
 
 
 @given(st.lists(st.sampled_from(["think", "plan", "answer"]), unique=True, min_size=1), st.data())
-def test_an_answer_of_its_parts_is_right_until_a_tag_is_lost(order: list[str], data: st.DataObject) -> None:
+def test_removing_a_tag_makes_a_right_answer_wrong(order: list[str], data: st.DataObject) -> None:
     pieces = [piece for name in order for piece in (f"<{name}>", "content", f"</{name}>")]
     judge = Tags(order=tuple(order), only=True)
     assert judge.judge(ScoreItem("", "\n".join(pieces), None)) == Scored(
@@ -290,7 +290,7 @@ def test_an_answer_of_its_parts_is_right_until_a_tag_is_lost(order: list[str], d
 
 
 @given(texts, st.integers(1, 12), st.floats(0.0, 10.0))
-def test_repetition_stays_within_its_penalty_and_a_loop_comes_near_it(text: str, n: int, penalty: float) -> None:
+def test_repetition_is_within_its_penalty_and_a_loop_approaches_it(text: str, n: int, penalty: float) -> None:
     score = Repetition(n=n, penalty=penalty).judge(ScoreItem("", text, None))
     assert isinstance(score, Scored) and -penalty <= score.value <= 0.0
     loop = Repetition(n=n, penalty=penalty).judge(ScoreItem("", "again " * 1000, None))
@@ -309,7 +309,7 @@ def test_language_is_a_share_and_scripts_add_up(text: str) -> None:
 
 
 @given(st.integers(1, 50), st.integers(0, 50), st.lists(st.integers(0, 200), min_size=2))
-def test_a_longer_answer_is_never_better(buffer: int, before: int, lengths: list[int]) -> None:
+def test_a_longer_answer_never_scores_higher(buffer: int, before: int, lengths: list[int]) -> None:
     judge = Overlong(max_length=before + buffer, buffer=buffer)
     scores = [judge.judge(ScoreItem("", "", None, {"num_tokens": length})) for length in sorted(lengths)]
     values = [score.value for score in scores if isinstance(score, Scored)]

@@ -86,7 +86,7 @@ def test_format_matches_each_part() -> None:
     assert whole.judge(item("So <answer>5</answer>\n")) == Scored(0.5, {"answer": 0.0, "pattern": 1.0})
 
 
-def test_the_order_of_parts_survives_the_way_through_the_registry() -> None:
+def test_the_registry_keeps_the_order_of_parts() -> None:
     spec = make_spec("format", {"order": ["think", "answer"], "parts": {"think": ".+", "answer": "4"}})
     judge = spec.build()
     assert isinstance(judge, Judge)
@@ -181,7 +181,7 @@ def test_overlong_is_the_formula_of_dapo() -> None:
 
 
 @pytest.mark.parametrize("tokens", [None, "7", -1, 1.5, True])
-def test_a_length_in_tokens_has_to_be_told(tokens: Any) -> None:
+def test_a_length_in_tokens_needs_num_tokens(tokens: Any) -> None:
     told = "extra_info.num_tokens is"
     for judge in (Overlong(max_length=10, buffer=5), TargetLength(target=5)):
         assert reason(judge.judge(item("words", num_tokens=tokens)), told) == "invalid_input"
@@ -200,7 +200,7 @@ def test_target_length() -> None:
     assert reason(TargetLength(unit="characters").judge(item("", target_length=10**400))) == "invalid_input"
 
 
-def test_repetition_counts_runs_that_were_there_before() -> None:
+def test_repetition_counts_repeated_n_grams() -> None:
     assert value(Repetition().judge(item("one two three four"))) == 0.0
     assert value(Repetition().judge(item("one two"))) == 0.0
     assert value(Repetition(n=1).judge(item("Yes yes no"))) == pytest.approx(-1 / 3)
@@ -209,7 +209,7 @@ def test_repetition_counts_runs_that_were_there_before() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 13])
-def test_runs_of_any_length_are_told_apart(n: int) -> None:
+def test_n_grams_of_any_length_are_distinguished(n: int) -> None:
     words = [str(i * i % 7) for i in range(200)] + ["8"] * 30 + ["9"]
     runs = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     expected = -(1.0 - len(set(runs)) / len(runs))
@@ -260,7 +260,7 @@ def test_language_options() -> None:
         ("$", "$"),
     ],
 )
-def test_formulas_are_left_out(text: str, left: str) -> None:
+def test_formulas_and_code_are_ignored(text: str, left: str) -> None:
     assert without_formulas(text) == left
 
 
@@ -300,11 +300,11 @@ def test_json_schema_options() -> None:
 @pytest.mark.parametrize(
     "truth", [None, 3, [], "{", "3", {"type": "sandwich"}, {"$ref": "#/nowhere"}, {"pattern": "("}]
 )
-def test_a_ground_truth_that_is_no_schema(truth: Any) -> None:
+def test_a_ground_truth_that_is_not_a_schema_is_unscored(truth: Any) -> None:
     assert reason(JsonSchema().judge(item('"text"', truth)), "schema") == "invalid_input"
 
 
-def test_json_schema_fetches_nothing_and_ends() -> None:
+def test_json_schema_fetches_nothing_and_has_limits() -> None:
     elsewhere = {"$ref": "http://127.0.0.1:9/schema.json"}
     assert reason(JsonSchema().judge(item("1", elsewhere)), "127.0.0.1:9") == "invalid_input"
     assert reason(JsonSchema().judge(item("1", {"$ref": "#"})), "refer to itself") == "limit"
@@ -342,7 +342,7 @@ def test_json_schema_fetches_nothing_and_ends() -> None:
         ("json_schema", {"schema": '{"type": "sandwich"}'}, "schema is no valid schema"),
     ],
 )
-def test_parameters_that_make_no_sense(scorer: str, arguments: dict[str, Any], told: str) -> None:
+def test_invalid_parameters_are_refused_in_one_line(scorer: str, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ScorerError) as caught:
         make_spec(scorer, arguments)
     assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -27,7 +27,7 @@ FRAGMENTS = st.sampled_from(
     answer=st.lists(FRAGMENTS).map("".join),
     question=st.lists(FRAGMENTS).map("".join),
 )
-def test_no_text_can_break_a_template(answer: str, question: str) -> None:
+def test_no_text_breaks_a_template(answer: str, question: str) -> None:
     template = PromptTemplate('Q: {question}\nA: {answer}\n{"score": {x}} {0} {{answer}}')
     values = item_values(item(answer, question), template.names, "prompt")
     assert isinstance(values, dict)
@@ -100,7 +100,7 @@ def test_json_verdicts(text: str, verdict: float) -> None:
         ('{"score": ' + '{"a":' * 3000, "no JSON with score"),
     ],
 )
-def test_what_is_no_verdict_is_never_a_number(text: str, told: str) -> None:
+def test_text_without_a_verdict_gives_no_number(text: str, told: str) -> None:
     with pytest.raises(NoVerdictError) as caught:
         reader().read(text)
     assert told in str(caught.value) and len(str(caught.value)) < 300
@@ -108,7 +108,7 @@ def test_what_is_no_verdict_is_never_a_number(text: str, told: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet='{}[]":,score 0123456789.eE-\n', max_size=80))
-def test_a_verdict_is_within_the_scale_or_none(text: str) -> None:
+def test_a_verdict_outside_the_scale_is_refused(text: str) -> None:
     with suppress(NoVerdictError):
         assert 0.0 <= reader().read(text) <= 10.0
 
@@ -125,7 +125,7 @@ def test_patterns_and_labels() -> None:
         words.read("hm")
 
 
-def test_a_pattern_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_backtracks_forever_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.reward.text.verdict._PATTERN_SECONDS", 0.05)
     with pytest.raises(NoVerdictError, match="the pattern took longer"):
         reader(pattern=r"(a|aa)+$").read("a" * 200 + "b")

@@ -109,7 +109,7 @@ def test_an_unknown_section_names_the_nearest_known_one() -> None:
     assert "did you mean trainer?" in complaint(minimal(trainr={"learning_rate": 1}))
 
 
-def test_a_key_like_no_other_gets_the_list() -> None:
+def test_a_key_unlike_any_other_gets_the_list_of_keys() -> None:
     assert "there are run, model, data" in complaint(minimal(zzzzzzzz={"qqqq": 1}))
     line = complaint(minimal(trainer={"qq": 1}))
     assert "unknown key trainer.qq; there are " in line and "num_ranks, num_nodes" in line
@@ -154,7 +154,7 @@ def test_a_missing_key_is_named() -> None:
         ("empty.toml", b"", "run is missing"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_one_clear_line(
+def test_a_file_that_is_not_a_recipe_is_one_clear_line(
     tmp_path: Path, name: str, content: bytes | None, says: str
 ) -> None:
     file = tmp_path / name
@@ -174,12 +174,12 @@ def test_a_recipe_that_cannot_be_reached_is_named(recipe_file: Path, tmp_path: P
             assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         load_recipe(tmp_path)
 
 
-def test_what_a_run_saves_is_the_same_recipe_and_takes_overrides(tmp_path: Path, recipe_file: Path) -> None:
+def test_a_saved_recipe_reads_back_the_same_and_takes_overrides(tmp_path: Path, recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["trainer.learning_rate=3e-5", 'rollout.stop=["x"]'])
     saved = tmp_path / "config.json"
     saved.write_text(dump_recipe(recipe))
@@ -266,7 +266,7 @@ def test_a_key_with_one_letter_lost_is_always_recognised(key: str, data: st.Data
     st.dictionaries(texts, json_values, max_size=4)
     | st.dictionaries(texts, st.dictionaries(texts, json_values, max_size=3), max_size=3)
 )
-def test_whatever_stands_in_a_recipe_it_is_read_or_refused_in_one_line(values: dict[str, Any]) -> None:
+def test_any_recipe_is_read_or_refused_in_one_line(values: dict[str, Any]) -> None:
     try:
         parse_recipe({**minimal(), **values})
     except ConfigError as error:
@@ -281,7 +281,7 @@ def test_resolved_toml_marks_what_differs_from_the_default(recipe_file: Path) ->
     assert "#" not in unchanged
 
 
-def test_what_need_not_be_there_is_not_there_by_default() -> None:
+def test_optional_tables_are_absent_by_default() -> None:
     """TOML has no word for nothing: a key that may be absent must be so by default, or `tandem config` could not write
     it.
     """

@@ -47,7 +47,7 @@ def faults_of(model: type[BaseModel], name: str, value: object) -> set[str]:
     return {fault["type"] for fault in caught.value.errors() if fault["loc"][0] == name}
 
 
-def test_the_walk_finds_the_fields() -> None:
+def test_the_search_for_number_fields_finds_them() -> None:
     found = {f"{model.__name__}.{name}" for model, name in NUMBERS}
     wanted = {"TrainerConfig.learning_rate", "LoraOptions.alpha", "RewardConfig.timeout_seconds", "WeightOptions.high"}
     assert wanted <= found and len(found) > 40
@@ -64,5 +64,5 @@ def test_infinite_and_nan_are_refused(model: type[BaseModel], name: str) -> None
 
 
 @pytest.mark.parametrize("betas", [(2.0, 0.9), (0.9, -1.0), (1.0, 0.9), (0.9, 1.0)])
-def test_moments_that_adam_cannot_have_are_refused(betas: tuple[float, float]) -> None:
+def test_invalid_adam_betas_are_refused(betas: tuple[float, float]) -> None:
     assert faults_of(TrainerConfig, "adam_betas", betas) <= {"less_than", "greater_than_equal"}

@@ -238,11 +238,11 @@ def test_an_override_below_a_value_or_a_list_is_refused() -> None:
         ({"rate": 2, "adapters": {}}, "trainer: rate is above 1 with adapters"),
     ],
 )
-def test_a_fault_is_named_with_the_place_as_it_is_written(trainer: dict[str, Any], line: str) -> None:
+def test_a_fault_is_named_with_its_place_as_the_user_writes_it(trainer: dict[str, Any], line: str) -> None:
     assert complaint(trainer) == line
 
 
-def test_a_table_at_the_top_is_sent_to_its_section() -> None:
+def test_a_table_at_the_top_level_names_its_section() -> None:
     with pytest.raises(ValidationError) as caught:
         Toy.model_validate({"loss": {"name": "gate"}})
     assert explain(Toy, caught.value) == "unknown key loss; did you mean trainer.loss?"
@@ -266,7 +266,7 @@ values = st.recursive(
 
 @QUIET
 @given(st.dictionaries(st.sampled_from(list(Trainer.model_fields)), values, max_size=4))
-def test_whatever_stands_in_a_table_it_is_read_or_refused_in_one_line(trainer: dict[str, Any]) -> None:
+def test_any_table_is_read_or_refused_in_one_line(trainer: dict[str, Any]) -> None:
     try:
         read(trainer)
     except ValidationError as error:
@@ -310,7 +310,7 @@ def test_json_and_toml_read_back_as_what_was_dumped(trainer: Trainer) -> None:
 
 @QUIET
 @given(trainers)
-def test_overrides_key_by_key_make_the_same(trainer: Trainer) -> None:
+def test_overrides_key_by_key_give_the_same_table(trainer: Trainer) -> None:
     """Every leaf of a dump, given as an override of the recipe that says nothing, in whatever order."""
     lines = as_toml(Toy(trainer=trainer)).split("\n")
     section, overrides = "", []
