@@ -10,8 +10,10 @@ from zipfile import ZipFile
 
 import pytest
 
+from tandem import RewardClient, Scored, ScoreItem
+from tests.support.paths import ROOT
 from tests.support.reward_process import running_reward
-from tests.support.wheels import SOURCES, base_environment, build_wheel, copy_sources
+from tests.support.wheels import SOURCES, build_wheel, copy_sources, fresh_environment
 
 SCORE = """
 import sys
@@ -34,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> tuple[Path, Path]:
     """The interpreter and the site-packages of an environment with the base installation."""
-    return base_environment(tmp_path_factory.mktemp("base"), wheel)
+    return fresh_environment(tmp_path_factory.mktemp("base"), wheel)
 
 
 def run_in(base: tuple[Path, Path], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -77,3 +79,28 @@ def test_the_command_in_a_base_installation_names_the_pip_command(
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("tandem: typer is not installed; install it: pip install 'tandem-rl[")
+
+
+def test_the_reward_extra_serves_and_names_the_extra_that_trains(wheel: Path, tmp_path: Path) -> None:
+    environment = fresh_environment(tmp_path / "environment", wheel, "reward")
+    command = environment[0].parent / "tandem"
+    process = subprocess.Popen(
+        [environment[0], "-I", command, "reward", "serve", "--port", "0", "--folder", tmp_path / "jobs"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        with RewardClient(address) as client:
+            scores = client.score([ScoreItem("test", r"\boxed{1/2}", "0.5")], '[[components]]\nscorer = "math_verify"')
+        assert [score.value for score in scores if isinstance(score, Scored)] == [1.0]
+    finally:
+        process.terminate()
+        process.wait(20)
+    done = run_in(environment, command, "run", ROOT / "examples/recipes/gsm8k.toml")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(
+        "tandem: torch is not installed; install it: pip install 'tandem-rl[cpu]'"
+    )

@@ -49,8 +49,8 @@ def install(wheel: Path, folder: Path) -> Path:
     return folder
 
 
-def base_environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
-    """A virtual environment with the wheel and what its base installation requires, and nothing else.
+def fresh_environment(folder: Path, wheel: Path, extra: str = "") -> tuple[Path, Path]:
+    """A virtual environment with the wheel and what it requires with this extra, and nothing else.
 
     Requirements are links to the packages of this environment, so nothing is downloaded.
 
@@ -64,7 +64,7 @@ def base_environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
     (info,) = site.glob("tandem_rl-*.dist-info")
     lines = (info / "METADATA").read_text().splitlines()
     required = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
-    for name in _closure(required):
+    for name in _closure(required, extra):
         for file in distribution(name).files or ():
             if not file.is_absolute() and ".." not in file.parts:
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
@@ -73,14 +73,19 @@ def base_environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
     return python, site
 
 
-def _closure(texts: Iterable[str]) -> Iterator[str]:
-    """The names of all packages that these requirements need without extras, each once."""
-    waiting, seen = list(texts), set[str]()
+def _closure(texts: Iterable[str], extra: str) -> Iterator[str]:
+    """The names of all packages that these requirements of a package with this extra need, each once."""
+    waiting = [(Requirement(text), extra) for text in texts]
+    seen, yielded = set[tuple[str, str]](), set[str]()
     while waiting:
-        requirement = Requirement(waiting.pop())
+        requirement, wanted = waiting.pop()
         name = canonicalize_name(requirement.name)
-        if name in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if requirement.marker and not requirement.marker.evaluate({"extra": wanted}):
             continue
-        seen.add(name)
-        yield name
-        waiting += distribution(requirement.name).requires or []
+        if name not in yielded:
+            yielded.add(name)
+            yield name
+        for one in {"", *requirement.extras}:
+            if (name, one) not in seen:
+                seen.add((name, one))
+                waiting += [(Requirement(text), one) for text in distribution(name).requires or ()]
