@@ -1,5 +1,5 @@
-"""The sending end of a weight update: gathers the policy bucket by bucket, sends each once, and keeps a copy for those
-who come late.
+"""The sending end of a weight update: gathers the policy bucket by bucket, sends each bucket once, and keeps a copy for
+late joiners.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WeightSource(Protocol):
 
 
 class AdapterSource(Protocol):
-    """What the sender needs of adapters that travel alone. Its gathers are collective, too."""
+    """What the sender needs of adapters that are sent without the base. Its gathers are collective, too."""
 
     adapter_rank: int
     scaling: float
@@ -69,8 +69,8 @@ class WeightCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyTransfer:
-    """A late joiner's private transfer: it joins `address` as rank 1 …, then updates with `manifest`. `finished` tells
-    the outcome.
+    """A transfer to one late joiner: it joins `address` as rank 1 …, then updates with `manifest`. `finished` has the
+    outcome.
     """
 
     address: WeightGroupAddress
@@ -81,13 +81,13 @@ class CopyTransfer:
 class WeightSender:
     """Rank 0 sends; every trainer rank constructs one and enters `broadcast`.
 
-    The flow of a version: `manifest`, then for `gloo` and `nccl` (with a group open, see `prepare` and `connect`) the
-    samplers are told to update while all ranks enter `broadcast`; for `disk` and `ipc` `broadcast` comes first and the
-    samplers fetch what its manifest names (`fetched_by_samplers`). `release` ends the version: samplers have answered
-    or been left out.
+    A version starts with `manifest`. For `gloo` and `nccl`, with a group open (see `prepare` and `connect`), the
+    samplers are told to update while all ranks call `broadcast`. For `disk` and `ipc`, `broadcast` comes first and the
+    samplers fetch what its manifest names (`fetched_by_samplers`). `release` ends the version, after every sampler
+    has answered or been left out.
 
-    With `adapters`, versions consist of these alone. Samplers merge them into a base that they found in their model
-    folder; the base travels to those that found another one there, or none, when they are served from the copy.
+    With `adapters`, a version consists of these alone. Samplers merge them into the base in their model folder. A
+    sampler whose folder has another base, or none, receives the base with the copy.
     """
 
     def __init__(
@@ -112,33 +112,33 @@ class WeightSender:
 
     @staticmethod
     def fetched_by_samplers(backend: str) -> bool:
-        """True if samplers read what `broadcast` has left for them, instead of taking part in it."""
+        """True if samplers read what `broadcast` wrote, instead of taking part in it."""
         return backend in ("disk", "ipc")
 
     @property
     def copy(self) -> WeightCopy | None:
-        """What late joiners are served from: the newest version, on rank 0."""
+        """The newest version, for late joiners; on rank 0 only."""
         return self._copy
 
     def manifest(
         self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
     ) -> WeightManifest:
-        """A version before it is sent. Not `changed`: it equals the one before and has no buckets. `location`: `disk`'s
-        folder.
+        """The manifest of a version before it is sent. Without `changed` it equals the one before and has no buckets.
+        `location` is the folder of `disk`.
 
-        All ranks: of adapters, the first version with buckets needs the base gathered.
+        All ranks call it: with adapters, the first version with buckets gathers the base.
         """
         manifest = WeightManifest(incarnation, policy_version, backend, self._buckets if changed else (), location)
         if self._adapters is None or not changed:
             return manifest
         if self._base_buffers is None:
-            self._hold_base(self._adapters)
+            self._gather_base(self._adapters)
         return replace(
             manifest, adapters=AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
         )
 
     def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> WeightGroupAddress:
-        """Rank 0: closes the group before and listens for a new one of `world_size` ranks, itself included.
+        """Rank 0: closes the open group and listens for a new one of `world_size` ranks, itself included.
 
         Returns at once, so that the samplers can be told where to join; `connect` waits for them.
         """
@@ -147,7 +147,7 @@ class WeightSender:
         return self._group_store.address
 
     def connect(self, timeout_seconds: float) -> None:
-        """Rank 0: waits until every rank of the prepared group has come. Raises WeightTransferError at the deadline."""
+        """Rank 0: waits until every rank of the prepared group has joined. Raises WeightTransferError at the deadline."""
         assert self._group_store is not None, "prepare comes before connect"
         device = self._device if self._group_store.address.backend == "nccl" else _CPU
         self._group = self._group_store.connect(device, timeout_seconds)
@@ -205,7 +205,7 @@ class WeightSender:
         Nothing here touches the trainer's communicators. Tell the sampler the address and the manifest, then look at
         `finished`.
         """
-        copy = self._served_copy(brings_base)
+        copy = self._copy_to_send(brings_base)
         group_store = WeightGroupStore(
             host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds
         )
@@ -234,7 +234,7 @@ class WeightSender:
         Raises:
             EnvironmentLackError: the disk is full or the folder cannot be written.
         """
-        copy = self._served_copy(brings_base)
+        copy = self._copy_to_send(brings_base)
         folder = folder.absolute()
         unfinished = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
         try:
@@ -255,7 +255,7 @@ class WeightSender:
         return replace(copy.manifest, backend="disk", location=str(folder))
 
     def close(self) -> None:
-        """Rank 0: closes the open group, if any; samplers still in it see its end at once."""
+        """Rank 0: closes the open group, if any; samplers in it notice at once."""
         if self._group is not None:
             self._group.close()
         self._group = self._group_store = None
@@ -272,10 +272,8 @@ class WeightSender:
             return error
         return None
 
-    def _hold_base(self, adapters: AdapterSource) -> None:
-        """All ranks: gathers the base. Rank 0 knows it by its digests from then on, and keeps it for samplers that lack
-        it.
-        """
+    def _gather_base(self, adapters: AdapterSource) -> None:
+        """All ranks: gathers the base. Rank 0 keeps it, with its digests, for samplers that lack it."""
         held: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
         for spec in self._base:
@@ -288,7 +286,7 @@ class WeightSender:
         self._base = tuple(held) or self._base
         self._base_buffers = tuple(buffers)
 
-    def _served_copy(self, brings_base: bool) -> WeightCopy:
+    def _copy_to_send(self, brings_base: bool) -> WeightCopy:
         copy = self._copy
         assert copy is not None, "a copy exists once a version was broadcast"
         if not brings_base:
@@ -299,7 +297,7 @@ class WeightSender:
     def _keep(self, sent: WeightManifest, buffers: Sequence[torch.Tensor]) -> None:
         if sent.buckets:
             self._copy = WeightCopy(sent, tuple(buffers))
-        elif self._copy is not None:  # the weights are those of the version before; only the number is new
+        elif self._copy is not None:  # the weights are those of the version before, with a new number
             renamed = replace(self._copy.manifest, incarnation=sent.incarnation, policy_version=sent.policy_version)
             self._copy = WeightCopy(renamed, self._copy.buffers)
 

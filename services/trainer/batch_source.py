@@ -1,4 +1,4 @@
-"""Rank 0's way from scored groups to a planned batch: claim, select, plan; and every rank's reading of its payloads."""
+"""Claims, selects and plans a batch of scored groups on rank 0; reads each rank's payloads."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ class BatchSource:
         return len(self._survivors)
 
     def poll(self, version: int, seconds: float) -> TrainBatch | None:
-        """The batch that follows `version`; None if it did not fill in time, at a stop, or because nothing can come any
-        more.
+        """The batch that follows `version`; None if it did not fill in time, at a stop, or because no group is left.
 
         Once the feed is exhausted and every outstanding group is claimed, a smaller batch is returned; when not even
         one group is left, None with `exhausted` set.

@@ -1,6 +1,4 @@
-"""Evaluation: greedy answers through RolloutService.Generate, judged by RewardService.Score, outside ledger and
-limiter.
-"""
+"""Evaluation: greedy answers from RolloutService.Generate, scored by RewardService.Score, outside ledger and limiter."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation. `num_rows` rows were asked, `unscored` counts those without a reward by reason; means are over
-    the others.
-    """
+    """One evaluation of `num_rows` rows. `unscored` counts rows without a reward by reason; means are over the others."""
 
     version: int | None
     accuracy: float | None
@@ -56,7 +52,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEndpoints:
-    """Where answers come from and who judges them."""
+    """Addresses of the samplers that answer and of the reward service that scores."""
 
     samplers: Sequence[str]
     reward: str
@@ -65,22 +61,22 @@ class EvaluationEndpoints:
 
 
 @dataclass(slots=True)
-class _Marks:
+class _Results:
     rewards: list[float] = field(default_factory=list)
     correct: list[bool] = field(default_factory=list)
     unscored: Counter[str] = field(default_factory=Counter)
 
 
 def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: EvaluationEndpoints) -> Evaluation:
-    """Asks every prompt once, greedily, spread over the samplers; `version` None takes whatever weights they carry.
+    """Has every prompt answered once, greedily, spread over the samplers; with `version` None by any weights.
 
     A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A
-    chunk whose call fails is asked again of another sampler, up to three times; its rows are then counted as unscored,
-    never averaged in.
+    chunk whose call fails goes to another sampler, three times at most; then its rows count as unscored and are not
+    part of the means.
     """
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
-    marks = _Marks()
+    results = _Results()
     channels = {address: connect(address) for address in {*endpoints.samplers, endpoints.reward}}
     pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
     reason = "no_sampler"
@@ -89,7 +85,7 @@ def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: Evaluati
         address = endpoints.samplers[place % len(endpoints.samplers)]
         try:
             answers = _generate(channels[address], chunk, version, endpoints, deadline)
-            _score(channels[endpoints.reward], chunk, answers, marks, deadline)
+            _score(channels[endpoints.reward], chunk, answers, results, deadline)
         except TandemError as error:
             return type(error).__name__
         return None
@@ -105,14 +101,14 @@ def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: Evaluati
     finally:
         for channel in channels.values():
             channel.close()
-    marks.unscored.update({reason: sum(len(chunk) for chunk in pending)} if pending else {})
+    results.unscored.update({reason: sum(len(chunk) for chunk in pending)} if pending else {})
     return Evaluation(
         version=version,
-        accuracy=float(np.mean(marks.correct)) if marks.correct else None,
-        mean_reward=float(np.mean(marks.rewards)) if marks.rewards else None,
+        accuracy=float(np.mean(results.correct)) if results.correct else None,
+        mean_reward=float(np.mean(results.rewards)) if results.rewards else None,
         num_rows=len(prompts),
-        num_scored=len(marks.rewards),
-        unscored=dict(marks.unscored),
+        num_scored=len(results.rewards),
+        unscored=dict(results.unscored),
         seconds=time.monotonic() - started,
     )
 
@@ -143,7 +139,7 @@ def _score(
     channel: grpc.Channel,
     chunk: Sequence[Prompt],
     answers: Sequence[rollout_pb2.GenerateReply.Sample],
-    marks: _Marks,
+    results: _Results,
     deadline: float,
 ) -> None:
     request = reward_pb2.ScoreRequest(
@@ -161,10 +157,10 @@ def _score(
         reply = reward_pb2_grpc.RewardServiceStub(channel).Score(request, timeout=_left(deadline))
     for item in reply.items:
         if item.HasField("scored"):
-            marks.rewards.append(item.scored.value)
-            marks.correct.append(_is_correct(item.scored))
+            results.rewards.append(item.scored.value)
+            results.correct.append(_is_correct(item.scored))
         else:
-            marks.unscored[item.unscored.reason] += 1
+            results.unscored[item.unscored.reason] += 1
 
 
 def _is_correct(scored: reward_pb2.ScoreReply.Scored) -> bool:

@@ -1,4 +1,4 @@
-"""What rank 0 does besides learning: it claims, records, publishes, measures, evaluates, and answers gRPC."""
+"""What rank 0 does besides learning: it claims, records, publishes, measures, evaluates and serves gRPC."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ _RANKS_WAIT_SECONDS = 15.0  # other ranks sit in a collective meanwhile, whose d
 
 
 class RankZero:
-    """The ledger's and the samplers' counterpart inside the trainer. Every public method is called by the loop's
-    thread.
+    """Connects the trainer to the ledger and the samplers. Only the loop's thread calls its public methods.
 
-    Making one begins a new incarnation: from then on every earlier trainer of the run is fenced.
+    The constructor begins a new incarnation, which fences every earlier trainer of the run.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class RankZero:
         self._lock = TrainerLock(recipe.folder)
         self.incarnation, self.resume_point = take_over(buffer, recipe.folder)
         self.state = TrainerState(self.incarnation)
-        self._wish = CheckpointRequest()
-        self._front = training_endpoint(recipe, buffer, self.state, self._wish)
+        self._checkpoint_request = CheckpointRequest()
+        self._front = training_endpoint(recipe, buffer, self.state, self._checkpoint_request)
         self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
         self._metrics.rewind(self.resume_point.checkpoint_version, self.resume_point.last_version)
         self._earlier_seconds = sum(line["seconds_total"] for line in self._metrics.lines.read())
@@ -62,10 +61,10 @@ class RankZero:
         self._front.__enter__()
 
     def next_order(self, version: int) -> Order:
-        """What all ranks do next. `wait` if there is nothing yet: nobody stays in a collective for long."""
+        """What all ranks do next. `wait` if there is nothing yet, so that no rank stays in a collective for long."""
         if self._stop.is_set():
             return {"do": "stop"}
-        if self._wish.open:
+        if self._checkpoint_request.open:
             return {"do": "checkpoint"}
         if version >= self._recipe.run.total_batches:
             return {"do": "end"}
@@ -79,7 +78,7 @@ class RankZero:
         return {"do": "end" if self._source.exhausted else "wait"}
 
     def start_measuring(self) -> None:
-        """From here on the summary's rates are measured."""
+        """Starts measuring the rates of the summary."""
         self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
 
     def check(self) -> None:
@@ -87,9 +86,7 @@ class RankZero:
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-        """Writes the batch to disk, and only then takes its payloads out of the ledger, which is where a replaced
-        trainer ends.
-        """
+        """Writes the batch to disk, then removes its payloads from the ledger. A trainer that was replaced fails there."""
         self.check()
         write_record(self._recipe.folder, batch, payloads)
         self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
@@ -137,25 +134,25 @@ class RankZero:
             self._evaluation.start(version, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
 
     def evaluation(self) -> Literal["waits", "over", "stopped"]:
-        """Waits some seconds for the evaluation under way, if there is one, and says where it stands."""
+        """Waits some seconds for the running evaluation, if there is one, and returns its state."""
         with self.state.doing("waits for the evaluation of the published version"):
             if self._evaluation.over(_RANKS_WAIT_SECONDS):
                 return "over"
         return "stopped" if self._stop.is_set() else "waits"
 
     def checkpointed(self, version: int, folder: Path) -> None:
-        """A checkpoint is on disk: the ledger forgets what it contains, and whoever asked for one is answered."""
+        """Commits what a written checkpoint contains to the ledger, and answers the callers that asked for one."""
         self._buffer.commit(self.incarnation, version)
-        self._wish.grant(version, folder)
+        self._checkpoint_request.grant(version, folder)
 
     def finish(self) -> None:
-        """Ends the run: what was not trained is dropped with its reason, and the summary is written."""
+        """Ends the run: drops what was not trained, with a reason, and writes the summary."""
         self._buffer.drop_outstanding(self.incarnation, "run_ended")
         wall_seconds = time.time() - self.state.started_at + self._earlier_seconds
         write_summary(self._recipe, self._buffer.counts(), wall_seconds)
 
     def close(self) -> None:
-        """Stops every thread and lets go of the run folder."""
+        """Stops every thread and releases the lock of the run folder."""
         if self._publisher is not None:
             self._publisher.close()
         self._watchdog.stop()

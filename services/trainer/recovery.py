@@ -28,8 +28,8 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a new incarnation starts: the checkpoint's folder ("" for the initial model, version 0) and the batches to
-    train again.
+    """Where a new incarnation starts: the checkpoint's folder ("" for the initial model, version 0) and the recorded
+    batches to train again.
     """
 
     checkpoint: str
@@ -38,21 +38,21 @@ class ResumePoint:
 
     @property
     def last_version(self) -> int:
-        """The version that exists once the recorded batches are trained again."""
+        """The version after the recorded batches were trained again."""
         return self.recorded[-1] if self.recorded else self.checkpoint_version
 
     def to_json(self) -> dict[str, Any]:
-        """As a value that rank 0 can send to the others."""
+        """A JSON value that rank 0 can send to the other ranks."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> ResumePoint:
-        """The resume_point of `to_json`'s value."""
+        """The resume point of `to_json`'s value."""
         return ResumePoint(values["checkpoint"], values["checkpoint_version"], tuple(values["recorded"]))
 
 
 def find_resume_point(folder: Path) -> ResumePoint:
-    """What the run folder holds.
+    """The resume point that the run folder holds.
 
     Raises:
         LedgerError: a record between the checkpoint and the last recorded batch is missing.
@@ -72,20 +72,17 @@ def find_resume_point(folder: Path) -> ResumePoint:
 
 
 def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
-    """Begins a new incarnation and brings the ledger to what the run folder holds. Every earlier incarnation is fenced
-    from here on.
-    """
+    """Begins a new incarnation, which fences every earlier one, and sets the ledger to what the run folder holds."""
     incarnation = buffer.begin_incarnation()
     resume_point = find_resume_point(folder)
-    # Those the checkpoint contains are given, too: should Redis have lost writes, their groups must not enter twice.
+    # Includes batches that the checkpoint contains: if Redis lost writes, their groups must not be trained twice.
     recorded = {version: record_group_ids(folder, version) for version in recorded_versions(folder)}
     buffer.rollback(incarnation, resume_point.checkpoint_version, recorded)
     return incarnation, resume_point
 
 
 def check_world_size(batch: TrainBatch, world_size: int) -> None:
-    """Refuses a recorded plan made for more ranks than there are (fewer would give other weights, more of them cannot
-    be run).
+    """Refuses a recorded plan that needs more ranks than there are.
 
     Raises:
         ConfigError: with the number of ranks to use.
@@ -100,9 +97,9 @@ def check_world_size(batch: TrainBatch, world_size: int) -> None:
 
 
 class TrainerLock:
-    """Held by the one trainer of a run folder until its process ends, however it ends.
+    """A file lock that the one trainer of a run folder holds until its process ends, however it ends.
 
-    The incarnation in Redis fences every step; this lock also keeps a predecessor that is still dying from writing a
+    The incarnation in Redis fences every step. This lock also keeps a predecessor that is still ending from writing a
     record.
     """
 
@@ -123,5 +120,5 @@ class TrainerLock:
                 time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Lets the next trainer in."""
+        """Releases the lock."""
         self._file.close()

@@ -1,6 +1,4 @@
-"""Rank 0 as others see it: TrainingService (progress, a checkpoint on demand), Info, and a heartbeat in the
-registry.
-"""
+"""What rank 0 serves: TrainingService (progress, a checkpoint on demand), Info, and a heartbeat in the registry."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _CHECKPOINT_SECONDS = 600.0
 
 
 class TrainerState:
-    """What the loop says of itself to the server's and the watchdog's threads. Plain attributes: each has one writer,
-    the loop.
-    """
+    """The loop's progress, read by the threads of the server and the watchdog. Only the loop writes it."""
 
     def __init__(self, incarnation: int) -> None:
         self.started_at = psutil.Process().create_time()
@@ -42,7 +38,7 @@ class TrainerState:
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Says what the loop does inside the block."""
+        """Sets what the loop does inside the block."""
         self.activity = activity
         yield
         self.activity = "trains"
@@ -57,14 +53,14 @@ class TrainerState:
         }
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Takes over a line of metrics.jsonl."""
+        """Keeps the numbers of a line of metrics.jsonl."""
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and value is not True}
         self.figures = {name: float(value) for name, value in numbers.items()}
         self.optimizer_step = int(line["optimizer_step"])
 
 
 class CheckpointRequest:
-    """Asked for by any number of callers, granted by the loop after the batch under way."""
+    """Any number of callers ask for a checkpoint; the loop writes one after the current batch."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -75,7 +71,7 @@ class CheckpointRequest:
 
     @property
     def open(self) -> bool:
-        """True if somebody waits for a checkpoint."""
+        """True if a caller waits for a checkpoint."""
         return self._asked > self._granted
 
     def ask(self, timeout_seconds: float) -> tuple[int, str]:
@@ -88,7 +84,7 @@ class CheckpointRequest:
             return self._version, self._path
 
     def grant(self, version: int, path: Path) -> None:
-        """Answers everybody who asked before now."""
+        """Answers all callers that asked before now."""
         with self._condition:
             self._granted, self._version, self._path = self._asked, version, str(path)
             self._condition.notify_all()
@@ -97,17 +93,17 @@ class CheckpointRequest:
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     """TrainingService: progress, and a checkpoint on demand."""
 
-    def __init__(self, recipe: Recipe, state: TrainerState, wish: CheckpointRequest) -> None:
+    def __init__(self, recipe: Recipe, state: TrainerState, request: CheckpointRequest) -> None:
         self._total_batches = recipe.run.total_batches
         self._state = state
-        self._wish = wish
+        self._request = request
 
     async def SaveCheckpoint(
         self, request: training_pb2.SaveCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> training_pb2.SaveCheckpointReply:
         left = context.time_remaining()
         timeout = _CHECKPOINT_SECONDS if left is None else min(left, _CHECKPOINT_SECONDS)
-        version, path = await asyncio.to_thread(self._wish.ask, timeout)
+        version, path = await asyncio.to_thread(self._request.ask, timeout)
         return training_pb2.SaveCheckpointReply(policy_version=version, path=path)
 
     async def GetProgress(
@@ -121,9 +117,11 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         )
 
 
-def training_endpoint(recipe: Recipe, buffer: Buffer, state: TrainerState, wish: CheckpointRequest) -> ServiceEndpoint:
+def training_endpoint(
+    recipe: Recipe, buffer: Buffer, state: TrainerState, request: CheckpointRequest
+) -> ServiceEndpoint:
     """Listens on `trainer.port`, registers rank 0 as `trainer`, and sends its heartbeats."""
-    servicer = TrainingServicer(recipe, state, wish)
+    servicer = TrainingServicer(recipe, state, request)
     info = ServiceInfo(
         "trainer",
         state.heartbeat,

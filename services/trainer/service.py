@@ -63,7 +63,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
 
 
 class Trainer:
-    """The loop. `rank_zero` is None on every other rank, which follows the orders it sends."""
+    """The loop. `rank_zero` is None on the other ranks, which follow the orders of rank 0."""
 
     def __init__(self, recipe: Recipe, buffer: Buffer, learner: Learner, rank_zero: RankZero | None) -> None:
         self.recipe = recipe
@@ -82,7 +82,7 @@ class Trainer:
         self.skipped_batches = 0
 
     def run(self) -> bool:
-        """Trains until the last batch, or until nothing more can come. False if it was stopped before."""
+        """Trains until the last batch, or until no group is left. False if it was stopped before."""
         self.recover()
         self.publish(changed=True)
         if self.version == 0:
@@ -92,7 +92,7 @@ class Trainer:
         while (order := self.next_order())["do"] not in ("end", "stop"):
             if order["do"] == "train":
                 self.train(batch_from_json(order["batch"]))
-                self.keep()
+                self.save_outputs()
             elif order["do"] == "checkpoint":
                 self.save_checkpoint()
         return order["do"] == "end" and self.finish()
@@ -110,7 +110,7 @@ class Trainer:
             self.write_line(batch, payloads, result, None)
 
     def begin(self) -> None:
-        """From here on times and rates are measured."""
+        """Starts measuring times and rates."""
         self.clock.lap()
         if self.rank_zero:
             self.rank_zero.start_measuring()
@@ -124,7 +124,7 @@ class Trainer:
             return order
 
     def train(self, batch: TrainBatch) -> None:
-        """Read, record, learn, publish, measure: one version."""
+        """Makes one version: reads the payloads, records the batch, learns, publishes, writes the metrics."""
         with self.clock.phase("read"):
             payloads = read_payloads(self.buffer, batch, self.learner)
         with self.clock.phase("record"):
@@ -144,20 +144,18 @@ class Trainer:
         return result
 
     def _count_skipped(self, result: StepResult) -> None:
-        """Ends a run whose batches, one after the other, each lost a step of the policy or of the critic."""
+        """Ends a run in which every one of the last batches skipped a step of the policy or of the critic."""
         skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
         self.skipped_batches = self.skipped_batches + 1 if skipped else 0
         if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:
             raise TrainingError(
                 f"{self.skipped_batches} batches in a row had a gradient that is not "
                 f"finite, the last for version {self.version}; "
-                "lower trainer.learning_rate, or look at the rewards and lengths in metrics.jsonl"
+                "lower trainer.learning_rate, or check the rewards and lengths in metrics.jsonl"
             )
 
     def check_incarnation(self) -> None:
-        """Before every optimizer step, rank 0 makes sure that it is still this run's trainer; the others cannot step
-        without it.
-        """
+        """Raises on rank 0 if another trainer took over. Called before every optimizer step, which needs all ranks."""
         if self.rank_zero:
             self.rank_zero.check()
 
@@ -188,8 +186,8 @@ class Trainer:
                 outcome = self.learner.broadcast_object(self.rank_zero.evaluation() if self.rank_zero else None)
         return outcome == "over"
 
-    def keep(self) -> None:
-        """What is due after a batch: checkpoint, export, evaluation."""
+    def save_outputs(self) -> None:
+        """Writes the checkpoint and the export, and starts the evaluation, that are due after a batch."""
         if self._due(self.recipe.trainer.checkpoint_every):
             self.save_checkpoint()
         if self._due(self.recipe.trainer.export_every):
@@ -212,8 +210,8 @@ class Trainer:
             self.rank_zero.start_evaluation(self.version)
 
     def finish(self) -> bool:
-        """The last checkpoint, the export, the last evaluation, the summary. False if it was stopped before the last
-        two.
+        """Writes the last checkpoint, the export, the last evaluation and the summary. False if it was stopped before
+        the last two.
         """
         self.wait_for_evaluation()
         self.evaluate()

@@ -47,12 +47,15 @@ def test_a_replay_ends_with_the_same_weights(trained: Recipe, capsys: pytest.Cap
     assert "3 versions compared: equal bit for bit" in capsys.readouterr().out
 
 
-def test_rows_end_to_end_are_planned_recorded_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("trainer", [{"packing": "flat"}, {"backend": "fsdp"}], ids=["flat", "fsdp"])
+def test_runs_of_other_settings_are_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: dict[str, str]
+) -> None:
     with running_redis(tmp_path) as url:
-        recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer={"packing": "flat"})
+        recipe = make_recipe(tmp_path, run={"total_batches": 2}, trainer=trainer)
         put_scored(make_run(url, recipe), different_rewards(2 * P))
         assert train(recipe, url)
-    assert read_record(recipe.folder, 2)[0].packing == "flat"
+    assert read_record(recipe.folder, 2)[0].packing == trainer.get("packing", "padded")
     assert replay.main(recipe.folder) == 0
     assert "2 versions compared: equal bit for bit" in capsys.readouterr().out
 
@@ -113,6 +116,7 @@ RESUMED_WITH = {
     "run.metrics_to_tensorboard": False,
     "data.eval_file": "eval.parquet",
     "data.max_epochs": 2,
+    "rollout.engine": "transformers",
     "rollout.num_replicas": 3,
     "rollout.samples_per_prompt": 6,
     "rollout.temperature": 0.5,
