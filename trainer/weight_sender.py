@@ -147,7 +147,7 @@ class WeightSender:
         return self._group_store.address
 
     def connect(self, timeout_seconds: float) -> None:
-        """Rank 0: waits until every rank of the prepared group has joined. Raises WeightTransferError at the deadline."""
+        """Rank 0: waits for every rank of the prepared group. Raises WeightTransferError at the deadline."""
         assert self._group_store is not None, "prepare comes before connect"
         device = self._device if self._group_store.address.backend == "nccl" else _CPU
         self._group = self._group_store.connect(device, timeout_seconds)

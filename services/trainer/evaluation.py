@@ -1,4 +1,4 @@
-"""Evaluation: greedy answers from RolloutService.Generate, scored by RewardService.Score, outside ledger and limiter."""
+"""Evaluation outside ledger and limiter: greedy answers from RolloutService.Generate, scored by RewardService.Score."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of `num_rows` rows. `unscored` counts rows without a reward by reason; means are over the others."""
+    """One evaluation of `num_rows` rows. `unscored` counts rows without a reward by reason; means leave them out."""
 
     version: int | None
     accuracy: float | None

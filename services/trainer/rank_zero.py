@@ -86,7 +86,7 @@ class RankZero:
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-        """Writes the batch to disk, then removes its payloads from the ledger. A trainer that was replaced fails there."""
+        """Writes the batch to disk, then takes its payloads out of the ledger. A replaced trainer fails there."""
         self.check()
         write_record(self._recipe.folder, batch, payloads)
         self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
