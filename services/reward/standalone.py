@@ -14,7 +14,7 @@ from tandem.protos import reward_pb2_grpc
 from tandem.protos.errors import EnvironmentLackError
 from tandem.reward.scoring import ScoringCore
 from tandem.services.buffer.durability import check_room, check_settings
-from tandem.services.config.jobs import ServiceConfig
+from tandem.services.config.jobs import JobsConfig, ServiceConfig
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
 from tandem.services.reward.jobs.store import JobStore
@@ -32,18 +32,16 @@ _GRACE_SECONDS = 1.0  # for calls under way when the service is told to stop
 
 
 def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name: str = "") -> None:
-    """Serves until SIGTERM, then ends with its streams UNAVAILABLE. Logs `reward: listens on HOST:PORT` once it is
-    ready.
+    """Serves until SIGTERM, then ends its streams as UNAVAILABLE. Logs `reward: listens on HOST:PORT` once it is ready.
 
     Args:
         config: `config.reward.port` 0 picks a free port.
         host: address to listen on.
-        redis_url: where the jobs are kept; empty: an embedded Redis with its data in `folder`. What one that is named
-            may lose is printed.
+        redis_url: where the jobs are stored. Empty: an embedded Redis with its data in `folder`. Settings of a named
+            Redis that may lose jobs are logged.
         folder: for the embedded Redis and its log; not used otherwise.
-        name: of this replica among those of the namespace: one that starts anew under the name takes back at once what
-            its
-            predecessor held. Default: the machine's name and the port.
+        name: of this replica in its namespace. A replica that restarts under its name gets the chunks of its
+            predecessor back at once. Default: the machine's name and the port.
 
     Raises:
         UserError: the scorers cannot be built, the port is in use, there is no redis-server, or none with room for the
@@ -55,24 +53,15 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
     with ExitStack() as stack:
         with starting():
             core = stack.enter_context(closing(ScoringCore(config.reward)))
-        jobs = config.jobs.in_namespace("reward")
-        redis: RedisChild | None = None
-        if not redis_url:
-            check_job_room(jobs, folder)
-            redis = _own_redis(stack, folder)
-        store = stack.enter_context(closing(JobStore(redis.url if redis is not None else redis_url, jobs)))
-        if redis is None:
-            for line in check_settings(store.connection):
-                log.warning(line)
-            check_room(store.connection, jobs.redis_bytes)
-        servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, jobs)))
-        jobs_worker: JobWorker | None = None  # named after the server's port, so it comes after the server
+        store, redis = _open_store(stack, config.jobs.in_namespace("reward"), redis_url, folder)
+        servicer = stack.enter_context(closing(RewardServicer(core, store, config.reward, store.config)))
+        jobs: JobWorker | None = None  # named after the server's port, so it comes after the server
 
         def figures() -> dict[str, float]:
-            return {**core.figures(), **(jobs_worker.figures() if jobs_worker is not None else {}), **store.counts()}
+            return {**core.figures(), **(jobs.figures() if jobs is not None else {}), **store.counts()}
 
         def activity() -> str:
-            return jobs_worker.activity() if jobs_worker is not None else "starting"
+            return jobs.activity() if jobs is not None else "starting"
 
         server = ServerThread(
             host,
@@ -84,8 +73,8 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
             limits=RPC_LIMITS,
         )
         name = name or f"{socket.gethostname()}:{server.address.rpartition(':')[2]}"
-        jobs_worker = JobWorker(store, core, worker=name, reward=config.reward, stop=stop)
-        with jobs_worker:
+        jobs = JobWorker(store, core, worker=name, reward=config.reward, stop=stop)
+        with jobs:
             try:
                 log.info("listens on %s", server.address)
                 while not stop.wait(_POLL_SECONDS):
@@ -96,8 +85,21 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
                 core.close()  # ends what hangs, so that its chunks are given back
 
 
+def _open_store(stack: ExitStack, jobs: JobsConfig, redis_url: str, folder: Path) -> tuple[JobStore, RedisChild | None]:
+    """The store, and the embedded Redis if none is named. Raises UserError if there is no room for the jobs."""
+    if not redis_url:
+        check_job_room(jobs, folder)
+        redis = _own_redis(stack, folder)
+        return stack.enter_context(closing(JobStore(redis.url, jobs))), redis
+    store = stack.enter_context(closing(JobStore(redis_url, jobs)))
+    for line in check_settings(store.connection):
+        log.warning(line)
+    check_room(store.connection, jobs.redis_bytes)
+    return store, None
+
+
 def _own_redis(stack: ExitStack, folder: Path) -> RedisChild:
-    """Raises EnvironmentLackError for a folder that cannot be one, or be written."""
+    """Starts the embedded Redis. Raises EnvironmentLackError if the folder cannot be written."""
     try:
         return stack.enter_context(RedisChild(folder, report=log.info))
     except OSError as error:

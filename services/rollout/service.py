@@ -26,7 +26,8 @@ from tandem.rollout.engine import SamplerArguments, find_engine
 from tandem.rollout.sampler import SamplerFigures
 from tandem.services.buffer.buffer import Buffer, Claim
 from tandem.services.config import Recipe
-from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
+from tandem.services.group_leases import GroupLeases, GroupResult
+from tandem.services.leases import Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
 from tandem.services.rollout.server import start_rollout_server

@@ -101,6 +101,7 @@ class JobStore:
 
     def __init__(self, redis_url: str, config: JobsConfig) -> None:
         assert config.namespace, "the caller fills in the default"
+        self.config = config
         self.connection = Connection(redis_url, config.namespace, _JOBS)
         limits = (config.max_unscored_bytes, config.result_bytes)
         self.connection.run("configure", milliseconds(config.retention_seconds), *limits)
