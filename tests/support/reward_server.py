@@ -99,7 +99,7 @@ def _elsewhere(rubric: CompiledRubric) -> CompiledRubric:
 
 
 class Service:
-    """A server on a port of its own with a lane, and a stub that speaks to it."""
+    """A server on a port of its own with a job worker, and a stub that calls it."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ def serving(
     with_jobs: bool = True,
     limits: RpcLimits = RPC_LIMITS,
 ) -> Iterator[Service]:
-    """A service while it is open; what failed in its lane is raised at the end."""
+    """A running service; an error of its job worker is raised at the end."""
     reward = reward or RewardConfig()
     jobs = (jobs or JobsConfig()).in_namespace(f"test-{uuid.uuid4().hex[:12]}")
     core = core or ScoringCore(reward)

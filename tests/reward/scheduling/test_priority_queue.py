@@ -168,7 +168,7 @@ def test_a_large_request_is_not_starved_by_small_ones() -> None:
 
 
 @pytest.fixture
-def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter_scheduler, "SLICE_SECONDS", 0.0)
     monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 30.0)
 
@@ -185,7 +185,7 @@ def threads(*work: Callable[[], object]) -> Iterator[None]:
         assert not thread.is_alive()
 
 
-@pytest.mark.usefixtures("short_turns")
+@pytest.mark.usefixtures("short_slices")
 def test_one_thread_runs_at_a_time_and_the_ring_goes_first() -> None:
     scheduler, order, go_on = InterpreterScheduler(), list[Priority](), threading.Event()
 
@@ -205,7 +205,7 @@ def test_one_thread_runs_at_a_time_and_the_ring_goes_first() -> None:
     assert scheduler.run_each("calls", one, ["calls"]) == ["calls"] and not any(map(scheduler.waiting, PRIORITIES))
 
 
-@pytest.mark.usefixtures("short_turns")
+@pytest.mark.usefixtures("short_slices")
 def test_threads_of_one_priority_alternate_time_slices() -> None:
     scheduler, order, go_on = InterpreterScheduler(), list[str](), threading.Event()
 
@@ -268,7 +268,7 @@ def test_an_exception_ends_the_time_slice() -> None:
     assert scheduler.run_each("jobs", abs, []) == [] and scheduler.run_each("jobs", abs, [1]) == [1]
 
 
-@pytest.mark.usefixtures("short_turns")
+@pytest.mark.usefixtures("short_slices")
 @pytest.mark.parametrize("alone", [True, False])
 def test_in_process_scorers_run_in_time_slices_by_priority(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order, go_on = list[str](), threading.Event()

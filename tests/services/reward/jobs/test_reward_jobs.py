@@ -322,4 +322,4 @@ def test_urgent_jobs_come_first(redis_url: str) -> None:
         with one.job_worker:
             for reply in (*slow, urgent):
                 one.results(reply.job.job_id)
-        assert core.asked.index("urgent") < 2 and {lane for lane, _ in core.batches} == {"jobs"}
+        assert core.asked.index("urgent") < 2 and {priority for priority, _ in core.batches} == {"jobs"}
