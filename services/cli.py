@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-data_app = typer.Typer(no_args_is_help=True, help="Looks at datasets.\n\nExample: tandem data check data/train.parquet")
+data_app = typer.Typer(no_args_is_help=True, help="Checks datasets.\n\nExample: tandem data check data/train.parquet")
 app.add_typer(data_app, name="data")
 app.add_typer(reward_app, name="reward")
 
@@ -45,13 +45,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings that win over the recipe's, e.g. trainer.learning_rate=2e-6.",
+        help="Settings that override the recipe, e.g. trainer.learning_rate=2e-6.",
         show_default=False,
     ),
 ]
 RunArgument = Annotated[
     str | None,
-    typer.Argument(metavar="RUN", help="A run folder; default: the one under runs/ started last.", show_default=False),
+    typer.Argument(metavar="RUN", help="A run folder. Default: the newest one under runs/.", show_default=False),
 ]
 
 
@@ -61,12 +61,11 @@ def demo(
     overrides: Overrides = None,
     seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0,
 ) -> int:
-    """Builds data and a tiny model, trains it with the whole ring, and shows that it has learned. Takes a few minutes,
+    """Builds data and a tiny model, trains it with all services, and shows what it learned. Takes a few minutes and
     downloads nothing.
 
     Example: tandem demo --seed 1
     """
-
     from tandem.services.commands.demo import main
 
     return main(seed, overrides or [])
@@ -77,32 +76,29 @@ def demo(
 def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the recipe's run folder where it stopped.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the recipe's run folder.")] = False,
 ) -> int:
-    """Runs a recipe on this machine: feed, samplers, reward and trainer, restarted when they die, stopped together by
-    Ctrl-C.
+    """Runs a recipe on this machine: feed, samplers, reward service and trainer. Restarts services that die. Ctrl-C
+    stops all of them.
 
     Example: tandem run examples/recipes/gsm8k.toml trainer.learning_rate=2e-6
     """
-
     from tandem.services.config import load_recipe
     from tandem.services.run.supervisor import run_recipe
 
     return run_recipe(load_recipe(recipe, overrides or ()), resume, console=console())
 
 
-@app.command(short_help="Run one service of a ring.")
+@app.command(short_help="Run one service of a run.")
 def serve(
     service: Annotated[Service, typer.Argument(help="Which service.", show_default=False)],
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    replica: Annotated[int, typer.Option(min=0, help="Which of several samplers this is, from 0.")] = 0,
+    replica: Annotated[int, typer.Option(min=0, help="Number of this sampler, from 0.")] = 0,
 ) -> None:
-    """Runs one service of a ring in the foreground, here or on another machine, against the Redis of the recipe, of
-    TANDEM_REDIS_URL, or of the supervisor that runs in the recipe's run folder. Without a supervisor they start in any
-    order: the feed creates the run.
+    """Runs one service in the foreground, on this or another machine. It uses the Redis of run.redis_url, of
+    TANDEM_REDIS_URL, or of the supervisor in the recipe's run folder. Without a supervisor, services may start in any
+    order; the feed creates the run.
 
     Example: tandem serve rollout runs/mine/config.json --replica 1
     """
@@ -134,42 +130,39 @@ def serve(
     run_service_command(work)
 
 
-@app.command(short_help="Warm a model up by supervised training.")
+@app.command(short_help="Fine-tune a model before a run.")
 @command
 def sft(recipe: RecipeArgument, overrides: Overrides = None) -> int:
-    """Warms a model up by supervised training on the recipe's [sft] section.
+    """Fine-tunes a model on demonstrations, as the recipe's section [sft] says.
 
     Example: tandem sft recipe.toml sft.max_steps=500
     """
-
     loaded = _load(recipe, overrides)
     from tandem.services.commands.sft import main
 
     return main(loaded)
 
 
-@app.command("eval", short_help="Accuracy of a model on the evaluation file.")
+@app.command("eval", short_help="Measure a model's accuracy.")
 @command
 def evaluate(recipe: RecipeArgument, overrides: Overrides = None) -> int:
     """Answers the recipe's evaluation file greedily with its model and prints the accuracy.
 
     Example: tandem eval runs/demo/config.json model.path=runs/demo/hf
     """
-
     loaded = _load(recipe, overrides)
     from tandem.services.commands.evaluate import evaluate_recipe
 
     return evaluate_recipe(loaded)
 
 
-@app.command(short_help="Train a run's recorded batches again, bit for bit.")
+@app.command(short_help="Train a run's recorded batches again and compare.")
 @command
 def replay(run_folder: RunArgument = None) -> int:
     """Trains a finished run's recorded batches again and compares the weights, bit for bit. Exits 1 if they differ.
 
     Example: tandem replay runs/demo
     """
-
     from tandem.services.run.folder import find_run
 
     folder = find_run(run_folder)
@@ -178,21 +171,20 @@ def replay(run_folder: RunArgument = None) -> int:
     return main(folder)
 
 
-@app.command(short_help="What a run is doing, or did.")
+@app.command(short_help="Show what a run is doing, or did.")
 @command
 def status(run_folder: RunArgument = None) -> int:
     """Shows the services of a running run and where its groups are; of a finished one, its summary.
 
     Example: tandem status runs/demo
     """
-
     from tandem.services.commands.status import show_status
     from tandem.services.run.folder import find_run
 
     return show_status(find_run(run_folder), console())
 
 
-@app.command(short_help="Count a run's groups and check that none is lost.")
+@app.command(short_help="Check that no group of a run was lost.")
 @command
 def ledger(
     run_folder: RunArgument = None,
@@ -202,27 +194,26 @@ def ledger(
 
     Works while the run goes on, and afterwards. Example: tandem ledger runs/demo
     """
-
     from tandem.services.commands.status import show_ledger
     from tandem.services.run.folder import find_run
 
     return show_ledger(find_run(run_folder), console(), as_json=as_json)
 
 
-@app.command(short_help="What this machine has and lacks.")
+@app.command(short_help="Check what this machine has and lacks.")
 @command
 def doctor() -> int:
-    """Says what this machine has and lacks, with the command that mends each lack. Exits 1 if it cannot run a demo.
+    """Lists what this machine has and lacks, and the command that installs what is missing. Exits 1 if the demo cannot
+    run.
 
     Example: tandem doctor
     """
-
     from tandem.services.commands.doctor import run_doctor
 
     return run_doctor(console())
 
 
-@app.command(short_help="A recipe with every default filled in.")
+@app.command(short_help="Print a recipe with all defaults.")
 @command
 def config(
     recipe: Annotated[
@@ -236,7 +227,6 @@ def config(
 
     Example: tandem config recipe.toml run.staleness_budget=0
     """
-
     from tandem.services.config import dump_recipe
     from tandem.services.config.docs import as_toml, explained
 
@@ -252,12 +242,14 @@ def config(
     return 0
 
 
-@data_app.command("check", short_help="Judge a dataset row by row.")
+@data_app.command("check", short_help="Check a dataset row by row.")
 @command
 def data_check(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="A Parquet or JSON lines file in verl's columns.", show_default=False),
+        typer.Argument(
+            metavar="FILE", help="A Parquet or JSON lines file in verl's or TRL's columns.", show_default=False
+        ),
     ],
     model: Annotated[
         str | None, typer.Option(help="Model folder whose tokenizer counts the prompts' tokens.", show_default=False)
@@ -267,13 +259,12 @@ def data_check(
     ] = None,
     chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template.", show_default=False)] = "",
 ) -> int:
-    """Judges a dataset row by row: columns, roles, empty or over-long prompts, duplicates, missing ground truth.
+    """Checks a dataset row by row: columns, roles, empty or too long prompts, duplicates, missing ground truth.
 
     Exits 1 if a row is faulty.
 
     Example: tandem data check data/train.parquet --model models/tiny --max-prompt-tokens 512
     """
-
     from tandem.services.commands.data_check import run
 
     return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)

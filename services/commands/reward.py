@@ -12,7 +12,7 @@ from tandem.services.command_line import command, console, run_service_command
 
 reward_app = typer.Typer(
     no_args_is_help=True,
-    help="Scores completions: at once, or as jobs that outlive everybody. docs/reward.md tells it all.\n\n"
+    help="Scores completions at once, or in durable jobs. See docs/reward.md.\n\n"
     "Exit codes: 0 done; 1 the service failed or cannot be reached, a job was "
     "cancelled, or with --strict something has no score; "
     "2 bad input; 130 Ctrl-C.\n\n"
@@ -103,13 +103,12 @@ def score(
     strict: Strict = False,
     address: Address = "",
 ) -> int:
-    """Scores a file of up to 10,000 rows, or a single completion, at once: a line a row, then their sum.
+    """Scores a file of up to 10,000 rows, or a single completion: prints one line a row, then a summary.
 
-    A row that cannot be scored keeps its reason, and the others are scored.
+    A row that cannot be scored is printed with the reason.
 
     Example: tandem reward score answers.jsonl --rubric examples/rubrics/gsm8k.toml
     """
-
     from tandem.services.commands.reward_tasks import Choice, score_file, score_single
     from tandem.services.data.completions import Fields
 
@@ -129,7 +128,7 @@ def submit(
     rubric: RubricFile = None,
     scorer: Scorer = "",
     arguments: Arguments = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Stay until the job has ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Wait until the job has ended.")] = False,
     out: Out = None,
     key: Annotated[
         str,
@@ -150,15 +149,13 @@ def submit(
     strict: Strict = False,
     address: Address = "",
 ) -> int:
-    """Submits a file as a job, which is scored whatever happens to this command, to a service, or to Redis.
+    """Submits a file as a durable job: it is scored even if this command, a service or Redis restarts.
 
-    The same file with the same rubric is the same job: a submission that was interrupted goes on where it was when it
-    is repeated.
-    --out implies --watch.
+    The same file with the same rubric is the same job: repeat an interrupted submission to continue it. --out implies
+    --watch.
 
     Example: tandem reward submit answers.parquet --rubric examples/rubrics/gsm8k.toml --watch
     """
-
     from tandem.services.commands.reward_tasks import Choice, submit_file
     from tandem.services.data.completions import Fields
 
@@ -180,7 +177,6 @@ def jobs(
 
     Example: tandem reward jobs --limit 5
     """
-
     from tandem.services.commands.reward_tasks import list_jobs
 
     return list_jobs(address, limit, as_json=as_json)
@@ -189,13 +185,12 @@ def jobs(
 @reward_app.command("results", short_help="Fetch a job's scores.")
 @command
 def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Address = "") -> int:
-    """Waits until a job has ended and sums it up; with --out, writes every row's score to a file, whole or not at all.
+    """Waits until a job has ended and prints a summary. With --out, writes the score of every row to a file.
 
     Columns: index (the row, from 0), value, reason, detail, and one for each part of the breakdown.
 
     Example: tandem reward results 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11 --out scores.parquet
     """
-
     from tandem.services.commands.reward_tasks import fetch_results
 
     return fetch_results(address, job_id, console(), out=out, strict=strict)
@@ -204,11 +199,10 @@ def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Add
 @reward_app.command("cancel", short_help="Cancel a job.")
 @command
 def cancel(job_id: JobId, address: Address = "") -> int:
-    """Cancels a job: what is scored stays, the rest is counted as cancelled. A job that has ended stays as it is.
+    """Cancels a job. Its scores stay, the remaining items count as cancelled. A job that has ended does not change.
 
     Example: tandem reward cancel 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
-
     from tandem.services.commands.reward_tasks import cancel_job
 
     return cancel_job(address, job_id)
@@ -217,12 +211,10 @@ def cancel(job_id: JobId, address: Address = "") -> int:
 @reward_app.command("delete", short_help="Delete a job and its scores.")
 @command
 def delete(job_id: JobId, address: Address = "") -> int:
-    """Makes the service forget a job that has ended: its scores, and its key, so that the same file can be submitted
-    anew.
+    """Deletes a job that has ended, with its scores and its key, so that the same file can be submitted again.
 
     Example: tandem reward delete 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
-
     from tandem.services.commands.reward_tasks import delete_job
 
     return delete_job(address, job_id)
@@ -236,11 +228,10 @@ def scorers(
     ] = None,
     address: Address = "",
 ) -> int:
-    """Lists the scorers that a rubric may name, and the service's limits; of one scorer, its parameters.
+    """Lists the scorers that a rubric may name and the service's limits, or the parameters of one scorer.
 
     Example: tandem reward scorers numeric
     """
-
     from tandem.services.commands.reward_tasks import list_scorers
 
     return list_scorers(address, name)
@@ -252,8 +243,8 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="CONFIG|KEY=VALUE",
-            help="TOML with the sections [reward] and [jobs]; settings that win "
-            "over the file's, e.g. reward.num_workers=4.",
+            help="TOML with the sections [reward] and [jobs]; settings that override "
+            "the file, e.g. reward.num_workers=4.",
             show_default=False,
         ),
     ] = None,
@@ -283,8 +274,7 @@ def serve(
         ),
     ] = "",
 ) -> None:
-    """Runs the reward service without a ring, until Ctrl-C. Several on one Redis and jobs.namespace are replicas of one
-    service.
+    """Runs the reward service alone, until Ctrl-C. Services with the same Redis and jobs.namespace are replicas.
 
     Example: tandem reward serve --port 50051 reward.num_workers=4
     """

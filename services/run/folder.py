@@ -1,4 +1,4 @@
-"""The run folder: which supervisor owns it, where a running run is reached, and which folder a bare command means."""
+"""The run folder: its lock, the address of a running run, and the default folder of a command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunAddress:
 
 
 class RunLock:
-    """Holds a run folder for one supervisor; the kernel lets go of it however that supervisor ends.
+    """Locks a run folder for one supervisor. The kernel releases the lock when that process ends.
 
     Entering raises:
         RunExistsError: another supervisor holds the folder.
@@ -101,7 +101,7 @@ def running(folder: Path) -> RunAddress | None:
 
 
 def find_run(argument: str | None) -> Path:
-    """The run folder meant: the one given, else the one under `runs/` that was started last.
+    """The given run folder, or the newest one under `runs/`.
 
     Raises:
         ConfigError: there is none.
@@ -146,7 +146,7 @@ def redis_url_of(recipe: Recipe) -> str:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replaces a file's text in one step, so that no reader sees half of it.
+    """Replaces a file's text atomically.
 
     Raises:
         EnvironmentLackError: it cannot be written.
@@ -163,7 +163,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> EnvironmentLackError:
-    """The one line for a file or folder that cannot be written."""
+    """The error for a file or folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EnvironmentLackError(f"{path}: the disk is full; free space there, or choose another run.folder")
     if isinstance(error, FileExistsError | NotADirectoryError):
@@ -176,7 +176,7 @@ def cannot_write(path: Path, error: OSError) -> EnvironmentLackError:
 
 
 def disk_full(folder: Path) -> bool:
-    """True if next to nothing fits on the folder's disk any more."""
+    """True if less than 1 MiB is free on the folder's disk."""
     return shutil.disk_usage(folder).free < _FULL_DISK_BYTES
 
 

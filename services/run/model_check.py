@@ -1,5 +1,5 @@
-"""What can be said of a model folder without loading it: files, architecture, tokenizer, chat template, layers, size;
-and whether critic and adapters go with it. Imports no torch.
+"""Checks of a model folder without loading it: files, architecture, tokenizer, chat template, layers, size, and whether
+critic and adapters fit it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ class ModelFacts:
     architecture: str
     num_parameters: int
     layers: frozenset[str] = frozenset()
-    """Modules with a matrix of their own in the files (a tied output head has none); empty if the files do not tell."""
+    """Modules with a weight matrix in the files (a tied output head has none); empty if unknown."""
     vocabulary: int = 0
-    """Token ids it reads; 0 if config.json does not tell."""
+    """Size of the vocabulary; 0 if config.json does not name it."""
     num_critic_parameters: int = 0
-    """Of the value model trained beside it."""
+    """Parameters of the critic trained beside it."""
 
 
 def check_model(recipe: Recipe) -> ModelFacts | None:
-    """Checks `[model]` against what sampler, trainer and feed will need of it; None for a hub model not on this disk
-    yet.
+    """Checks what sampler, trainer and feed need of `[model]`. None for a hub model that is not on this disk yet.
 
     Raises:
         ModelError: the first fault found, in one line.
@@ -67,8 +66,8 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
 
 
 def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
-    """Checks `trainer.critic.path` against the policy's model. The numbers the critic trains; 0 if there is none, or
-    nobody knows yet.
+    """Checks `trainer.critic.path` against the policy's model. Returns the critic's number of parameters; 0 if there is
+    none, or it is unknown.
 
     Raises:
         ModelError: the first fault found, in one line.
@@ -94,8 +93,7 @@ def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
 
 
 def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
-    """Checks the layers of `trainer.lora.target_modules` by their last names; what the weight files do not tell is left
-    to the trainer.
+    """Checks that the model has the layers of `trainer.lora.target_modules`, as far as the weight files tell.
 
     Raises:
         ConfigError: the model has no such layer.

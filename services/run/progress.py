@@ -293,7 +293,7 @@ def step_line(line: Line, snapshot: ProgressSnapshot, elapsed_seconds: float) ->
     """One trained batch on one line."""
     parts = [f"{_clock(elapsed_seconds)} step {line['step']}/{snapshot.total}", f"reward {line['reward_mean']:.3f}"]
     if "reward_min" in line:
-        parts.append(f"from {line['reward_min']:g} to {line['reward_max']:g}")
+        parts.append(f"from {line['reward_min']:.3g} to {line['reward_max']:.3g}")
     parts.append(f"staleness {line['staleness_mean']:.2f}")
     parts.append(f"{line['num_tokens']:,} tokens in {line['seconds_total']:.1f} s")
     if drops := drop_reasons(snapshot.groups):

@@ -1,8 +1,7 @@
-"""What a resumed run may change: nothing that its weights depend on.
+"""Which keys a resumed run may change: those that its weights do not depend on.
 
-A version means one history. Whoever trains the recorded batches again, a resumed trainer or `tandem replay`, has one
-recipe for all of them and must end with the same weights, whatever the run was resumed with in between. So a key is
-fixed unless `FREE` names it.
+A resumed trainer or `tandem replay` trains all recorded batches with one recipe and must end with the same weights,
+whatever the run was resumed with in between. So a key is fixed unless `FREE` names it.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ FREE = frozenset(
         "sft",
     }
 )
-"""Keys, and whole sections, that a resumed run may change. Whoever adds one gives
-`tests/services/commands/test_replay.py` another value for it, with which a run is then replayed.
+"""Keys and sections that a resumed run may change. Each needs a changed value in
+`tests/services/commands/test_replay.py`, which replays a run with it.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value is another one now."""
+    """A key whose value changed."""
 
     key: str
     was: Any
@@ -102,9 +101,7 @@ def check_resumable(recipe: Recipe) -> None:
 
 
 def forbidden_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """What a resumed run would change and may not, in the order of the recipe; both are resolved recipes, as
-    `config.json` has them.
-    """
+    """The changes that a resumed run may not make, in the order of the recipe. Both arguments are resolved recipes."""
     falling = before["trainer"]["schedule"] != "constant"
     return _changes(before, now, FREE - {"run.total_batches"} if falling else FREE)
 
@@ -133,7 +130,7 @@ def _text(value: Any) -> str:
 
 
 def _from_its_weights(folder: Path) -> str:
-    """How a new run begins with what this one has learned, in words that follow "a new run"."""
+    """How a new run can start from this run's weights; the text follows "a new run"."""
     exports = folder / EXPORTS_FOLDER
     by_version = sorted((export for export in exports.glob("[0-9]*") if export.name.isdigit()), reverse=True)
     newest = next((export for export in (folder / HF_FOLDER, *by_version) if export.is_dir()), None)
