@@ -1,4 +1,4 @@
-"""golden/README.md describes the files that are there, and every family of cases."""
+"""tests/golden/README.md describes every file and every family of cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAMILIES = set(re.findall(r"^### 3\.\d+ `(\w+)`", TEXT, re.MULTILINE))
 PATTERN = "<family>_seed<N>.safetensors"
 
 
-def test_every_file_is_named_and_every_file_named_is_there() -> None:
+def test_the_readme_names_exactly_the_files_there_are() -> None:
     named = set(re.findall(r"`([^` ]+\.(?:json|safetensors|py))`", TEXT))
     assert PATTERN in named
     of_families = {PATTERN.replace("<family>", family).replace("<N>", str(n)) for family in FAMILIES for n in range(3)}
@@ -31,12 +31,12 @@ def test_every_family_has_its_formulas() -> None:
 
 
 def test_every_case_is_compared_by_some_test() -> None:
-    """Those of the prefixes that tests ask for, as they are written there, or that they make of their own names."""
+    """Compared are the cases with a prefix that a test names, or builds from its own names."""
     texts = [file.read_text() for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)]
     asked = {prefix for text in texts for prefix in re.findall(r'golden_cases\("([^"]+)"\)', text)}
     asked |= {f"policy_loss/{family}/" for family in LOSSES} | {case.name for case in ESTIMATORS}
     assert [case.name for case in golden_cases("") if not case.name.startswith(tuple(asked))] == []
 
 
-def test_what_makes_a_case_peculiar_is_said() -> None:
-    assert "| `peculiar` |" in TEXT and any(case.peculiar for case in golden_cases(""))
+def test_the_readme_explains_peculiar_cases() -> None:
+    assert "\n- `peculiar`: " in TEXT and any(case.peculiar for case in golden_cases(""))

@@ -154,31 +154,32 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
                 assert row.segments[0].spans == (VersionSpan(5, 1, 0),)
         assert len(claims) == 4
 
-        ids = np.arange(5, 17, dtype="<i4").tobytes()
-        items = [rollout_pb2.GenerateRequest.Item(prompt_ids=ids, num_samples=2)] * 2
-        sampling = rollout_pb2.SamplingParameters(temperature=1.0, max_tokens=9, seed=4)
-        request = rollout_pb2.GenerateRequest(items=items, sampling=sampling, required_version=0)
-        answers = stub.Generate(request, timeout=TIMEOUT)
-        samples = [sample for item in answers.items for sample in item.samples]
-        assert len({sample.ids for sample in samples}) == 4, "two items of one request draw their own numbers"
-        for sample in samples:
-            assert len(sample.ids) == len(sample.behavior_logprobs) == 36 and sample.finish_reason == "length"
-            assert [(s.first_token, s.incarnation, s.policy_version) for s in sample.spans] == [(0, 1, 0)]
-        assert stub.Generate(request, timeout=TIMEOUT) == answers
-        with pytest.raises(NotAdmittedError, match="carries 0"), translated():
-            stub.Generate(
-                rollout_pb2.GenerateRequest(items=items, sampling=sampling, required_version=1), timeout=TIMEOUT
-            )
-        with pytest.raises(DataError), translated():
-            bad = rollout_pb2.GenerateRequest.Item(prompt_ids=ids[:-1])
-            stub.Generate(rollout_pb2.GenerateRequest(items=[bad], sampling=sampling), timeout=TIMEOUT)
-
+        check_generate(stub)
         check_pause(stub, buffer, address)
 
         state = stub.Drain(rollout_pb2.DrainRequest(timeout_seconds=5.0), timeout=TIMEOUT)
         assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 0, 0)
         assert not stub.Resume(rollout_pb2.ResumeRequest(), timeout=5).paused
     assert served.process.poll() is None
+
+
+def check_generate(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
+    ids = np.arange(5, 17, dtype="<i4").tobytes()
+    items = [rollout_pb2.GenerateRequest.Item(prompt_ids=ids, num_samples=2)] * 2
+    sampling = rollout_pb2.SamplingParameters(temperature=1.0, max_tokens=9, seed=4)
+    request = rollout_pb2.GenerateRequest(items=items, sampling=sampling, required_version=0)
+    answers = stub.Generate(request, timeout=TIMEOUT)
+    samples = [sample for item in answers.items for sample in item.samples]
+    assert len({sample.ids for sample in samples}) == 4, "two items of one request draw their own numbers"
+    for sample in samples:
+        assert len(sample.ids) == len(sample.behavior_logprobs) == 36 and sample.finish_reason == "length"
+        assert [(s.first_token, s.incarnation, s.policy_version) for s in sample.spans] == [(0, 1, 0)]
+    assert stub.Generate(request, timeout=TIMEOUT) == answers
+    with pytest.raises(NotAdmittedError, match="carries 0"), translated():
+        stub.Generate(rollout_pb2.GenerateRequest(items=items, sampling=sampling, required_version=1), timeout=TIMEOUT)
+    with pytest.raises(DataError), translated():
+        bad = rollout_pb2.GenerateRequest.Item(prompt_ids=ids[:-1])
+        stub.Generate(rollout_pb2.GenerateRequest(items=[bad], sampling=sampling), timeout=TIMEOUT)
 
 
 def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str) -> None:
