@@ -106,12 +106,12 @@ class Everything(Scorer):
         return Scored(self.number)
 
 
-@pytest.fixture(autouse=True)
-def with_everything(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "everything" in request.node.name:
-        monkeypatch.setitem(SCORERS, "everything", Everything)
+@pytest.fixture
+def with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCORERS, "everything", Everything)
 
 
+@pytest.mark.usefixtures("with_everything")
 def test_arguments_of_every_type_are_read() -> None:
     given_values = {
         "number": 1,
@@ -139,6 +139,7 @@ def test_arguments_of_every_type_are_read() -> None:
     assert isinstance(judge, Everything) and type(judge.number) is float
 
 
+@pytest.mark.usefixtures("with_everything")
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
