@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tandem.services.cli import app
 from tandem.services.config import known_keys, load_recipe
+from tests.project.house import table
 from tests.support.paths import ROOT
 
 DOCUMENTS = [
@@ -82,3 +83,10 @@ def test_every_make_target_and_key_that_is_named_exists(file: Path) -> None:
     assert named <= targets, named - targets
     keys = set(re.findall(rf"`({KEY})(?: = [^`]*)?`", TEXT[file]))
     assert keys <= set(known_keys()), keys - set(known_keys())
+
+
+def test_following_one_group_opens_at_most_40_files() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    files = [row[1].strip("`") for row in table(page, "step")]
+    assert 30 <= len(files) == len(set(files)) <= 40
+    assert all((ROOT / file).is_file() for file in files)
