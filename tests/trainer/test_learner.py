@@ -113,6 +113,7 @@ def test_metrics_say_what_happened(make_learner: MakeLearner) -> None:
     learner = make_learner(warmup_batches=4)
     metrics = train(learner, 1)
     assert metrics["learning_rate"] == pytest.approx(1e-3 / 4)
+    assert metrics["entropy"] > 0
     assert metrics["behavior_proximal_kl"] > 0
     assert 0 < metrics["effective_sample_size"] < 1
     assert 0 < metrics["truncated_fraction"] < 1

@@ -28,6 +28,8 @@ def test_the_sets_are_disjoint_and_follow_from_the_seed(tmp_path: Path) -> None:
     names = ("demonstrations", "train", "eval")
     tables = {name: pq.read_table(tmp_path / "a" / f"{name}.parquet") for name in names}
     questions = {name: {row["prompt"][0]["content"] for row in table.to_pylist()} for name, table in tables.items()}
+    splits = {name: {row["extra_info"]["split"] for row in table.to_pylist()} for name, table in tables.items()}
+    assert splits == {"demonstrations": {"train"}, "train": {"train"}, "eval": {"test"}}
     assert len(questions["eval"]) == EVALUATION_ROWS
     assert sum(map(len, questions.values())) == len(set().union(*questions.values())) == 10_000
     for name in names:
@@ -38,5 +40,5 @@ def test_the_sets_are_disjoint_and_follow_from_the_seed(tmp_path: Path) -> None:
 def test_the_data_passes_the_check(tmp_path: Path) -> None:
     write_task(tmp_path, seed=0)
     report = check_file(tmp_path / "train.parquet")
-    assert report.findings == []
+    assert report.faults == []
     assert report.num_usable == report.num_rows

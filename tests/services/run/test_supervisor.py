@@ -128,7 +128,8 @@ def test_the_end_of_the_trainer_ends_the_run_and_every_other_child(tmp_path: Pat
 
 
 def test_a_child_waits_for_the_one_it_starts_after(tmp_path: Path) -> None:
-    processes = ProcessGroup(report=print)
+    said: list[str] = []
+    processes = ProcessGroup(report=said.append)
     beats = {"rollout-0": 0.0}
     processes.last_heartbeat = lambda name: beats.get(name, 0.0)
     seen: list[str] = []
@@ -146,6 +147,7 @@ def test_a_child_waits_for_the_one_it_starts_after(tmp_path: Path) -> None:
         processes.children.append(Child(spec, processes.token))
     assert processes.run() == FINISHED
     assert seen[:5] == ["waiting"] * 5 and seen[-1] == "starting"
+    assert said == [], "an end that was not requested is not announced as a stop"
 
 
 def test_the_end_of_another_child_ends_nothing(tmp_path: Path) -> None:
