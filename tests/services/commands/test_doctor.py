@@ -17,7 +17,7 @@ from tandem.protos.errors import EnvironmentLackError
 from tandem.reward.sandbox.isolation import find_isolation
 from tandem.services.cli import app
 from tandem.services.commands import doctor
-from tandem.services.commands.doctor import Finding, check_backends, check_torch, check_vllm, probe_imports, run_doctor
+from tandem.services.commands.doctor import Check, check_backends, check_torch, check_vllm, probe_imports, run_doctor
 
 GOOD_PROBE = {"device": "cpu", "gpus": 0, "vllm": "cpu"}
 
@@ -83,19 +83,19 @@ def test_a_missing_package_is_a_lack_with_its_remedy(
 
 def test_vllm_without_libnuma_names_its_package(installed: dict[str, str]) -> None:
     error = "libnuma.so.1: cannot open shared object file: No such file or directory"
-    finding = check_vllm({"device": "cpu", "gpus": 0, "error": error})
-    assert finding.verdict == "lack" and "libnuma1" in finding.remedy
+    check = check_vllm({"device": "cpu", "gpus": 0, "error": error})
+    assert check.verdict == "lack" and "libnuma1" in check.remedy
 
 
 def test_two_builds_of_vllm_in_one_environment(installed: dict[str, str]) -> None:
     installed["vllm"] = "0.32.0"
-    finding = check_vllm(GOOD_PROBE)
-    assert finding.verdict == "lack" and "two builds" in finding.detail
+    check = check_vllm(GOOD_PROBE)
+    assert check.verdict == "lack" and "two builds" in check.detail
 
 
 def test_torch_that_does_not_import(installed: dict[str, str]) -> None:
-    finding = check_torch({"error": "libtorch_cpu.so: undefined symbol"})
-    assert finding.verdict == "lack" and "undefined symbol" in finding.detail
+    check = check_torch({"error": "libtorch_cpu.so: undefined symbol"})
+    assert check.verdict == "lack" and "undefined symbol" in check.detail
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_no_redis_server_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
     monkeypatch.setattr(redis_server, "find_redis_server", none)
-    finding = doctor.check_redis_server()
-    assert finding.verdict == "lack" and finding.remedy
+    check = doctor.check_redis_server()
+    assert check.verdict == "lack" and check.remedy
 
 
 def test_a_redis_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_REDIS_URL", "unix:///nowhere.sock")
-    finding = doctor.check_redis_server()
-    assert finding.verdict == "lack" and "nowhere" in finding.detail and "TANDEM_REDIS_URL" in finding.remedy
+    check = doctor.check_redis_server()
+    assert check.verdict == "lack" and "nowhere" in check.detail and "TANDEM_REDIS_URL" in check.remedy
 
 
 def test_gpus_that_torch_cannot_use_are_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +143,8 @@ def test_gpus_that_torch_cannot_use_are_worth_a_note(monkeypatch: pytest.MonkeyP
 
 
 def test_weight_backends_say_not_run_until_there_is_a_record(tmp_path: Path) -> None:
-    def details() -> dict[str, Finding]:
-        return {finding.name: finding for finding in check_backends(tmp_path)}
+    def details() -> dict[str, Check]:
+        return {check.name: check for check in check_backends(tmp_path)}
 
     assert "not run" in details()["weights: nccl"].detail and "not run" in details()["weights: ipc"].detail
     assert "not run" not in details()["weights: gloo"].detail
