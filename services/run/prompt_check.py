@@ -1,53 +1,47 @@
-"""Whether a run would find any prompt that it can use. Loads the tokenizer only if that is in doubt."""
+"""Whether a run would find any prompt that it can use. Loads neither transformers nor torch."""
 
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
-from tandem.protos.errors import DataError
+from tandem.protos.errors import DataError, ModelError
 from tandem.services.config import Recipe
-from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 from tandem.services.data.dataset import Row
 from tandem.services.data.mixture import Mixture
 
-CHECKED_ROWS = 1000
-_TEMPLATE_TOKENS = 512
-"""More than a chat template adds to the messages. A token has at least one byte, so a prompt with so few bytes fits."""
+CHECKED_ROWS = 100_000
+"""One prompt that fits ends the check, so only a dataset without any is read this far."""
 
 
 def check_prompts(recipe: Recipe) -> None:
-    """At least one of the first rows makes a prompt of at most `data.max_prompt_tokens`.
+    """At least one of the first rows may make a prompt of at most `data.max_prompt_tokens`.
 
-    If there are more rows than it looks at, the feed decides.
+    Counts the tokens of the messages without the chat template, which only adds to them. A model folder without
+    tokenizer.json, and a dataset with more rows than are looked at, are left to the feed.
 
     Raises:
-        DataError: all rows of the training files are unusable.
-        ModelError: the tokenizer cannot be loaded.
+        DataError: no row of the training files makes a usable prompt.
+        ModelError: tokenizer.json cannot be read.
     """
     limit = recipe.data.max_prompt_tokens
+    file = Path(recipe.model.path) / "tokenizer.json"
     dataset = Mixture(recipe.data.train_files)
-    usable = (row for row in (dataset.row(index, 0) for index in range(len(dataset))) if isinstance(row, Row))
-    rows = list(islice(usable, CHECKED_ROWS))
-    if any(_num_bytes(row) + _TEMPLATE_TOKENS <= limit for row in rows):
+    if not file.is_file() or len(dataset) > CHECKED_ROWS:
         return
-    encoder = ChatEncoder(recipe.model.path, recipe.model.chat_template) if rows else None
+    from tokenizers import Tokenizer  # comes with transformers, which the client's installation lacks
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise ModelError(f"model.path {recipe.model.path}: tokenizer.json cannot be read: {error}") from error
+    rows = (row for row in (dataset.row(index, 0) for index in range(len(dataset))) if isinstance(row, Row))
     shortest: int | None = None
-    for row in rows:
-        assert encoder is not None
-        try:
-            length = len(encoder.encode(row.messages))
-        except RefusedPromptError:
-            continue
-        if 0 < length <= limit:
+    for row in islice(rows, CHECKED_ROWS):
+        contents = (str(message["content"]) for message in row.messages)
+        length = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in contents)
+        if length <= limit:
             return
         shortest = min(length, shortest or length)
-    if len(rows) == CHECKED_ROWS:
-        return
-    why = (
-        f"the shortest prompt has {shortest} tokens and data.max_prompt_tokens is {limit}" if shortest else "no prompt"
-    )
+    why = f"the shortest has {shortest} tokens and data.max_prompt_tokens is {limit}" if shortest else "no prompt"
     raise DataError(f"dataset {dataset.name} has no usable row ({why}); see `tandem data check {dataset.name}`")
-
-
-def _num_bytes(row: Row) -> int:
-    return sum(len(str(message["content"]).encode()) for message in row.messages)
