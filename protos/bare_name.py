@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +15,7 @@ class BareName:
     guess: Callable[[str], str | None] | None = None
     """Unknown name → the known one that is meant, or None."""
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: object) -> object:
         if isinstance(value, str):
             return {self.key: value}
         if isinstance(value, dict) and self.key not in value:

@@ -286,7 +286,7 @@ def decode_headers(text: str) -> tuple[RowHeader, ...]:
     return tuple(_header(*row) for row in json.loads(text))
 
 
-def _header_json(header: RowHeader) -> list[Any]:
+def _header_json(header: RowHeader) -> list[object]:
     spans = [[span.first_token, span.incarnation, span.policy_version] for span in header.spans]
     return [spans if name == "spans" else getattr(header, name) for name in RowHeader.__dataclass_fields__]
 
@@ -304,7 +304,7 @@ def _span_json(span: VersionSpan) -> dict[str, int]:
     }
 
 
-def _sampling_json(sampling: SamplingParameters) -> dict[str, Any]:
+def _sampling_json(sampling: SamplingParameters) -> dict[str, object]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
 
 
 def nearest(word: str, known: Iterable[str], above: float = 0.5) -> str:
@@ -34,7 +33,7 @@ def printable(name: str) -> str:
     return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as Python writes it, cut to 80 characters."""
     try:
         return f"{value!r:.80}"

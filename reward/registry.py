@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import cast
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -122,7 +122,7 @@ def is_import_path(scorer: str) -> bool:
 
 
 def make_spec(
-    scorer: str, arguments: Mapping[str, Any], place: str = "reward", known: Iterable[str] = ()
+    scorer: str, arguments: Mapping[str, object], place: str = "reward", known: Iterable[str] = ()
 ) -> ScorerSpec:
     """Checks a name and its arguments without importing user's code. `known` are more names that may have been meant.
 
@@ -149,7 +149,7 @@ def unknown_scorer(scorer: str, known: Iterable[str], place: str, also: str = ""
     )
 
 
-def make_judge(scorer: str, arguments: Mapping[str, Any], place: str = "reward") -> AnyJudge:
+def make_judge(scorer: str, arguments: Mapping[str, object], place: str = "reward") -> AnyJudge:
     """The judge of a scorer or of an import path. Imports user's code for the latter, so only workers call it then.
 
     Raises:
@@ -160,7 +160,7 @@ def make_judge(scorer: str, arguments: Mapping[str, Any], place: str = "reward")
     return cast(AnyJudge, make_scorer(scorer, arguments, place))
 
 
-def make_scorer(scorer: str, arguments: Mapping[str, Any], place: str = "reward") -> Scorer:
+def make_scorer(scorer: str, arguments: Mapping[str, object], place: str = "reward") -> Scorer:
     """The scorer of a name with its arguments as JSON has them: a list may be a tuple, an integer a number, and nothing
     else is converted.
 
@@ -183,7 +183,7 @@ def preload(modules: Iterable[str]) -> None:
             return
 
 
-def arguments_json(arguments: Mapping[str, Any], place: str) -> str:
+def arguments_json(arguments: Mapping[str, object], place: str) -> str:
     """The arguments as JSON text with their keys in order. Raises ScorerError for what JSON cannot hold (a date of
     TOML).
     """

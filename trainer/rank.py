@@ -25,7 +25,7 @@ class Rank:
         distributed.all_reduce(votes, distributed.ReduceOp.MIN)
         return bool(votes.item())
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: object) -> Any:
         """Rank 0's value on every rank, which must be JSON: nothing on the wire is pickled."""
         if self.world_size == 1:
             return value

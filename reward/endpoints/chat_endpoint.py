@@ -119,7 +119,7 @@ class ChatEndpoint(Scorer):
     """Most that may be spent since the service started; items that do not fit are unscored (`limit`). 0: no cap."""
     _portal: SessionPortal[EndpointSession] = PrivateAttr()
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         check_url("base_url", self.base_url)
         if not (0.0 <= self.temperature <= 2.0 or self.temperature == -1.0):
             raise ValueError("temperature must be from 0 to 2, or -1 for the endpoint's own")
@@ -277,7 +277,7 @@ class ChatEndpoint(Scorer):
     def _amounts(self, tokens: int) -> list[int]:
         return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]
 
-    def _used(self, reply: Any, quote: Quote) -> tuple[int, float]:
+    def _used(self, reply: object, quote: Quote) -> tuple[int, float]:
         """Tokens and price by the reply's `usage`; the estimate if it has none."""
         usage = reply.get("usage") if isinstance(reply, dict) else None
         counts = [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")] if isinstance(usage, dict) else []

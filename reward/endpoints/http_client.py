@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 from urllib.parse import urlsplit
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_result, wait_exponential, wait_random_exponential
@@ -245,7 +245,7 @@ def retry_after(value: str) -> float:
     return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER_SECONDS)
 
 
-def read_json(data: bytes) -> Any:
+def read_json(data: bytes) -> object:
     """The value; None if the bytes are not JSON or nested too deeply."""
     try:
         return json.loads(data)

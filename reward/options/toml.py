@@ -6,10 +6,9 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: object) -> str:
     """A value as TOML text. Keys without a value are left out, since TOML cannot express them."""
     if isinstance(value, Mapping):
         items = (f"{_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tandem.protos.error_text import printable
 from tandem.protos.errors import ScorerError
@@ -35,7 +34,7 @@ class Catalogue:
         """The same catalogue for clients."""
         return Catalogue(self.declared, for_clients=True)
 
-    def spec(self, scorer: str, arguments: Mapping[str, Any], place: str) -> ScorerSpec:
+    def spec(self, scorer: str, arguments: Mapping[str, object], place: str) -> ScorerSpec:
         """The scorer behind a name, checked.
 
         Raises:
@@ -51,7 +50,7 @@ class Catalogue:
             self._refuse_what_is_the_recipes(scorer, arguments, place)
         return make_spec(scorer, arguments, place, known=self.declared)
 
-    def _refuse_what_is_the_recipes(self, scorer: str, arguments: Mapping[str, Any], place: str) -> None:
+    def _refuse_what_is_the_recipes(self, scorer: str, arguments: Mapping[str, object], place: str) -> None:
         remedy = "the service's recipe can declare it under a name in reward.scorers"
         if scorer not in SCORERS:
             names = [*self.declared, *(name for name in SCORERS if SCORERS[name].ISOLATION != "remote")]

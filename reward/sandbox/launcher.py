@@ -6,11 +6,11 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from tandem.protos.scratch_folder import ScratchFolder
 from tandem.reward.sandbox.inside import wire
@@ -158,7 +158,7 @@ class BareLauncher:
         """Holds nothing."""
 
 
-def inside(entry: str, channel: int, path: Sequence[str], settings: dict[str, Any]) -> list[str]:
+def inside(entry: str, channel: int, path: Sequence[str], settings: Mapping[str, object]) -> list[str]:
     """The command that runs a function of `inside.zygote` where Tandem's files are missing. `inside_sources` must be
     sent over the channel next.
     """

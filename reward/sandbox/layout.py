@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tandem.protos.errors import ScorerError
 
@@ -37,7 +36,7 @@ class Layout:
     stage: str
     """A folder to mount the root on. Only the mount namespace of the builder changes."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

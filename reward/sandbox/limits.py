@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Failure = Literal["", "error", "time", "memory", "output"]
 
@@ -29,7 +29,7 @@ class Limits:
     output_bytes: int = 16 << 20
     """Size of its output."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 

@@ -36,8 +36,8 @@ class CallTest:
     """A function, or a method of the class `Solution`, is called."""
 
     function: str
-    arguments: tuple[Any, ...]
-    wanted: tuple[Any, ...]
+    arguments: tuple[object, ...]
+    wanted: tuple[object, ...]
     """Accepted results."""
 
 
@@ -54,7 +54,7 @@ class StatementTest:
 Test = ScriptTest | CallTest | StatementTest
 
 
-def parse_tests(ground_truth: Any, extra_info: Mapping[str, Any]) -> list[Test]:
+def parse_tests(ground_truth: object, extra_info: Mapping[str, object]) -> list[Test]:
     """The tests of a ground truth, at least one.
 
     - `{"inputs": […], "outputs": […]}` (APPS, TACO): input and output of a program; with `"fn_name"`, arguments and
@@ -103,7 +103,7 @@ def spread(tests: Sequence[Test], most: int) -> list[Test]:
     return [tests[number * len(tests) // most] for number in range(most)]
 
 
-def _loaded(ground_truth: Any) -> Any:
+def _loaded(ground_truth: object) -> object:
     """JSON text as what it says, other text and values as they are."""
     if not isinstance(ground_truth, str) or ground_truth.lstrip()[:1] not in ("{", "["):
         return ground_truth
@@ -113,7 +113,7 @@ def _loaded(ground_truth: Any) -> Any:
         return ground_truth
 
 
-def _paired(inputs: Sequence[Any], outputs: Sequence[Any], function: Any) -> list[Test]:
+def _paired(inputs: Sequence[object], outputs: Sequence[object], function: object) -> list[Test]:
     if len(inputs) != len(outputs):
         raise UnusableTestsError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
     name = _name(function)
@@ -134,7 +134,7 @@ def _case(case: Any, function: Any) -> Test:
     raise UnusableTestsError(f"{shown(case)} has no input or no output")
 
 
-def _script(given: Any, wanted: Any, place: int) -> ScriptTest:
+def _script(given: object, wanted: object, place: int) -> ScriptTest:
     lines = [_joined(given), _joined(wanted)]
     for name, text in zip(("inputs", "outputs"), lines, strict=True):
         if text is None:
@@ -142,13 +142,13 @@ def _script(given: Any, wanted: Any, place: int) -> ScriptTest:
     return ScriptTest(str(lines[0]), str(lines[1]))
 
 
-def _joined(value: Any) -> str | None:
+def _joined(value: object) -> str | None:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     return value if isinstance(value, str) else None
 
 
-def _call(function: str, given: Any, wanted: Any, place: int) -> CallTest:
+def _call(function: str, given: object, wanted: object, place: int) -> CallTest:
     try:
         if isinstance(given, str):
             arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
@@ -162,13 +162,13 @@ def _call(function: str, given: Any, wanted: Any, place: int) -> CallTest:
     return CallTest(function, tuple(given), accepted)
 
 
-def _texts(values: Any) -> list[str]:
+def _texts(values: object) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise UnusableTestsError(f"{shown(values)} is not a list of statements")
     return values
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     """A name of a function; of `Solution().f` and `Solution.f` the last part."""
     name = value.rpartition(".")[2] if isinstance(value, str) else None
     if name is None or (name and not name.isidentifier()):
@@ -209,7 +209,7 @@ def _close(got: float, wanted: float, tolerance: float) -> bool:
     return abs(got - wanted) <= tolerance * max(1.0, abs(wanted)) and math.isfinite(got)
 
 
-def same_value(got: Any, wanted: Any, tolerance: float) -> bool:
+def same_value(got: object, wanted: object, tolerance: float) -> bool:
     """Whether a function returned what was wanted: tuples count as lists, and floats may differ by the tolerance.
     `wanted` is of JSON.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from tandem.reward.sandbox.inside import plain, program
 from tandem.reward.sandbox.isolation import open_sandboxes
@@ -195,7 +195,7 @@ def _blamed(outcome: Outcome) -> Verdict:
     return outcome.failure or "error"
 
 
-def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, Any] | None:
+def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, object] | None:
     """The answer's reply; None if it ended, sent too much, or nothing in time."""
     deadline = time.monotonic() + seconds
     received = bytearray()
@@ -214,5 +214,5 @@ def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, An
     return reply if isinstance(reply, dict) else None
 
 
-def _no_objects(value: Any) -> dict[str, Any]:
+def _no_objects(value: object) -> dict[str, object]:
     raise TypeError(f"{type(value).__name__} is not JSON data")

@@ -44,7 +44,7 @@ class GroupRank(Scorer):
     """Arguments of that scorer."""
     _judge: Scorer = PrivateAttr()
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         kind = SCORERS.get(self.scorer)
         if kind is None:
             raise ValueError(f"scorer {self.scorer!r} is unknown")

@@ -108,7 +108,7 @@ class JsonSchema(Scorer):
         return block if block is not None or self.source == "code_block" else text
 
 
-def _schema_text(ground_truth: Any) -> str | None:
+def _schema_text(ground_truth: object) -> str | None:
     if isinstance(ground_truth, str):
         return ground_truth
     if not isinstance(ground_truth, Mapping | bool):
@@ -120,7 +120,7 @@ def _schema_text(ground_truth: Any) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _validator(text: str) -> Any:
+def _validator(text: str) -> object:
     """A validator of the schema with this JSON text. Raises ValueError if it is no schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
@@ -138,7 +138,7 @@ def _validator(text: str) -> Any:
     return kind(schema, registry=REGISTRY)  # this registry resolves references without fetching anything
 
 
-def _read(text: str) -> Any:
+def _read(text: str) -> object:
     """The value of a JSON text. Raises ValueError; _BeyondError if it is too deep or a number too long."""
     try:
         value = json.loads(text, parse_int=_integer, parse_constant=_refuse)
@@ -154,7 +154,7 @@ def _read(text: str) -> Any:
     raise _BeyondError(f"is nested deeper than {_MAX_DEPTH}")
 
 
-def _children(value: Any) -> list[Any]:
+def _children(value: object) -> list[object]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
 
 

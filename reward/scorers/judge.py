@@ -6,7 +6,7 @@ import asyncio
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -76,7 +76,7 @@ class GenerativeJudge(ChatEndpoint):
     _prompt: PromptTemplate = PrivateAttr()
     _reader: VerdictReader = PrivateAttr()
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         super().model_post_init(context)
         if self.votes > self.max_concurrent:
             raise ValueError("votes must be at most max_concurrent")

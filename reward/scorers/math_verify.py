@@ -76,7 +76,7 @@ class MathVerify(Scorer):
         except Exception as error:  # sympy's own, on an expression nobody has tried yet
             return Unscored("crashed", f"math-verify: {_one_line(error)}")
 
-    def _compared(self, golds: Sequence[tuple[Any, str]], text: str) -> Score:
+    def _compared(self, golds: Sequence[tuple[object, str]], text: str) -> Score:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
         wanted = (
@@ -106,7 +106,7 @@ class MathVerify(Scorer):
 
 
 @lru_cache(maxsize=256)  # the answers of a group have one ground truth
-def _gold(text: str) -> tuple[Any, str]:
+def _gold(text: str) -> tuple[object, str]:
     """The ground truth as a sympy expression, None if it cannot be read or is too large, and as it is written."""
     from math_verify import LatexExtractionConfig
 
@@ -121,7 +121,7 @@ def _gold(text: str) -> tuple[Any, str]:
     return (None, "") if gold is None or _size_limit(gold) else (gold, written)
 
 
-def _read(text: str, wanted: Sequence[Any]) -> tuple[Any, str]:
+def _read(text: str, wanted: Sequence[object]) -> tuple[object, str]:
     """What the library finds in a text: the expression (None if there is none) and its source ("" if nothing was
     found).
 
@@ -163,7 +163,7 @@ def _reading_limit(latex: str) -> str:
     return ""
 
 
-def _size_limit(expression: Any) -> str:
+def _size_limit(expression: object) -> str:
     """Why an expression is too large to evaluate, "" if it is not."""
     try:
         bits, terms = _size(expression)
@@ -174,7 +174,7 @@ def _size_limit(expression: Any) -> str:
     return f"has more than {_MAX_TERMS:.0f} terms when multiplied out" if terms > _MAX_TERMS else ""
 
 
-def _is_exact(expression: Any) -> bool:
+def _is_exact(expression: object) -> bool:
     """Whether it is a rational number, or evaluates to one with + · ^ and !.
 
     The library may fail to compare two such numbers (it says that 2^{2^{2^{2^2}}} is not 2^{65536}), or search for

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import field_validator
 
@@ -98,12 +98,12 @@ class MultipleChoice(Scorer):
             or ("" if self.strict else _last(alone, text))
         )
 
-    def _accepted(self, ground_truth: Any) -> set[str] | None:
+    def _accepted(self, ground_truth: object) -> set[str] | None:
         alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
         letters = {self._letter(one) for one in alternatives}
         return letters if letters and "" not in letters else None
 
-    def _letter(self, choice: Any) -> str:
+    def _letter(self, choice: object) -> str:
         if isinstance(choice, int) and not isinstance(choice, bool):
             return self.choices[choice] if 0 <= choice < len(self.choices) else ""
         return self._bare(choice) if isinstance(choice, str) else ""

@@ -7,7 +7,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -89,7 +89,7 @@ def _value(match: re.Match[str]) -> float:
     return -value if match["sign"] in ("-", "\u2212") else value
 
 
-def _number_of(ground_truth: Any) -> float | None:
+def _number_of(ground_truth: object) -> float | None:
     if isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool):
         return finite(ground_truth)
     if not isinstance(ground_truth, str):

@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, PrivateAttr
 
@@ -83,7 +83,7 @@ class Pairwise(ChatEndpoint):
     _prompt: PromptTemplate = PrivateAttr()
     _reader: VerdictReader = PrivateAttr()
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         super().model_post_init(context)
         labels = {self.a_wins: 1.0, self.b_wins: 0.0, self.tie: 0.5}
         if len({label.strip().casefold() for label in labels}) < 3:

@@ -110,7 +110,7 @@ class RemoteScorer(Scorer):
     """
     _portal: SessionPortal[EndpointSession] = PrivateAttr()
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         check_url("url", self.url)
         if not self.items_key and self.batch_size > 1:
             raise ValueError("batch_size above 1 needs items_key: without it a request is one item")
@@ -215,7 +215,7 @@ class RemoteScorer(Scorer):
 
     def _written(self, item: ScoreItem) -> str | Unscored:
         sources = self.fields or {name: name for name in _ITEM_FIELDS}
-        values: dict[str, Any] = dict(self.constants)
+        values: dict[str, object] = dict(self.constants)
         for name, source in sources.items():
             origin, _, key = source.partition(".")
             value = getattr(item, origin)
@@ -227,9 +227,9 @@ class RemoteScorer(Scorer):
         except (TypeError, ValueError, RecursionError) as error:
             return Unscored("invalid_input", f"the item is not JSON: {error}")
 
-    def _results(self, reply: Any, count: int) -> list[Score] | Fault:
+    def _results(self, reply: object, count: int) -> list[Score] | Fault:
         if not self.items_key:
-            results: Any = [reply] if isinstance(reply, dict) else None
+            results: object = [reply] if isinstance(reply, dict) else None
         else:
             results = reply.get(self.results_key) if self.results_key and isinstance(reply, dict) else reply
         if not isinstance(results, list):
@@ -256,7 +256,7 @@ class RemoteScorer(Scorer):
         return Scored(float(value), {name: number for name, number in numbers.items() if number is not None})
 
 
-def _at(value: Any, path: str) -> Any:
+def _at(value: object, path: str) -> Any:
     """What lies at `a.b.c`; None for nothing."""
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None

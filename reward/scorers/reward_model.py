@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr
 
@@ -62,7 +62,7 @@ class RewardModel(Scorer):
     """Longest time to load the model."""
     _batcher: ModelBatcher = PrivateAttr()
 
-    def model_post_init(self, context: Any, /) -> None:
+    def model_post_init(self, context: object, /) -> None:
         if not (Path(self.path) / "config.json").is_file():
             raise ValueError(f"path {self.path} is not a folder with a config.json")
         names = ("device", "dtype", "label", "activation", "max_batch_tokens", "max_length", "truncate", "num_threads")

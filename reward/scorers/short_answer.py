@@ -6,7 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -78,7 +78,7 @@ class ShortAnswer(Scorer):
         return max(solution.count(f"<{self.tag}>"), solution.count(f"</{self.tag}>")) > self.max_tags
 
 
-def normalised(text: Any) -> str:
+def normalised(text: object) -> str:
     """Lower case, without ASCII punctuation, articles and extra spaces."""
     return " ".join(_ARTICLES.sub(" ", str(text).lower().translate(_NO_PUNCTUATION)).split())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tandem.protos.contracts import Unscored
 from tandem.protos.error_text import shown
 
@@ -11,7 +9,7 @@ MAX_ACCEPTED = 1000
 """Maximum number of texts that a ground truth may accept: each is compared with the whole answer."""
 
 
-def accepted_texts(ground_truth: Any) -> list[str] | None:
+def accepted_texts(ground_truth: object) -> list[str] | None:
     """The texts that a ground truth accepts, stripped; None if it is not a text, a number or a list of those, or if the
     list is too long.
     """
@@ -24,7 +22,7 @@ def accepted_texts(ground_truth: Any) -> list[str] | None:
         return None  # an integer of more digits than Python writes
 
 
-def unusable(ground_truth: Any, wanted: str = "neither text, number nor list of those") -> Unscored:
+def unusable(ground_truth: object, wanted: str = "neither text, number nor list of those") -> Unscored:
     """The result for an item whose ground truth cannot be used. `wanted` says what is wrong, as a phrase after "is"."""
     if isinstance(ground_truth, list | tuple) and len(ground_truth) > MAX_ACCEPTED:
         wanted = f"a list of {len(ground_truth):,}, at most {MAX_ACCEPTED:,} are compared"

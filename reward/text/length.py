@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.protos.error_text import shown
@@ -22,7 +22,7 @@ def measured(item: ScoreItem, unit: Unit) -> int | Unscored:
 
 def told_count(item: ScoreItem, key: str) -> int | Unscored:
     """The count under a key of `extra_info`; unscored (`invalid_input`) without one."""
-    count: Any = item.extra_info.get(key)
+    count: object = item.extra_info.get(key)
     if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
         return count
     told = "is missing" if count is None else f"is {shown(count)}, not a number of tokens or characters"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 
-def finite(value: Any) -> float | None:
+def finite(value: object) -> float | None:
     """The value as a float, booleans as 1 or 0; None if it is not a number, not finite, or too large for a float."""
     if not isinstance(value, int | float):
         return None

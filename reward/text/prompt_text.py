@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.protos.error_text import nearest
@@ -86,7 +85,7 @@ def as_text(prompt: str | Sequence[Message]) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
-def _message(one: Any) -> Message | None:
+def _message(one: object) -> Message | None:
     if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
         return None
     content = one.get("content")
@@ -98,5 +97,5 @@ def _message(one: Any) -> Message | None:
     return {"role": one["role"], "content": content} if isinstance(content, str) else None
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -7,7 +7,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from tandem.reward.text.numbers import finite
 
@@ -86,7 +85,7 @@ class VerdictReader:
         found: str | None = last[1 if self._pattern.groups else 0]
         return found
 
-    def _last_object(self, text: str) -> Any:
+    def _last_object(self, text: str) -> object:
         decoder, place, found = json.JSONDecoder(), 0, None
         for _ in range(_MOST_OBJECTS):
             start = _OBJECT_START.search(text, place)
@@ -101,7 +100,7 @@ class VerdictReader:
         return found
 
 
-def _number(found: Any) -> float | None:
+def _number(found: object) -> float | None:
     if isinstance(found, str):
         try:
             found = float(found.strip()) if "_" not in found else None

@@ -10,7 +10,7 @@ import json
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from tandem.protos.contracts import Score, Scored, Unscored, UnscoredReason
 
@@ -65,9 +65,9 @@ def decode_scores(found: Sequence[bytes]) -> tuple[list[Score], Literal["", "mem
     return scores, "" if len(scores) == len(found) else "stray"
 
 
-def _parsed(found: Sequence[bytes]) -> list[Any]:
+def _parsed(found: Sequence[bytes]) -> list[object]:
     try:
-        parsed: list[Any] = json.loads(b"[" + b",".join(found) + b"]")  # one call for all: most are short
+        parsed: list[object] = json.loads(b"[" + b",".join(found) + b"]")  # one call for all: most are short
         if len(parsed) == len(found):
             return parsed
     except (ValueError, RecursionError):
@@ -81,7 +81,7 @@ def _parsed(found: Sequence[bytes]) -> list[Any]:
     return parsed
 
 
-def _score(found: Any) -> Score | None:
+def _score(found: object) -> Score | None:
     if type(found) is list and len(found) == 1 and type(found[0]) is float and math.isfinite(found[0]):
         return Scored(found[0])  # nearly all are of this form
     match found:
@@ -94,7 +94,7 @@ def _score(found: Any) -> Score | None:
     return None
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:

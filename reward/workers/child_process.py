@@ -271,7 +271,7 @@ class LineProcess:
     def alive(self) -> bool:
         return self._process.alive
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Queues a message; it is sent while `receive` waits."""
         self._channel.send(json.dumps(message).encode() + b"\n")
 

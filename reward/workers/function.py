@@ -40,7 +40,7 @@ class FunctionJudge:
     """Calls the function and turns whatever it returns or raises into a `Score`."""
 
     function: Callable[..., Any]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     def judge(self, item: ScoreItem) -> Score:
         """What the function makes of it. Raises MemoryError, which is the process's to answer for, and nothing else."""
@@ -68,7 +68,7 @@ class CoroutineJudge:
     """Awaits the function for all items at the same time: what is awaited is as a rule the network."""
 
     function: Callable[..., Any]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     seconds: float | None = None
     """Longest time of one item; past it the item alone is unscored (`timeout`)."""
 
@@ -105,7 +105,7 @@ class BatchFunctionJudge:
     """
 
     function: Callable[..., Any]
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
         """One result an item. Raises MemoryError and nothing else."""
@@ -145,12 +145,12 @@ def failure(error: BaseException) -> Unscored:
     return Unscored("crashed", message)
 
 
-def to_score(result: Any) -> Score:
+def to_score(result: object) -> Score:
     """A number or bool, or a dict with `score` and other components (numeric ones become the breakdown), as a `Score`.
 
     Anything else, NaN and infinities included, is unscored (`invalid_input`).
     """
-    components: Mapping[str, Any] = {}
+    components: Mapping[str, object] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
             return Unscored(
@@ -170,7 +170,7 @@ def to_score(result: Any) -> Score:
     return Scored(value, breakdown)
 
 
-def _number_of(value: Any) -> float | None:
+def _number_of(value: object) -> float | None:
     read_scalar = getattr(value, "item", None)  # numpy's and torch's scalars, without importing either
     if callable(read_scalar):
         try:
@@ -185,7 +185,7 @@ def clean(text: str) -> str:
     return text.encode(errors="replace").decode() if not text.isascii() else text
 
 
-def load_function(path: str, arguments: Mapping[str, Any]) -> FunctionJudge | CoroutineJudge | BatchFunctionJudge:
+def load_function(path: str, arguments: Mapping[str, object]) -> FunctionJudge | CoroutineJudge | BatchFunctionJudge:
     """The function at `module.path:function` or `file.py:function`, its signature checked against verl's calls.
 
     Raises:
@@ -287,7 +287,7 @@ def _text(error: BaseException) -> str:
         return "(without a message)"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
     except Exception:  # the user's own class

@@ -101,7 +101,7 @@ class Launcher:
         self._poll.register(control, select.POLLIN)
         return True
 
-    def _tell(self, worker: _Worker, message: Mapping[str, Any]) -> None:
+    def _tell(self, worker: _Worker, message: Mapping[str, object]) -> None:
         with suppress(OSError):  # the pool has closed it
             os.write(worker.control, json.dumps(message).encode() + b"\n")
 

@@ -58,7 +58,7 @@ class ModelBatcher:
     process; the questions of that batch are then asked one by one, so that only the culprit is unscored.
     """
 
-    def __init__(self, setup: Mapping[str, Any], *, startup_seconds: float, timeout_seconds: float) -> None:
+    def __init__(self, setup: Mapping[str, object], *, startup_seconds: float, timeout_seconds: float) -> None:
         self.num_starts = 0
         self._setup = dict(setup)
         self._startup_seconds = startup_seconds

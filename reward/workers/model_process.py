@@ -55,7 +55,7 @@ def serve(channel: socket.socket) -> None:
     """Loads the model, and answers until end of file."""
     lines = channel.makefile("r", encoding="utf-8", newline="\n")
 
-    def say(message: Mapping[str, Any]) -> None:
+    def say(message: Mapping[str, object]) -> None:
         channel.sendall(json.dumps(message).encode() + b"\n")
 
     try:
@@ -103,7 +103,7 @@ class Classifier:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        local: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
         self._tokenizer = AutoTokenizer.from_pretrained(folder, **local)
         self._model, info = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **local
@@ -176,7 +176,7 @@ class Classifier:
         names = self._tokenizer.model_input_names
         return {name: list(encoded[name]) for name in names if name in encoded and name != "attention_mask"}
 
-    def _score(self, batch: Sequence[tuple[int, Encoded]]) -> Iterator[dict[str, Any]]:
+    def _score(self, batch: Sequence[tuple[int, Encoded]]) -> Iterator[dict[str, object]]:
         import torch
 
         numbers = [number for number, _ in batch]

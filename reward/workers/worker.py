@@ -173,7 +173,7 @@ class Worker:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[5]) * _PAGE_BYTES
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _say(self, message: Mapping[str, object]) -> None:
         self._send(self._line(json.dumps(message).encode()))
 
     def _line(self, payload: bytes) -> bytes:
@@ -218,7 +218,7 @@ def with_room(function: FunctionType) -> FunctionType:
 _serve_with_room = with_room(cast(FunctionType, Worker.serve))
 
 
-def serve(descriptor: int, limits: Mapping[str, Any]) -> None:
+def serve(descriptor: int, limits: Mapping[str, object]) -> None:
     """Runs the worker of an inherited socket until the other end closes."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(fileno=descriptor) as channel:

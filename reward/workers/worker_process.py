@@ -190,7 +190,7 @@ class WorkerProcess:
             self.kill()  # several items left processes, each within its limit; or there is more than the answers
         return outcome
 
-    def _first_line(self, seconds: float) -> tuple[dict[str, Any], list[bytes]]:
+    def _first_line(self, seconds: float) -> tuple[dict[str, object], list[bytes]]:
         first, *rest = self._receive(seconds, watched=False)
         with suppress(ValueError, RecursionError):
             reply = json.loads(first)

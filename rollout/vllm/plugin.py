@@ -80,7 +80,7 @@ def _die_with_parent() -> None:
         os._exit(1)  # it died before we asked to be told
 
 
-def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, Any]) -> None:
+def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, object]) -> None:
     """Starts a transfer on every worker; it goes on in threads beside the engine's steps."""
     core.collective_rpc(f"tandem_start_{kind}", kwargs=arguments)
 

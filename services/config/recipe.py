@@ -53,7 +53,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_folder(cls, values: Any) -> Any:
+    def _default_folder(cls, values: object) -> object:
         if isinstance(values, dict) and not values.get("folder") and values.get("run_id"):
             return {**values, "folder": f"runs/{values['run_id']}"}
         return values
@@ -240,8 +240,8 @@ def read_values(file: Path, root: type[BaseModel] = Recipe, *, above: tuple[Path
 
 
 def _merged(
-    base: Mapping[str, Any], values: Mapping[str, Any], root: type[BaseModel], path: tuple[str, ...] = ()
-) -> dict[str, Any]:
+    base: Mapping[str, object], values: Mapping[str, object], root: type[BaseModel], path: tuple[str, ...] = ()
+) -> dict[str, object]:
     """`values` over `base`, table by table. As with overrides, another name begins a table anew."""
     merged = dict(base)
     for key, value in values.items():
@@ -261,7 +261,7 @@ def _merged(
     return merged
 
 
-def _read_values(file: Path, name: str, if_missing: str) -> dict[str, Any]:
+def _read_values(file: Path, name: str, if_missing: str) -> dict[str, object]:
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
@@ -282,7 +282,7 @@ def _read_values(file: Path, name: str, if_missing: str) -> dict[str, Any]:
     return values
 
 
-def parse_recipe(values: Mapping[str, Any], source: str = "recipe") -> Recipe:
+def parse_recipe(values: Mapping[str, object], source: str = "recipe") -> Recipe:
     """The recipe of nested values, or a ConfigError whose one line names the first fault, its place and the remedy."""
     try:
         return Recipe.model_validate(values)
@@ -301,7 +301,7 @@ def load_resolved(path: str | Path) -> Recipe:
     return parse_recipe(_read_values(file, str(file), f"is {file.parent} a run folder?"), source=str(file))
 
 
-def apply_overrides(values: dict[str, Any], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
+def apply_overrides(values: dict[str, object], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
     """Puts `section.key=value` texts into the nested values of a recipe; see `overrides.apply_overrides`."""
     put_overrides(root, values, overrides)
 

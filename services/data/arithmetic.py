@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -57,7 +56,7 @@ def sloppy_sum(a: int, b: int) -> str:
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
-def _row(a: int, b: int, demonstrated: str | None = None, *, split: str = "train") -> dict[str, Any]:
+def _row(a: int, b: int, demonstrated: str | None = None, *, split: str = "train") -> dict[str, object]:
     extra_info = {"split": split, "answer": demonstrated or right_sum(a, b)}
     return {
         "data_source": "tandem/arithmetic",
@@ -68,5 +67,5 @@ def _row(a: int, b: int, demonstrated: str | None = None, *, split: str = "train
     }
 
 
-def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+def _write(file: Path, rows: Iterable[dict[str, object]]) -> None:
     pq.write_table(pa.Table.from_pylist(list(rows)), file)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jinja2
 import numpy as np
@@ -46,7 +46,7 @@ class ChatEncoder:
             )
         self._refuse_broken_template()
 
-    def encode(self, messages: Sequence[Mapping[str, Any]]) -> NDArray[np.int32]:
+    def encode(self, messages: Sequence[Mapping[str, object]]) -> NDArray[np.int32]:
         """Token ids of the messages and of the opening of the assistant's turn, (T,) int32.
 
         Raises:

@@ -145,7 +145,7 @@ class CompletionFile:
             meant = f"did you mean {near}?" if near else f"it has {', '.join(columns)}"
             raise DataError(f"dataset {self.name} has no column {wanted!r}; {meant}")
 
-    def _parquet_rows(self) -> Generator[Mapping[str, Any] | RowFault]:
+    def _parquet_rows(self) -> Generator[Mapping[str, object] | RowFault]:
         needed = {self.completion, self._fields.group, "data_source", "reward_model", "ground_truth", "extra_info"}
         if self._fields.prompt_to_extra_info:
             needed.add("prompt")
@@ -156,14 +156,14 @@ class CompletionFile:
                 yield from table_rows(index, batch)
                 index += batch.num_rows
 
-    def _json_rows(self) -> Generator[Mapping[str, Any] | RowFault]:
+    def _json_rows(self) -> Generator[Mapping[str, object] | RowFault]:
         if self._standard_input is not None:
             yield from map(parse_line, count(), self._standard_input)
             return
         with open(self.file, "rb") as data:
             yield from map(parse_line, count(), _lines(data))
 
-    def _item(self, index: int, values: Mapping[str, Any] | RowFault) -> ScoreItem | Unscored:
+    def _item(self, index: int, values: Mapping[str, object] | RowFault) -> ScoreItem | Unscored:
         if isinstance(values, RowFault):
             return Unscored("invalid_input", f"row {index}: {values.detail}")
         item = item_of(values, self.completion, self._fields)
@@ -202,7 +202,7 @@ def item_of(values: Mapping[str, Any], completion: str, fields: Fields) -> Score
     )
 
 
-def _not(name: str, value: Any, wanted: str) -> Unscored:
+def _not(name: str, value: object, wanted: str) -> Unscored:
     what = "missing" if value is None else f"of type {type(value).__name__}, not {wanted}"
     return Unscored("invalid_input", f"{name} is {what}")
 

@@ -52,7 +52,7 @@ class Row:
     data_source: str
     messages: tuple[Mapping[str, Any], ...]
     ability: str
-    ground_truth: Any
+    ground_truth: object
     extra_info: Mapping[str, Any]
 
 
@@ -88,7 +88,7 @@ def is_parquet(file: Path) -> bool:
     return magic == b"PAR1"
 
 
-def parse_line(index: int, line: bytes) -> Mapping[str, Any] | RowFault:
+def parse_line(index: int, line: bytes) -> Mapping[str, object] | RowFault:
     """The values of a JSON line, or why there are none."""
     try:
         parsed = json.loads(line)
@@ -97,18 +97,18 @@ def parse_line(index: int, line: bytes) -> Mapping[str, Any] | RowFault:
     return parsed if isinstance(parsed, dict) else RowFault(index, "malformed", f"line {index + 1} is no JSON object")
 
 
-def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, Any] | RowFault]:
+def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, object] | RowFault]:
     """The values of rows of Parquet that begin with row `index`. What Python cannot hold (text that is not UTF-8, a
     time beyond its years, a key twice in a map) costs its row alone.
     """
     try:
-        rows: list[Mapping[str, Any] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
+        rows: list[Mapping[str, object] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
         return rows
     except (ValueError, OverflowError, KeyError):  # UnicodeDecodeError is a ValueError
         return [_table_row(index + place, table.slice(place, 1)) for place in range(table.num_rows)]
 
 
-def _table_row(index: int, table: pa.RecordBatch | pa.Table) -> Mapping[str, Any] | RowFault:
+def _table_row(index: int, table: pa.RecordBatch | pa.Table) -> Mapping[str, object] | RowFault:
     values = {}
     for name in table.schema.names:
         try:
@@ -127,7 +127,7 @@ class Dataset:
 
     def __init__(self, path: str | Path) -> None:
         self.file = Path(path)
-        self._values: Callable[[int], Mapping[str, Any] | RowFault]
+        self._values: Callable[[int], Mapping[str, object] | RowFault]
         with reading(self.file):
             if is_parquet(self.file):
                 self.columns, self._length = self._open_parquet()
@@ -158,9 +158,9 @@ class Dataset:
                 f"write it in verl's columns ({', '.join(COLUMNS)}) or TRL's (prompt, answer)"
             )
         table: list[pa.Table] = []
-        block: list[tuple[int, list[Mapping[str, Any] | RowFault]]] = []
+        block: list[tuple[int, list[Mapping[str, object] | RowFault]]] = []
 
-        def values(index: int) -> Mapping[str, Any] | RowFault:
+        def values(index: int) -> Mapping[str, object] | RowFault:
             if not table:
                 table.append(self._read_table(parquet))
             # One row at a time in shuffled order, a block at a time when read in order.
@@ -190,7 +190,7 @@ class Dataset:
             raise DataError(f"dataset {self.file} is one JSON array; write one object a line (JSON lines), or Parquet")
         lines = content.split(b"\n") if content else []
 
-        def values(index: int) -> Mapping[str, Any] | RowFault:
+        def values(index: int) -> Mapping[str, object] | RowFault:
             return parse_line(index, lines[index])
 
         self._values = values
@@ -217,7 +217,7 @@ def read_rows(path: str | Path) -> Iterator[Row | RowFault]:
     yield from Dataset(path)
 
 
-def parse_row(index: int, values: Mapping[str, Any]) -> Row | RowFault:
+def parse_row(index: int, values: Mapping[str, object]) -> Row | RowFault:
     """A row of verl's or TRL's columns, or the first reason why it cannot be used."""
     messages = _messages(index, values.get("prompt"))
     if isinstance(messages, RowFault):
@@ -249,7 +249,7 @@ def parse_row(index: int, values: Mapping[str, Any]) -> Row | RowFault:
     )
 
 
-def _messages(index: int, prompt: Any) -> tuple[Mapping[str, Any], ...] | RowFault:
+def _messages(index: int, prompt: object) -> tuple[Mapping[str, object], ...] | RowFault:
     if prompt is None or prompt == []:
         return RowFault(index, "empty", "prompt is missing or has no message")
     if isinstance(prompt, str):
@@ -273,7 +273,7 @@ def _messages(index: int, prompt: Any) -> tuple[Mapping[str, Any], ...] | RowFau
     return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"
 
 

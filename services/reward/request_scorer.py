@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Score, ScoreItem, Unscored
@@ -99,7 +99,7 @@ class RequestScorer:
             self._rubrics.popitem(last=False)
         return compiled
 
-    async def look_up(self, call: Callable[..., Result], *arguments: Any) -> Result:
+    async def look_up(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Runs a short call in a thread that no scoring occupies."""
         return await self._shutdown.run_in(self._compiling, call, *arguments)
 

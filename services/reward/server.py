@@ -260,6 +260,6 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         jobs = await self._stored(self._store.list_jobs, request.limit or _DEFAULT_LISTED_JOBS)
         return reward_pb2.ListJobsReply(jobs=[job_message(job) for job in jobs])
 
-    async def _stored(self, verb: Callable[..., Result], *arguments: Any) -> Result:
+    async def _stored(self, verb: Callable[..., Result], *arguments: object) -> Result:
         """Runs a verb of the store in a thread; the store has its own deadlines."""
         return await self._shutdown.run_in(self._storing, verb, *arguments)

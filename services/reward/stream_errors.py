@@ -51,12 +51,12 @@ def error_of(message: reward_pb2.StreamError) -> TandemError:
     return kind(message.message)
 
 
-def ends_with_error(reply: Callable[..., Any]) -> Callable[[Handler], Handler]:
+def ends_with_error(reply: Callable[..., object]) -> Callable[[Handler], Handler]:
     """For a handler that streams replies: a UserError is sent as a last `reply(error=...)` and then raised."""
 
     def decorate(handler: Handler) -> Handler:
         @wraps(handler)
-        async def call(*arguments: Any) -> AsyncGenerator[Any]:
+        async def call(*arguments: object) -> AsyncGenerator[Any]:
             async with aclosing(handler(*arguments)) as replies:
                 try:
                     async for one in replies:

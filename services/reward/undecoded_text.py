@@ -39,7 +39,7 @@ def _reader(kind: type[MessageT]) -> Callable[[bytes], MessageT]:
     return cast("Callable[[bytes], MessageT]", message.FromString)
 
 
-READERS: dict[str, Callable[[bytes], Any]] = {
+READERS: dict[str, Callable[[bytes], object]] = {
     "/tandem.v1.RewardService/Score": _reader(reward_pb2.ScoreRequest),
     "/tandem.v1.RewardService/ScoreStream": _reader(reward_pb2.ScoreStreamRequest),
     "/tandem.v1.RewardService/SubmitJob": _reader(reward_pb2.SubmitJobRequest),

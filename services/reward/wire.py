@@ -30,11 +30,11 @@ MAX_DEPTH = 64
 _MAX_DETAIL = 1000
 _MAX_QUOTED = 320
 _read_json_prefix = json.JSONDecoder().raw_decode
-_scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
+_scan: Callable[[str, int], tuple[object, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _NAMES = ("data_source", "solution", "ground_truth", "extra_info", "group")
 _fields = attrgetter(*_NAMES)  # one call instead of five
-_new_item: Callable[[Iterable[Any]], ScoreItem] = partial(tuple.__new__, ScoreItem)  # `_make` is not written in C
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_new_item: Callable[[Iterable[object]], ScoreItem] = partial(tuple.__new__, ScoreItem)  # `_make` is not written in C
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 _Message = reward_pb2.ScoreRequest.Item
 
 
@@ -143,7 +143,7 @@ class _UnreadableError(Exception):
 class _Truths(dict[str, Any]):
     """Ground truths by their texts: a group has one, which is read once."""
 
-    def __missing__(self, text: str) -> Any:
+    def __missing__(self, text: str) -> object:
         try:
             value, end = _scan(text, 0)
             plain = type(value) is str and end == len(text)  # nearly every ground truth is one
@@ -177,7 +177,7 @@ def _decoded(name: str, value: bytes) -> str:
         raise _UnreadableError(f"{name} is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
-def _read_object(text: str) -> dict[str, Any]:
+def _read_object(text: str) -> dict[str, object]:
     try:
         value = _read_json(text)
     except ValueError as error:
@@ -187,7 +187,7 @@ def _read_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _read_json(text: str) -> Any:
+def _read_json(text: str) -> object:
     """The value. Raises ValueError, also instead of RecursionError."""
     try:
         try:
@@ -203,7 +203,7 @@ def _read_json(text: str) -> Any:
     return value
 
 
-def _depth(value: Any) -> int:
+def _depth(value: object) -> int:
     """How deeply lists and objects are nested."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, list | dict)]:

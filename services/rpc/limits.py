@@ -32,7 +32,7 @@ class RpcLimits:
     """Of one message. A larger one ends its call before it is read."""
     max_calls: int = MAX_CALLS
     """At a time, not counting health, reflection and Info. A call beyond that is UNAVAILABLE; clients try again."""
-    readers: Mapping[str, Callable[[bytes], Any]] = field(default_factory=dict)
+    readers: Mapping[str, Callable[[bytes], object]] = field(default_factory=dict)
     """By the path of a method: a second deserializer, for bytes that its own refuses. Raises DecodeError."""
 
 
@@ -89,10 +89,10 @@ class LimitedServer:
         task.add_done_callback(self._end_call)
         return True
 
-    def _end_call(self, _task: asyncio.Task[Any]) -> None:
+    def _end_call(self, _task: asyncio.Task[object]) -> None:
         self._num_calls -= 1
 
-    async def _refuse(self, _requests: Any, context: Any) -> None:
+    async def _refuse(self, _requests: object, context: object) -> None:
         most = self._limits.max_calls
         await _end(context, UnavailableError(f"{most} calls are being served, the most this server takes; try again"))
 
@@ -163,13 +163,13 @@ def _streaming(inner: Callable[[Any, Any], Any], checked: Callable[[Any], Any]) 
     return call
 
 
-def _reading(handler: Handler, reader: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _reading(handler: Handler, reader: Callable[[bytes], object] | None) -> Callable[[bytes], object] | None:
     """Tries the handler's deserializer, then the reader. Returns _Malformed instead of raising."""
     deserialize = handler.request_deserializer
     if deserialize is None:
         return None
 
-    def read(data: bytes) -> Any:
+    def read(data: bytes) -> object:
         try:
             return deserialize(data)
         except DecodeError as error:
@@ -181,14 +181,14 @@ def _reading(handler: Handler, reader: Callable[[bytes], Any] | None) -> Callabl
     return read
 
 
-def _checked(request: Any) -> Any:
+def _checked(request: object) -> object:
     """The request; raises DataError for a malformed one."""
     if isinstance(request, _Malformed):
         raise DataError(request.fault)
     return request
 
 
-async def _checked_stream(requests: AsyncIterable[Any]) -> AsyncIterator[Any]:
+async def _checked_stream(requests: AsyncIterable[object]) -> AsyncIterator[object]:
     async for request in requests:
         yield _checked(request)
 

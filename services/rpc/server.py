@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import grpc
 from anyio.from_thread import start_blocking_portal
@@ -89,7 +89,7 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, registrar)
     names = [*service_names, INFO_SERVICE]
     shown = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-    add_reflection: Callable[[Any, Any], None] = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add_reflection: Callable[[object, object], None] = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add_reflection(reflection.aio.ReflectionServicer(shown), registrar)
     try:
         bound = server.add_insecure_port(f"{host}:{port}") if _can_listen(host, port) else 0

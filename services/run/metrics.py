@@ -40,7 +40,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         """Adds one object; readers see whole lines only."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")

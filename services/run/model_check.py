@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from tandem.protos.errors import ConfigError, ModelError
 from tandem.rollout.engine import find_engine
@@ -119,7 +118,7 @@ def is_hub_name(path: str) -> bool:
     return not Path(path).exists() and _HUB_NAME.fullmatch(path) is not None
 
 
-def _check_length(recipe: Recipe, config: Mapping[str, Any], what: str) -> None:
+def _check_length(recipe: Recipe, config: Mapping[str, object], what: str) -> None:
     longest = config.get("max_position_embeddings")
     if isinstance(longest, int) and recipe.max_model_tokens > longest:
         raise ModelError(
@@ -128,7 +127,7 @@ def _check_length(recipe: Recipe, config: Mapping[str, Any], what: str) -> None:
         )
 
 
-def _vocabulary(config: Mapping[str, Any]) -> int:
+def _vocabulary(config: Mapping[str, object]) -> int:
     size = config.get("vocab_size")
     return size if isinstance(size, int) else 0
 
@@ -169,7 +168,7 @@ def _ask_hub(name: str, key: str) -> None:
     raise ModelError(f"{key} {name}: no such folder here, and no hub gives it ({why}); download it and name its folder")
 
 
-def _read_json(file: Path, what: str) -> dict[str, Any]:
+def _read_json(file: Path, what: str) -> dict[str, object]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -181,7 +180,7 @@ def _read_json(file: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def _architecture(folder: Path, config: Mapping[str, Any], engine: str) -> str:
+def _architecture(folder: Path, config: Mapping[str, object], engine: str) -> str:
     named = config.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         raise ModelError(
@@ -222,7 +221,7 @@ def _check_given_template(file: str) -> None:
         ) from None
 
 
-def _weights(folder: Path, config: Mapping[str, Any], what: str) -> tuple[int, frozenset[str]]:
+def _weights(folder: Path, config: Mapping[str, object], what: str) -> tuple[int, frozenset[str]]:
     """How many parameters the folder's files hold, and the modules with a matrix among them."""
     shapes: dict[str, list[int]] = {}
     for shard in sorted(folder.glob("*.safetensors")):

@@ -71,8 +71,8 @@ class Change:
     """A key whose value changed."""
 
     key: str
-    was: Any
-    now: Any
+    was: object
+    now: object
 
 
 def check_resumable(recipe: Recipe) -> None:
@@ -107,7 +107,7 @@ def forbidden_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iter
 
 
 def _changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], free: frozenset[str], path: str = ""
+    before: Mapping[str, object], now: Mapping[str, object], free: frozenset[str], path: str = ""
 ) -> Iterator[Change]:
     for name in {**before, **now}:
         key = f"{path}.{name}" if path else name
@@ -125,7 +125,7 @@ def _changes(
             yield from _changes(was, given, free, key)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 

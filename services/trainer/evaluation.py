@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import grpc
 import numpy as np
@@ -45,7 +44,7 @@ class Evaluation:
     unscored: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def line(self) -> dict[str, Any]:
+    def line(self) -> dict[str, object]:
         """The evaluation as a line of evaluations.jsonl."""
         return asdict(self)
 
@@ -170,7 +169,7 @@ def _is_correct(scored: reward_pb2.ScoreReply.Scored) -> bool:
     return scored.value >= 1.0
 
 
-def _int32_bytes(ids: Any) -> bytes:
+def _int32_bytes(ids: object) -> bytes:
     return np.ascontiguousarray(ids, dtype="<i4").tobytes()
 
 

@@ -22,7 +22,7 @@ class ClippingAdamW(torch.optim.AdamW):
     max_norm = 0.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no caller passes a closure
+    def step(self, closure: object = None) -> None:  # type: ignore[override]  # no caller passes a closure
         parameters = [
             parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
         ]

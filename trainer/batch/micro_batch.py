@@ -68,7 +68,7 @@ class MicroBatch:
     """Loss tokens of each row (not line)."""
 
     @property
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, object]:
         """What a model is called with, in transformers' names.
 
         No attention mask: padding is on the right and attention is causal, so no real token sees it; and rows end to

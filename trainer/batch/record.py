@@ -108,7 +108,7 @@ def record_group_ids(run_folder: Path, version: int) -> list[str]:
     return list(read_plan(run_folder, version).group_ids)
 
 
-def batch_to_json(batch: TrainBatch) -> dict[str, Any]:
+def batch_to_json(batch: TrainBatch) -> dict[str, object]:
     """The batch as a value that JSON can write."""
     return {
         "policy_version": batch.policy_version,

@@ -11,7 +11,6 @@ import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tandem.protos.errors import DataError
 
@@ -29,7 +28,7 @@ class CheckpointState:
     world_size: int
     zero_stage: int
     dtype: str
-    trainer: dict[str, Any]
+    trainer: dict[str, object]
     """The trainer's configuration, for information only; a resumed run uses its own."""
     trained_elements: dict[str, int] = field(default_factory=dict)
     """Engine (`engine` is the policy's) → how many elements it trains. Frozen weights (LoRA's base) are not in the

@@ -83,7 +83,7 @@ def torch_varlen_attention(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **named: Any,
+    **named: object,
 ) -> tuple[Tensor, None]:
     """torch's variable-length attention as transformers calls one: (lines, heads, T, size) → (lines, T, heads, size).
 

@@ -8,7 +8,7 @@ fresh is ever weighted or rejected.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -114,7 +114,7 @@ class CorrectionOptions(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, values: Any) -> Any:
+    def _fill_in(cls, values: object) -> object:
         if not isinstance(values, Mapping):
             return values
         preset = values.get("preset", "token_clip")
@@ -171,7 +171,7 @@ class CorrectionOptions(BaseModel):
         return self.proximal == "bypassed" and self.weights.level != "none"
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
     """`over` on top of `base`, tables inside them likewise."""
     merged = dict(base)
     for key, value in over.items():

@@ -9,7 +9,7 @@ proximal ones and saves a forward pass; with weights it needs a loss without an 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 PresetName = Literal[
     "token_clip",
@@ -42,7 +42,7 @@ PresetName = Literal[
     "bypass_geo_rs_seq_tis",
 ]
 
-_Values = Mapping[str, Any]
+_Values = Mapping[str, object]
 
 _UNWEIGHTED: _Values = {"level": "none"}
 _TOKEN_TIS: _Values = {"level": "token", "high": 2.0}

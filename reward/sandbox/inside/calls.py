@@ -30,10 +30,10 @@ _MESSAGE_CHARACTERS = 500
 class Answering:
     """The answer's end: runs requests on the module of the answer. `given`: what the prelude defined in it before."""
 
-    def __init__(self, module: ModuleType, given: dict[str, Any]) -> None:
+    def __init__(self, module: ModuleType, given: dict[str, object]) -> None:
         self._module = module
         self._given = given
-        self._objects: list[Any] = []
+        self._objects: list[object] = []
         self._numbers: dict[int, int] = {}
 
     def serve(self, line: socket.socket) -> None:
@@ -42,7 +42,7 @@ class Answering:
             for request in requests:
                 line.sendall(self._reply(json.loads(request)))
 
-    def _reply(self, request: dict[str, Any]) -> bytes:
+    def _reply(self, request: dict[str, object]) -> bytes:
         try:
             return dumps(self._answer(request))
         except Exception as error:
@@ -69,23 +69,23 @@ class Answering:
         after = self._encode(arguments)
         return reply if after == sent else {**reply, "args": after}
 
-    def _own(self, name: str) -> Any:
+    def _own(self, name: str) -> object:
         """A name that the answer itself defined, not the prelude. Raises KeyError."""
         value = vars(self._module)[name]
         if name in self._given and self._given[name] is value:
             raise KeyError(name)
         return value
 
-    def _function(self, name: str) -> Any:
+    def _function(self, name: str) -> object:
         solution = getattr(self._module, "Solution", None)
         if solution is not None and hasattr(solution, name):
             return getattr(solution(), name)
         return getattr(self._module, name)
 
-    def _encode(self, value: Any) -> Any:
+    def _encode(self, value: object) -> object:
         return encode(value, self._keep)
 
-    def _keep(self, value: Any) -> dict[str, Any]:
+    def _keep(self, value: object) -> dict[str, object]:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)  # kept alive, so that its id stays unique
@@ -103,10 +103,10 @@ class Calling:
         self._replies = line.makefile("rb")
         self._remotes: dict[int, Remote] = {}
 
-    def get(self, remote: Remote | None, name: str) -> Any:
+    def get(self, remote: Remote | None, name: str) -> object:
         return self._ask({"get": [None if remote is None else remote.number_, name]})["value"]
 
-    def items(self, remote: Remote) -> list[Any]:
+    def items(self, remote: Remote) -> list[object]:
         found = self._ask({"items": remote.number_})["value"]
         if not isinstance(found, list):
             raise TypeError("no items came")
@@ -120,7 +120,7 @@ class Calling:
             _become(mine, theirs)
         return reply["value"]
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, object]) -> dict[str, Any]:
         self._line.sendall(dumps(request))
         reply = self._replies.readline()
         if not reply.endswith(b"\n"):
@@ -133,10 +133,10 @@ class Calling:
             said["args"] = self._decode(said["args"])
         return dict(said)
 
-    def _encode(self, value: Any) -> Any:
+    def _encode(self, value: object) -> object:
         return encode(value, _refuse)
 
-    def _decode(self, value: Any) -> Any:
+    def _decode(self, value: object) -> object:
         return decode(value, self._find)
 
     def _find(self, tag: dict[str, Any]) -> Remote:
@@ -154,15 +154,15 @@ class Remote:
         self.number_ = number
         self.type_ = kind
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: object, **named: object) -> object:
         return self._calling.call(self, arguments, named)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)  # so that `copy` and others find no protocol
         return self._calling.get(self, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self._calling.items(self))
 
     def __eq__(self, other: object) -> bool:
@@ -180,13 +180,13 @@ class Remote:
         return f"<{self.type_} of the answer's>"
 
 
-def _refuse(value: Any) -> dict[str, Any]:
+def _refuse(value: object) -> dict[str, object]:
     if isinstance(value, Remote):
         return {"object": value.number_, "type": value.type_}
     raise TypeError(f"{type(value).__name__} is not data and cannot be sent to the answer")
 
 
-def _exception(name: Any) -> type[Exception]:
+def _exception(name: object) -> type[Exception]:
     """The builtin exception of that name, RuntimeError for others. StopIteration could end a loop silently."""
     kind = getattr(builtins, str(name), None)
     if (
@@ -202,7 +202,7 @@ def _exception(name: Any) -> type[Exception]:
     return RuntimeError
 
 
-def _become(mine: Any, theirs: Any) -> None:
+def _become(mine: object, theirs: object) -> None:
     """Applies to the test's list, dict or set what the answer did to its copy."""
     if isinstance(mine, list) and isinstance(theirs, list):
         mine[:] = theirs

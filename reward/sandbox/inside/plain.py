@@ -20,7 +20,7 @@ def dumps(value: object) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def encode(value: Any, keep: Callable[[Any], dict[str, Any]]) -> Any:
+def encode(value: object, keep: Callable[[object], dict[str, object]]) -> object:
     """The value as JSON can hold it. `keep` gives the tag of an object that is not data, or raises TypeError.
 
     Raises:

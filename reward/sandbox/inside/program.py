@@ -122,13 +122,13 @@ def _run_checks(module: ModuleType, own: set[str], entry_point: str) -> int:
     return PASSED if unittest.TextTestRunner(stream=sys.stderr).run(cases).wasSuccessful() else FAILED
 
 
-def _module(name: str, content: dict[str, Any]) -> ModuleType:
+def _module(name: str, content: dict[str, object]) -> ModuleType:
     module = ModuleType(name)
     vars(module).update(content)
     return module
 
 
-def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, Any]:
+def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, object]:
     """Resolves the names that the test neither imports nor defines.
 
     Names of built-ins and standard modules keep their meaning, so that no answer can replace `abs` in a test; other
@@ -136,7 +136,7 @@ def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, 
     `assert sum(10, 15) == 6`, may the name of a module or built-in be the answer's.
     """
     named = _names_in(code)
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     if entry_point:
         found[entry_point] = found["candidate"] = calling.get(None, entry_point)
     modules = named & sys.stdlib_module_names
@@ -157,7 +157,7 @@ def _imported(modules: set[str]) -> dict[str, Any]:
     return found
 
 
-def _known_to(calling: Calling, names: set[str]) -> dict[str, Any]:
+def _known_to(calling: Calling, names: set[str]) -> dict[str, object]:
     found = {}
     for name in sorted(names):
         try:
