@@ -1,5 +1,5 @@
-"""The configuration: a recipe, as a file and dotted overrides say it. `recipe` composes it, `tree` and `faults` explain
-it.
+"""The configuration: a recipe read from a file with dotted overrides. `recipe` defines and loads it, and `faults`
+explains its errors.
 """
 
 from tandem.services.config.recipe import (

@@ -1,5 +1,4 @@
-"""The configuration, explained: docs/configuration.md, `tandem config`. Generated from the models, so it cannot fall
-behind.
+"""Generates the text of docs/configuration.md and `tandem config` from the configuration models.
 
 python -m tandem.services.config.docs            writes docs/configuration.md
 python -m tandem.services.config.docs --check    exits 1 if the file is not what would be written
@@ -48,14 +47,12 @@ a recipe is.
 """
 
 NO_DEFAULT = "none"
-"""Default of a key that may be absent, and is."""
+"""Shown as the default of an optional key that is absent by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a recipe. `section` is how its table is headed; `default` is JSON text, "" if the key must be
-    given.
-    """
+    """A key of a recipe. `section` is the heading of its table; `default` is JSON text, "" if the key is required."""
 
     section: str
     name: str
@@ -63,11 +60,11 @@ class Key:
     default: str
     doc: str
     choice: str = ""
-    """The name of the table that has this key, where the table is chosen by name."""
+    """The name that selects the table of this key, for tables chosen by name."""
 
 
 def keys(root: type[BaseModel] = Recipe) -> Iterator[Key]:
-    """Every key of a recipe, in the order of the models; the key that chooses a table comes first in it, once."""
+    """All keys of a recipe in the order of the models. The key that selects a table comes first in it, once."""
     seen = set()
     for table in tables(root):
         if table.shape.chooser and table.path not in seen:
@@ -77,7 +74,7 @@ def keys(root: type[BaseModel] = Recipe) -> Iterator[Key]:
 
 
 def keys_of(table: Table) -> Iterator[Key]:
-    """The keys of one table, without the one it is chosen by."""
+    """The keys of one table, without the key that selects it."""
     docs = attribute_docs(table.model)
     for name, info in table.fields():
         yield Key(table.path, name, type_words(shape_of(info)), default_text(info), docs[name], table.choice)
@@ -90,7 +87,7 @@ def _choosing_key(table: Table) -> Key:
 
 
 def explained(root: type[BaseModel] = Recipe) -> Iterator[str]:
-    """Every key with its type, default and purpose, two lines each."""
+    """Two lines for each key: its type and default, and its purpose."""
     for key in keys(root):
         default = f"default {key.default}" if key.default else "must be given"
         choice = f" of {key.choice}" if key.choice else ""
@@ -98,7 +95,7 @@ def explained(root: type[BaseModel] = Recipe) -> Iterator[str]:
 
 
 def default_text(info: FieldInfo) -> str:
-    """A field's default as JSON text; of a table chosen by name that name, "" if there is none."""
+    """A field's default as JSON text; for a table chosen by name, the name. "" if there is no default."""
     if info.is_required():
         return ""
     default = default_of(info)
@@ -111,7 +108,7 @@ def default_text(info: FieldInfo) -> str:
 
 
 def page(root: type[BaseModel] = Recipe) -> str:
-    """docs/configuration.md."""
+    """The text of docs/configuration.md."""
     parts = [_INTRODUCTION]
     headed = set()
     for table in tables(root):
@@ -130,7 +127,7 @@ def page(root: type[BaseModel] = Recipe) -> str:
 
 
 def purpose(model: type[BaseModel]) -> str:
-    """The first paragraph of a model's docstring, without the heading it may begin with."""
+    """The first paragraph of a model's docstring, without a leading `[section]:`."""
     paragraph = summary(model)
     words = paragraph.partition(": ")[2] if paragraph.startswith("`[") else paragraph
     return words[:1].upper() + words[1:]
@@ -150,8 +147,8 @@ def _choice_words(table: Table) -> str:
 
 
 def as_toml(recipe: BaseModel) -> str:
-    """The resolved recipe as TOML that `tandem run` reads; what differs from the default is marked. A key that is
-    absent, absent by default, is left out: TOML has no word for nothing.
+    """The resolved recipe as TOML that `tandem run` can read, with changed values marked. Leaves out absent optional
+    keys, because TOML has no null.
     """
     lines: list[str] = []
     values = recipe.model_dump(mode="json")
@@ -198,7 +195,7 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page, or with `--check` compares it."""
+    """Writes the page, or with `--check` compares it with the file."""
     if arguments == ["--check"]:
         fresh = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page()
         if not fresh:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line."""
+"""Explains a configuration error in one line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tandem.services.config.other_names import explain_other_name
 
 
 def explain(root: type[BaseModel], error: ValidationError) -> str:
-    """The first fault of `error`, with its place and, where there is one, the remedy. An unknown key that was renamed,
-    or that is another trainer's, names the key to use.
+    """Describes the first fault of `error`, its place and, if known, the remedy. For a renamed key or a key of another
+    trainer, names the key to use.
     """
     fault = errors.first_fault(error)
     if fault["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""Configuration of durable reward jobs, and of the standalone reward service. Imports neither grpc nor redis."""
+"""Configuration of durable reward jobs and of the standalone reward service. Imports neither grpc nor redis."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Keys that a recipe does not have, but that users write: keys that were renamed, keys of other trainers, and keys that
-are left out on purpose. The error for each says what to write instead.
+"""Unknown keys that users may write: renamed keys, keys of other trainers, and keys left out on purpose. The error for
+each names the key to use or gives the reason.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 OLD_KEYS: dict[str, str] = {}
-"""Old dotted key → its new name. Whoever renames a key adds a line here."""
+"""Old dotted key → new name. Add an entry when you rename a key."""
 
 _RENORMALISE = (
     "training samples are drawn by temperature alone, because the trainer must be able to renormalise the distribution "
@@ -19,7 +19,7 @@ ABSENT_KEYS: Mapping[str, str] = {
     "rollout.top_k": _RENORMALISE,
     "rollout.min_p": _RENORMALISE,
 }
-"""Keys that are left out on purpose → the reason."""
+"""Key left out on purpose → reason."""
 
 VERL_KEYS: Mapping[str, str] = {
     "actor_rollout_ref.actor.clip_ratio": "trainer.loss.clip_low and trainer.loss.clip_high",
@@ -64,7 +64,7 @@ VERL_KEYS: Mapping[str, str] = {
     "trainer.total_epochs": "data.max_epochs",
     "trainer.total_training_steps": "run.total_batches",
 }
-"""verl's keys → ours."""
+"""verl's key → ours."""
 
 VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "reward_model")
 
@@ -90,13 +90,13 @@ TRL_KEYS: Mapping[str, str] = {
     "steps_per_generation": "trainer.optimizer_steps_per_batch",
     "temperature": "rollout.temperature",
 }
-"""TRL's arguments, which it has without sections → our keys."""
+"""TRL's argument (TRL has no sections) → our key."""
 
 _PAGE = 'docs/algorithms.md, section "Names elsewhere"'
 
 
 def explain_other_name(key: str, value: object = None) -> str:
-    """What to write in place of an unknown key with this value, "" if the key is in none of the tables."""
+    """Says what to write instead of an unknown key with this value; "" if no table has the key."""
     for name in _keys_in(key, value):
         if name in OLD_KEYS:
             return f"unknown key {name}: its name is now {OLD_KEYS[name]}"
@@ -112,7 +112,7 @@ def explain_other_name(key: str, value: object = None) -> str:
 
 
 def _keys_in(key: str, value: object) -> Iterator[str]:
-    """The key, and the dotted keys of the values in its table."""
+    """The key and, if its value is a table, the dotted keys in it."""
     yield key
     if isinstance(value, dict):
         for name, inner in value.items():

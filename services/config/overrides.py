@@ -15,14 +15,15 @@ _NONE = "none"
 
 
 def apply_overrides(root: type[BaseModel], values: dict[str, object], overrides: Sequence[str]) -> None:
-    """Puts `section.key=value` texts into the nested values of a configuration, in place.
+    """Applies `section.key=value` texts to the nested values of a configuration, in place.
 
-    A table is dealt with before the keys inside it, and the key that names it before its others. Another name begins
-    the table anew. A string that is the bare name of a table becomes that table as soon as a key inside it is given.
-    `key=none` removes a key that may be absent.
+    A table is set before the keys inside it, and the key that selects a table before its other keys. Selecting another
+    table discards the old table's keys. The bare name of a table becomes that table when a key inside it is set.
+    `key=none` removes an optional key.
 
     Raises:
-        ConfigError: an override is malformed, a part of its key is a value, or a key that must have a value is `none`.
+        ConfigError: an override is malformed, its key goes through a value that is no table, or a required key is
+            `none`.
     """
     parted = [(override, *_part(override)) for override in overrides]
     for override, keys, value in sorted(parted, key=lambda one: (len(one[1]), not _names_a_table(root, one[1]))):
@@ -47,7 +48,7 @@ def apply_overrides(root: type[BaseModel], values: dict[str, object], overrides:
 
 
 def _default(root: type[BaseModel], keys: Sequence[str]) -> object:
-    """The default of a dotted key, None if it must be given."""
+    """The default of a dotted key, None if the key is required."""
     shape = shape_at(root, keys[:-1])
     assert shape is not None, "the key itself is known"
     found = [model.model_fields[keys[-1]] for model in shape.models.values() if keys[-1] in model.model_fields]
@@ -60,7 +61,7 @@ def _names_a_table(root: type[BaseModel], keys: Sequence[str]) -> bool:
 
 
 def _table_below(node: dict[str, object], key: str, shape: Shape | None, override: str) -> dict[str, object]:
-    """The table at a key, made if there is none."""
+    """The table at a key, created if missing."""
     below = node.setdefault(key, {})
     if shape is not None and shape.is_table and not isinstance(below, dict):
         if below is None:
@@ -85,4 +86,4 @@ def _part(override: str) -> tuple[list[str], object]:
     try:
         return parts, tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        return parts, text  # bare words are strings, as in every other trainer's overrides
+        return parts, text  # bare words are strings, as in other trainers' overrides

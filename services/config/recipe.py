@@ -1,4 +1,4 @@
-"""The recipe: one TOML file a run, composed of every owner's section. Imports no torch, no vllm, no grpc."""
+"""The recipe: one TOML file per run with a section for each component. Imports neither torch, vllm nor grpc."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from tandem.trainer.config import TrainerConfig, WeightsConfig
 
 
 class RunConfig(BaseModel):
-    """`[run]`: what is run, where its files go, and how far sampling may run ahead of training."""
+    """`[run]`: name, folder and length of the run, and how far sampling may run ahead of training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-    """Name of the run; every Redis key carries it."""
+    """Name of the run, part of each of its Redis keys."""
     folder: str = ""
-    """Where everything the run writes goes; default `runs/<run_id>`."""
+    """Folder for all files of the run; default `runs/<run_id>`."""
     seed: int = 0
     """Seed of shuffling, sampling and initialisation."""
     total_batches: Annotated[int, Field(ge=1)] = 100
     """Policy versions to train."""
     groups_per_batch: Annotated[int, Field(ge=1)] = 32
-    """P: groups a batch is made of."""
+    """P: groups per batch."""
     staleness_budget: Annotated[int, Field(ge=0)] = 2
-    """S: admission slack in batches. 0 is synchronous training."""
+    """S: batches that sampling may run ahead of training. 0 is synchronous training."""
     hard_staleness_cap: Annotated[int, Field(ge=0)] = 0
-    """Groups older than this many versions are dropped as they are claimed; 0 is off."""
+    """Groups older than this many versions are dropped when they are claimed; 0 turns this off."""
     max_consecutive_drops: Annotated[int, Field(ge=0)] = 64
-    """The run stops once this many groups in a row were dropped because they could not be sampled or scored, e.g. by a
-    scorer that always raises; 0 is off.
+    """The run stops once this many groups in a row could not be sampled or scored, e.g. because the scorer always
+    raises; 0 turns this off.
     """
     redis_url: str = ""
-    """`redis://…` or `unix://…`; default `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
+    """`redis://…` or `unix://…`; default: `TANDEM_REDIS_URL`, else an embedded server in the run folder."""
     host: str = "127.0.0.1"
-    """Address the services listen on."""
+    """Address on which the services listen."""
     metrics_to_tensorboard: bool = True
     """Also write TensorBoard events."""
 
@@ -65,9 +65,9 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: str
-    """Hugging Face folder (or hub name, where a hub can be reached) of a causal language model with its tokenizer."""
+    """Hugging Face folder, or hub name if a hub can be reached, of a causal language model with its tokenizer."""
     chat_template: str = ""
-    """File with a Jinja chat template; default: the tokenizer's own."""
+    """File with a Jinja chat template; default: the tokenizer's template."""
 
 
 class TrainFile(BaseModel):
@@ -78,7 +78,7 @@ class TrainFile(BaseModel):
     path: str
     """Parquet or JSON lines."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """How many times an epoch goes through this file; 0.5 takes half of its rows, the next epoch the other half."""
+    """Times that an epoch reads this file. With 0.5, an epoch takes half of the rows and the next epoch the others."""
 
 
 class DataConfig(BaseModel):
@@ -89,19 +89,19 @@ class DataConfig(BaseModel):
     train_file: str = ""
     """Prompts to train on."""
     train: tuple[TrainFile, ...] = ()
-    """Several files to train on, in place of train_file: `train = [{ path = "a.parquet", weight = 2.0 }, …]`."""
+    """Several training files instead of train_file: `train = [{ path = "a.parquet", weight = 2.0 }, …]`."""
     eval_file: str = ""
     """Prompts to evaluate on."""
     max_prompt_tokens: Annotated[int, Field(ge=1)] = 1024
     """Longer prompts are dropped and counted."""
     max_epochs: Annotated[int, Field(ge=0)] = 0
-    """Passes over the data; 0 means as many as the run needs."""
+    """Maximum number of passes over the data; 0 means no limit."""
     shuffle: bool = True
-    """Reorder rows in every epoch, by seed."""
+    """Shuffle the rows in every epoch, depending on the seed."""
 
     @property
     def train_files(self) -> tuple[TrainFile, ...]:
-        """The training files, whichever key names them."""
+        """The training files, from `train` or `train_file`."""
         return self.train or (TrainFile(path=self.train_file),)
 
 
@@ -111,25 +111,25 @@ class SftConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     train_file: str = ""
-    """Rows with an answer to imitate (`extra_info.answer`, else `reward_model.ground_truth`)."""
+    """Rows with an answer to imitate: `extra_info.answer`, else `reward_model.ground_truth`."""
     output: str = ""
-    """Folder the warm-started model is written to; one that is there already is refused."""
+    """Folder for the warm-started model. It must not exist yet."""
     max_steps: Annotated[int, Field(ge=1)] = 1000
-    """Optimizer steps at most."""
+    """Maximum number of optimizer steps."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Rows a step."""
+    """Rows per step."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
     """Peak learning rate; linear warm-up over the first twentieth of max_steps, then constant."""
     target_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Stop once the sampled validation accuracy reaches this; 0 trains all steps."""
+    """Training stops when the sampled validation accuracy reaches this; 0 trains all steps."""
     validate_every: Annotated[int, Field(ge=1)] = 100
-    """Steps between two validations on `data.eval_file`."""
+    """Steps between validations on `data.eval_file`."""
     validation_rows: Annotated[int, Field(ge=1)] = 200
-    """Rows a validation samples."""
+    """Rows sampled by a validation."""
 
 
 class Recipe(BaseModel):
-    """Everything a run is made of."""
+    """The whole configuration of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -149,17 +149,17 @@ class Recipe(BaseModel):
 
     @property
     def max_model_tokens(self) -> int:
-        """Longest sequence a sampler or the trainer sees."""
+        """Length of the longest possible sequence, prompt and response together."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def rows_per_group(self) -> int:
-        """Trajectories sampled for a prompt: n, and the greedy answer if the advantage estimator compares with it."""
+        """Trajectories per prompt: n samples, and a greedy answer if the advantage estimator uses it as a baseline."""
         return self.rollout.samples_per_prompt + self.trainer.needs_baselines
 
     @property
     def credits(self) -> int:
-        """(S + 1)·P: groups that may be outstanding."""
+        """(S + 1)·P: maximum number of outstanding groups."""
         return (self.run.staleness_budget + 1) * self.run.groups_per_batch
 
     @model_validator(mode="after")
@@ -188,12 +188,12 @@ class Recipe(BaseModel):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a TOML file (or of a run's config.json) over its `base`, with dotted overrides
-    (`trainer.learning_rate=2e-6`) applied.
+    """Loads a recipe from a TOML file or a run's config.json, merged over its `base`, and applies dotted overrides
+    (`trainer.learning_rate=2e-6`).
 
     Raises:
-        ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is named), a value does
-            not fit.
+        ConfigError: the file is missing or malformed, a key is unknown (the error names the closest known key), or a
+            value is invalid.
     """
     file = Path(path)
     values = read_values(file)
@@ -202,8 +202,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
-    """What a reward service that stands alone is configured by: a TOML file (None: nothing) with dotted overrides
-    applied.
+    """Loads the configuration of a standalone reward service from a TOML file, if given, and applies dotted overrides.
 
     Raises:
         ConfigError: see `load_recipe`.
@@ -217,9 +216,9 @@ def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) 
 
 
 def read_values(file: Path, root: type[BaseModel] = Recipe, *, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The nested values of a TOML file, or of a JSON file, merged over those of its `base` if it names one.
+    """Reads the nested values of a TOML or JSON file, merged over those of its `base` if it has one.
 
-    `base` is a path relative to the file. A base may have a base of its own; `above` holds the files that led here.
+    `base` is a path relative to the file. A base may have its own base; `above` holds the files that led to this one.
 
     Raises:
         ConfigError: a file is missing or malformed, or the bases form a cycle.
@@ -242,7 +241,7 @@ def read_values(file: Path, root: type[BaseModel] = Recipe, *, above: tuple[Path
 def _merged(
     base: Mapping[str, object], values: Mapping[str, object], root: type[BaseModel], path: tuple[str, ...] = ()
 ) -> dict[str, object]:
-    """`values` over `base`, table by table. As with overrides, another name begins a table anew."""
+    """Merges `values` over `base`, table by table. As with overrides, selecting another table discards the old one."""
     merged = dict(base)
     for key, value in values.items():
         shape = shape_at(root, (*path, key))
@@ -275,7 +274,7 @@ def _read_values(file: Path, name: str, if_missing: str) -> dict[str, object]:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name} is not valid JSON: {error}") from None
-    except OSError as error:  # no right to read it, a file in the place of a folder, a name too long
+    except OSError as error:  # e.g. permission denied, a parent that is no folder, a name too long
         raise ConfigError(f"{name} cannot be read ({error.strerror}); mend that, or name another file") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{name} is not a JSON object; name the config.json of a run")
@@ -283,7 +282,7 @@ def _read_values(file: Path, name: str, if_missing: str) -> dict[str, object]:
 
 
 def parse_recipe(values: Mapping[str, object], source: str = "recipe") -> Recipe:
-    """The recipe of nested values, or a ConfigError whose one line names the first fault, its place and the remedy."""
+    """Builds a recipe from nested values. Raises a one-line ConfigError with the first fault, its place and remedy."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -291,18 +290,18 @@ def parse_recipe(values: Mapping[str, object], source: str = "recipe") -> Recipe
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The resolved configuration as JSON text, readable by `load_resolved`."""
+    """The resolved recipe as JSON text for `load_resolved`."""
     return json.dumps(recipe.model_dump(mode="json"), indent=2) + "\n"
 
 
 def load_resolved(path: str | Path) -> Recipe:
-    """The recipe a run saved as `config.json`."""
+    """Loads the recipe that a run saved as `config.json`."""
     file = Path(path)
     return parse_recipe(_read_values(file, str(file), f"is {file.parent} a run folder?"), source=str(file))
 
 
 def apply_overrides(values: dict[str, object], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
-    """Puts `section.key=value` texts into the nested values of a recipe; see `overrides.apply_overrides`."""
+    """Applies `section.key=value` texts to the nested values of a recipe; see `overrides.apply_overrides`."""
     put_overrides(root, values, overrides)
 
 

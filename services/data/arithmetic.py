@@ -1,7 +1,7 @@
-"""The demo's task: sums of two two-digit numbers as a dataset in verl's schema, made from a seed.
+"""The demo's task: sums of two two-digit numbers, generated from a seed as a dataset in verl's schema.
 
-Most demonstrations omit the carries. A model that imitates them can add but mostly does it wrong; only the reward tells
-it which way is right.
+Most demonstrations omit the carries, so a model that imitates them gives mostly wrong sums. Only the reward tells it
+which sums are right.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 EVALUATION_ROWS = 1000
 DEMONSTRATED_SHARE = 0.6
-"""Share of the sums outside the evaluation that are demonstrated; the others are for reinforcement learning."""
+"""Fraction of the sums outside the evaluation set that are demonstrated. The others are for reinforcement learning."""
 SLOPPY_SHARE = 0.62
-"""Share of the demonstrations that omit the carries."""
+"""Fraction of the demonstrations that omit the carries."""
 
 
 def write_task(
@@ -30,7 +30,7 @@ def write_task(
 ) -> None:
     """Writes `demonstrations.parquet`, `train.parquet` and `eval.parquet`: three disjoint sets of the 10,000 sums.
 
-    Which sums are in which set depends on nothing but the seed and the first two numbers.
+    The sets depend only on the seed, `evaluation_rows` and `demonstrated_share`.
     """
     dice = random.Random(seed)
     sums = [(a, b) for a in range(100) for b in range(100)]
@@ -47,12 +47,12 @@ def write_task(
 
 
 def right_sum(a: int, b: int) -> str:
-    """a + b in three digits."""
+    """a + b as three digits."""
     return f"{a + b:03d}"
 
 
 def sloppy_sum(a: int, b: int) -> str:
-    """a + b digit by digit without any carry, in three digits."""
+    """a + b digit by digit without carries, as three digits."""
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 

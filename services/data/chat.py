@@ -1,8 +1,7 @@
-"""Chat messages to token ids: the model's tokenizer and chat template. Imports no torch for the models named below.
+"""Converts chat messages to token ids with the model's tokenizer and chat template. Imports no torch for Qwen models.
 
-`transformers.AutoTokenizer` imports torch (4–6 s of processor time, 350 MB); a feed that starts beside a trainer and a
-sampler must not compete with them for that. The class it would choose is known for the Qwen families, and imports in
-under a second.
+`transformers.AutoTokenizer` imports torch (4–6 s of processor time, 350 MB), which would slow the start of trainer and
+samplers. For the Qwen families its choice of class is known, and that class imports in under a second.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _QWEN_TYPES = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 
 
 class RefusedPromptError(Exception):
-    """The chat template or the tokenizer cannot take these messages; others may pass."""
+    """The chat template or the tokenizer rejects these messages; it may accept others."""
 
 
 class ChatEncoder:
-    """Tokenises chat messages as the model expects them, ready for its answer.
+    """Tokenises chat messages as the model expects them, up to the start of its answer.
 
     Raises:
-        ModelError: there is no tokenizer or chat template, or it is broken.
+        ModelError: the tokenizer or the chat template is missing or broken.
     """
 
     def __init__(self, model_path: str, chat_template: str = "") -> None:
@@ -47,17 +46,17 @@ class ChatEncoder:
         self._refuse_broken_template()
 
     def encode(self, messages: Sequence[Mapping[str, object]]) -> NDArray[np.int32]:
-        """Token ids of the messages and of the opening of the assistant's turn, (T,) int32.
+        """Token ids of the messages and the start of the assistant's turn, (T,) int32.
 
         Raises:
-            RefusedPromptError: see there.
+            RefusedPromptError: the template or the tokenizer rejects the messages.
         """
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], add_generation_prompt=True, tokenize=False
             )
             assert isinstance(text, str), "one conversation gives one text"
-            # What a template writes holds every special token already.
+            # The template has already added the special tokens.
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
             raise RefusedPromptError(" ".join(str(error).split()) or type(error).__name__) from error
@@ -72,14 +71,14 @@ class ChatEncoder:
                 raise ModelError(
                     f"{self.template_source}, line {error.lineno}: {error.message}; mend the template"
                 ) from None
-            # Anything else may be meant for this one conversation (a template that demands a system message).
+            # Other errors may concern only this conversation, e.g. a template that requires a system message.
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder (or hub name).
+    """Loads the tokenizer of a model folder or hub name.
 
     Raises:
-        ModelError: there is none, or it cannot be read.
+        ModelError: the tokenizer is missing or cannot be read.
     """
     folder = Path(model_path)
     if not folder.is_dir() and (
@@ -106,9 +105,7 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
 
 
 def _is_qwen_tokenizer(folder: Path) -> bool:
-    """True if AutoTokenizer would take `Qwen2Tokenizer` for a folder: for type qwen2 whatever the folder says, else if
-    it says so.
-    """
+    """Whether AutoTokenizer would choose `Qwen2Tokenizer`: always for type qwen2, else if the folder names it."""
     configs = folder / "config.json", folder / "tokenizer_config.json"
     if not (folder / "tokenizer.json").is_file() or not all(config.is_file() for config in configs):
         return False

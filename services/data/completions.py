@@ -1,9 +1,8 @@
-"""Files of completions to be scored: verl's columns with the completion in one of its own, read as they are needed,
-never whole.
+"""Reads files of completions to score, row by row: verl's columns and one for the completion.
 
-`data_source`, `reward_model.ground_truth` (or a plain column `ground_truth`), `extra_info` as in a dataset; the
-completion is the text in
-`solution`, `response` or `completion`; `group`, if there, says which rows are compared with one another.
+Columns: `data_source`, `reward_model.ground_truth` (or a plain column `ground_truth`) and `extra_info` as in a dataset;
+the completion in `solution`, `response` or `completion`; optionally `group`, which names the rows that are compared
+with each other.
 """
 
 from __future__ import annotations
@@ -28,35 +27,35 @@ COMPLETION_COLUMNS = ("solution", "response", "completion")
 GROUP_COLUMN = "group"
 STANDARD_INPUT = Path("-")
 _READ_ROWS = 512
-_LOOKED_AT = 100  # lines of a JSON lines file that tell its columns
+_LOOKED_AT = 100  # JSON lines from which the columns are determined
 _MAX_LINE_BYTES = 64 << 20
 _DIGEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Where things are in a row. An empty `completion`: the first of COMPLETION_COLUMNS that the file has."""
+    """The columns of a row. Empty `completion`: the first of COMPLETION_COLUMNS that the file has."""
 
     completion: str = ""
     group: str = GROUP_COLUMN
     prompt_to_extra_info: bool = False
-    """Copy the column `prompt` to `extra_info.prompt`, where judges and reward models look for it."""
+    """Copies the column `prompt` to `extra_info.prompt`, where judges and reward models read it."""
 
 
 class CompletionFile:
-    """An open file. Iterating over it gives one item a row, in order; `Unscored` for a row that cannot be judged,
-    naming row and field.
+    """An open file. Iterating over it yields one item per row, in order, and an `Unscored` with row and field for a row
+    that cannot be scored.
 
     Raises:
-        DataError: the file is missing, is neither Parquet nor JSON lines, has no row or no column with completions.
+        DataError: the file is missing, is neither Parquet nor JSON lines, has no rows, or has no completion column.
     """
 
     def __init__(self, path: str | Path, fields: Fields | None = None) -> None:
         self.file = Path(path)
         self.num_rows: int | None = None
-        """None for JSON lines: nobody has counted them."""
+        """None for JSON lines, which are not counted in advance."""
         self.num_without_truth = 0
-        """Rows read so far that have no ground truth: no fault, for there are scorers that need none."""
+        """Rows read so far without a ground truth. They are not faults, since some scorers need none."""
         self.first_without_truth = -1
         self._fields = fields or Fields()
         self._standard_input: Iterator[bytes] | None = None
@@ -82,7 +81,7 @@ class CompletionFile:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The file's name in messages."""
         return "standard input" if self._standard_input is not None else str(self.file)
 
     def __iter__(self) -> Iterator[ScoreItem | Unscored]:
@@ -92,7 +91,7 @@ class CompletionFile:
                 yield self._item(index, values)
 
     def digest(self) -> str:
-        """Of the file's bytes and of where things are looked for in it: hexadecimal SHA-256."""
+        """SHA-256 of the file's bytes and of the columns read, in hexadecimal."""
         digest = hashlib.sha256(repr((self.completion, self._fields)).encode())
         with reading(self.file), open(self.file, "rb") as data:
             while block := data.read(_DIGEST_BYTES):
@@ -139,7 +138,7 @@ class CompletionFile:
         )
 
     def _check_column(self, wanted: str, columns: tuple[str, ...]) -> None:
-        """A column that was asked for by name must be there: without its groups, say, a file has other scores."""
+        """Requires a column that was named explicitly. Without the group column, for example, scores would differ."""
         if wanted not in columns:
             near = nearest(wanted, columns)
             meant = f"did you mean {near}?" if near else f"it has {', '.join(columns)}"
@@ -177,7 +176,7 @@ class CompletionFile:
 
 
 def item_of(values: Mapping[str, Any], completion: str, fields: Fields) -> ScoreItem | Unscored:
-    """The item of a row's values, or which field makes it unusable."""
+    """Converts a row's values to an item, or says which field makes the row unusable."""
     solution = values.get(completion)
     if not isinstance(solution, str):
         return _not(completion, solution, "text")
@@ -208,7 +207,7 @@ def _not(name: str, value: object, wanted: str) -> Unscored:
 
 
 def _lines(data: IO[bytes]) -> Iterator[bytes]:
-    """The lines, without blank ones at the end. Of a line beyond 64 MiB only its beginning, which is no JSON."""
+    """The lines, without trailing blank lines. A line over 64 MiB is truncated and is then not valid JSON."""
     blank = 0
     while line := data.readline(_MAX_LINE_BYTES):
         rest = line

@@ -1,8 +1,8 @@
-"""Datasets: Parquet or JSON lines in verl's or TRL's columns, row by row. Imports no torch.
+"""Reads datasets row by row: Parquet or JSON lines with verl's or TRL's columns. Imports no torch.
 
-Columns: `data_source`, `prompt` (a list of chat messages), `ability`, `reward_model` (`style`, `ground_truth`),
-`extra_info`. TRL's: `prompt` as a text or a list of chat messages, and the ground truth in `answer` or `solution`. A
-row that cannot be used becomes a `RowFault` with a reason; a file that cannot be read is a `DataError`.
+verl's columns: `data_source`, `prompt` (a list of chat messages), `ability`, `reward_model` (`style`, `ground_truth`)
+and `extra_info`. TRL's: `prompt` (a text or a list of chat messages), and the ground truth in `answer` or `solution`.
+An unusable row becomes a `RowFault` with a reason; an unreadable file raises `DataError`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 ROW_LIMIT = "max_response_tokens"
-"""Key of `extra_info` with which a row limits its own answers below `rollout.max_response_tokens`."""
+"""Key of `extra_info` that limits a row's answers below `rollout.max_response_tokens`."""
 TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
-"""Plain columns with the ground truth, looked for in this order where `reward_model.ground_truth` is missing."""
+"""Plain columns for the ground truth, tried in this order if `reward_model.ground_truth` is missing."""
 READ_COLUMNS = (*COLUMNS, *TRUTH_COLUMNS)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _READ_ROWS = 1024
@@ -46,7 +46,7 @@ FaultReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A usable row. `index` is its place in the file, from 0 (JSON lines: the line)."""
+    """A usable row. `index` counts the rows of the file (the lines of JSON lines) from 0."""
 
     index: int
     data_source: str
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RowFault:
-    """A row that cannot be used, and why."""
+    """An unusable row and the reason."""
 
     index: int
     reason: FaultReason
@@ -67,7 +67,7 @@ class RowFault:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turns what a file raises that is missing, damaged or out of reach into a DataError."""
+    """Converts the errors of a missing, damaged or inaccessible file to a DataError."""
     try:
         yield
     except FileNotFoundError:
@@ -78,9 +78,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def is_parquet(file: Path) -> bool:
-    """Whether the file is Parquet, by its first bytes; else it should be JSON lines. Raises DataError if only its name
-    is Parquet's.
-    """
+    """Whether the file's first bytes are those of Parquet. Raises DataError if they are not but its name ends so."""
     with open(file, "rb") as data:
         magic = data.read(4)
     if magic != b"PAR1" and file.suffix == ".parquet":
@@ -89,7 +87,7 @@ def is_parquet(file: Path) -> bool:
 
 
 def parse_line(index: int, line: bytes) -> Mapping[str, object] | RowFault:
-    """The values of a JSON line, or why there are none."""
+    """The values of a JSON line, or its fault."""
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -98,8 +96,8 @@ def parse_line(index: int, line: bytes) -> Mapping[str, object] | RowFault:
 
 
 def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, object] | RowFault]:
-    """The values of rows of Parquet that begin with row `index`. What Python cannot hold (text that is not UTF-8, a
-    time beyond its years, a key twice in a map) costs its row alone.
+    """The values of Parquet rows, the first of which is row `index`. A value that Python cannot represent (invalid
+    UTF-8, a time out of range, a duplicate key in a map) makes only its own row a fault.
     """
     try:
         rows: list[Mapping[str, object] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
@@ -119,10 +117,10 @@ def _table_row(index: int, table: pa.RecordBatch | pa.Table) -> Mapping[str, obj
 
 
 class Dataset:
-    """An open dataset file. Rows are parsed as they are asked for.
+    """An open dataset file. Rows are parsed on access.
 
     Raises:
-        DataError: the file is missing, is neither Parquet nor JSON lines, lacks a column, or holds no row.
+        DataError: the file is missing, is neither Parquet nor JSON lines, lacks a column, or has no rows.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -143,7 +141,7 @@ class Dataset:
         return (self.row(index) for index in range(self._length))
 
     def row(self, index: int) -> Row | RowFault:
-        """The row at that place, or why it cannot be used."""
+        """The row at an index, or its fault."""
         values = self._values(index)
         return values if isinstance(values, RowFault) else parse_row(index, values)
 
@@ -163,7 +161,7 @@ class Dataset:
         def values(index: int) -> Mapping[str, object] | RowFault:
             if not table:
                 table.append(self._read_table(parquet))
-            # One row at a time in shuffled order, a block at a time when read in order.
+            # Reads in blocks if rows are read in order, and single rows otherwise.
             if block and block[0][0] <= index < block[0][0] + len(block[0][1]):
                 return block[0][1][index - block[0][0]]
             in_order = index == 0 or bool(block and index == block[0][0] + len(block[0][1]))
@@ -183,8 +181,7 @@ class Dataset:
             ) from None
 
     def _open_json_lines(self) -> tuple[tuple[str, ...], int]:
-        # Not by pyarrow.json: it wants one type a column (ground truths differ), and gives up the file for one bad
-        # line.
+        # pyarrow.json requires one type per column (ground truths differ) and rejects the whole file for one bad line.
         content = self.file.read_bytes().rstrip()
         if content.startswith(b"["):
             raise DataError(f"dataset {self.file} is one JSON array; write one object a line (JSON lines), or Parquet")
@@ -208,17 +205,17 @@ def _detail(fault: object) -> str:
 
 
 def check_file(path: str | Path) -> None:
-    """Opens a dataset and reads its first row; cheap, for checks before a run. Raises DataError as `Dataset` does."""
+    """Opens a dataset and reads its first row, a cheap check before a run. Raises DataError as `Dataset` does."""
     Dataset(path).row(0)
 
 
 def read_rows(path: str | Path) -> Iterator[Row | RowFault]:
-    """Every row of a file in order. Raises DataError as `Dataset` does."""
+    """All rows of a file in order. Raises DataError as `Dataset` does."""
     yield from Dataset(path)
 
 
 def parse_row(index: int, values: Mapping[str, object]) -> Row | RowFault:
-    """A row of verl's or TRL's columns, or the first reason why it cannot be used."""
+    """Parses a row of verl's or TRL's columns. Returns the first fault if it is unusable."""
     messages = _messages(index, values.get("prompt"))
     if isinstance(messages, RowFault):
         return messages
@@ -269,7 +266,7 @@ def _messages(index: int, prompt: object) -> tuple[Mapping[str, object], ...] | 
             )
     if not any(message["content"].strip() for message in prompt if message["role"] not in ("system", "developer")):
         return RowFault(index, "empty", "no message besides the system's has any text")
-    # Parquet gives every message the union of all fields; templates should not meet the absent ones as None.
+    # Parquet gives every message the union of all fields. Templates should not see the missing ones as None.
     return tuple({key: value for key, value in message.items() if value is not None} for message in prompt)
 
 
@@ -278,7 +275,7 @@ def _kind(value: object) -> str:
 
 
 class PromptBuilder:
-    """Rows to prompt instances: chat template, tokenizer, length limit."""
+    """Builds prompts from rows: applies the chat template, the tokenizer and the length limit."""
 
     def __init__(
         self,
@@ -295,7 +292,7 @@ class PromptBuilder:
         self._sampling = sampling
 
     def build(self, row: Row, epoch: int) -> Prompt | RowFault:
-        """The prompt of a row in a pass over the data, or why there is none."""
+        """The prompt of a row in an epoch, or the row's fault."""
         try:
             token_ids = self._encoder.encode(row.messages)
         except RefusedPromptError as refusal:
@@ -322,12 +319,12 @@ class PromptBuilder:
         )
 
     def _limited(self, row: Row) -> SamplingParameters:
-        """The sampling parameters, with the row's own limit if its `extra_info.max_response_tokens` is tighter."""
+        """The sampling parameters, with the row's `extra_info.max_response_tokens` if that limit is lower."""
         limit = row.extra_info.get(ROW_LIMIT)
         return replace(self._sampling, max_tokens=min(limit, self._sampling.max_tokens)) if limit else self._sampling
 
     def nothing_usable(self, file: Path | str, faults: Mapping[int, RowFault]) -> DataError | ModelError:
-        """The error of a file none of whose rows made a prompt: the template's if it refused them all."""
+        """The error for a file without usable prompts; a ModelError if the chat template rejected every row."""
         counted = Counter(fault.reason for fault in faults.values())
         first = next(iter(faults.values()))
         if set(counted) == {"refused_by_template"}:
@@ -343,7 +340,7 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """The usable prompts of a file in its order, and how many rows were skipped by reason."""
+    """The usable prompts of a file in order, and the number of skipped rows by reason."""
 
     prompts: tuple[Prompt, ...]
     faults: Counter[str]
@@ -359,11 +356,11 @@ def load_prompts(
     sampling: SamplingParameters,
     limit: int | None = None,
 ) -> LoadedPrompts:
-    """The prompts of a file (epoch 0), at most `limit` of them.
+    """Loads at most `limit` prompts of a file, as epoch 0.
 
     Raises:
-        DataError: the file cannot be read or none of its rows can be used.
-        ModelError: tokenizer or chat template are missing or broken.
+        DataError: the file cannot be read or has no usable row.
+        ModelError: the tokenizer or the chat template is missing or broken.
     """
     dataset = Dataset(file)
     builder = PromptBuilder(

@@ -1,4 +1,4 @@
-"""Several training files as one dataset, each with a weight."""
+"""Combines several training files, each with a weight, into one dataset."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tandem.services.data.dataset import Dataset, Row, RowFault
 
 
 class Mixture:
-    """An epoch holds `weight` times the rows of each file. With a fractional weight, an epoch goes on in the file where
-    the epoch before stopped, so all rows are used equally often.
+    """A dataset whose epochs hold `weight` times the rows of each file. With a fractional weight, an epoch continues in
+    the file where the previous epoch stopped, so all rows are used equally often.
 
     Raises:
         DataError: see `Dataset`.
@@ -28,22 +28,22 @@ class Mixture:
         self.name = ", ".join(str(dataset.file) for dataset in self._datasets)
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Number of rows in an epoch."""
         return self._starts[-1]
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files together."""
+        """Number of rows in all files."""
         return self._first_rows[-1]
 
     def locate(self, index: int, epoch: int) -> int:
-        """The number, counted over all files, of the row at a place of an epoch."""
+        """The number, over all files, of the row at an index of an epoch."""
         file = bisect_right(self._starts, index) - 1
         place = epoch * self._counts[file] + index - self._starts[file]
         return self._first_rows[file] + place % self._sizes[file]
 
     def row(self, index: int, epoch: int) -> Row | RowFault:
-        """The row at a place of an epoch. A `Row` has this place as its index, a `RowFault` the row of its file."""
+        """The row at an index of an epoch. A `Row` carries this index, a `RowFault` the row's index in its file."""
         number = self.locate(index, epoch)
         file = bisect_right(self._first_rows, number) - 1
         row = self._datasets[file].row(number - self._first_rows[file])

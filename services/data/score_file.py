@@ -1,4 +1,4 @@
-"""Files of scores: Parquet or JSON lines, in the order of the items, there whole or not at all."""
+"""Writes files of scores atomically, as Parquet or JSON lines in the order of the items."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.protos.errors import DataError, UserError
 
 SUFFIXES = (".parquet", ".jsonl")
 PART = "breakdown/"
-"""Begins the names of the columns that hold the components of a Parquet file's rewards."""
+"""Prefix of the Parquet columns that hold the components of a reward."""
 _MAX_PARTS = 1000
 _GROUP_ROWS = 1 << 16  # rows of a Parquet row group
 _GAP_ROWS = 4096
@@ -34,9 +34,7 @@ _KEPT = pa.schema(
 
 
 def check_out(path: Path, completions: Path | None = None) -> None:
-    """Raises UserError if no scores can be written there, or only in place of what is scored: better known before they
-    are made.
-    """
+    """Raises UserError if scores cannot be written there or would replace the file to score. Called before scoring."""
     if completions is not None and path.exists() and completions.exists() and path.samefile(completions):
         raise UserError(f"--out {path}: that is the file of completions itself; name another")
     with ScoreFile(path):
@@ -44,7 +42,7 @@ def check_out(path: Path, completions: Path | None = None) -> None:
 
 
 def _check_name(path: Path) -> None:
-    """Raises UserError if the name does not say which kind of file it is, its folder is missing, or it is one."""
+    """Raises UserError if the suffix is unknown, the parent folder is missing, or the path is a folder."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"--out {path}: the name should end in {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
@@ -54,13 +52,12 @@ def _check_name(path: Path) -> None:
 
 
 class ScoreFile:
-    """Takes results in any order, keeps them beside the file until the last has come, and then writes it: a context
-    manager.
+    """Context manager that takes results in any order, stores them in a temporary file, and writes the final file last.
 
-    Memory is that of one row group, however many results there are. Left without `finish`, nothing of it stays.
+    Uses the memory of one row group. Without `finish`, it leaves no file.
 
     Raises:
-        UserError: if name or folder cannot be used, on creation; if nothing can be written there, as its block begins.
+        UserError: on creation, if name or folder cannot be used; on entry, if the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +66,7 @@ class ScoreFile:
         self._kept_path = path.with_name(f".{path.name}.{os.getpid()}.results")
         self._partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._places: list[tuple[int, int]] = []
-        """Number of the first item of each batch kept, and how many it has."""
+        """(first item, number of items) of each stored batch."""
         self._parts: set[str] = set()
         """Names of components."""
         self.num_results = 0
@@ -79,7 +76,7 @@ class ScoreFile:
             self._sink = pa.OSFile(str(self._kept_path), "wb")
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise  # the command says so of every file
+                raise  # the command reports it for every file
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise UserError(f"--out {self._path}: nothing can be written there: {reason}") from None
         self._writer = pa.ipc.new_file(self._sink, _KEPT)
@@ -91,10 +88,10 @@ class ScoreFile:
         self._partial_path.unlink(missing_ok=True)
 
     def add(self, first_item: int, scores: Sequence[Score]) -> None:
-        """Takes the results of item `first_item`, the next, …
+        """Adds the results of consecutive items, starting with `first_item`.
 
         Raises:
-            DataError: more than 1,000 different components, for which Parquet has no good form.
+            DataError: more than 1,000 different components, too many for Parquet columns.
         """
         if not scores:
             return
@@ -108,9 +105,9 @@ class ScoreFile:
         self.num_results += len(scores)
 
     def finish(self, num_items: int = 0) -> None:
-        """Writes the file, forces it to disk and gives it its name, in place of one that was there.
+        """Writes and fsyncs the file, then renames it to its final name, replacing an existing file.
 
-        Of `num_items` items, those without a result were cancelled before they had one.
+        Of `num_items` items, those without a result are written as cancelled.
         """
         for first, last in list(self._gaps(num_items)):
             for begin in range(first, last, _GAP_ROWS):
@@ -129,7 +126,7 @@ class ScoreFile:
         os.replace(self._partial_path, self._path)
 
     def _gaps(self, num_items: int) -> Iterator[tuple[int, int]]:
-        """First item and end of every stretch that has no results."""
+        """(first item, end) of every range without results."""
         known = 0
         for first, count in sorted(self._places):
             if first > known:
@@ -169,7 +166,7 @@ class ScoreFile:
 
 
 def row_of(index: int, score: Score) -> dict[str, Any]:
-    """A result as one line of JSON has it."""
+    """A result as the object of its JSON line."""
     if isinstance(score, Scored):
         return {
             "index": index,

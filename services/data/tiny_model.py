@@ -1,6 +1,4 @@
-"""A tiny Qwen2-architecture model with a character tokenizer, made from nothing: what the demo and the tests train and
-sample.
-"""
+"""Builds a tiny, randomly initialised Qwen2 model with a character tokenizer for the demo and the tests."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<|im_start|>", "<|im_end|>")
 PAD_ID, BOS_ID, EOS_ID = range(len(SPECIAL_TOKENS))
 CHARACTERS = (*(c for c in string.printable if c.isprintable()), "\n")
-VOCABULARY = SPECIAL_TOKENS + CHARACTERS  # the id of a token is its place
-HEAD_SIZE = 32  # the smallest that vLLM's attention on CPUs knows
+VOCABULARY = SPECIAL_TOKENS + CHARACTERS  # a token's id is its index
+HEAD_SIZE = 32  # the smallest that vLLM's CPU attention supports
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -38,9 +36,8 @@ def build_tiny_model(
 ) -> Path:
     """Writes model, configuration and tokenizer to `folder` (a Hugging Face folder in float32) and returns it.
 
-    `hidden` is a multiple of 32, one attention head for each 32. Weights are random by `seed`, embeddings tied or not.
-    With `ends` False the end token is one that the vocabulary does not reach, so that every answer is as long as it may
-    be.
+    `hidden` is a multiple of 32, with one attention head for each 32. `seed` determines the weights. Without `ends`,
+    the end token is outside the vocabulary, so every answer has the maximum length.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -74,10 +71,10 @@ def build_tiny_model(
 
 
 def character_tokenizer(chat_template: str = CHAT_TEMPLATE, ends: bool = True) -> PreTrainedTokenizerBase:
-    """One token a printable ASCII character or newline; other characters vanish.
+    """A tokenizer with one token for each printable ASCII character and newline. Other characters are dropped.
 
-    transformers loads whatever tokenizer lies beside a model of type `qwen2` as a byte-level BPE `Qwen2Tokenizer`,
-    whatever class its file names. So this is one, without merges; its alphabet writes space and newline as Ġ and Ċ.
+    transformers loads the tokenizer of every `qwen2` model as a byte-level BPE `Qwen2Tokenizer`, even if its file names
+    another class. So this one is a `Qwen2Tokenizer` without merges, whose alphabet writes space and newline as Ġ and Ċ.
     """
     from transformers import Qwen2Tokenizer
 

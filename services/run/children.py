@@ -1,4 +1,4 @@
-"""One child process of the supervisor: how it is started, watched and stopped, and when it is restarted."""
+"""A child process of the supervisor: starting, watching, stopping and restarting it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.services.run.folder import cannot_write
 State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed"]
 
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
-"""Pid of the supervisor; `tandem serve` dies with it (`process.die_with_parent`)."""
+"""Pid of the supervisor; `tandem serve` exits when the supervisor does (`process.die_with_parent`)."""
 PROCESS_MARK_VARIABLE = "TANDEM_PROCESS_MARK"
 """`<run token>:<child>`, inherited by everything a child starts. Processes that carry it are killed with the child,
 whatever session they are in.
@@ -31,7 +31,7 @@ STEADY_SECONDS = 120.0
 
 
 _RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-"""Not inherited: left over in the user's shell, they would make the trainer a rank of another job."""
+"""Not inherited: if set in the user's shell, they would make the trainer a rank of another job."""
 
 _EXCEPTION = re.compile(r"\b(?:\w+\.)*\w+(?:Error|Exception)(?:: .+)?$")
 
@@ -49,9 +49,9 @@ class ChildSpec:
 
 
 class RestartPolicy:
-    """0.5, 1, 2, 4 s between restarts, and none after five deaths in a row.
+    """Waits 0.5, 1, 2 and 4 s before restarts, and gives up after five failures in a row.
 
-    The count starts over after two minutes of life, and whenever the run made progress.
+    The count is reset when the process ran for two minutes or the run made progress.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class RestartPolicy:
 
 
 class Child:
-    """A child process. All calls come from the supervisor's main thread: the kernel's parent-death signal belongs to
-    the thread that started the child.
+    """A child process. Only the supervisor's main thread calls it: the kernel sends the parent-death signal when the
+    thread that started the child ends.
     """
 
     def __init__(self, spec: ChildSpec, run_token: str) -> None:
@@ -99,8 +99,8 @@ class Child:
         return time.monotonic() - self.started_at
 
     def start(self) -> None:
-        """Starts the process in a session of its own, so that Ctrl-C reaches the supervisor alone, which stops the
-        children in order.
+        """Starts the process in its own session. So Ctrl-C reaches only the supervisor, which stops the children in
+        order.
 
         Raises:
             EnvironmentLackError: the log file cannot be written.
@@ -133,7 +133,7 @@ class Child:
         self.state = "starting"
 
     def exit_code(self) -> int | None:
-        """The exit code (negative: a signal) once the process has ended, else None. Kills what it left behind."""
+        """The exit code (negative: a signal), or None while the process runs. Kills processes that it left behind."""
         if self._process is None:
             return None
         code = self._process.poll()
@@ -147,7 +147,7 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def terminate(self) -> None:
-        """Sends SIGTERM to the process alone; it stops its own children."""
+        """Sends SIGTERM to this process only; it stops its own children."""
         if self.alive:
             os.kill(self.pid, signal.SIGTERM)
 
@@ -158,7 +158,7 @@ class Child:
         kill_marked(self._mark)
 
     def reap(self) -> None:
-        """Records that a child which was asked to stop has ended."""
+        """Records the end of a child that was told to stop."""
         if self.exit_code() is not None or self._process is None:
             self.state = "stopped"
 
@@ -174,13 +174,13 @@ class Child:
         return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
 
     def last_error(self) -> str:
-        """Its error message: the last line that starts with `tandem: `, else its last line."""
+        """The last line of the log that starts with `tandem: `, else the last line."""
         lines = self.last_lines(200)
         errors = [line for line in lines if line.startswith("tandem: ")]
         return (errors or lines or [f"it wrote nothing to {self.spec.log_file}"])[-1].removeprefix("tandem: ")
 
     def cause(self) -> str:
-        """The last line that names an exception, as the end of a traceback does; "" if none does."""
+        """The last line of the log that names an exception, as at the end of a traceback; "" if there is none."""
         found = (_EXCEPTION.search(line) for line in self.last_lines(200) if not line.startswith("tandem: "))
         return ([match.group() for match in found if match] or [""])[-1]
 
@@ -196,12 +196,12 @@ def describe_exit(code: int) -> str:
 
 
 def new_run_token() -> str:
-    """A token that is unique to one supervisor."""
+    """A token unique to one supervisor."""
     return uuid.uuid4().hex
 
 
 def kill_marked(mark: str) -> list[int]:
-    """Kills every process whose environment carries this mark (or an extension of it); returns their pids."""
+    """Kills every process whose environment holds this mark or one that starts with it; returns their pids."""
     ended = []
     for pid in _carriers(mark):
         try:
@@ -220,7 +220,7 @@ def _carriers(mark: str) -> Iterator[int]:
             continue
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or belongs to another user
+        except OSError:  # the process has ended or belongs to another user
             continue
         if any(item == exact or item.startswith(below) for item in environment):
             yield int(entry.name)

@@ -1,4 +1,4 @@
-"""The supervisor's gRPC side: status, ledger, and a request to stop."""
+"""The supervisor's gRPC service: status, ledger, and stopping the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.services.run.process_group import ProcessGroup
 
 
 def software_version() -> str:
-    """Tandem's version, `source` when it runs from a checkout that was never installed."""
+    """Tandem's installed version, or `source` in a checkout that is not installed."""
     try:
         return version("tandem-rl")
     except PackageNotFoundError:
@@ -24,7 +24,7 @@ def software_version() -> str:
 
 
 class ControlServer:
-    """ControlService, Info, health and reflection on a free port of `run.host`, while it is open."""
+    """Context manager that serves ControlService, Info, health and reflection on a free port of `run.host`."""
 
     def __init__(self, recipe: Recipe, processes: ProcessGroup, buffer: Buffer) -> None:
         self._recipe = recipe

@@ -22,14 +22,12 @@ EXPORTS_FOLDER = "exports"
 SUMMARY_FILE = "summary.json"
 LOCK_FILE = "supervisor.lock"
 _FULL_DISK_BYTES = 1 << 20
-_LOCK_WAIT_SECONDS = (
-    1.0  # `running` holds a shared lock for an instant; a supervisor that starts just then waits for it
-)
+_LOCK_WAIT_SECONDS = 1.0  # `running` holds a shared lock for a moment; a supervisor that starts then waits for it
 
 
 @dataclass(frozen=True, slots=True)
 class RunAddress:
-    """Where a running run is reached. `control` is the supervisor's gRPC address, "" until it listens."""
+    """Addresses of a running run. `control` is the supervisor's gRPC address, "" until it listens."""
 
     pid: int
     run_id: str
@@ -70,7 +68,7 @@ class RunLock:
         return self
 
     def publish(self, address: RunAddress) -> None:
-        """Tells other processes where the run is reached."""
+        """Writes the run's addresses for other processes to read."""
         assert self._file is not None
         self._file.seek(0)
         self._file.truncate(0)
@@ -86,7 +84,7 @@ class RunLock:
 
 
 def running(folder: Path) -> RunAddress | None:
-    """Where the run of this folder is reached, or None if no supervisor holds the folder (or it is just starting)."""
+    """The addresses of the folder's run, or None if no supervisor holds the folder or it is still starting."""
     try:
         file = open(folder / LOCK_FILE, encoding="utf-8")  # noqa: SIM115 (closed by the with below)
     except OSError:
@@ -118,20 +116,20 @@ def find_run(argument: str | None) -> Path:
 
 
 def step_taken(folder: Path) -> bool:
-    """Whether the folder holds a run that has recorded a batch. One that has not can start over."""
+    """Whether the folder holds a run that has recorded a batch. A run without one can be started over."""
     return any((folder / BATCHES_FOLDER).glob("[0-9]*"))
 
 
 def external_redis_url(recipe: Recipe) -> str:
-    """The Redis the user named, in the recipe or in TANDEM_REDIS_URL; "" for an embedded one."""
+    """The Redis URL set in the recipe or in TANDEM_REDIS_URL; "" for an embedded Redis."""
     return recipe.run.redis_url or os.environ.get("TANDEM_REDIS_URL", "")
 
 
 def redis_url_of(recipe: Recipe) -> str:
-    """The Redis of a run: the one named, else the embedded one of the supervisor that runs in the run folder.
+    """The Redis URL of a run: the configured one, else that of the running supervisor's embedded Redis.
 
     Raises:
-        EnvironmentLackError: none is named and no supervisor runs there.
+        EnvironmentLackError: none is configured and no supervisor runs in the run folder.
     """
     url = external_redis_url(recipe)
     if url:

@@ -1,6 +1,4 @@
-"""The run's ledger in Redis: created once, by the supervisor, or by the feed where every service is started by
-itself.
-"""
+"""Creates a run's ledger in Redis. The supervisor does so, or the feed if services are started with `tandem serve`."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ from tandem.services.run.resume import check_resumable
 log = logging.getLogger(__name__)
 
 JOIN_SECONDS = 300.0
-"""How long a trainer that was started by itself waits for the feed, which creates the run."""
+"""How long a trainer started with `tandem serve` waits for the feed to create the run."""
 _POLL_SECONDS = 0.25
 
 
 def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
-    """Redis can hold the groups of the run, with its jobs beside them.
+    """Checks that Redis has memory for the groups of the run and for its jobs.
 
     Raises:
         ConfigError: it cannot.
@@ -43,12 +41,12 @@ def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
-    """Saves the resolved recipe and creates the run's ledger in Redis. On resume, updates the limits of the one there.
+    """Saves the resolved recipe and creates the run's ledger in Redis. On resume, updates the limits of the ledger.
 
-    An earlier run in this folder that was killed before its first batch is replaced.
+    Replaces an earlier run in this folder that was killed before its first batch.
 
     Raises:
-        UserError: Redis holds a run of that id already, or cannot hold this one; no run is left in the folder then.
+        UserError: Redis already holds a run with this id, or cannot hold this one. The folder then holds no run.
     """
     config = recipe.folder / CONFIG_FILE
     if not resume and config.exists() and not external_redis_url(recipe):
@@ -64,15 +62,15 @@ def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
 
 
 def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
-    """For a service that was started by itself: the feed creates the run if Redis knows none of that id, the trainer
-    waits for it.
+    """Joins a run from a service started with `tandem serve`.
 
-    Samplers and the reward service need no run to be there: they claim as soon as there is something.
+    The feed creates the run if Redis has none with this id; the trainer waits for it. Samplers and the reward service
+    do not need the run yet: they wait until there are groups to claim.
 
     Raises:
-        UserError: the run there has another recipe, Redis cannot hold it, or what the folder holds of it is unknown to
-            Redis.
-        UnavailableError: nobody has created it for five minutes.
+        UserError: the run in Redis has another recipe, Redis cannot hold the run, or the folder holds a run that Redis
+            does not know.
+        UnavailableError: the run was not created within five minutes.
     """
     if service not in ("feed", "trainer"):
         return
@@ -81,21 +79,21 @@ def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
             _create_or_find(buffer, recipe)
         else:
             _wait_for_the_feed(buffer)
-            if (recipe.folder / CONFIG_FILE).is_file():  # on a machine that does not share the folder it is not
+            if (recipe.folder / CONFIG_FILE).is_file():  # missing on a machine that does not share the folder
                 check_resumable(recipe)
 
 
 def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
     config = recipe.folder / CONFIG_FILE
     if config.is_file():
-        if not buffer.exists():  # created anew, it would train again what the folder's checkpoints contain
+        if not buffer.exists():  # a new ledger would train again what the folder's checkpoints already contain
             raise RunExistsError(
                 f"run folder {recipe.folder} holds a run that Redis at {buffer.place} "
                 "knows nothing of; go on with it by "
                 f"`tandem run {config} --resume`, choose another run.run_id, or delete the folder"
             )
         check_resumable(recipe)
-        if running(recipe.folder) is None:  # else it is as the supervisor has it
+        if running(recipe.folder) is None:  # a running supervisor has updated it already
             create_ledger(buffer, recipe, resume=True)
         return
     check_redis_room(buffer, recipe)
@@ -104,7 +102,7 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
         log.info("run %s is new in Redis at %s: created", recipe.run.run_id, buffer.place)
     except RunExistsError:
         log.info("run %s is known in Redis at %s: goes on", recipe.run.run_id, buffer.place)
-    # Not before: a feed killed in between would find its own run to be another's.
+    # The folder is written after the ledger: else a feed killed in between would reject its own run when restarted.
     try:
         recipe.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,7 +124,7 @@ def _wait_for_the_feed(buffer: Buffer) -> None:
 
 
 def _create(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
-    run, reward = recipe.run, recipe.reward  # whose stage gives a group back after each attempt in vain
+    run, reward = recipe.run, recipe.reward
     buffer.create(
         groups_per_batch=run.groups_per_batch,
         staleness_budget=run.staleness_budget,

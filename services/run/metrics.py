@@ -1,6 +1,4 @@
-"""What a run writes about itself: metrics.jsonl and evaluations.jsonl (one JSON object a line), and TensorBoard
-events.
-"""
+"""The metrics of a run: metrics.jsonl and evaluations.jsonl (one JSON object per line), and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ Line = dict[str, Any]
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 
-# What a sampler's heartbeat says about itself, and the name of its sum over all samplers in metrics.jsonl.
+# Field of a sampler's heartbeat → name of its sum over all samplers in metrics.jsonl.
 SAMPLER_FIGURES = {
     "sampled_tokens": "sampler_tokens",
     "busy_seconds": "sampler_busy_seconds",
@@ -41,19 +39,19 @@ class JsonLines:
         self.path = path
 
     def append(self, line: Mapping[str, object]) -> None:
-        """Adds one object; readers see whole lines only."""
+        """Appends one object. Readers see only complete lines."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
     def read(self) -> list[Line]:
-        """Every whole line; none if the file is not there yet."""
+        """All complete lines; none if the file does not exist yet."""
         if not self.path.exists():
             return []
         texts = self.path.read_text(encoding="utf-8").split("\n")
         return [json.loads(text) for text in texts[:-1]]  # what follows the last newline is torn or empty
 
     def keep(self, wanted: Callable[[Line], bool]) -> None:
-        """Rewrites the file with the wanted lines only, in one rename."""
+        """Rewrites the file with only the wanted lines, by one rename."""
         if not self.path.exists():
             return
         kept = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in self.read() if wanted(line))
@@ -63,7 +61,7 @@ class JsonLines:
 
 
 class MetricsLog:
-    """The lines of a run's trained batches, in their order, on disk and (if asked) as TensorBoard scalars."""
+    """Writes a line for every trained batch to metrics.jsonl and, optionally, its figures as TensorBoard scalars."""
 
     def __init__(self, folder: Path, *, tensorboard: bool) -> None:
         self.lines = JsonLines(folder / METRICS_FILE)
@@ -72,9 +70,9 @@ class MetricsLog:
         self._events = EventFileWriter(str(folder / "tensorboard"), flush_secs=10) if tensorboard else None
 
     def rewind(self, checkpoint_version: int, last_recorded: int) -> None:
-        """Forgets the lines that the retraining of recorded batches will write again.
+        """Removes the lines that retraining the recorded batches will write again.
 
-        Evaluations up to the last recorded batch stay: retraining gives those versions the same weights again.
+        Evaluations up to the last recorded batch stay, since retraining reproduces the weights of those versions.
         """
         self.lines.keep(lambda line: line["step"] <= checkpoint_version)
         self.evaluations.keep(lambda line: line["version"] <= last_recorded)
@@ -85,7 +83,7 @@ class MetricsLog:
             self._events.add_event(Event(wall_time=time.time(), step=checkpoint_version + 1, session_log=start))
 
     def add(self, line: Line) -> None:
-        """Writes one batch's line; its `step` is the policy version the batch made."""
+        """Writes the line of one batch. Its `step` is the policy version that the batch produced."""
         self.last = line
         self.lines.append(line)
         self._scalars(line["step"], {name: value for name, value in line.items() if name not in ("step", "time")})
@@ -114,7 +112,7 @@ class MetricsLog:
 
 
 class PhaseClock:
-    """Seconds by phase since the last lap. Time outside every phase shows only in the total."""
+    """Measures seconds by phase since the last lap. Time outside all phases counts only in the total."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -141,14 +139,14 @@ class PhaseClock:
 
 
 class SamplerTotals:
-    """Sums over samplers that come, go and restart, counted from the first observation on (heartbeats restart at 0)."""
+    """Sums the samplers' counters from the first observation on. A restarted sampler counts from 0 again."""
 
     def __init__(self, figures: Mapping[str, Mapping[str, float]], base: Mapping[str, Any]) -> None:
         self._seen = {name: dict(values) for name, values in figures.items()}
         self.totals = {total: float(base.get(total, 0.0)) for total in SAMPLER_FIGURES.values()}
 
     def update(self, figures: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """The sums after these heartbeats, by name of metrics.jsonl."""
+        """The sums after these heartbeats, by their names in metrics.jsonl."""
         for sampler, values in figures.items():
             before = self._seen.get(sampler, {})
             for figure, total in SAMPLER_FIGURES.items():
@@ -159,7 +157,7 @@ class SamplerTotals:
 
 
 def baseline_rewards(headers: Iterable[RowHeader]) -> list[float]:
-    """The rewards of the greedy answers that have one."""
+    """The rewards of the scored greedy answers."""
     return [
         header.reward
         for header in headers
@@ -173,11 +171,11 @@ def oldest_version(segments: Sequence[RowHeader]) -> int:
 
 
 def batch_figures(batch: TrainBatch) -> Line:
-    """What a batch's headers say: rewards, lengths (sampled tokens), and staleness against the version at its start.
+    """Figures from a batch's headers: rewards, lengths (sampled tokens), and staleness in versions.
 
-    `staleness_counts[k]` trajectories were k versions old; the summary adds these up over the run.
-    `equal_reward_groups` counts groups whose answers all have the same reward. Greedy answers, which are not trained,
-    count in `baseline_reward_mean` alone.
+    `staleness_counts[k]` is the number of trajectories k versions old; the summary adds these up over the run.
+    `equal_reward_groups` counts groups whose answers all have the same reward. Greedy answers are not trained and
+    count only in `baseline_reward_mean`.
     """
     greedy = baseline_rewards(batch.headers)
     by_trajectory = scored_trajectories(batch.headers)
@@ -211,9 +209,7 @@ def batch_figures(batch: TrainBatch) -> Line:
 
 
 def payload_figures(payloads: Iterable[bytes]) -> Line:
-    """Prompt lengths in tokens, and `reward/<component>`: the mean of each of the reward's components, over the
-    trajectories that have it.
-    """
+    """Prompt lengths in tokens, and `reward/<component>`: each component's mean over the trajectories that have it."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     prompt_lengths: list[int] = []
     for payload in payloads:
@@ -226,6 +222,6 @@ def payload_figures(payloads: Iterable[bytes]) -> Line:
 
 
 def percentile_99(counts: Sequence[int] | np.ndarray[Any, Any]) -> int:
-    """The smallest value k such that 99 % of the observations are ≤ k; `counts[k]` observations have value k."""
+    """The smallest k such that 99 % of the observations are ≤ k, where `counts[k]` observations have the value k."""
     cumulative = np.cumsum(counts)
     return int(np.searchsorted(cumulative, 0.99 * cumulative[-1]))

@@ -1,5 +1,5 @@
-"""Checks of a model folder without loading it: files, architecture, tokenizer, chat template, layers, size, and whether
-critic and adapters fit it. Imports no torch.
+"""Checks a model folder without loading the model: files, architecture, tokenizer, chat template, layers and size, and
+whether critic and adapters fit it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _TEMPLATE_REMEDY = "set model.chat_template to a file with a Jinja template"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`num_parameters` counts what the weight files hold (tied weights once)."""
+    """Facts from a model's files. `num_parameters` counts tied weights once."""
 
     architecture: str
     num_parameters: int
     layers: frozenset[str] = frozenset()
-    """Modules with a weight matrix in the files (a tied output head has none); empty if unknown."""
+    """Modules with a weight matrix in the files; a tied output head has none. Empty if unknown."""
     vocabulary: int = 0
     """Size of the vocabulary; 0 if config.json does not name it."""
     num_critic_parameters: int = 0
-    """Parameters of the critic trained beside it."""
+    """Parameters of the critic."""
 
 
 def check_model(recipe: Recipe) -> ModelFacts | None:
-    """Checks what sampler, trainer and feed need of `[model]`. None for a hub model that is not on this disk yet.
+    """Checks what samplers, trainer and feed need of `[model]`. None for a hub model that is not downloaded yet.
 
     Raises:
         ModelError: the first fault found, in one line.
@@ -65,8 +65,8 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
 
 
 def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
-    """Checks `trainer.critic.path` against the policy's model. Returns the critic's number of parameters; 0 if there is
-    none, or it is unknown.
+    """Checks `trainer.critic.path` against the policy's model. Returns the critic's number of parameters, 0 if there is
+    no critic or its size is unknown.
 
     Raises:
         ModelError: the first fault found, in one line.
@@ -92,7 +92,7 @@ def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
 
 
 def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
-    """Checks that the model has the layers of `trainer.lora.target_modules`, as far as the weight files tell.
+    """Checks that the model has the layers of `trainer.lora.target_modules`. Skipped if the weight files are unknown.
 
     Raises:
         ConfigError: the model has no such layer.
@@ -114,7 +114,7 @@ def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether the path means a model on a hub rather than a folder."""
+    """Whether the path names a model on a hub rather than a folder."""
     return not Path(path).exists() and _HUB_NAME.fullmatch(path) is not None
 
 
@@ -133,7 +133,7 @@ def _vocabulary(config: Mapping[str, object]) -> int:
 
 
 def _model_folder(path: str, key: str) -> Path | None:
-    """The folder of the model; None if a hub has it and this disk does not."""
+    """The model's folder; None for a hub model that is not downloaded yet."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -222,7 +222,7 @@ def _check_given_template(file: str) -> None:
 
 
 def _weights(folder: Path, config: Mapping[str, object], what: str) -> tuple[int, frozenset[str]]:
-    """How many parameters the folder's files hold, and the modules with a matrix among them."""
+    """The number of parameters in the folder's weight files, and the modules that have a weight matrix."""
     shapes: dict[str, list[int]] = {}
     for shard in sorted(folder.glob("*.safetensors")):
         shapes |= _shapes(shard, what)
@@ -237,7 +237,7 @@ def _weights(folder: Path, config: Mapping[str, object], what: str) -> tuple[int
 
 
 def _shapes(file: Path, what: str) -> dict[str, list[int]]:
-    """The tensors of a safetensors file, from its header: 8 bytes of length, then JSON."""
+    """Tensor shapes by name, from the header of a safetensors file: 8 bytes of length, then JSON."""
     try:
         with open(file, "rb") as data:
             (length,) = struct.unpack("<Q", data.read(8))

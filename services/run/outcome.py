@@ -1,4 +1,4 @@
-"""How a run ends for the user: what was trained, where the results are, how to go on, and the exit code."""
+"""Reports the end of a run: what was trained, where the results are, how to resume, and the exit code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tandem.services.run.process_group import FAILED, FINISHED, INCOMPLETE
 
 
 def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, report: Callable[[str], None]) -> int:
-    """Reports the end of a run whose processes ended with `outcome` after training `step` batches.
+    """Reports the end of a run whose processes ended with `outcome` after `step` batches. Returns the exit code.
 
-    Returns the exit code. A run that took no step is forgotten, so that it does not occupy its folder and its id.
+    A run that trained no batch is removed, which frees its folder and its id.
     """
     folder = recipe.folder
     if outcome == FINISHED:
@@ -33,12 +33,12 @@ def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, repo
 
 
 def resume_command(folder: Path) -> str:
-    """The command that goes on with the run in a folder."""
+    """The command that resumes the run in a folder."""
     return f"tandem run {folder / CONFIG_FILE} --resume"
 
 
 def early_end(recipe: Recipe, step: int, counts: Mapping[str, int]) -> str:
-    """Why a finished run trained fewer batches than `run.total_batches`, and what became of its groups."""
+    """Says why a finished run trained fewer batches than `run.total_batches`, and what happened to its groups."""
     epochs = recipe.data.max_epochs
     if epochs:
         why = f"the training data ended after {epochs} epoch{'s' if epochs > 1 else ''} (data.max_epochs={epochs})"
@@ -53,26 +53,24 @@ def early_end(recipe: Recipe, step: int, counts: Mapping[str, int]) -> str:
 
 
 def drop_reasons(counts: Mapping[str, int]) -> str:
-    """`crashed 3, zero_variance 1` from the counts of a ledger, the most frequent reason first; "" if nothing is
-    dropped.
-    """
+    """`crashed 3, zero_variance 1` from the counts of a ledger, the most frequent reason first; "" without drops."""
     found = {name.removeprefix("dropped:"): number for name, number in counts.items() if name.startswith("dropped:")}
     ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} {number}" for reason, number in ordered if number)
 
 
 def forget_run(recipe: Recipe, buffer: Buffer) -> None:
-    """Removes a run that took no step from Redis and from its folder. Its logs stay."""
+    """Removes a run that trained no batch from Redis and from its folder. Its logs stay."""
     try:
         buffer.delete()
     except TandemError:
-        return  # Redis is gone; without its config.json removed, the folder still tells what it holds
+        return  # Redis is gone; config.json stays, so that the folder still shows its run
     for name in (CONFIG_FILE, "evaluations.jsonl"):
         (recipe.folder / name).unlink(missing_ok=True)
 
 
 def _verify(buffer: Buffer, report: Callable[[str], None]) -> int:
-    """FAILED if the ledger of a finished run does not add up."""
+    """FAILED if the counts in a finished run's ledger do not add up, else FINISHED."""
     try:
         violations = buffer.verify()
     except TandemError as error:

@@ -1,4 +1,4 @@
-"""Which part of the machine each service of a local run gets: GPUs, cores, threads. Imports no torch."""
+"""Assigns GPUs, cores and threads to the services of a local run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.services.config import Recipe
 
 
 def gpu_ids() -> tuple[str, ...]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a machine without."""
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty on a machine without GPUs."""
     present = [file for file in Path("/dev").glob("nvidia*") if file.name.removeprefix("nvidia").isdigit()]
     if not present:
         return ()
@@ -22,19 +22,17 @@ def gpu_ids() -> tuple[str, ...]:
 
 
 def gpus_wanted(recipe: Recipe) -> int:
-    """GPUs a local run spreads over where there are any: one in all with `ipc`, else one a rank and one a worker of a
-    sampler.
-    """
+    """GPUs that a local run uses: one in total with `ipc`, else one per trainer rank and one per sampler worker."""
     if recipe.weights.backend == "ipc":
         return 1
     return recipe.trainer.num_ranks + recipe.rollout.num_replicas * recipe.rollout.tensor_parallel_size
 
 
 def place(recipe: Recipe, name: str) -> Mapping[str, str]:
-    """Environment that puts the service `name` (feed, rollout-<replica>, reward, trainer) where it belongs.
+    """Environment variables that assign GPUs or cores to the service `name` (feed, rollout-<replica>, reward, trainer).
 
-    The trainer takes the first GPUs and the samplers the following ones; without GPUs, samplers side by side get a core
-    each, where the engine does not spread them itself. What the user's environment already says is left alone.
+    The trainer gets the first GPUs and the samplers the next ones. Without GPUs, each of several samplers gets its own
+    core, unless the engine assigns cores itself. Variables that the user has set are not changed.
     """
     gpus = gpu_ids()
     wanted = (
@@ -48,10 +46,10 @@ def place(recipe: Recipe, name: str) -> Mapping[str, str]:
 
 
 def starts_after(recipe: Recipe, name: str) -> str:
-    """The service that has to run before the service `name` starts; "" if it starts at once.
+    """The service that has to be running before the service `name` starts; "" if it starts at once.
 
-    On a machine with fewer cores than services with a model, all of them starting at once delay the first batch: each
-    needs about ten seconds of processor time for its imports. So the first sampler starts alone, the others after it.
+    Each service with a model needs about ten seconds of processor time for its imports. With fewer cores than such
+    services, a simultaneous start would delay the first batch, so the first sampler starts before the others.
     """
     rollout = recipe.rollout
     num_busy = recipe.trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size
@@ -76,8 +74,8 @@ def _gpu_environment(recipe: Recipe, name: str, gpus: tuple[str, ...]) -> dict[s
 
 
 def _cpu_environment(recipe: Recipe, name: str, cores: list[int]) -> dict[str, str]:
-    # One OpenMP thread a process: two under contention fell from 10 k to 1 k tokens/s, and a replay needs the same
-    # count.
+    # One OpenMP thread per process: two slowed from 10 k to 1 k tokens/s under contention. A replay needs the same
+    # number.
     environment = {"OMP_NUM_THREADS": "1"}
     service, replica = _split(name)
     width = recipe.rollout.tensor_parallel_size

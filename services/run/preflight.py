@@ -1,4 +1,4 @@
-"""Finds bad input before anything starts; every fault is a UserError of one line. Imports neither torch nor vllm."""
+"""Checks of a recipe before its run starts. Every fault is a UserError of one line. Imports neither torch nor vllm."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from tandem.reward.rubric.rubric import Rubric
 
 ENGINE_BYTES = 1e9
-"""Resident memory of one engine beside its weights and its KV cache; the same holds for one rank of the trainer."""
+"""Resident memory of one engine without its weights and its KV cache, and of one trainer rank without its state."""
 OPTIMIZER_BYTES_PER_PARAMETER = 12
-"""float32 master weight and the two moments of AdamW."""
+"""The float32 master weight and AdamW's two moments."""
 TRAINING_BYTES_PER_PARAMETER = 16
 REDIS_SECONDS = 2.0
 _PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4
-_LOG_COPIES = 3  # what Redis' log holds of its memory when it has doubled and is being rewritten
+_LOG_COPIES = 3  # Redis's append-only file is rewritten at twice its size: both files are then on disk
 _PROBE_BYTES = 1 << 20
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
 
 
 def check_recipe(recipe: Recipe, *, resume: bool) -> None:
-    """Checks whatever can be checked before a run starts, the cheapest first.
+    """Checks everything that can be checked before a run starts, cheap checks first.
 
     Raises:
         UserError: the first fault found, in one line.
@@ -58,12 +58,12 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
     check_memory(recipe, facts)
     check_redis(recipe)
     check_reward(recipe)
-    if not is_hub_name(recipe.model.path):  # else the tokenizer might have to be downloaded first
+    if not is_hub_name(recipe.model.path):  # a hub model's tokenizer may not be downloaded yet
         check_prompts(recipe)
 
 
 def check_files(recipe: Recipe) -> None:
-    """The part of it that `tandem config` does: datasets, scorer, and a model that should be on this disk.
+    """The checks that `tandem config` makes: datasets, scorers, and a model given as a local folder.
 
     Raises:
         UserError: as `check_recipe`.
@@ -75,7 +75,7 @@ def check_files(recipe: Recipe) -> None:
 
 
 def check_service(recipe: Recipe, service: str, replica: int) -> None:
-    """The part of it that concerns one service started by hand with `tandem serve`.
+    """The checks that concern one service, made when `tandem serve` starts it.
 
     Raises:
         UserError: as `check_recipe`.
@@ -104,7 +104,7 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
 
 
 def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
-    """A new run needs a folder without a run in it; a resumed one needs its run there, which learned by this recipe."""
+    """Checks that the folder of a new run holds no run, and that of a resumed run holds one this recipe can resume."""
     folder = recipe.folder
     config = folder / CONFIG_FILE
     owner = running(folder)
@@ -124,7 +124,7 @@ def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
 
 
 def check_dataset(recipe: Recipe) -> None:
-    """The files of `[data]` are there and open as datasets."""
+    """Checks that the files of `[data]` exist and open as datasets."""
     from tandem.services.data.dataset import check_file
 
     for file in filter(None, (*(one.path for one in recipe.data.train_files), recipe.data.eval_file)):
@@ -132,9 +132,7 @@ def check_dataset(recipe: Recipe) -> None:
 
 
 def check_models(recipe: Recipe) -> ModelFacts | None:
-    """The policy's model can be used, and what is trained beside it or inside it goes with it; None for a hub model not
-    here yet.
-    """
+    """Checks the policy's model and that adapters and critic fit it. None for a hub model not downloaded yet."""
     facts = check_model(recipe)
     check_adapters(recipe, facts)
     num_critic_parameters = check_critic(recipe, facts)
@@ -142,7 +140,7 @@ def check_models(recipe: Recipe) -> ModelFacts | None:
 
 
 def check_backend(recipe: Recipe) -> None:
-    """The weights can travel on this machine's devices."""
+    """Checks that this machine's devices support the weight backend."""
     backend, gpus = recipe.weights.backend, gpu_ids()
     if backend in ("nccl", "ipc") and not gpus:
         raise ConfigError(
@@ -163,7 +161,7 @@ def check_backend(recipe: Recipe) -> None:
 
 
 def check_ports(recipe: Recipe) -> None:
-    """Every port the recipe names is free and named once."""
+    """Checks that every port of the recipe is free and used once."""
     taken: dict[int, str] = {}
     for key, owner, port in _ports(recipe):
         if port in taken:
@@ -175,7 +173,7 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
-    """The run folder can be written, and its disk holds roughly what the run will write."""
+    """Checks that the run folder is writable and its disk has room for the estimated size of the run."""
     place = _there(recipe.folder)
     try:
         if not place.is_dir():
@@ -197,7 +195,10 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """An estimate: checkpoints and exports without adapters, payloads for answers of half the longest length, jobs."""
+    """Estimates what a run writes: checkpoints, exports, jobs, and payloads of half the maximum length.
+
+    Adapters are not counted.
+    """
     run, trainer = recipe.run, recipe.trainer
     group = recipe.rows_per_group * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) / 2 * 12
     payloads = group * (run.total_batches * run.groups_per_batch + _LOG_COPIES * recipe.credits)
@@ -214,20 +215,23 @@ def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
 
 
 def worst_case_redis_bytes(recipe: Recipe) -> int:
-    """Payloads of all credits if every answer is as long as it may be: id, log-prob, mask and text of each token."""
+    """Bytes of payloads if all credits are in use and all answers have the maximum length.
+
+    A token takes an id, a log-prob, a mask byte and its text.
+    """
     return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
 
 
 def job_bytes(recipe: Recipe) -> int:
-    """What jobs may take in the run's Redis; 0 without `reward.port`, where no client finds the service."""
+    """Bytes that jobs may take in the run's Redis. 0 without `reward.port`, because clients then cannot submit jobs."""
     return recipe.jobs.redis_bytes if recipe.reward.port else 0
 
 
 def check_job_room(jobs: JobsConfig, folder: Path) -> None:
-    """An embedded Redis in this folder has memory and disk for all that jobs may hold.
+    """Checks that memory and disk can hold the jobs of an embedded Redis in this folder.
 
     Raises:
-        EnvironmentLackError: it has not.
+        EnvironmentLackError: they cannot.
     """
     lower = "lower jobs.max_unscored_bytes or jobs.max_result_bytes"
     need, free = jobs.redis_bytes, free_memory_bytes()
@@ -246,19 +250,18 @@ def check_job_room(jobs: JobsConfig, folder: Path) -> None:
 
 
 def _there(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest parent that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
-    """Without a GPU, engines, trainer and the jobs in an embedded Redis fit into the memory that is free now."""
+    """Without a GPU, checks that engines, trainer and the jobs of an embedded Redis fit into free memory."""
     if gpu_ids() or facts is None:
         return
     rollout, lora = recipe.rollout, recipe.trainer.lora
     weights = facts.num_parameters * _weight_bytes(recipe)
-    # Weights count twice in a sampler: a staged update holds the next version beside the one in use. Adapters that
-    # travel alone are merged into a third copy, the base; it is a mapped file at best, but has to be in memory all the
-    # same.
+    # A sampler holds its weights twice, since a staged update is a second copy. If only adapters are broadcast, it also
+    # holds the base weights to merge them into.
     copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
     engines = rollout.num_replicas * (rollout.kv_cache_bytes + copies * weights + ENGINE_BYTES)
     training = _training_bytes(recipe, facts)
@@ -280,12 +283,12 @@ def _training_bytes(recipe: Recipe, facts: ModelFacts) -> float:
     critic = facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
     reference = (
         weights if trainer.needs_reference and trainer.lora is None else 0
-    )  # with adapters it is the base weights
+    )  # with LoRA, the base weights are the reference
     return policy + critic + reference + trainer.num_ranks * ENGINE_BYTES
 
 
 def free_memory_bytes() -> float:
-    """Memory that this process may still take: what the machine has free, or what is left of its cgroup's limit."""
+    """Memory this process can still allocate: the machine's free memory, or the rest of the cgroup's limit if lower."""
     import psutil
 
     free = float(psutil.virtual_memory().available)
@@ -304,9 +307,9 @@ def free_memory_bytes() -> float:
 
 
 def check_redis(recipe: Recipe) -> None:
-    """The Redis the user named answers and keeps what it is given; without one, there is a redis-server to start.
+    """Checks that the Redis the user named answers and does not evict keys, or else that redis-server is installed.
 
-    What it may lose is told on standard error; one that evicts is refused.
+    Settings of that Redis with which it may lose data are printed as warnings on standard error.
     """
     url = external_redis_url(recipe)
     if not url:
@@ -326,7 +329,7 @@ def check_redis(recipe: Recipe) -> None:
 
 
 def check_reward(recipe: Recipe) -> None:
-    """The scorers exist, import, and accept their arguments; the estimator can use their components."""
+    """Checks that the scorers import and accept their arguments, and that the estimator can use their components."""
     from tandem.reward.scoring import validate
 
     rubric = validate(recipe.reward)
@@ -335,10 +338,10 @@ def check_reward(recipe: Recipe) -> None:
 
 
 def _check_components(recipe: Recipe, rubric: Rubric) -> None:
-    """An estimator that compares components needs each of them in every row, and a weight for each."""
+    """Checks the rubric for an estimator that compares components: it needs all of them in every row, with a weight."""
     components = {component.name: component for component in rubric.components}
     if "" in components:
-        return  # a scorer alone: its components are not known before it has judged
+        return  # a rubric of one scorer: its components are unknown before its first score
     weights = getattr(recipe.trainer.advantage, "weights", ())
     if weights and len(weights) != len(components):
         raise ConfigError(
@@ -362,7 +365,7 @@ def _check_components(recipe: Recipe, rubric: Rubric) -> None:
 
 
 def _ports(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
-    """(key, service, port) of every port that is not left to chance."""
+    """(key, service, port) of every fixed port; port 0, any free one, is left out."""
     if recipe.rollout.port:
         for replica in range(max(recipe.rollout.num_replicas, 1)):
             yield "rollout.port", f"rollout-{replica}", recipe.rollout.port + replica

@@ -1,4 +1,4 @@
-"""Runs a group of child processes: starts them, restarts what dies, and stops all of them together."""
+"""Runs a group of child processes: starts them, restarts those that die, and stops them together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.services.run.folder import disk_full
 
 POLL_SECONDS = 0.1
 SIGKILL_AFTER_SECONDS = 6.0
-"""A child that ignores SIGTERM for this long is killed: everything has to be gone 10 s after Ctrl-C."""
+"""A child that ignores SIGTERM for this long is killed, because all processes must end within 10 s of Ctrl-C."""
 
 FINISHED, FAILED, USER_ERROR, INCOMPLETE, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes of `tandem run`. A child that exits with 2 reports a user's error, too."""
@@ -23,24 +23,24 @@ FINAL_CHILD = "trainer"
 """When this child exits with 0, the run is over."""
 
 SERVICE_ORDER = ("feed", "rollout", "reward", "trainer")
-"""In the direction of the data. Children stop in this order, so that none hands work to one that is gone."""
+"""The order of the data flow. Children stop in this order, so that none sends work to one that has stopped."""
 
 
 class ProcessGroup:
     """The children of one run. It runs until the trainer has finished, a child cannot go on, or a stop is requested.
 
-    `report` receives each line for the user. `keep_logs`: the logs outlive the run, so messages name their paths.
+    `report` prints a line for the user. With `keep_logs` the logs remain after the run, so messages name their paths.
     """
 
     def __init__(self, *, report: Callable[[str], None], keep_logs: bool = True) -> None:
         self.token = new_run_token()
         self.children: list[Child] = []
         self.on_poll: list[Callable[[], None]] = []
-        """Called at every poll, e.g. to restart Redis; an exception ends the run."""
+        """Called at every poll, e.g. to restart Redis. An exception ends the run."""
         self.last_version: Callable[[], int] = lambda: 0
-        """The last trained version: a restart after progress does not count as one more failure in a row."""
+        """The last trained version. Progress resets the count of failures in a row."""
         self.last_heartbeat: Callable[[str], float] = lambda name: time.monotonic()
-        """Monotonic time of a child's last heartbeat; one after its start turns `starting` into `running`."""
+        """Monotonic time of a child's last heartbeat. The first one after its start makes it `running`."""
         self.report = report
         self._keep_logs = keep_logs
         self._stops_requested = 0
@@ -48,7 +48,7 @@ class ProcessGroup:
         self._done = False
 
     def run(self) -> int:
-        """Starts the children and watches them until the end. Returns the exit code; no child survives this call."""
+        """Starts the children and watches them until the run ends. Returns the exit code; all children have ended."""
         try:
             for child in () if self._stops_requested else self.children:
                 if child.spec.start_after:
@@ -60,11 +60,11 @@ class ProcessGroup:
             self._stop_children()
 
     def request_stop(self) -> None:
-        """Stops the run as Ctrl-C does. A second request kills the children at once."""
+        """Stops the run as Ctrl-C does. A second request kills the children immediately."""
         self._stops_requested += 1
 
     def finish(self) -> None:
-        """Ends the run successfully: its work is done, although no child exited."""
+        """Ends the run successfully although no child has exited."""
         self._done = True
 
     def states(self) -> Mapping[str, tuple[str, int, int]]:
@@ -117,7 +117,7 @@ class ProcessGroup:
             return FINISHED if child.name == FINAL_CHILD else None
         child.state = "failed"
         folder = child.spec.log_file.parent
-        full = disk_full(folder)  # then its log may lack its last lines
+        full = disk_full(folder)  # the log may then lack its last lines
         if full or any("No space left on device" in line for line in child.last_lines(20)):
             self.report(
                 f"tandem: {child.name}: the disk of {folder} is full; free space there, then go on with --resume"
@@ -134,7 +134,7 @@ class ProcessGroup:
         return child.state == "waiting" and self.states()[child.spec.start_after][0] == "running"
 
     def _error_line(self, child: Child) -> str:
-        """The child's error message. If it refers to the lines above it, names the log and its last exception."""
+        """The child's error message. If it refers to the lines above, adds the log's path and its last exception."""
         error = child.last_error()
         if not error.endswith(LINES_ABOVE):
             return error
@@ -161,8 +161,8 @@ class ProcessGroup:
         return None
 
     def _stop_children(self) -> None:
-        """Sends SIGTERM to all children, SIGKILL to those left after 6 s or at a second request, and kills what they
-        left behind.
+        """Sends SIGTERM to all children, and SIGKILL to those that run 6 s later or at a second request. Also kills the
+        processes that the children left behind.
         """
         deadline = time.monotonic() + SIGKILL_AFTER_SECONDS
         for child in sorted(self.children, key=_stop_order):

@@ -1,4 +1,4 @@
-"""Live progress of a run: a table on a terminal; elsewhere, e.g. in a CI log, a line a step."""
+"""Live progress of a run: a table on a terminal; elsewhere, e.g. in a CI log, one line per step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tandem.services.run.outcome import drop_reasons
 SAMPLE_SECONDS = 1.0
 PRINT_SECONDS = 0.5
 STATUS_SECONDS = 10.0
-"""Without a terminal, a status line is printed after this long without a step."""
+"""Without a terminal, a status line is printed if no step has ended for this long."""
 WINDOW_LINES = 20
-"""Rates are over this many of the last batches."""
+"""Number of last batches over which rates are computed."""
 IDLE_FRACTION = 0.2
-"""A side that idles for a larger fraction of the time counts as waiting."""
+"""A side that is idle for a larger fraction of the time counts as waiting."""
 HUNG_SECONDS = 30.0
 
 States = Callable[[], Mapping[str, tuple[str, int, int]]]
@@ -36,7 +36,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """The figures shown at one moment; None where nothing is measured yet."""
+    """The figures shown at one moment; None for those not measured yet."""
 
     step: int = 0
     total: int = 0
@@ -53,7 +53,7 @@ class ProgressSnapshot:
     groups: Mapping[str, int] = field(default_factory=dict)
     hung: tuple[str, ...] = ()
     equal_rewards: float | None = None
-    """The reward that every answer of the last batch had, if that left it without a gradient."""
+    """The reward of all answers of the last batch, if they were equal and the gradient was therefore 0."""
 
     @property
     def waiting(self) -> str:
@@ -69,8 +69,8 @@ class ProgressSnapshot:
 
 
 class JsonTail:
-    """Reads the new whole lines of a file of JSON objects. Starts over when the file was replaced or cut, as when a
-    resumed run rewinds it.
+    """Reads the new complete lines of a file of JSON objects. Starts over if the file was replaced or truncated, as
+    when a resumed run rewinds it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,14 +98,14 @@ class JsonTail:
 def snapshot_of(
     lines: Sequence[Line], evaluation: Line | None, counts: Mapping[str, int], total: int, hung: Sequence[str] = ()
 ) -> ProgressSnapshot:
-    """The snapshot of the last lines of metrics.jsonl, the last evaluation and the ledger's counts."""
+    """A snapshot from the last lines of metrics.jsonl, the last evaluation and the ledger's counts."""
     evaluated = {"accuracy": evaluation["accuracy"], "accuracy_step": evaluation["version"]} if evaluation else {}
     if not lines:
         return ProgressSnapshot(total=total, groups=counts, hung=tuple(hung), **evaluated)
     last, first = lines[-1], lines[0]
     seconds = sum(float(line["seconds_total"]) for line in lines)
     busy, idle = (_difference(first, last, f"sampler_{kind}_seconds") for kind in ("busy", "idle"))
-    later_seconds = seconds - float(first["seconds_total"])  # not wall time: a resumed run has a pause in it
+    later_seconds = seconds - float(first["seconds_total"])  # not wall time, which includes the pause before a resume
     per_step = seconds / len(lines)
     return ProgressSnapshot(
         step=int(last["step"]),
@@ -126,13 +126,13 @@ def snapshot_of(
 
 
 def _equal_rewards(line: Line) -> float | None:
-    """The reward of all answers of a batch whose gradient is 0 because its groups' rewards do not differ."""
+    """The reward shared by all answers of a batch if its gradient is 0 for that reason, else None."""
     no_gradient = line.get("grad_norm") == 0.0 and not line.get("skipped_steps")
     return line["reward_mean"] if no_gradient and line.get("equal_reward_groups") == line.get("num_groups") else None
 
 
 class RunWatch:
-    """Reads metrics, evaluations and ledger of a run in its own thread: a Redis that hangs must not hang the
+    """Reads the metrics, evaluations and ledger of a run in its own thread, so that a hanging Redis does not block the
     supervisor.
     """
 
@@ -169,16 +169,14 @@ class RunWatch:
         return self._last_version
 
     def take_steps(self) -> list[Line]:
-        """The lines of metrics.jsonl that were written since the last call."""
+        """The lines written to metrics.jsonl since the last call."""
         with self._lock:
             steps = list(self._steps)
             self._steps.clear()
         return steps
 
     def take_warnings(self) -> list[str]:
-        """Warnings that were not returned before: the first error of each reason for a dropped group, and a batch
-        without a gradient.
-        """
+        """New warnings: the first error of each reason for dropped groups, and a batch without a gradient."""
         found = {
             f"drop:{reason}": f"warning: a group was dropped ({reason}): {detail}"
             for reason, detail in list(self._drop_errors.items())
@@ -194,7 +192,7 @@ class RunWatch:
         return [found[name] for name in new]
 
     def sample(self) -> ProgressSnapshot:
-        """Reads what is new in the files and makes a new snapshot. Asks no other process, so it does not block."""
+        """Reads new lines from the files and makes a snapshot. It calls no other process and so does not block."""
         with self._lock:
             lines, fresh = self._metrics.read()
             if fresh:
@@ -203,7 +201,7 @@ class RunWatch:
                 while self._lines and self._lines[-1]["step"] >= line["step"]:
                     self._lines.pop()
                 self._lines.append(line)
-                if line["time"] > self._printed_until:  # not those of before a resume, nor those of a rewound file
+                if line["time"] > self._printed_until:  # skips lines from before a resume and those of a rewound file
                     self._printed_until = line["time"]
                     self._steps.append(line)
             evaluations, _ = self._evaluations.read()
@@ -221,7 +219,7 @@ class RunWatch:
             self._counts, silences = self._buffer.counts(), self._buffer.silences()
             if self._counts.get("dropped"):
                 self._drop_errors = self._buffer.drop_errors()
-        except TandemError:  # Redis is being restarted; keep the earlier figures
+        except TandemError:  # Redis is restarting; keep the previous figures
             return
         now = time.monotonic()
         self.last_heartbeats = {name: now - silence for name, silence in silences.items() if name != "controller"}
@@ -233,7 +231,7 @@ class RunWatch:
 
 
 class Progress:
-    """Shows the progress while it is open: a table, drawn twice a second, on a terminal; elsewhere a line a step."""
+    """Context manager that shows progress: a table drawn twice a second on a terminal, elsewhere a line per step."""
 
     def __init__(self, watch: RunWatch, states: States, console: Console) -> None:
         self._watch = watch
@@ -290,7 +288,7 @@ class Progress:
 
 
 def step_line(line: Line, snapshot: ProgressSnapshot, elapsed_seconds: float) -> str:
-    """One trained batch on one line."""
+    """A trained batch in one line."""
     parts = [f"{_clock(elapsed_seconds)} step {line['step']}/{snapshot.total}", f"reward {line['reward_mean']:.3f}"]
     if "reward_min" in line:
         parts.append(f"from {line['reward_min']:.3g} to {line['reward_max']:.3g}")
@@ -302,7 +300,7 @@ def step_line(line: Line, snapshot: ProgressSnapshot, elapsed_seconds: float) ->
 
 
 def plain_line(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]], elapsed_seconds: float) -> str:
-    """The snapshot on one line."""
+    """The snapshot in one line."""
     parts = [f"{_clock(elapsed_seconds)} step {snapshot.step}/{snapshot.total}"]
     parts += [value if name == "waiting" else f"{name} {value}" for name, value in _figures(snapshot) if value]
     return " · ".join([*parts, *_troubles(snapshot, states)])
@@ -354,7 +352,7 @@ def _figures(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 
 
 def _troubles(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]) -> list[str]:
-    """Services that are starting, restarting or silent, and a batch without a gradient."""
+    """Services that are starting, restarting or not responding, and a batch without a gradient."""
     by_state: dict[str, list[str]] = {}
     for name, (state, _pid, restarts) in states.items():
         if state in ("restarting", "failed") or (state == "starting" and snapshot.step == 0):

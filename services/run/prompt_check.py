@@ -1,4 +1,4 @@
-"""Whether a run would find any prompt that it can use. Loads neither transformers nor torch."""
+"""Checks that a run's training data has a usable prompt. Loads neither transformers nor torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem.services.data.dataset import Row
 from tandem.services.data.mixture import Mixture
 
 CHECKED_ROWS = 100_000
-"""One prompt that fits ends the check, so only a dataset without any is read this far."""
+"""The check ends at the first prompt that fits, so it reads this many rows only if none does."""
 
 
 def check_prompts(recipe: Recipe) -> None:
-    """At least one of the first rows may make a prompt of at most `data.max_prompt_tokens`.
+    """Checks that at least one of the first rows has a prompt of at most `data.max_prompt_tokens`.
 
-    Counts the tokens of the messages without the chat template, which only adds to them. A model folder without
-    tokenizer.json, and a dataset with more rows than are looked at, are left to the feed.
+    Counts the tokens of the messages without the chat template, which can only add tokens. Passes a model folder
+    without tokenizer.json and a dataset with more rows than are checked; the feed detects their faults.
 
     Raises:
         DataError: no row of the training files makes a usable prompt.
@@ -29,7 +29,7 @@ def check_prompts(recipe: Recipe) -> None:
     dataset = Mixture(recipe.data.train_files)
     if not file.is_file() or len(dataset) > CHECKED_ROWS:
         return
-    from tokenizers import Tokenizer  # comes with transformers, which the client's installation lacks
+    from tokenizers import Tokenizer  # not part of the client-only installation
 
     try:
         tokenizer = Tokenizer.from_file(str(file))

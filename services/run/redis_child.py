@@ -1,4 +1,4 @@
-"""The embedded Redis of a local run, started again from its append-only file when it dies."""
+"""The embedded Redis of a local run, restarted from its append-only file when it dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOP_SECONDS = 1.5
 
 
 class RedisChild:
-    """A context manager: the server runs while it is open. `restart_if_dead` is called at every poll."""
+    """Context manager that runs the server. `restart_if_dead` is called at every poll."""
 
     def __init__(self, folder: Path, *, report: Callable[[str], None]) -> None:
         self._folder = folder
@@ -36,7 +36,7 @@ class RedisChild:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """Stops the server within 2 s. Every acknowledged write is fsynced, so killing a server that hangs is safe."""
+        """Stops the server within 2 s. Killing a hung server is safe, since every acknowledged write is fsynced."""
         assert self._server is not None
         if self._server.alive:
             os.kill(self._server.pid, signal.SIGTERM)

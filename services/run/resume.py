@@ -1,7 +1,7 @@
-"""Which keys a resumed run may change: those that its weights do not depend on.
+"""The recipe keys that a resumed run may change: those that its weights do not depend on.
 
-A resumed trainer or `tandem replay` trains all recorded batches with one recipe and must end with the same weights,
-whatever the run was resumed with in between. So a key is fixed unless `FREE` names it.
+A resumed trainer and `tandem replay` train all recorded batches with one recipe and must reproduce the weights, even if
+the recipe changed at a resume. So a key is fixed unless `FREE` names it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER
 
 FREE = frozenset(
     {
-        # Where the run is, how far it goes, and how far ahead it samples.
+        # Location and length of the run, and how far sampling runs ahead.
         "run.folder",
-        "run.total_batches",  # unless the learning rate falls towards it
+        "run.total_batches",  # unless the learning-rate schedule depends on it
         "run.staleness_budget",
         "run.hard_staleness_cap",
         "run.max_consecutive_drops",
@@ -30,7 +30,7 @@ FREE = frozenset(
         "run.metrics_to_tensorboard",
         "data.eval_file",
         "data.max_epochs",
-        # How answers come about: a batch's record has them, with temperature, lengths and rewards.
+        # Sampling and scoring: the record of a batch holds the answers, temperature, lengths and rewards.
         "rollout.engine",
         "rollout.num_replicas",
         "rollout.samples_per_prompt",
@@ -44,7 +44,7 @@ FREE = frozenset(
         "rollout.port",
         "reward",
         "jobs",
-        # What the trainer does around learning. Micro-batches stand in the record, too.
+        # Trainer settings that do not affect the weights. Micro-batches are in the record, too.
         "trainer.rendezvous",
         "trainer.tokens_per_micro_batch",
         "trainer.max_consecutive_rejections",
@@ -55,14 +55,14 @@ FREE = frozenset(
         "trainer.evaluate_every",
         "trainer.collective_timeout_seconds",
         "trainer.port",
-        # Not weights.bucket_bytes: the digests that a replay compares are made bucket by bucket.
+        # Not weights.bucket_bytes: a replay compares digests that are computed per bucket.
         "weights.backend",
         "weights.deadline_seconds",
         "sft",
     }
 )
-"""Keys and sections that a resumed run may change. Each needs a changed value in
-`tests/services/commands/test_replay.py`, which replays a run with it.
+"""Keys and sections that a resumed run may change. `tests/services/commands/test_replay.py` needs a changed value for
+each and replays a run with it.
 """
 
 
@@ -76,10 +76,10 @@ class Change:
 
 
 def check_resumable(recipe: Recipe) -> None:
-    """The run in the recipe's folder can go on with this recipe.
+    """Checks that the run in the recipe's folder can be resumed with this recipe.
 
     Raises:
-        ConfigError: there is no run, or it would have to learn by another recipe than before.
+        ConfigError: the folder holds no run, or the recipe changes a key that the weights depend on.
     """
     folder = recipe.folder
     config = folder / CONFIG_FILE
@@ -119,7 +119,7 @@ def _changes(
             continue
         shape = shape_at(Recipe, key.split("."))
         chooser = shape.naming_key if shape is not None else ""
-        if chooser and was[chooser] != given[chooser]:  # another table: its keys are others, too
+        if chooser and was[chooser] != given[chooser]:  # another table has other keys
             yield Change(f"{key}.{chooser}", was[chooser], given[chooser])
         else:
             yield from _changes(was, given, free, key)
@@ -130,7 +130,7 @@ def _text(value: object) -> str:
 
 
 def _from_its_weights(folder: Path) -> str:
-    """How a new run can start from this run's weights; the text follows "a new run"."""
+    """How to start a new run from this run's weights; the text follows "a new run"."""
     exports = folder / EXPORTS_FOLDER
     by_version = sorted((export for export in exports.glob("[0-9]*") if export.name.isdigit()), reverse=True)
     newest = next((export for export in (folder / HF_FOLDER, *by_version) if export.is_dir()), None)

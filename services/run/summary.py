@@ -1,4 +1,4 @@
-"""summary.json: a run in one page of figures, computed from what it wrote and from the ledger's counts."""
+"""summary.json: the figures of a whole run, computed from its metrics and the ledger's counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.services.run.metrics import EVALUATIONS_FILE, METRICS_FILE, JsonLine
 
 
 def write_summary(recipe: Recipe, counts: Mapping[str, int], wall_seconds: float) -> dict[str, Any]:
-    """Writes the run folder's summary.json (in one rename) and returns it."""
+    """Writes the run folder's summary.json atomically and returns its contents."""
     folder = recipe.folder
     lines = JsonLines(folder / METRICS_FILE).read()
     evaluations = JsonLines(folder / EVALUATIONS_FILE).read()
@@ -33,10 +33,10 @@ def summarise(
     counts: Mapping[str, int],
     wall_seconds: float,
 ) -> dict[str, Any]:
-    """The figures of a run: `lines` of metrics.jsonl by version, `evaluations` by version, `counts` of the ledger.
+    """The figures of a run from the lines of metrics.jsonl and the evaluations, both by version, and ledger counts.
 
-    Rates are over the training phase, from the publication of version 0 to the last batch's. What was never measured
-    (no evaluation file, no sampler that acknowledged an update) is None, never 0.
+    Rates cover the training phase, from the publication of version 0 to that of the last batch. A figure that was not
+    measured (no evaluation file, no sampler that acknowledged an update) is None, not 0.
     """
     ordered = sorted(evaluations, key=lambda line: int(line["version"]))
     train_seconds = sum(float(line["seconds_total"]) for line in lines)

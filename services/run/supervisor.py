@@ -1,6 +1,6 @@
-"""`tandem run`: starts every service on this machine, restarts services that die, and stops all when the run ends.
+"""`tandem run`: starts all services on this machine, restarts those that die, and stops all when the run ends.
 
-The supervisor is no part of the data path.
+No training data passes through the supervisor.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tandem.services.run.redis_child import RedisChild
 
 
 def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock | None = None) -> int:
-    """Runs a recipe to its end in its run folder. `lock`: the caller already holds the folder.
+    """Runs a recipe in its run folder until it ends. `lock` is given if the caller has locked the folder already.
 
-    Returns 0 when all batches are trained, 1 after a failure, 2 when a service rejected the user's input, 3 when the
-    run ended with fewer batches although no limit on epochs was set, 130 after Ctrl-C, SIGTERM or StopRun.
+    Returns 0 if all batches were trained, 1 after a failure, 2 if a service rejected the user's input, 3 if the run
+    ended with fewer batches although epochs were not limited, 130 after Ctrl-C, SIGTERM or StopRun.
 
     Raises:
-        UserError: bad input, found before anything was started.
+        UserError: bad input, found before any process was started.
     """
     check_recipe(recipe, resume=resume)
     holding: AbstractContextManager[RunLock] = RunLock(recipe.folder) if lock is None else nullcontext(lock)
     with holding as held, ExitStack() as stack:
-        stack.callback(remove_leftovers)  # those of killed samplers
+        stack.callback(remove_leftovers)  # of killed samplers
         processes = ProcessGroup(report=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
         stack.enter_context(processes.signals())
         redis_url = external_redis_url(recipe)
@@ -79,7 +79,7 @@ def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
         arguments[f"rollout-{replica}"] = ["rollout", config, "--replica", str(replica)]
     order = sorted(
         arguments, key=lambda name: -SERVICE_ORDER.index(name.partition("-")[0])
-    )  # the slowest to be ready first
+    )  # the slowest to start comes first
     return [
         ChildSpec(
             name=name,
