@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 60
 MAX_COLUMNS = 120
 
 PRODUCT = ("protos", "reward", "rollout", "services", "trainer", "tandem")
-IGNORED = {"build", "dist", "runs", "data", "shared"}  # at the top, as .gitignore has it
+IGNORED = {"build", "dist", "runs", "data", "shared"}  # top-level folders that .gitignore ignores
 CODE = {".py", ".lua", ".proto", ".sh"}
 TEXT = CODE | {".md", ".toml", ".yaml", ".yml"}
 TEXT_NAMES = {"Makefile", "Dockerfile", "run"}
@@ -39,13 +39,13 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """How `[tool.house] pending` names it: without line numbers, which change."""
+        """How `[tool.house] pending` names the finding: without line numbers, which change."""
         return f"{self.rule} {self.where}"
 
 
 @dataclass
 class Tree:
-    """The files of one checkout. Files of each folder are read and parsed once."""
+    """The files of one checkout. The files of each folder are read and parsed once."""
 
     root: Path
 
@@ -82,7 +82,7 @@ class Tree:
 
 
 def long_files(tree: Tree) -> Iterator[Finding]:
-    """No file of code over 400 lines, no benchmark record over 200."""
+    """Code files have at most 400 lines, benchmark records at most 200."""
     records = tree.root / "benchmarks" / "records"
     limits = {path: MAX_FILE_LINES for path in tree.files if path.suffix in CODE}
     limits |= {path: MAX_RECORD_LINES for path in sorted(records.glob("*"))}
@@ -112,7 +112,7 @@ def long_functions(tree: Tree) -> Iterator[Finding]:
 
 
 def untyped_functions(tree: Tree) -> Iterator[Finding]:
-    """Every public function of the product and the benchmarks has types for its parameters and its result."""
+    """Every public function of the product and the benchmarks has typed parameters and a typed result."""
     for path, module in tree.python.items():
         if not tree.in_product(path) and path.relative_to(tree.root).parts[0] != "benchmarks":
             continue
@@ -129,7 +129,7 @@ def untyped_functions(tree: Tree) -> Iterator[Finding]:
 
 
 def count_any(tree: Tree) -> int:
-    """How often `Any` stands in product code, imports and prose aside."""
+    """Counts the uses of `Any` in product code, without imports and prose."""
     return sum(
         (isinstance(node, ast.Name) and node.id == "Any") or (isinstance(node, ast.Attribute) and node.attr == "Any")
         for path, module in tree.python.items()
@@ -139,14 +139,14 @@ def count_any(tree: Tree) -> int:
 
 
 def import_cycles(tree: Tree) -> Iterator[Finding]:
-    """No cycle among the modules, imports inside functions and under TYPE_CHECKING included."""
+    """Modules import each other without cycles, including imports inside functions and under TYPE_CHECKING."""
     names = {tree.module(path) for path in tree.python}
     graph = {tree.module(path): _imports(module, names) - {tree.module(path)} for path, module in tree.python.items()}
     while True:
         try:
             TopologicalSorter(graph).prepare()
         except CycleError as error:
-            cycle: list[str] = error.args[1][::-1]  # graphlib lists what is imported first
+            cycle: list[str] = error.args[1][::-1]  # graphlib lists the imported module first
             yield Finding("import-cycle", f"{cycle[0]} -> {cycle[1]}", " -> ".join(cycle))
             graph[cycle[0]].discard(cycle[1])
         else:
@@ -166,7 +166,7 @@ def _imports(module: ast.Module, names: set[str]) -> set[str]:
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """The cells of the table whose first head cell is `heading`, without head and rule."""
+    """The rows of the table whose first head cell is `heading`, without the head and the rule."""
     _, found, rest = page.partition(f"\n| {heading} |")
     lines = rest.partition("\n\n")[0].splitlines() if found else []
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -178,7 +178,7 @@ def _names(cell: str) -> list[str]:
 
 
 def house_tables(tree: Tree) -> Iterator[Finding]:
-    """The tables in docs/architecture.md, import-linter's layers and the folders name the same floors and rooms."""
+    """The tables in docs/architecture.md, import-linter's layers and the folders name the same layers and packages."""
     page = (tree.root / "docs" / "architecture.md").read_text("utf-8")
     contracts = tomllib.loads((tree.root / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
     layers = {contract["id"]: contract["layers"] for contract in contracts if "layers" in contract}

@@ -1,5 +1,5 @@
-"""docs/algorithms.md names every algorithm and every paper that the code names; its files exist and its figures are
-those of the records.
+"""docs/algorithms.md names every algorithm and every paper that the code names, links files that exist, and quotes
+figures from the benchmark records.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Row = list[str]
 
 
 def section(heading: str) -> str:
-    """The text below a heading, up to the next one of its kind."""
+    """The text below a heading, up to the next heading of its level."""
     level = heading.split()[0]
     return re.split(rf"^{level} ", PAGE.split(f"\n{heading}\n")[1], flags=re.M)[0]
 
 
 def rows(heading: str) -> list[Row]:
-    """The cells of the table below a heading, head and rule left out."""
+    """The rows of the table below a heading, without the head and the rule."""
     found = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         for line in section(heading).splitlines()
@@ -53,7 +53,7 @@ def names(cells: Iterable[str]) -> list[str]:
 
 
 def entries(heading: str) -> dict[str, dict[str, str]]:
-    """The list below a heading, by bold name: the text behind the name as `""`, and each `- Key: text` below it."""
+    """The list below a heading by bold name: the text after the name as `""`, and each `- Key: text` below it."""
     found: dict[str, dict[str, str]] = {}
     for item in re.split(r"^- ", section(heading), flags=re.M)[1:]:
         if match := re.match(r"\*\*`(\w+)`\*\*(.*)", item):
@@ -89,7 +89,7 @@ def test_a_list_has_one_entry_for_each_name(heading: str, known: list[str]) -> N
     assert sorted(entries(heading)) == sorted(known)
 
 
-def test_every_preset_has_its_origin() -> None:
+def test_every_preset_names_its_origin() -> None:
     _, _, origins = section("### Presets").partition("Origin and use")
     assert sorted(names(re.findall(r"^- ((?:`\w+`(?:, )?)+):", origins, flags=re.M))) == sorted(PRESETS)
 
@@ -149,7 +149,7 @@ def test_the_accepted_names_of_other_trainers_are_listed() -> None:
     assert len(trainers) == 4
 
 
-def test_the_examples_are_what_a_recipe_takes() -> None:
+def test_the_examples_are_valid_trainer_tables() -> None:
     examples = re.findall(r"^```toml\n(.*?)^```", PAGE, re.M | re.S)
     assert len(examples) >= 3
     for example in examples:
@@ -163,7 +163,7 @@ def test_links_within_the_page_lead_somewhere() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
 
 
-def test_figures_are_those_of_the_records_and_of_all_that_is_measured() -> None:
+def test_figures_match_the_records_and_the_records_cover_every_model() -> None:
     said = {names(row[2:])[0].removeprefix("benchmarks/records/"): row[1] for row in rows(MEASURED)}
     records = {name: json.loads((ROOT / "benchmarks" / "records" / name).read_text()) for name in said}
     assert set(records["estimator_cost.json"]["equal"]) == set(estimator_models())

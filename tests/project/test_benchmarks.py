@@ -1,6 +1,4 @@
-"""The benchmarks: each answers `--help` (so all it needs is there), and the study of staleness draws the right
-conclusions.
-"""
+"""Every benchmark answers `--help`, so its imports work, and the staleness study draws the right conclusions."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if "\n
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_benchmark_says_how_it_is_called(script: str) -> None:
+def test_a_benchmark_answers_help(script: str) -> None:
     command = [sys.executable, f"benchmarks/{script}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -40,13 +38,13 @@ def run(seed: int, budget: int, correction: str, accuracy: float, staleness: flo
 
 
 def study(losses: list[float], **more: Any) -> dict[str, Any]:
-    """Default runs whose accuracy at S = 4 is so many points below that at S = 0, a seed each."""
+    """Default runs, one seed each, whose accuracy at S = 4 is the given number of points below that at S = 0."""
     runs = [run(seed, 0, "token_clip", 0.9 + seed / 100) for seed in range(len(losses))]
     runs += [run(seed, 4, "token_clip", 0.9 + seed / 100 - loss / 100, **more) for seed, loss in enumerate(losses)]
     return {"runs": runs}
 
 
-def test_the_interval_is_the_t_distributions() -> None:
+def test_the_interval_comes_from_the_t_distribution() -> None:
     mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert mean == 3.0 and math.isclose(half, 2.776 * math.sqrt(2.5 / 5))
     assert interval([1.0])[1] == math.inf
@@ -56,19 +54,19 @@ def test_the_interval_is_the_t_distributions() -> None:
 @pytest.mark.parametrize(
     ("losses", "passes"), [([0.5, 1.0, 0.8], True), ([2.9, 3.1, 3.0], False), ([-2.0, 2.0, 6.0], False)]
 )
-def test_the_default_passes_only_with_its_whole_interval(losses: list[float], passes: bool) -> None:
+def test_the_default_passes_only_if_its_whole_interval_passes(losses: list[float], passes: bool) -> None:
     lines, passed = verdicts(study(losses))
     assert passed is passes
     assert ("passes" in lines[0]) is passes
 
 
-def test_staleness_that_was_not_reached_fails_the_study() -> None:
+def test_a_study_that_did_not_reach_its_staleness_fails() -> None:
     lines, passed = verdicts(study([0.1, 0.2, 0.0], staleness=2.7))
     assert not passed and "BELOW" in lines[-1] and "4/token_clip seed 2" in lines[-1]
 
 
 def test_differences_are_paired_by_seed() -> None:
-    record = study([1.0, 1.0, 1.0])  # accuracies differ from seed to seed, the loss does not
+    record = study([1.0, 1.0, 1.0])  # accuracies differ between seeds, their loss does not
     found = difference(record, Cell(4, "token_clip"), Cell(0, "token_clip"))
     assert found is not None and math.isclose(found[0], -1.0) and math.isclose(found[1], 0.0, abs_tol=1e-9)
     assert any("| 4 | `token_clip` |" in line and "-1.0 [-1.0, -1.0]" in line for line in table(record))
@@ -76,7 +74,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 
 def test_a_study_that_ended_early_fails_and_says_so(tmp_path: Path) -> None:
-    """Without a run, and with one of two seeds; a plan without the judged cells may be whole."""
+    """A study fails without a run or with one of two seeds; a plan without the judged cells may be complete."""
     output = tmp_path / "record.json"
     paths = ["--folder", str(tmp_path), "--output", str(output)]
     command = [sys.executable, "benchmarks/staleness.py", "--minutes", "-1", *paths]

@@ -1,4 +1,4 @@
-"""The diffs in CONTRIBUTING.md apply to the sources, touch as few files as it says, and what they add works."""
+"""The diffs in CONTRIBUTING.md apply to the sources, touch no more files than it says, and the code they add works."""
 
 from __future__ import annotations
 

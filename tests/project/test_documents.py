@@ -1,4 +1,4 @@
-"""Documents describe what is: every command they show exists, every file and key they name is there."""
+"""Every command, file and key that the documents name exists."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What stands in examples/: every recipe loads, and GSM8K's data path works on a stand-in for the file and the
-model.
-"""
+"""The files in examples/: every recipe loads, and GSM8K's data path works on a stand-in for the file and the model."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ MORE_SECTIONS += ["trainer.selection.overlong_penalty"]
 
 
 def write_gsm8k(folder: Path) -> None:
-    """Six rows a split as GSM8K publishes them, one of them without an answer."""
+    """Writes six rows per split in GSM8K's published format, one of them without an answer."""
     folder.mkdir()
     for split in ("train", "test"):
         rows = [
@@ -57,7 +55,7 @@ def prepare(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
 
 
 def head(file: Path) -> str:
-    """The comment a recipe begins with."""
+    """The comment at the top of a recipe."""
     return file.read_text().partition("\n\n")[0]
 
 
@@ -89,7 +87,7 @@ def test_a_gsm8k_recipe_repeats_nothing_of_its_base(file: Path) -> None:
         assert "base" not in own
         return
     assert own.pop("base") == "gsm8k.toml"
-    for algorithm in ("advantage", "loss"):  # an algorithm is always named, also where it is that of the base
+    for algorithm in ("advantage", "loss"):  # a recipe always names its algorithm, even its base's
         own["trainer"].pop(algorithm)
     repeated = [f"{path}.{key}" for path, key, value in keys_of(own) if lookup(base, [*path.split("."), key]) == value]
     assert not repeated
@@ -118,7 +116,7 @@ def test_every_algorithm_has_a_recipe() -> None:
     assert any(trainer.selection.drop_zero_variance for trainer in trainers)
 
 
-def test_gsm8k_becomes_prompts_and_is_judged(tmp_path: Path) -> None:
+def test_gsm8k_rows_become_prompts_and_answers_are_scored(tmp_path: Path) -> None:
     write_gsm8k(tmp_path / "raw")
     done = prepare(tmp_path / "raw", tmp_path / "data")
     assert done.returncode == 0, done.stderr
@@ -149,7 +147,7 @@ def test_gsm8k_becomes_prompts_and_is_judged(tmp_path: Path) -> None:
 
 
 def scores(recipe: str, items: list[ScoreItem]) -> list[Any]:
-    """What the scorer of a recipe makes of these."""
+    """The scores that a recipe's scorer gives to these answers."""
     reward = load_recipe(ROOT / f"examples/recipes/{recipe}.toml").reward
     core = ScoringCore(RewardConfig(scorer=str(ROOT / reward.scorer), arguments=reward.arguments))
     try:
@@ -158,12 +156,12 @@ def scores(recipe: str, items: list[ScoreItem]) -> list[Any]:
         core.close()
 
 
-def test_a_folder_without_gsm8k_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_gsm8k_is_an_error_naming_it(tmp_path: Path) -> None:
     done = prepare(tmp_path, tmp_path / "out")
     assert done.returncode == 2 and str(tmp_path) in done.stderr
 
 
-def test_the_gsm8k_rule_reads_the_last_answer_of_the_end() -> None:
+def test_the_gsm8k_rule_reads_the_last_answer_near_the_end() -> None:
     assert compute_score("gsm8k", "#### 1\n#### -2", "-2") == 1.0
     assert compute_score("gsm8k", "#### 5" + " " * 300, "5") == 0.0
 

@@ -16,7 +16,7 @@ FAMILIES = set(re.findall(r"^### 3\.\d+ `(\w+)`", TEXT, re.MULTILINE))
 PATTERN = "<family>_seed<N>.safetensors"
 
 
-def test_the_readme_names_exactly_the_files_there_are() -> None:
+def test_the_readme_names_exactly_the_existing_files() -> None:
     named = set(re.findall(r"`([^` ]+\.(?:json|safetensors|py))`", TEXT))
     assert PATTERN in named
     of_families = {PATTERN.replace("<family>", family).replace("<N>", str(n)) for family in FAMILIES for n in range(3)}
@@ -31,7 +31,7 @@ def test_every_family_has_its_formulas() -> None:
 
 
 def test_every_case_is_compared_by_some_test() -> None:
-    """Compared are the cases with a prefix that a test names, or builds from its own names."""
+    """A case counts as compared if its prefix is named by a test or built from the test's own names."""
     texts = [file.read_text() for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)]
     asked = {prefix for text in texts for prefix in re.findall(r'golden_cases\("([^"]+)"\)', text)}
     asked |= {f"policy_loss/{family}/" for family in LOSSES} | {case.name for case in ESTIMATORS}

@@ -1,4 +1,4 @@
-"""House rules: a small tree that keeps them, and one violation of each."""
+"""House rules on a small tree that keeps them, and on one violation of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package of docs/plugins.md, built and installed, and entry points that cannot be used."""
+"""The package in docs/plugins.md, built and installed, and entry points that cannot be used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ make_spec("word_limit", {"max_word": 2})
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH with the package of the page in it."""
+    """A folder for PYTHONPATH that contains the page's package."""
     folder = tmp_path_factory.mktemp("plugins")
     project = folder / "project"
     (project / "my_plugins").mkdir(parents=True)
@@ -78,7 +78,7 @@ def write_recipe(folder: Path, more: str) -> None:
     (folder / "recipe.toml").write_text(f'base = "{ROOT}/examples/recipes/gsm8k.toml"\n{more}')
 
 
-def test_a_recipe_with_the_loss_and_the_advantage_of_the_page_trains_by_them(installed: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains_with_the_loss_and_the_advantage_of_the_page(installed: Path, tmp_path: Path) -> None:
     (recipe,) = re.findall(r"^```toml\n(\[reward\].*?)^```", PAGE, re.M | re.S)
     write_recipe(tmp_path, recipe)
     done = python(installed, tmp_path, "-c", LEARNING)
@@ -96,7 +96,7 @@ def test_the_scorer_of_the_page_is_listed_checked_and_scores(installed: Path, tm
 
 
 def add_entry_point(folder: Path, group: str, name: str, value: str) -> Path:
-    """An installed package that has nothing but this entry point."""
+    """Adds an installed package that has only this entry point."""
     info = folder / "clash-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: clash\nVersion: 1.0\n")
@@ -117,7 +117,7 @@ def add_entry_point(folder: Path, group: str, name: str, value: str) -> Path:
         ("tandem.losses", "mine", "tandem.trainer.policy_losses.options:GspoOptions", "GspoOptions must be 'mine'"),
     ],
 )
-def test_an_entry_point_that_cannot_be_used_is_one_line_with_its_package(
+def test_an_unusable_entry_point_is_a_one_line_error_naming_its_package(
     tmp_path: Path, group: str, name: str, value: str, said: str
 ) -> None:
     write_recipe(tmp_path, "")

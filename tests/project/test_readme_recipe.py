@@ -1,4 +1,4 @@
-"""The recipe in README's section on runs of one's own is complete: a run of it passes every check."""
+"""README's recipe for a user's own model and data is complete: a run of it passes every check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The set-up: pins lie within the ranges, and a wrong environment is reported in one line."""
+"""The set-up: pins lie within their ranges, and a wrong environment gives a one-line error."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_wrong_setting_is_one_line(tmp_path: Path, environment: dict[str, str]
 
 @pytest.mark.parametrize("fetched", [True, False])
 def test_bubblewrap_is_unpacked_beside_the_interpreter_or_reported_missing(tmp_path: Path, fetched: bool) -> None:
-    """The script's own steps, with fakes for the commands that fetch and unpack a package."""
+    """Runs the script's own steps with fakes for the commands that fetch and unpack a package."""
     script = (ROOT / "deploy/setup.sh").read_text()
     functions = script[script.index("unpack() {") : script.index('if [ "$EXTRA" = cpu ]; then\n    if ! has_libnuma')]
     step = re.search(r'^if \[ -z "\$LOCK" \] && ! has_bubblewrap; then\n.*?^fi\n', script, re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`make setup` with scripts on PATH in place of the real tools: what it starts, what it leaves behind."""
+"""`make setup` with scripts on PATH in place of the real tools: which commands it starts and which files it leaves."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Machine:
         file.chmod(0o755)
 
     def setup(self, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-        """Runs `make setup`; returns its result and the sorted names of everything it started."""
+        """Runs `make setup`; returns its result and the sorted names of the commands it started."""
         self.trace.write_text("")
         surroundings: Mapping[str, str] = {
             "PATH": str(self.bin),
@@ -109,7 +109,7 @@ class Machine:
         return done, sorted(started)
 
     def calls_of(self, name: str) -> list[str]:
-        """The arguments with which the last set-up called a command."""
+        """The arguments of a command's calls in the last set-up."""
         return [
             line.removeprefix(f"{name} ") for line in self.trace.read_text().splitlines() if line.split()[0] == name
         ]

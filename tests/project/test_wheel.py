@@ -1,5 +1,5 @@
-"""The wheel: what it puts into site-packages, and a client that scores from an environment with its base requirements
-alone.
+"""The wheel: what it installs into site-packages, and a client that scores from an environment with only the base
+requirements.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_the_command_in_a_base_installation_names_the_pip_command(
     assert line.startswith("tandem: typer is not installed; install it: pip install 'tandem-rl[")
 
 
-def test_the_reward_extra_serves_and_names_the_extra_that_trains(wheel: Path, tmp_path: Path) -> None:
+def test_the_reward_extra_serves_and_its_errors_name_the_training_extra(wheel: Path, tmp_path: Path) -> None:
     environment = fresh_environment(tmp_path / "environment", wheel, "reward")
     command = environment[0].parent / "tandem"
     process = subprocess.Popen(

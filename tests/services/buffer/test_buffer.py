@@ -1,4 +1,4 @@
-"""The buffer's verbs one by one: admission, leases and fencing, the trainer's claims, signals."""
+"""The buffer's calls one by one: admission, leases and fencing, the trainer's claims, wake-ups of blocked claimers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def buffer(redis_url: str) -> Iterator[Buffer]:
     run.close()
 
 
-# ---- creating and admitting ----
+# ---- creation and admission ----
 
 
 def test_an_existing_run_is_refused_without_resume(buffer: Buffer, redis_url: str) -> None:
@@ -42,7 +42,7 @@ def test_an_existing_run_is_refused_without_resume(buffer: Buffer, redis_url: st
     assert again.admission() == Admission(free=2, wanted=1, cursor=2)
 
 
-def test_a_run_that_was_never_created_says_so(redis_url: str) -> None:
+def test_a_run_that_was_never_created_is_an_error(redis_url: str) -> None:
     with pytest.raises(UnavailableError, match="never created"):
         Buffer(redis_url, "nobody").admit([("0-0", b"")], 1)
 
@@ -55,7 +55,7 @@ def test_admission_takes_the_prefix_that_credits_allow_and_moves_the_cursor(buff
     assert ring.offer(buffer, 5) == []
 
 
-def test_an_instance_enters_once(buffer: Buffer) -> None:
+def test_an_instance_is_admitted_once(buffer: Buffer) -> None:
     ring.offer(buffer, 2)
     with pytest.raises(DataError, match="0-1 was admitted before"):
         buffer.admit([("0-5", b""), ("0-1", b"")], 9)
@@ -66,12 +66,12 @@ def test_an_instance_enters_once(buffer: Buffer) -> None:
 
 
 @pytest.mark.parametrize("group_id", ["7", "0-", "a-1", "0-1 ", "0-4294967296", "-1-2"])
-def test_an_id_that_is_no_instance_is_refused(buffer: Buffer, group_id: str) -> None:
+def test_an_invalid_instance_id_is_refused(buffer: Buffer, group_id: str) -> None:
     with pytest.raises(DataError, match="is not <epoch>-<index>"):
         buffer.admit([(group_id, b"")], 1)
 
 
-def test_exhaustion_is_undone_by_a_drop_and_waits_for_the_stages(redis_url: str) -> None:
+def test_exhaustion_waits_for_groups_in_flight_and_is_undone_by_a_drop(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, target_groups=2)
     assert not buffer.mark_exhausted("target")
     group_ids = ring.offer(buffer, 2)
@@ -97,7 +97,7 @@ def test_a_group_travels_with_its_payload(buffer: Buffer) -> None:
     first, second = ring.claim(buffer, "prompts", 5)
     assert (first.group_id, first.payload, first.partial) == ("0-0", b"prompt 0-0", None)
     assert second.token > first.token
-    # Completed in another order than admitted: consumed in order of completion.
+    # Groups are consumed in order of completion, not of admission.
     assert ring.finish(buffer, second) and ring.finish(buffer, first)
     generated = ring.claim(buffer, "generated", 5)
     assert [(claim.group_id, claim.payload) for claim in generated] == [
@@ -124,7 +124,7 @@ def test_payloads_are_binary(buffer: Buffer) -> None:
     assert ring.claim(buffer, "generated")[0].partial is None, "what one stage saved is not for the next"
 
 
-def test_completing_twice_is_true_and_changes_nothing(buffer: Buffer) -> None:
+def test_completing_twice_succeeds_and_changes_nothing(buffer: Buffer) -> None:
     ring.offer(buffer, 1)
     [claim] = ring.claim(buffer, "prompts")
     assert buffer.complete(claim, b"first") and buffer.complete(claim, b"second")
@@ -150,9 +150,9 @@ def test_an_expired_lease_goes_to_the_front_and_its_late_result_is_refused(buffe
     assert (counts["leases_expired"], counts["stale_results_refused"]) == (2, 2)
 
 
-def test_leases_that_keep_expiring_spend_the_budget(buffer: Buffer) -> None:
+def test_each_expired_lease_spends_the_failure_budget(buffer: Buffer) -> None:
     ring.offer(buffer, 1)
-    for _ in range(2):  # a budget of 1: the second failure is one too many
+    for _ in range(2):  # the budget is 1, so the second failure exceeds it
         assert ring.claim(buffer, "prompts", lease_seconds=0.01)
         time.sleep(0.02)
     counts = buffer.counts()
@@ -169,7 +169,7 @@ def test_renewing_keeps_a_lease(buffer: Buffer) -> None:
     assert buffer.renew([claim], 0.6) == [claim.token], "a completed claim is ours no longer"
 
 
-def test_failures_have_separate_budgets_and_do_not_hold_up_the_others(redis_url: str) -> None:
+def test_each_kind_of_failure_has_its_own_budget_and_blocks_no_other_group(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, infrastructure=2, data=1)
     ring.offer(buffer, 2)
     ring.move(buffer, "prompts", 2)
@@ -177,7 +177,7 @@ def test_failures_have_separate_budgets_and_do_not_hold_up_the_others(redis_url:
     def fail(kind: str) -> str:
         [claim] = [claim for claim in ring.claim(buffer, "generated", 2) if claim.group_id == "0-0"]
         outcome = buffer.release(claim, f"{kind}_failure", kind)  # type: ignore[arg-type]
-        buffer.register_service(ring.SCORER, "127.0.0.1:2")  # gives the other group back
+        buffer.register_service(ring.SCORER, "127.0.0.1:2")  # returns the other group's lease
         return outcome
 
     [first, second] = ring.claim(buffer, "generated", 2)
@@ -192,7 +192,7 @@ def test_failures_have_separate_budgets_and_do_not_hold_up_the_others(redis_url:
     assert buffer.verify() == []
 
 
-def test_a_release_is_refused_once_it_is_no_longer_ours(buffer: Buffer) -> None:
+def test_a_release_after_the_lease_is_lost_is_refused(buffer: Buffer) -> None:
     ring.offer(buffer, 1)
     [claim] = ring.claim(buffer, "prompts")
     assert ring.finish(buffer, claim)
@@ -235,7 +235,7 @@ def test_a_replaced_trainer_is_refused_everywhere(buffer: Buffer, verb: str) -> 
         _FENCED[verb](buffer)
 
 
-def test_a_claim_whose_answer_was_lost_is_not_lost(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_whose_reply_was_lost_returns_the_same_groups(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     group_ids = ring.offer(buffer, 2)
     ring.lose_every_answer(monkeypatch)
     claims = ring.claim(buffer, "prompts", 1)
@@ -244,10 +244,10 @@ def test_a_claim_whose_answer_was_lost_is_not_lost(buffer: Buffer, monkeypatch: 
     assert buffer.drop_outstanding(1, "run_finished") == 1
 
 
-def test_a_scored_claim_whose_answer_was_lost_is_handed_out_again(
+def test_a_scored_claim_whose_reply_was_lost_is_handed_out_again(
     buffer: Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scored claims do not expire: what an outage swallowed would be lost to this incarnation for good."""
+    """Scored claims do not expire, so this incarnation would never get back a group whose reply was lost."""
     group_ids = ring.score(buffer, 2)
     ring.lose_every_answer(monkeypatch)
     monkeypatch.setattr("tandem.services.buffer.connection.OUTAGE_SECONDS", -1.0)
@@ -258,7 +258,7 @@ def test_a_scored_claim_whose_answer_was_lost_is_handed_out_again(
     assert [claim.group_id for claim in buffer.claim_scored(1, 2, 0)] == group_ids
 
 
-# ---- signals to blocked claimers ----
+# ---- blocked claimers ----
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -273,8 +273,8 @@ def test_timeouts_are_honoured(buffer: Buffer) -> None:
     assert 1.2 <= _timed(lambda: buffer.claim_scored(1, 1, 1.25)) < 10
 
 
-def test_blocked_claimers_wake_at_once_and_none_is_forgotten(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight claimers sleep; eight groups come, some in one go: all are claimed long before anybody looks unasked."""
+def test_every_blocked_claimer_is_woken_at_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight claimers block; eight groups arrive, some together. All are claimed long before the next poll."""
     monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
     buffer = ring.new_run(redis_url, groups_per_batch=8)
     claimed: list[tuple[str, float]] = []
@@ -297,8 +297,8 @@ def test_blocked_claimers_wake_at_once_and_none_is_forgotten(redis_url: str, mon
     buffer.close()
 
 
-def test_a_taken_ring_is_passed_on_when_its_taker_is_refused(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """rollout-1 is woken but no longer LIVE; rollout-0, asleep, must not wait until it would look unasked."""
+def test_a_wake_up_is_passed_on_when_its_claimer_is_refused(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rollout-1 is woken but no longer LIVE; rollout-0, still blocked, must not wait until its next poll."""
     monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
     buffer.register_sampler("rollout-1", "127.0.0.1:9", 1)
     assert buffer.admit_sampler(1, "rollout-1", 0)
@@ -317,7 +317,7 @@ def test_a_taken_ring_is_passed_on_when_its_taker_is_refused(buffer: Buffer, mon
 
     threads = [threading.Thread(target=becomes_stale)]
     threads[0].start()
-    time.sleep(0.1)  # first to wait for the signal
+    time.sleep(0.1)  # so that rollout-0 waits first
     threads.append(threading.Thread(target=stays_live))
     threads[1].start()
     time.sleep(0.1)
@@ -331,7 +331,7 @@ def test_a_taken_ring_is_passed_on_when_its_taker_is_refused(buffer: Buffer, mon
     assert refused and woken[0] - start < 10
 
 
-def test_a_blocked_claimer_finds_a_lease_that_ran_out(buffer: Buffer) -> None:
+def test_a_blocked_claimer_gets_a_group_whose_lease_expires(buffer: Buffer) -> None:
     ring.offer(buffer, 1)
     ring.claim(buffer, "prompts", lease_seconds=0.2)
     found: list[str] = []
@@ -339,7 +339,7 @@ def test_a_blocked_claimer_finds_a_lease_that_ran_out(buffer: Buffer) -> None:
     assert found == ["0-0"] and seconds < 20
 
 
-def test_a_lease_that_somebody_finds_expired_wakes_a_claimer(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_found_expired_by_another_call_wakes_a_claimer(buffer: Buffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_POLL_SECONDS", 30.0)
     ring.offer(buffer, 1)
     ring.claim(buffer, "prompts", lease_seconds=0.2)

@@ -1,4 +1,4 @@
-"""The buffer and its Redis: keys, footprint, memory, outages, and addresses nobody answers at."""
+"""The buffer and its Redis: keys, footprint, memory, outages and unreachable addresses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_two_runs_share_a_server_and_every_key_carries_its_run(redis_url: str) -
     assert any(key.startswith("tandem:{one}:") for key in keys) and any(key.startswith("tandem:{two}:") for key in keys)
 
 
-def test_nothing_is_left_of_a_group_but_a_bit(redis_url: str) -> None:
+def test_a_finished_group_leaves_only_one_bit(redis_url: str) -> None:
     buffer = ring.new_run(redis_url, run_id="footprint", target_groups=400, staleness_budget=0, groups_per_batch=4)
     sizes = []
     for version in range(1, 51):
@@ -46,7 +46,7 @@ def test_nothing_is_left_of_a_group_but_a_bit(redis_url: str) -> None:
     assert buffer.verify() == []
 
 
-def test_a_redis_that_is_nearly_full_is_refused_and_a_full_one_says_so(tmp_path: Path) -> None:
+def test_a_nearly_full_redis_is_refused_and_a_full_one_is_a_clear_error(tmp_path: Path) -> None:
     with ring.running_redis(tmp_path) as url:
         buffer = ring.new_run(url)
         check_group_room(buffer.connection, 10**15)  # no limit is set
@@ -76,7 +76,7 @@ def test_a_redis_that_is_nearly_full_is_refused_and_a_full_one_says_so(tmp_path:
 
 
 @pytest.mark.parametrize("address", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
-def test_an_unreachable_redis_is_one_line(address: str) -> None:
+def test_an_unreachable_redis_is_a_one_line_error(address: str) -> None:
     seconds = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
         Buffer(address, "run", connect_timeout_seconds=0.3)
@@ -89,7 +89,7 @@ def test_a_url_of_another_kind_is_refused_without_its_password() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_short_outage_is_waited_for_and_a_long_one_ends_in_one_line(
+def test_a_short_outage_is_waited_out_and_a_long_one_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start_redis(tmp_path)

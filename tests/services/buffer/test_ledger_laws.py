@@ -1,4 +1,6 @@
-"""The laws of the ledger: conserved at every instant, exactly once along the surviving lineage, whatever is killed."""
+"""The laws of the ledger: groups are conserved at every instant and train exactly once along the surviving lineage,
+whichever process is killed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def _sound(buffer: Buffer) -> dict[str, int]:
 # ---- versions ----
 
 
-def test_a_version_from_record_to_commit(buffer: Buffer) -> None:
+def test_a_version_is_recorded_published_and_committed(buffer: Buffer) -> None:
     group_ids = ring.score(buffer, 4)
     first = ring.train(buffer, 1, 1, 2)
     counts = _sound(buffer)
@@ -45,7 +47,7 @@ def test_a_version_from_record_to_commit(buffer: Buffer) -> None:
         buffer.read(first)
     with pytest.raises(LedgerError, match="cannot be committed before it is published"):
         buffer.commit(1, 1)
-    for _ in range(2):  # each verb twice: a crash between a call and its answer
+    for _ in range(2):  # each call twice, as after a crash between call and reply
         buffer.record(1, 1, first)
         buffer.publish(1, 1, [ring.SAMPLER])
     counts = _sound(buffer)
@@ -106,8 +108,8 @@ def test_the_end_of_a_run_drops_what_is_not_trained(buffer: Buffer) -> None:
 
 
 def test_rollback_restores_every_batch_after_the_checkpoint(buffer: Buffer) -> None:
-    """Versions 1..3 published, a checkpoint of version 1, one batch recorded on disk only, one claim without any
-    record.
+    """Versions 1 to 3 are published, the checkpoint is of version 1, one batch is only on disk, and one claim is
+    unrecorded.
     """
     ring.score(buffer, 8)
     batches = {version: ring.train(buffer, 1, version, 2) for version in (1, 2, 3)}
@@ -127,7 +129,7 @@ def test_rollback_restores_every_batch_after_the_checkpoint(buffer: Buffer) -> N
 
 
 def _lost_at(buffer: Buffer, stage: str) -> str:
-    """A group that Redis believes to be at `stage`, while the disk has it in the record of version 1."""
+    """A group that Redis has at `stage` while the disk records it in version 1."""
     [group_id] = ring.offer(buffer, 1)
     if stage == "prompts_leased":
         ring.claim(buffer, "prompts")
@@ -146,8 +148,8 @@ def _lost_at(buffer: Buffer, stage: str) -> str:
 
 @pytest.mark.parametrize("checkpoint", [0, 1])
 @pytest.mark.parametrize("stage", [*STATES[:6], "dropped", "unknown"])
-def test_the_disk_is_right_where_redis_lost_writes(buffer: Buffer, stage: str, checkpoint: int) -> None:
-    """A recorded group ends in the weights once: trained again after the checkpoint, or committed with it."""
+def test_rollback_follows_the_disk_where_redis_lost_writes(buffer: Buffer, stage: str, checkpoint: int) -> None:
+    """A recorded group enters the weights once: trained again after the checkpoint, or committed with it."""
     group_id = "0-0" if stage == "unknown" else _lost_at(buffer, stage)
     incarnation = buffer.begin_incarnation()
     for _ in range(2):
@@ -164,7 +166,7 @@ def test_the_disk_is_right_where_redis_lost_writes(buffer: Buffer, stage: str, c
     assert keys == [], "neither payload nor partial result is left behind"
     buffer.publish(incarnation, 1, [ring.SAMPLER])
     assert _sound(buffer)["outstanding"] == 0
-    # A feed whose position was lost as well offers the group again: it is passed over, not admitted twice.
+    # A feed that lost its position too offers the group again; it is skipped, not admitted twice.
     if stage == "unknown":
         assert ring.offer(buffer, 2, start=0) == ["0-0", "0-1"]
         assert (_sound(buffer)["admitted"], buffer.admission().cursor) == (2, 2)
@@ -224,7 +226,7 @@ def test_restored_groups_may_exceed_the_budget_but_nothing_is_admitted_meanwhile
     assert _sound(buffer)["outstanding"] == 2 and ring.offer(buffer, 2) == []
 
 
-# ---- verify sees what is wrong ----
+# ---- verify ----
 
 _TAMPERINGS: dict[str, Callable[[Buffer], object]] = {
     "stands in no queue": lambda b: b.connection.redis.lpop(b.connection.key("prompts_waiting")),
@@ -265,7 +267,7 @@ def test_verify_names_the_violation(buffer: Buffer, violation: str) -> None:
     assert any(violation in line for line in found), found
 
 
-# ---- everything is killed ----
+# ---- kills ----
 
 
 def _assert_finished(chaos: Chaos) -> None:
@@ -282,8 +284,8 @@ def _assert_finished(chaos: Chaos) -> None:
 
 @pytest.fixture()
 def chaos_folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where the machine allows: a killed process loses nothing there either, and a slow disk does not set the
-    pace.
+    """A folder in memory where the machine has one: a killed process loses nothing there either, and slow disks do not
+    slow the test.
     """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
@@ -292,7 +294,7 @@ def chaos_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_many_processes_and_a_dying_trainer_lose_nothing(chaos_folder: Path) -> None:
+def test_no_group_is_lost_when_workers_and_the_trainer_die(chaos_folder: Path) -> None:
     server = start_redis(chaos_folder)
     try:
         chaos = Chaos(chaos_folder, server.url, seed=1)
@@ -302,14 +304,14 @@ def test_many_processes_and_a_dying_trainer_lose_nothing(chaos_folder: Path) -> 
         server.stop()
 
 
-def test_redis_killed_again_and_again_loses_nothing_it_acknowledged(chaos_folder: Path) -> None:
+def test_a_redis_killed_repeatedly_loses_no_acknowledged_write(chaos_folder: Path) -> None:
     servers: list[EmbeddedRedis] = [start_redis(chaos_folder)]
     try:
         chaos = Chaos(chaos_folder, servers[0].url, seed=2)
 
         def disturb() -> None:
             os.kill(servers[-1].pid, signal.SIGKILL)
-            servers.append(start_redis(chaos_folder))  # here, in the main thread: it dies with its thread
+            servers.append(start_redis(chaos_folder))  # it dies with the thread that starts it
             assert chaos.buffer.verify() == []
             chaos.assert_acknowledged_results_are_there()
 

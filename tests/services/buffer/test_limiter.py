@@ -1,4 +1,4 @@
-"""The limiter: Lua and Python agree at every step, the budget holds, and nothing ever gets stuck."""
+"""The limiter: Lua and Python agree at every step, the budget holds, and the run never deadlocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _QUICK = settings(max_examples=60, stateful_step_count=40, deadline=None, suppre
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Turns a ring in Redis and its twin side by side, with drops at every stage, crashes and rollbacks."""
+    """Drives a ring in Redis and its Python twin side by side, with drops at every stage, crashes and rollbacks."""
 
     url: str
 
@@ -79,7 +79,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 12), n=st.integers(1, 6), drop_percent=st.integers(0, 50), seed=st.integers(0, 1000))
     def turn(self, count: int, n: int, drop_percent: int, seed: int) -> None:
-        """All stages one after the other: single rules alone rarely meet in an order that trains anything."""
+        """Runs all stages in sequence, because single rules alone rarely occur in an order that trains a batch."""
         self.offer(count)
         self.sample(count)
         self.score(count)
@@ -100,7 +100,7 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.recorded > self.committed)
     @rule(ahead=st.integers(0, 2))
     def crash(self, ahead: int) -> None:
-        """The trainer dies; the disk holds a checkpoint that is at least the last one committed."""
+        """The trainer dies; the disk holds a checkpoint at least as new as the last commit."""
         checkpoint = min(self.committed + ahead, self.recorded)
         later = {version: group_ids for version, group_ids in self.batches.items() if version > checkpoint}
         self.incarnation = self.buffer.begin_incarnation()
@@ -130,7 +130,9 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def budget_holds(self) -> None:
-        """Only a rollback lifts outstanding above (S + 1)·P, and then it only falls until it is below again."""
+        """Only a rollback raises outstanding above (S + 1)·P; then outstanding only falls until it is within the limit
+        again.
+        """
         assert len(self.twin.outstanding) <= self.ceiling
         self.ceiling = max(self.twin.budget, len(self.twin.outstanding))
 
@@ -144,15 +146,15 @@ def test_lua_and_python_agree_at_every_step(redis_url: str) -> None:
     run_state_machine_as_test(RingMachine, settings=_QUICK)
 
 
-def test_they_agree_when_every_answer_is_lost_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every verb is run twice by Redis: the first answer never arrives."""
+def test_lua_and_python_agree_when_every_reply_is_lost_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis runs every call twice, because the first reply never arrives."""
     RingMachine.url = redis_url
     ring.lose_every_answer(monkeypatch)
     run_state_machine_as_test(RingMachine, settings=settings(_QUICK, max_examples=20))
 
 
 def _train_to_the_target(buffer: Buffer | None, twin: Limiter, drop_percent: int, chance: random.Random) -> None:
-    """A whole run; a turn that neither admits nor trains is a deadlock. Without a buffer, the twin alone."""
+    """A whole run; a turn that neither admits nor trains is a deadlock. Without a buffer only the twin runs."""
     incarnation, version, index = 1, 0, 0
     survivors: list[str] = []
     while version * twin.groups_per_batch < twin.target_groups:
@@ -206,7 +208,7 @@ def test_a_run_in_redis_never_gets_stuck(
 
 
 @pytest.mark.parametrize(("drop_percent", "staleness_budget"), [(0, 0), (99, 0), (99, 4)])
-def test_the_corners_never_get_stuck(redis_url: str, drop_percent: int, staleness_budget: int) -> None:
+def test_extreme_limits_never_get_stuck(redis_url: str, drop_percent: int, staleness_budget: int) -> None:
     _run_in_redis(redis_url, drop_percent, staleness_budget, groups_per_batch=2, seed=7)
 
 

@@ -1,6 +1,4 @@
-"""A Redis that somebody named is looked at before anything is kept in it: one that evicts is refused, what it may lose
-is told.
-"""
+"""The durability check of a user's Redis: one that evicts keys is refused, one that may lose writes gets a warning."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture()
 def change(server: str) -> Iterator[Change]:
-    """Sets what the server is set to, until the end of the test."""
+    """Changes settings of the server until the end of the test."""
     before: dict[str, str] = {}
     with closing(redis.Redis.from_url(server, protocol=2)) as client:
 
@@ -67,19 +65,19 @@ WEAK = [
 
 
 @pytest.mark.parametrize(("changes", "said"), WEAK)
-def test_every_weakness_is_a_line_with_its_setting_and_the_remedy(changes: dict[str, Any], said: str) -> None:
+def test_each_weak_setting_is_reported_with_its_remedy(changes: dict[str, Any], said: str) -> None:
     assert weaknesses(GOOD) == []
     (found,) = weaknesses(RedisSettings(**{name: getattr(GOOD, name) for name in GOOD.__slots__} | changes))
     assert str(found).startswith(said) and "\n" not in str(found)
     assert found.remedy.endswith("there") or "appendfsync always" in found.remedy
 
 
-def test_the_embedded_redis_is_what_it_has_to_be(server: str) -> None:
+def test_the_embedded_redis_has_no_weak_setting(server: str) -> None:
     with connected(server) as buffer:
         assert read_settings(buffer.connection) == GOOD and check_settings(buffer.connection) == []
 
 
-def test_what_a_named_redis_may_lose_is_told(server: str, change: Change) -> None:
+def test_a_redis_that_may_lose_writes_gets_a_warning(server: str, change: Change) -> None:
     change(appendfsync="everysec")
     with connected(server) as buffer:
         (line,) = check_settings(buffer.connection)
@@ -101,8 +99,8 @@ def test_a_redis_that_evicts_is_refused(server: str, change: Change) -> None:
                 check_settings(buffer.connection)
 
 
-def test_a_server_that_refuses_config_could_not_be_checked(server: str) -> None:
-    """By an access list, as a managed one does, or because the command has another name."""
+def test_a_server_that_refuses_config_is_reported_as_unchecked(server: str) -> None:
+    """CONFIG is refused by an access list, as on a managed server, or renamed."""
     with closing(redis.Redis.from_url(server, protocol=2)) as client:
         client.execute_command("ACL", "SETUSER", "guest", "on", ">secret", "~*", "&*", "+@all", "-config")
         try:
@@ -113,10 +111,10 @@ def test_a_server_that_refuses_config_could_not_be_checked(server: str) -> None:
     assert "appendfsync could not be checked" in line and "secret" not in line
 
 
-# ---- who looks ----
+# ---- where Redis is checked ----
 
 
-def test_a_run_looks_before_it_starts(
+def test_a_run_checks_redis_before_it_starts(
     server: str, change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_of(small_values(tmp_path), run={"redis_url": server})
@@ -132,7 +130,7 @@ def test_a_run_looks_before_it_starts(
         preflight.check_redis(recipe)
 
 
-def test_the_doctor_shows_it(server: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_durability_of_redis(server: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_REDIS_URL", server)
     assert doctor.check_redis_server().verdict == "ok"
     change(appendfsync="everysec")
@@ -145,12 +143,12 @@ def test_the_doctor_shows_it(server: str, change: Change, monkeypatch: pytest.Mo
 
 
 class LookedAtError(Exception):
-    """Ends a service once it has looked at its Redis."""
+    """Ends a service once it has checked its Redis."""
 
 
 @pytest.fixture()
 def looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Starts a reward service up to where it would serve."""
+    """Starts a reward service and stops it just before it would serve."""
 
     def ended(*_arguments: object, **_more: object) -> None:
         raise LookedAtError
@@ -166,7 +164,7 @@ def looking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     return look
 
 
-def test_a_reward_service_looks_before_it_serves(
+def test_a_reward_service_checks_redis_before_it_serves(
     server: str, change: Change, looking: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     looking(server)
@@ -185,12 +183,12 @@ def test_a_reward_service_looks_before_it_serves(
         looking(server)
 
 
-# ---- room ----
+# ---- memory and disk ----
 
 
-def test_jobs_have_room_beside_groups(server: str, change: Change) -> None:
+def test_jobs_and_groups_must_fit_into_maxmemory_together(server: str, change: Change) -> None:
     with connected(server) as buffer:
-        check_room(buffer.connection, 1 << 50)  # there is no limit
+        check_room(buffer.connection, 1 << 50)  # the server has no limit
         change(maxmemory=100 << 20)
         check_room(buffer.connection, 60 << 20, 20 << 20)
         with pytest.raises(
@@ -222,11 +220,11 @@ def test_an_embedded_redis_needs_memory_and_disk_for_both_limits(
     looking(max_unscored_bytes=1 << 26)
     (tmp_path / "redis" / "grown").write_bytes(b"")
     with open(tmp_path / "redis" / "grown", "wb") as log:
-        log.truncate(2 << 30)  # that is what it has written
+        log.truncate(2 << 30)  # the log's size
     looking()
 
 
-def test_a_folder_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.reward.standalone.stop_event", lambda: None)
     monkeypatch.setattr("tandem.services.reward.standalone.check_job_room", lambda *_: None)
     folder = tmp_path / "file"
@@ -237,7 +235,7 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         serve_alone(ServiceConfig(), host="127.0.0.1", redis_url="", folder=folder)
 
 
-def test_a_run_that_offers_jobs_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_serves_jobs_counts_their_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
     monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
     values = small_values(tmp_path)

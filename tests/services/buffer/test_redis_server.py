@@ -1,4 +1,6 @@
-"""The embedded Redis: it comes up fast, keeps its data, ends when told or with its parent, and says what is wrong."""
+"""The embedded Redis: it starts fast, keeps its data, ends on request or with its parent, and names the cause of a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ def _wait_until_gone(pid: int, seconds: float = 5.0) -> bool:
 
 
 def _wait_until_dead(server: redis_server.EmbeddedRedis, seconds: float = 5.0) -> bool:
-    """Our own child: /proc calls its main thread a zombie before its last thread is gone, and only then can it be
-    waited for.
+    """Waits for our own child: /proc calls its main thread a zombie before its last thread is gone, and only then can
+    the child be waited for.
     """
     deadline = time.monotonic() + seconds
     while server.alive and time.monotonic() < deadline:
@@ -43,7 +45,7 @@ def _wait_until_dead(server: redis_server.EmbeddedRedis, seconds: float = 5.0) -
     return not server.alive
 
 
-def test_it_starts_at_once_keeps_its_data_and_stops(tmp_path: Path) -> None:
+def test_a_server_starts_keeps_its_data_and_stops(tmp_path: Path) -> None:
     seconds = []
     for start in range(5):
         begun = time.monotonic()
@@ -63,7 +65,7 @@ def test_it_starts_at_once_keeps_its_data_and_stops(tmp_path: Path) -> None:
     assert not (tmp_path / "redis" / "redis.sock").exists()
 
 
-def test_killed_it_comes_back_at_the_same_address_with_what_it_acknowledged(tmp_path: Path) -> None:
+def test_a_killed_server_restarts_at_its_address_with_every_acknowledged_write(tmp_path: Path) -> None:
     server = start_redis(tmp_path)
     client = _client(server.url)
     for index in range(50):
@@ -112,7 +114,7 @@ time.sleep(60)
 """
 
 
-def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_a_server_dies_with_its_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PARENT, str(tmp_path)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -123,11 +125,11 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         parent.kill()
         parent.wait(10)
     assert _wait_until_gone(pid)
-    server = start_redis(tmp_path)  # its lock on the folder has gone with it
+    server = start_redis(tmp_path)  # its lock on the folder ended with it
     server.stop()
 
 
-def test_a_folder_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_server_on_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "_LOCK_SECONDS", 0.1)
     server = start_redis(tmp_path)
     try:
@@ -139,7 +141,7 @@ def test_a_folder_is_served_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["with space & 100%?#", "d" * 120])
-def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
+def test_a_server_starts_in_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     server = start_redis(tmp_path / name)
     try:
         assert _client(server.url).set("a", "b")
@@ -150,7 +152,7 @@ def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
     assert not list(Path(tempfile.gettempdir()).glob(f"tandem-{os.getuid()}-*/redis.sock"))
 
 
-def test_a_relative_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_starts_in_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     server = start_redis(Path("runs/here"))
     try:
@@ -160,7 +162,7 @@ def test_a_relative_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         server.stop()
 
 
-def test_a_damaged_log_is_one_line_that_names_the_place(tmp_path: Path) -> None:
+def test_a_damaged_log_is_a_one_line_error_naming_the_place(tmp_path: Path) -> None:
     server = start_redis(tmp_path)
     _client(server.url).set("a", "b")
     server.stop()
@@ -172,7 +174,7 @@ def test_a_damaged_log_is_one_line_that_names_the_place(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and "redis.log" in str(caught.value)
 
 
-def test_without_any_server_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_redis_server_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     path, version = find_redis_server()
     assert path.exists() and int(version.split(".")[0]) >= 6
     monkeypatch.setenv("PATH", "/nowhere")
@@ -181,7 +183,7 @@ def test_without_any_server_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch)
         find_redis_server()
 
 
-def test_an_ancient_server_on_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_server_on_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ancient = tmp_path / "redis-server"
     ancient.write_text("#!/bin/sh\necho 'Redis server v=5.0.14 sha=0:0 malloc=libc bits=64 build=0'\n")
     ancient.chmod(0o755)

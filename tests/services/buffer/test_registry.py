@@ -1,4 +1,4 @@
-"""The registry: who may claim prompts, what a restart means, and the figures services report."""
+"""The registry: which samplers may claim prompts, how restarts are handled, and the figures that services report."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_nobody_claims_before_a_version_is_published(redis_url: str) -> None:
 def test_a_restarted_sampler_gives_its_leases_back_and_its_zombie_is_refused(buffer: Buffer, redis_url: str) -> None:
     ring.offer(buffer, 2)
     zombie_claims = ring.claim(buffer, "prompts", 2)
-    time.sleep(0.005)  # the first claimed is renewed last, and still goes first
+    time.sleep(0.005)  # the first claim is renewed last but returned first
     buffer.renew(zombie_claims[:1], 30, {zombie_claims[0].token: b"half"})
     reborn = Buffer(redis_url, buffer.run_id)
     reborn.register_sampler(ring.SAMPLER, "127.0.0.1:3", 1)

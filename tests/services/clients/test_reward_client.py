@@ -1,4 +1,4 @@
-"""The reward clients against a scripted service that breaks: order, groups, limits, resumed streams, error classes."""
+"""The reward clients against a scripted service that fails: order, groups, limits, resumed streams, error classes."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def test_a_long_list_is_split_into_requests_and_keeps_its_order(service: Scripte
     assert client.score([]) == []
 
 
-def test_a_group_is_scored_in_one_request_wherever_its_items_stand(
-    service: ScriptedReward, client: RewardClient
-) -> None:
+def test_a_group_is_scored_in_one_request_wherever_its_items_are(service: ScriptedReward, client: RewardClient) -> None:
     service.limits["max_items_per_request"] = 4.0
     mixed = [ScoreItem("", str(number), None, group=f"g{number % 5}") for number in range(20)]
     scores = client.score(mixed)
@@ -141,7 +139,7 @@ def test_a_reply_with_too_few_results_is_an_error(client: RewardClient, monkeypa
 # --- score_stream ----------------------------------------------------------------------------------------------------
 
 
-def test_streamed_scores_are_in_order_though_replies_are_not(service: ScriptedReward, client: RewardClient) -> None:
+def test_streamed_scores_are_in_order_even_if_replies_are_not(service: ScriptedReward, client: RewardClient) -> None:
     service.limits["max_items_per_request"] = 3.0
     assert values(client.score_stream(iter(items_of(*range(50))))) == list(map(float, range(50)))
     assert len(service.requests) >= 17
@@ -155,7 +153,7 @@ def test_a_broken_stream_sends_unanswered_batches_again(service: ScriptedReward,
 
 
 def test_a_stream_scores_incomplete_batches(client: RewardClient) -> None:
-    """Each item is made only after the score of the one before has arrived."""
+    """The caller produces each item only after it has received the previous item's score."""
     known: list[float] = []
 
     def one_by_one() -> Iterator[ScoreItem]:
@@ -181,7 +179,7 @@ def test_a_stream_spans_several_calls_while_items_arrive_slowly(service: Scripte
     assert service.num_streams >= 3
 
 
-def test_what_the_callers_iterator_raises_reaches_the_caller(client: RewardClient) -> None:
+def test_an_exception_of_the_callers_iterator_reaches_the_caller(client: RewardClient) -> None:
     def failing() -> Iterator[ScoreItem]:
         yield from items_of(*range(600))
         raise KeyError("mine")
@@ -217,7 +215,7 @@ def test_calls_rotate_over_replicas_and_survive_the_loss_of_one() -> None:
             assert min(len(service.requests) for service in services) >= 8
             assert target_of(client.addresses).startswith("ipv4:127.0.0.1:")
             before = len(services[0].requests)
-        with RewardClient([one, other]) as client:  # the other has ended
+        with RewardClient([one, other]) as client:  # the second replica has ended
             for number in range(20):
                 assert values(client.score(items_of(number))) == [float(number)]
         assert len(services[0].requests) == before + 20

@@ -1,4 +1,4 @@
-"""Jobs of the reward clients: keys, submissions and watches that are resumed, kill -9 of the service."""
+"""Jobs of the reward clients: keys, resumed submissions and watches, kill -9 of the service."""
 
 from __future__ import annotations
 

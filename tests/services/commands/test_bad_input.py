@@ -1,5 +1,5 @@
-"""Bad input given to the real command: exit code 2, one line with the thing, the place and the remedy, and nothing left
-running.
+"""Bad input to the real command: exit code 2, one line that names the fault, its place and the remedy, and no process
+left.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ the command.
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe that would run; its run folder is `run` beside it."""
+    """A recipe that would run; its run folder is `run` in the same folder."""
     file = tmp_path / "recipe.json"
     file.write_text(dump_recipe(recipe_of(small_values(tmp_path))))
     return file
 
 
 def started(*command: str, cwd: Path, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    """A command to its end; fails if a process is left that it started."""
+    """Runs a command to its end; fails if a process that it started is left."""
     mark = uuid.uuid4().hex
     plain = {"TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": ""}
     done = subprocess.run(
@@ -84,7 +84,7 @@ def cut_weights(folder: Path) -> None:
 
 
 def old_run(folder: Path) -> None:
-    """A run with one recorded batch stands in the run folder."""
+    """A run with one recorded batch is in the run folder."""
     (folder / "run" / "batches" / "000001").mkdir(parents=True)
     (folder / "run" / "config.json").write_text("{}")
 
@@ -94,7 +94,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def nothing(folder: Path) -> None:
-    """The override alone is bad."""
+    """Only the override is bad."""
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def nothing(folder: Path) -> None:
         ),
     ],
 )
-def test_a_run_that_cannot_be(recipe: Path, damage: Callable[[Path], object], override: str, says: list[str]) -> None:
+def test_bad_input_is_refused(recipe: Path, damage: Callable[[Path], object], override: str, says: list[str]) -> None:
     damage(recipe.parent)
     before = files_below(recipe.parent)
     line = complaint(started(*tandem("run", "recipe.json", *filter(None, [override])), cwd=recipe.parent))
@@ -167,14 +167,14 @@ def test_config_refuses_what_run_refuses(recipe: Path, override: str, says: list
 
 @contextmanager
 def web_server() -> Iterator[int]:
-    """The port of something that is no Redis, and says so as a web server does."""
+    """The port of a server that answers as a web server does, not as Redis."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             while True:
                 try:
                     client, _ = listener.accept()
-                except OSError:  # the end of the test
+                except OSError:  # the test has ended
                     return
                 with client:
                     client.recv(4096)
@@ -189,7 +189,7 @@ def web_server() -> Iterator[int]:
             thread.join(timeout=10.0)
 
 
-def test_a_port_that_another_program_has(recipe: Path) -> None:
+def test_a_port_in_use_by_another_program_is_refused(recipe: Path) -> None:
     with web_server() as port:
         line = complaint(started(*tandem("run", "recipe.json", f"reward.port={port}"), cwd=recipe.parent))
         assert f"reward.port: cannot listen on 127.0.0.1:{port}" in line and "choose another reward.port" in line
@@ -198,7 +198,7 @@ def test_a_port_that_another_program_has(recipe: Path) -> None:
         assert line.startswith(f"what answers at {url} is no Redis") and "name another one" in line
 
 
-def test_a_full_disk(recipe: Path) -> None:
+def test_a_run_on_a_full_disk_is_refused(recipe: Path) -> None:
     disk = recipe.parent / "disk"
     disk.mkdir()
     mount = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
@@ -213,7 +213,7 @@ def test_a_full_disk(recipe: Path) -> None:
     assert line.startswith(f"{disk}: the disk is full") and "free space there" in line
 
 
-# --- what cannot be known before -------------------------------------------------------------------------------------
+# --- faults during the run -------------------------------------------------------------------------------------
 
 FILLS = """
 import sys
@@ -255,12 +255,12 @@ def test_a_command_whose_output_does_not_fit_ends_with_one_line(recipe: Path) ->
     assert complaint(done).startswith("/dev/stdout: the disk is full")
 
 
-def test_another_fault_of_a_disk_keeps_its_traceback(tmp_path: Path) -> None:
+def test_another_disk_error_keeps_its_traceback(tmp_path: Path) -> None:
     done = started(sys.executable, "-c", FILLS, "breaks", cwd=tmp_path)
     assert done.returncode == 1 and "Traceback" in done.stderr and "Input/output error" in done.stderr
 
 
-def test_a_redis_that_is_gone_is_no_violated_ledger(recipe: Path) -> None:
+def test_a_redis_outage_is_not_reported_as_a_ledger_violation(recipe: Path) -> None:
     values = json.loads(recipe.read_text())
     values["run"]["redis_url"] = "unix:///nowhere/redis.sock"
     write(json.dumps(values), "run", "config.json")(recipe.parent)

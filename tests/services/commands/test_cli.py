@@ -1,5 +1,5 @@
-"""The command line: help that explains itself, and the commands that need no run. What `tandem run` refuses:
-tests/services/commands/test_bad_input.py.
+"""The command line: its help, and the commands that need no run. tests/services/commands/test_bad_input.py has what
+`tandem run` refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tandem(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line a command ended with because of bad input."""
+    """The one line with which a command refused bad input."""
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("tandem: ")
@@ -54,7 +54,7 @@ def recipe_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "command", [command for command in COMMANDS if command not in ([], ["data"], ["reward"])], ids=" ".join
 )
-def test_help_explains_itself_with_an_example(command: list[str]) -> None:
+def test_help_of_every_command_has_an_example(command: list[str]) -> None:
     said = CliRunner().invoke(app, [*command, "--help"])
     assert said.exit_code == 0
     assert f"Example: tandem {' '.join(command)}" in " ".join(said.stdout.split())
@@ -66,12 +66,12 @@ def test_help_lists_every_command() -> None:
         assert not command or f"  {command[0]} " in listed
 
 
-def test_bare_tandem_helps() -> None:
+def test_tandem_without_arguments_prints_help() -> None:
     done = tandem()
     assert "Usage: tandem" in done.stdout + done.stderr
 
 
-def test_a_missing_recipe_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_a_one_line_error(tmp_path: Path) -> None:
     for command in ("run", "sft", "eval", "config"):
         assert "no such file" in complaint(tandem(command, str(tmp_path / "gone.toml")))
     assert "no such file" in complaint(tandem("serve", "feed", str(tmp_path / "gone.toml")))
@@ -89,12 +89,12 @@ def test_an_unknown_service_is_refused_with_the_known_ones(recipe_file: Path) ->
 
 
 @pytest.mark.parametrize("command", ["status", "ledger", "replay"])
-def test_a_folder_that_is_no_run_is_one_line(command: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_a_one_line_error(command: str, tmp_path: Path) -> None:
     assert "is not a run folder" in complaint(tandem(command, str(tmp_path)))
     assert "no run found under runs/" in complaint(tandem(command, cwd=tmp_path))
 
 
-def test_the_run_started_last_is_meant_when_none_is_named(tmp_path: Path) -> None:
+def test_commands_default_to_the_run_started_last(tmp_path: Path) -> None:
     values = small_values(tmp_path)
     for age, name in enumerate(("older", "newer")):
         folder = tmp_path / "runs" / name
@@ -106,7 +106,7 @@ def test_the_run_started_last_is_meant_when_none_is_named(tmp_path: Path) -> Non
     assert "runs/newer" in done.stdout and "older" not in done.stdout
 
 
-def test_status_of_a_finished_run_is_its_summary(tmp_path: Path) -> None:
+def test_status_of_a_finished_run_prints_its_summary(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.json").write_text(dump_recipe(recipe_of(small_values(tmp_path))))
@@ -117,7 +117,7 @@ def test_status_of_a_finished_run_is_its_summary(tmp_path: Path) -> None:
     assert "finished" in said and "0.875" in said and "trained" in said and "80" in said
 
 
-def test_config_prints_what_run_reads(recipe_file: Path) -> None:
+def test_config_prints_the_resolved_recipe(recipe_file: Path) -> None:
     done = tandem("config", str(recipe_file), "run.staleness_budget=4")
     assert done.returncode == 0
     assert "staleness_budget = 4  # default: 2" in done.stdout
@@ -156,14 +156,14 @@ def test_ranks_of_one_machine_meet_on_a_free_port_and_are_restarted_by_the_super
     assert arguments[-6:] == ["--module", "tandem.services.cli", "serve", "trainer", "config.json", "run.seed=3"]
 
 
-def test_ranks_of_several_machines_meet_where_the_recipe_says(tmp_path: Path) -> None:
+def test_ranks_of_several_machines_meet_at_the_address_in_the_recipe(tmp_path: Path) -> None:
     recipe = recipe_of(small_values(tmp_path), trainer={"num_nodes": 2, "rendezvous": "head:29400"})
     arguments = torchrun_arguments(recipe, ["config.json"])
     assert option(arguments, "--nnodes") == "2" and option(arguments, "--rdzv-endpoint") == "head:29400"
     assert int(option(arguments, "--max-restarts")) > 0
 
 
-def test_a_single_rank_finds_itself_in_a_world_of_one() -> None:
+def test_a_single_rank_has_world_size_1() -> None:
     environment = single_rank_environment()
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
     assert 0 < int(environment["MASTER_PORT"]) < 65536

@@ -1,4 +1,4 @@
-"""`tandem data check`: every row judged, the file summed up, three exit codes."""
+"""`tandem data check`: every row is checked, the file is summarized, three exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(chat_folder(tmp_path_factory.mktemp("model")))
 
 
-def test_a_file_without_fault(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_a_fault_exits_with_0(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_parquet(tmp_path / "good.parquet", [verl_row(f"{n}+1=?", str(n + 1), split="x") for n in range(30)])
     report = check_file(file, model_path=model, max_prompt_tokens=60)
     assert (report.num_rows, report.num_usable, report.faults) == (30, 30, [])
@@ -56,13 +56,13 @@ def test_lengths_are_judged_only_with_a_model(tmp_path: Path) -> None:
         check_file(file, max_prompt_tokens=10)
 
 
-def test_many_faults_are_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_list_of_faults_is_shortened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(write_lines(tmp_path / "f.jsonl", [verl_row("[bold]a", "1")] * 50)) == 1
     told = capsys.readouterr().out
     assert "and 29 more" in told and "duplicate" in told and "98.0%" in told
 
 
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_file_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path / "absent.parquet") == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("tandem: dataset ") and captured.err.count("\n") == 1

@@ -1,6 +1,4 @@
-"""What `tandem demo` does around the run: an earlier demo is kept whole, a running one is left alone, what goes wrong
-is one line.
-"""
+"""`tandem demo` around the run: an earlier demo is kept, a running one is left alone, and errors are one line."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ STOPPED = 130
 
 
 class Stage:
-    """The demo's children and its run, played: each looks whether the folder is held, and writes what the real one
-    leaves there.
+    """Stand-ins for the demo's children and its run: each checks whether the folder is locked and writes the real one's
+    files.
     """
 
     def __init__(self) -> None:
@@ -59,7 +57,7 @@ class Stage:
 
 
 def held(folder: Path) -> bool:
-    """Whether somebody holds the run folder."""
+    """Whether a process holds the lock of the run folder."""
     with open(folder / LOCK_FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -86,7 +84,7 @@ def play(folder: Path, *overrides: str) -> int:
     return demo.main(0, [f"run.folder={folder}", *overrides])
 
 
-def test_everything_lies_in_the_run_folder(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_in_the_run_folder(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = load_recipe(demo.RECIPE, demo.demo_settings(0, []))
     assert plain == load_recipe(demo.RECIPE), "the recipe as it is shipped"
     monkeypatch.chdir(tmp_path)
@@ -95,8 +93,8 @@ def test_everything_lies_in_the_run_folder(stage: Stage, tmp_path: Path, monkeyp
     assert {"data", "model", CONFIG_FILE} <= set(os.listdir("runs/mine"))
 
 
-def test_an_earlier_demo_is_kept_and_its_recipe_goes_on_naming_its_own_files(stage: Stage, folder: Path) -> None:
-    neighbour = str(folder) + "-2/reward.py"  # begins like the folder's name, and is not in it
+def test_an_earlier_demo_is_moved_and_its_recipe_still_names_its_own_files(stage: Stage, folder: Path) -> None:
+    neighbour = str(folder) + "-2/reward.py"  # starts with the folder's name but is not inside it
     assert play(folder, f"reward.scorer={neighbour}:score") == STOPPED
     kept = folder.with_name("demo.1")
     models = []
@@ -114,7 +112,7 @@ def test_an_earlier_demo_is_kept_and_its_recipe_goes_on_naming_its_own_files(sta
 
 
 @pytest.mark.parametrize("moment", ["warm-up", "run"])
-def test_a_demo_that_is_not_over_is_left_alone(stage: Stage, folder: Path, moment: str) -> None:
+def test_a_running_demo_is_left_alone(stage: Stage, folder: Path, moment: str) -> None:
     with RunLock(folder) as lock:
         if moment == "run":
             (folder / CONFIG_FILE).write_text("{}")
@@ -128,7 +126,7 @@ def test_a_demo_that_is_not_over_is_left_alone(stage: Stage, folder: Path, momen
     assert not stage.commands
 
 
-def test_a_demo_that_never_came_to_its_run_is_kept_too(stage: Stage, folder: Path) -> None:
+def test_a_demo_that_ended_before_its_run_is_kept_too(stage: Stage, folder: Path) -> None:
     stage.exit_code = 2
     play(folder)
     stage.exit_code = 0
@@ -161,7 +159,7 @@ def test_a_run_of_that_id_in_a_shared_redis_is_found_before_the_warm_up(
         play(folder)
 
 
-def test_what_a_child_has_said_in_one_line_is_not_said_again(
+def test_an_error_line_printed_by_a_child_is_not_repeated(
     stage: Stage, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stage.exit_code = 2
@@ -177,7 +175,7 @@ def full(*_arguments: object, **_options: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_while_the_model_is_made_is_one_line(
+def test_a_full_disk_while_the_model_is_made_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tandem.services.data.tiny_model.build_tiny_model", full)
@@ -189,7 +187,7 @@ def test_a_full_disk_while_the_model_is_made_is_one_line(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_disk_while_the_data_are_written_is_one_line(
+def test_a_full_disk_while_the_data_are_written_is_a_one_line_error(
     stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "write_task", full)
@@ -225,7 +223,7 @@ FIGURES = {
 }
 
 
-def test_the_table_tells_what_was_measured_and_what_was_not(
+def test_the_table_shows_measured_and_missing_figures(
     stage: Stage, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for absent, expected in (
@@ -242,7 +240,7 @@ def test_the_table_tells_what_was_measured_and_what_was_not(
 @pytest.mark.system
 @pytest.mark.timeout(400)
 def test_without_vllm_the_demo_samples_with_transformers_and_says_so(tmp_path: Path) -> None:
-    """vLLM is hidden from the demo's process and from all it starts."""
+    """vLLM is hidden from the demo's process and its children."""
     (tmp_path / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
         "find = PathFinder.find_spec\n"

@@ -1,5 +1,5 @@
-"""`tandem doctor`: what is missing is named with the command that mends it, and only a real lack costs the exit
-code.
+"""`tandem doctor`: each missing dependency is named with the command that installs it; only missing requirements fail
+the exit code.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def examined(monkeypatch: pytest.MonkeyPatch, probe: dict[str, object]) -> tuple
     return run_doctor(console), console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_this_machine_runs_the_tests_so_its_imports_are_found_in_order() -> None:
+def test_the_imports_of_this_machine_are_reported_as_working() -> None:
     probe = probe_imports()
     assert "error" not in probe
     assert check_torch(probe).verdict == "ok" and check_vllm(probe).verdict == "ok"
 
 
-def test_a_machine_that_has_everything(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+def test_a_machine_without_faults_passes(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
     monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 8e9)
     code, said = examined(monkeypatch, GOOD_PROBE)
     assert code == 0 and "can run a demo" in said
@@ -62,7 +62,7 @@ def test_a_machine_that_has_everything(monkeypatch: pytest.MonkeyPatch, installe
         assert name in said
 
 
-def test_the_command_names_the_isolation_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_the_isolation_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "probe_imports", lambda: GOOD_PROBE)
     said = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "240"}).output
     (row,) = [line for line in said.splitlines() if line[1:].split()[:1] == ["sandbox"]]
@@ -70,7 +70,7 @@ def test_the_command_names_the_isolation_in_force(monkeypatch: pytest.MonkeyPatc
     assert ("no isolation" if found.name == "none" else str(found)) in row
 
 
-def test_a_missing_package_is_a_lack_with_its_remedy(
+def test_a_missing_package_is_reported_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]
 ) -> None:
     del installed["deepspeed"]
@@ -118,7 +118,7 @@ def test_too_little_memory_or_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert doctor.check_disk(tmp_path).verdict == "lack"
 
 
-def test_no_redis_server_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_redis_server_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from tandem.services.buffer import redis_server
 
     def none() -> None:
@@ -130,19 +130,19 @@ def test_no_redis_server_is_a_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.verdict == "lack" and check.remedy
 
 
-def test_a_redis_that_is_named_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_redis_must_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_REDIS_URL", "unix:///nowhere.sock")
     check = doctor.check_redis_server()
     assert check.verdict == "lack" and "nowhere" in check.detail and "TANDEM_REDIS_URL" in check.remedy
 
 
-def test_gpus_that_torch_cannot_use_are_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_cannot_use_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpu_ids", lambda: ("0", "1"))
     assert "EXTRA=gpu" in doctor.check_gpus(GOOD_PROBE).remedy
     assert "2 × NVIDIA" in doctor.check_gpus({"device": "NVIDIA X", "gpus": 2}).detail
 
 
-def test_weight_backends_say_not_run_until_there_is_a_record(tmp_path: Path) -> None:
+def test_weight_backends_are_reported_as_not_run_without_a_record(tmp_path: Path) -> None:
     def details() -> dict[str, Check]:
         return {check.name: check for check in check_backends(tmp_path)}
 

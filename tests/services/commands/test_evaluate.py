@@ -1,5 +1,5 @@
-"""`tandem eval` until it has a sampler: small programs stand in for the services. A whole one is in
-tests/system/test_system_recipes.py.
+"""`tandem eval` until it has a sampler, with small programs in place of the services.
+tests/system/test_system_recipes.py has a whole evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLEEP = "import time; time.sleep(600)"
 
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """Of a recipe whose model folder passes the checks and makes prompts; nobody loads its weights."""
+    """The values of a recipe whose model folder passes the checks and tokenizes prompts; its weights are never loaded."""
     model = chat_folder(tmp_path / "model")
     (model / "config.json").write_text(json.dumps(CONFIG))
     write_safetensors(model / "model.safetensors", {"embed": (10, 16)})
@@ -42,7 +42,7 @@ def values(tmp_path: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def asleep(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Services that never come; the mark that they carry."""
+    """Services that never register; returns the mark that their processes carry."""
 
     def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
         names = ("rollout-0", "reward", "trainer")
@@ -54,7 +54,7 @@ def asleep(monkeypatch: pytest.MonkeyPatch) -> str:
     return mark
 
 
-def test_services_that_never_come_end_it_with_a_line(
+def test_services_that_never_register_are_a_one_line_error(
     values: dict[str, Any], asleep: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(evaluate, "START_SECONDS", 0.5)
@@ -64,7 +64,7 @@ def test_services_that_never_come_end_it_with_a_line(
     assert not (tmp_path / "run").exists(), "it writes nothing to the run folder"
 
 
-def test_a_bug_in_the_evaluation_ends_it_as_a_bug(
+def test_a_bug_in_the_evaluation_keeps_its_traceback(
     values: dict[str, Any], asleep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_arguments: object) -> NoReturn:
@@ -91,12 +91,12 @@ def test_bad_input_is_found_before_anything_is_started(
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(evaluate, "RedisChild", None)  # the first thing it starts
+    monkeypatch.setattr(evaluate, "RedisChild", None)  # the first process it starts
     with pytest.raises(kind, match=says):
         evaluate_recipe(recipe_of(values, **changes))
 
 
-def test_cut_weights_and_a_port_in_use_are_found_too(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_weights_and_a_used_port_are_found(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "RedisChild", None)
     with web_server() as port, pytest.raises(EnvironmentLackError, match=f"rollout.port: cannot listen on .*{port}"):
         evaluate_recipe(recipe_of(values, rollout={"port": port}))

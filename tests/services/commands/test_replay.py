@@ -1,4 +1,4 @@
-"""A replay gives the weights of the run bit for bit, and says where it does not."""
+"""A replay gives the run's weights bit for bit, and reports where it does not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipe]:
 
 @pytest.fixture
 def copied(trained: Recipe, tmp_path: Path) -> Path:
-    """Its run folder, to be spoilt."""
+    """A copy of the run folder that the test may damage."""
     return Path(shutil.copytree(trained.folder, tmp_path / "run"))
 
 
@@ -48,7 +48,7 @@ def test_a_replay_ends_with_the_same_weights(trained: Recipe, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("trainer", [{"packing": "flat"}, {"backend": "fsdp"}], ids=["flat", "fsdp"])
-def test_runs_of_other_settings_are_replayed(
+def test_runs_with_other_settings_are_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], trainer: dict[str, str]
 ) -> None:
     with running_redis(tmp_path) as url:
@@ -70,7 +70,7 @@ def test_another_batch_gives_other_weights_at_its_version(copied: Path, capsys: 
     assert "version 2 differs" in capsys.readouterr().out
 
 
-def test_an_export_that_is_not_the_last_version_is_found_out(
+def test_an_export_of_another_version_is_detected(
     copied: Path, trained: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(Path(trained.model.path) / "model.safetensors", copied / "hf" / "model.safetensors")
@@ -82,7 +82,7 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
 
 
-def test_weights_that_are_cut_short_are_named(copied: Path, trained: Recipe, tmp_path: Path) -> None:
+def test_truncated_weights_are_named(copied: Path, trained: Recipe, tmp_path: Path) -> None:
     export = copied / "hf" / "model.safetensors"
     whole = export.read_bytes()
     cut(export)
@@ -100,7 +100,7 @@ def test_weights_that_are_cut_short_are_named(copied: Path, trained: Recipe, tmp
         replay.main(copied)
 
 
-def test_a_run_with_a_hole_is_refused(copied: Path) -> None:
+def test_a_run_with_a_missing_batch_is_refused(copied: Path) -> None:
     shutil.rmtree(record_folder(copied, 1))
     with pytest.raises(DataError, match="every batch from 1 on"):
         replay.main(copied)
@@ -146,7 +146,7 @@ reads.
 """
 
 
-def test_whatever_a_run_was_resumed_with_its_replay_gives_the_same_weights(
+def test_a_replay_gives_the_same_weights_whichever_free_keys_changed_at_a_resume(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sections = {key for key in FREE if "." not in key}

@@ -1,6 +1,4 @@
-"""`tandem reward`: files of every sort against a service that scores by script; bad rows in one line each, and exit
-codes.
-"""
+"""`tandem reward`: files of every kind against a scripted service, one line for each bad row, and exit codes."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def test_a_small_file_is_scored_at_once(tmp_path: Path, name: str) -> None:
     assert done.stderr == ""
 
 
-def test_what_travels_is_the_row(service: ScriptedReward, tmp_path: Path) -> None:
+def test_a_request_holds_the_fields_of_its_row_and_the_rubric(service: ScriptedReward, tmp_path: Path) -> None:
     file = write_lines(
         tmp_path / "f.jsonl", [row(1, group=7), row(2, answer="3", reward_model=None, ground_truth=[1, "x"])]
     )
@@ -93,13 +91,13 @@ def test_what_travels_is_the_row(service: ScriptedReward, tmp_path: Path) -> Non
     )
     assert (second.ground_truth, second.group) == ('[1, "x"]', "")
     reward("score", file, "--column", "answer", "--with-prompt", "--group-column", "data_source")
-    assert [item.solution for item in service.requests[-1].items] == ["3"]  # the first has none
+    assert [item.solution for item in service.requests[-1].items] == ["3"]  # the first row has no solution
     assert json.loads(service.requests[-1].items[-1].extra_info)["prompt"] == [{"role": "user", "content": "?"}]
     assert service.requests[-1].items[-1].group == "test"
 
 
 def test_standard_input_is_read_to_its_last_line() -> None:
-    """More lines than are looked at to learn the columns; none is lost in between."""
+    """There are more lines than are read to detect the columns; none is lost in between."""
     given_lines = "".join(json.dumps(row(number)) + "\n" for number in range(250)) + "\n\n"
     lines = reward("score", "-", given=given_lines).stdout.splitlines()
     assert [line.split()[:2] for line in lines[:-1]] == [[str(n), str(n)] for n in range(250)]
@@ -171,13 +169,13 @@ def test_a_bad_row_is_named_and_the_rest_is_scored(tmp_path: Path, bad: Any, sai
     assert quoted["reason"] == "invalid_input" and said[:30] in quoted["detail"]
 
 
-def test_many_bad_rows_are_told_in_few_lines(tmp_path: Path) -> None:
+def test_many_bad_rows_are_reported_in_few_lines(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "f.jsonl", [row(1), *[row(1, solution=3)] * 50])
     lines = complaints(reward("score", file))
     assert len(lines) == 21 and lines[-1] == f"{file}: and 30 rows more that cannot be scored"
 
 
-def test_a_row_without_ground_truth_is_said_but_sent(service: ScriptedReward, tmp_path: Path) -> None:
+def test_a_row_without_ground_truth_is_reported_and_sent(service: ScriptedReward, tmp_path: Path) -> None:
     rows = [
         row(1),
         row(2, reward_model={"ground_truth": None}),
@@ -193,7 +191,7 @@ def test_a_row_without_ground_truth_is_said_but_sent(service: ScriptedReward, tm
     assert "4 scored" in done.stdout and service.requests[-1].items[1].ground_truth == ""
 
 
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_bad_input_is_a_one_line_error_with_exit_code_2(tmp_path: Path) -> None:
     file = answers(tmp_path, 1)
     empty = write_lines(tmp_path / "empty.jsonl", [])
     array = write_lines(tmp_path / "array.jsonl", [[row(1)]])
@@ -243,19 +241,19 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         assert said in line and done.stdout == "", line
 
 
-def test_a_rubric_the_service_refuses_is_a_line(tmp_path: Path) -> None:
+def test_a_rubric_that_the_service_refuses_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("wrong")
     for command in ("score", "submit"):
         done = reward(command, answers(tmp_path, 1), "--rubric", tmp_path / "r.toml", code=2)
         assert complaints(done) == ["components: there are none"]
 
 
-def test_a_service_that_is_not_there_is_exit_code_1(tmp_path: Path) -> None:
+def test_an_unreachable_service_exits_with_1(tmp_path: Path) -> None:
     (line,) = complaints(reward("jobs", "--address", "127.0.0.1:1", code=1))
     assert line.startswith("UnavailableError: the reward service at 127.0.0.1:1 cannot be reached")
 
 
-def test_a_large_file_is_no_file_to_score_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_too_large_for_score_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_tasks, "MOST_ROWS_AT_ONCE", 3)
     (line,) = complaints(reward("score", answers(tmp_path, 1, 2, 3, 4), code=2))
     assert "has more than 3 rows; `tandem reward submit`" in line
@@ -264,7 +262,7 @@ def test_a_large_file_is_no_file_to_score_at_once(tmp_path: Path, monkeypatch: p
 # --- jobs ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_becomes_a_job_and_its_scores_a_file(service: ScriptedReward, tmp_path: Path) -> None:
+def test_a_file_is_scored_as_a_job_into_a_file(service: ScriptedReward, tmp_path: Path) -> None:
     file = answers(tmp_path, *range(1000), name="answers.parquet")
     done = reward("submit", file)
     assert done.stdout.splitlines() == [
@@ -305,7 +303,7 @@ def test_the_same_file_and_rubric_are_the_same_job(service: ScriptedReward, tmp_
     assert len(service.jobs) == 7
 
 
-def test_a_submission_that_was_interrupted_goes_on_when_it_is_repeated(service: ScriptedReward, tmp_path: Path) -> None:
+def test_an_interrupted_submission_resumes_when_it_is_repeated(service: ScriptedReward, tmp_path: Path) -> None:
     file = answers(tmp_path, *range(2000))
     service.breaks = [3] + [-1] * 500
     stream_retry = async_client.StreamRetry
@@ -315,13 +313,13 @@ def test_a_submission_that_was_interrupted_goes_on_when_it_is_repeated(service: 
     service.breaks = []
     (job,) = service.jobs.values()
     stored, before = job.next_chunk, service.num_chunks_received
-    assert stored == 4  # the last one's answer was lost
+    assert stored == 4  # the reply to the last chunk was lost
     assert reward("submit", file).stdout.splitlines()[0] == "job job-0: 2,000 items"
     assert service.num_chunks_received - before == 8 - stored
     assert [item.solution for item in job.items] == [str(number) for number in range(2000)]
 
 
-def test_a_cancelled_job_is_exit_code_1_and_has_a_row_for_every_item(tmp_path: Path) -> None:
+def test_a_cancelled_job_exits_with_1_and_has_a_row_for_every_item(tmp_path: Path) -> None:
     reward("submit", answers(tmp_path, *range(600)))
     told = "job job-0 cancelled: 600 items: 512 scored (mean 255.5), 88 not scored (cancelled 88)\n"
     assert reward("cancel", "job-0").stdout == told
@@ -341,7 +339,7 @@ def test_the_scorers_are_listed(service: ScriptedReward) -> None:
     assert one[2].split(maxsplit=3) == ["scale", "number", "1.0", "What it is multiplied by."]
 
 
-def test_values_that_json_cannot_hold_cost_their_row_alone(tmp_path: Path) -> None:
+def test_a_value_that_json_cannot_hold_fails_only_its_row(tmp_path: Path) -> None:
     table = pa.table({"solution": ["1", "2"], "extra_info": pa.array([{"b": b"\xff"}, {"b": None}])})
     pq.write_table(table, tmp_path / "f.parquet")
     done = reward("score", tmp_path / "f.parquet")
@@ -349,7 +347,7 @@ def test_values_that_json_cannot_hold_cost_their_row_alone(tmp_path: Path) -> No
     assert "1  2  group=1" in done.stdout
 
 
-def test_a_choice_writes_its_rubric() -> None:
+def test_a_choice_of_scorer_becomes_a_rubric() -> None:
     assert Choice().text() == ""
     assert Choice(scorer="exact").text() == '[[components]]\nscorer = "exact"\n'
     with pytest.raises(ScorerError):

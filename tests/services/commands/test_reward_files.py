@@ -1,5 +1,5 @@
-"""Odd files and names at the command line: what cannot be read costs its row, what cannot be used is one line, nothing
-is passed over.
+"""Unusual files and names at the command line: an unreadable value fails its row, an unusable file is a one-line error,
+nothing is skipped silently.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def written(file: Path, **columns: Any) -> Path:
 
 
 def texts(*values: bytes) -> pa.Array:
-    """A column that says it is text, of bytes that need not be, as other programs write it."""
+    """A column of type text whose bytes need not be valid text, as other programs write it."""
     ends, data = [0], b"".join(values)
     for value in values:
         ends.append(ends[-1] + len(value))
@@ -77,7 +77,7 @@ def times(kind: str, *values: int) -> pa.Array:
     return pa.StructArray.from_arrays([pa.array(values, pa.int64()).view(pa.timestamp(kind))], ["at"])
 
 
-# ---- what Python cannot hold ----
+# ---- values that Python cannot hold ----
 
 UNREADABLE = [
     ("solution", {"solution": texts(b"1", b"\xff", b"2")}, "'utf-8' codec can't decode byte 0xff"),
@@ -92,7 +92,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("name", "columns", "reason"), UNREADABLE, ids=["text", "source", "time", "map"])
-def test_a_value_of_parquet_that_cannot_be_read_costs_its_row_alone(
+def test_an_unreadable_parquet_value_fails_only_its_row(
     service: ScriptedReward, tmp_path: Path, name: str, columns: dict[str, Any], reason: str
 ) -> None:
     file = written(tmp_path / "f.parquet", **{"solution": ["1", "3", "2"], **columns})
@@ -102,7 +102,7 @@ def test_a_value_of_parquet_that_cannot_be_read_costs_its_row_alone(
     assert reason in bad.detail and "\n" not in bad.detail
 
 
-def test_one_bad_text_of_parquet_is_named_and_the_rest_is_scored(tmp_path: Path) -> None:
+def test_an_invalid_parquet_text_is_named_and_the_rest_is_scored(tmp_path: Path) -> None:
     file = written(tmp_path / "f.parquet", solution=texts(b"1", b"\xff", b"2"))
     done = reward("score", file)
     assert done.stderr.splitlines()[0].startswith(f"tandem: {file} row 1: solution cannot be read: ")
@@ -111,7 +111,7 @@ def test_one_bad_text_of_parquet_is_named_and_the_rest_is_scored(tmp_path: Path)
     assert "2 scored (mean 1.5), 1 not scored (invalid_input 1)" in job.stdout
 
 
-def test_a_training_set_loses_that_row_alone_too(tmp_path: Path) -> None:
+def test_an_unreadable_parquet_value_drops_only_its_row_of_a_training_set(tmp_path: Path) -> None:
     rows = pa.Table.from_pylist([verl_row("?", "1"), verl_row("?", "2")])
     pq.write_table(rows.set_column(0, "data_source", texts(b"\xff", b"d")), tmp_path / "f.parquet")
     first, second = Dataset(tmp_path / "f.parquet")
@@ -119,8 +119,8 @@ def test_a_training_set_loses_that_row_alone_too(tmp_path: Path) -> None:
     assert not isinstance(second, RowFault) and second.ground_truth == "2"
 
 
-def test_a_map_is_an_object(tmp_path: Path) -> None:
-    """As Spark and Java write them."""
+def test_a_parquet_map_becomes_an_object(tmp_path: Path) -> None:
+    """Spark and Java write maps."""
     kind = pa.map_(pa.string(), pa.string())
     truths = pa.array([[("style", "rule"), ("ground_truth", "7")]], kind)
     file = written(
@@ -129,7 +129,7 @@ def test_a_map_is_an_object(tmp_path: Path) -> None:
     assert list(CompletionFile(file)) == [ScoreItem("", "1", "7", {"a": "b"})]
 
 
-def test_a_data_source_that_is_no_text_is_no_text(tmp_path: Path) -> None:
+def test_a_data_source_that_is_not_text_fails_its_row(tmp_path: Path) -> None:
     rows = [{"solution": "1", "data_source": source} for source in (["d"], 7, None)]
     first, second, third = CompletionFile(write_lines(tmp_path / "f.jsonl", rows))
     assert isinstance(first, Unscored) and first.detail == "row 0: data_source is of type list, not text"
@@ -139,7 +139,7 @@ def test_a_data_source_that_is_no_text_is_no_text(tmp_path: Path) -> None:
 # ---- columns ----
 
 
-def test_a_column_that_was_asked_for_is_there_or_missed(tmp_path: Path) -> None:
+def test_a_requested_column_that_is_missing_is_an_error(tmp_path: Path) -> None:
     rows = [{"solution": "1", "question": "q1"}]
     for file in (
         write_lines(tmp_path / "f.jsonl", rows),
@@ -155,18 +155,18 @@ def test_a_column_that_was_asked_for_is_there_or_missed(tmp_path: Path) -> None:
         assert isinstance(item, ScoreItem) and item.group == "", "a file need not have groups"
 
 
-def test_of_two_columns_of_a_name_none_is_taken(tmp_path: Path) -> None:
+def test_two_columns_with_the_same_name_are_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["1"]), pa.array(["2"])], ["solution", "solution"])
     pq.write_table(table, tmp_path / "f.parquet")
     with pytest.raises(DataError, match="several columns 'solution'; write it with one"):
         CompletionFile(tmp_path / "f.parquet")
 
 
-# ---- where scores go ----
+# ---- output files ----
 
 
 @pytest.mark.parametrize("command", ["score", "submit", "results"])
-def test_a_file_of_scores_that_cannot_be_written_is_one_line_before_anything_is_asked(
+def test_an_unwritable_score_file_is_a_one_line_error_before_any_request(
     service: ScriptedReward, tmp_path: Path, command: str
 ) -> None:
     file = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}])
@@ -182,7 +182,7 @@ def test_a_file_of_scores_that_cannot_be_written_is_one_line_before_anything_is_
 
 
 @pytest.mark.parametrize("command", ["score", "submit"])
-def test_the_completions_are_not_written_over(service: ScriptedReward, tmp_path: Path, command: str) -> None:
+def test_the_completions_file_is_not_overwritten(service: ScriptedReward, tmp_path: Path, command: str) -> None:
     file = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}])
     before = file.read_text()
     (tmp_path / "link.jsonl").symlink_to(file)
@@ -195,8 +195,8 @@ def test_the_completions_are_not_written_over(service: ScriptedReward, tmp_path:
 # ---- names ----
 
 
-def test_what_is_no_text_is_said_by_name(tmp_path: Path) -> None:
-    """As Python makes it of arguments and file names that are not UTF-8."""
+def test_text_that_is_not_utf_8_is_refused_by_name(tmp_path: Path) -> None:
+    """Python decodes arguments and file names that are not UTF-8 to such strings."""
     file, bad = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}]), "k\udcff"
     for option in ("key", "name"):
         said = complaint(reward("submit", file, f"--{option}", bad, code=2))
@@ -221,9 +221,7 @@ def test_what_is_no_text_is_said_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "shown"), [(b"\xff.jsonl", "?.jsonl"), (b"\xc3\xa9" * 120, "é" * 100)], ids=["no text", "long"]
 )
-def test_a_job_is_named_after_its_file_whatever_that_is_called(
-    service: ScriptedReward, tmp_path: Path, name: bytes, shown: str
-) -> None:
+def test_a_job_is_named_after_its_file(service: ScriptedReward, tmp_path: Path, name: bytes, shown: str) -> None:
     file = tmp_path / os.fsdecode(name)
     file.write_text('{"solution": "1"}\n')
     reward("submit", file)
@@ -231,7 +229,7 @@ def test_a_job_is_named_after_its_file_whatever_that_is_called(
     assert job.header.name == shown and len(shown.encode()) <= 200
 
 
-def test_what_others_wrote_commands_no_terminal(service: ScriptedReward, tmp_path: Path) -> None:
+def test_control_characters_in_output_are_replaced(service: ScriptedReward, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "f.jsonl", [{"solution": "1"}])
     reward("submit", file, "--name", "two\nlines \x1b[31mred")
     _, line = reward("jobs").stdout.splitlines()
@@ -241,11 +239,11 @@ def test_what_others_wrote_commands_no_terminal(service: ScriptedReward, tmp_pat
     assert score_line(0, Unscored("crashed", "a\r\n\x07b")) == "0  –  crashed: a \ufffdb"
 
 
-# ---- jobs that were cancelled ----
+# ---- cancelled jobs ----
 
 
 @pytest.mark.parametrize(("error", "code"), [(JobError, 1), (JobLimitError, 2), (JobExistsError, 2)])
-def test_a_job_that_is_cancelled_while_it_is_submitted_is_exit_code_1(
+def test_a_job_cancelled_during_submission_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[JobError], code: int
 ) -> None:
     def refused(*_arguments: object, **_more: object) -> None:
@@ -256,7 +254,7 @@ def test_a_job_that_is_cancelled_while_it_is_submitted_is_exit_code_1(
     assert complaint(reward("submit", file, code=code)) == "job 0 is CANCELLED with 3 chunks and takes no more"
 
 
-def test_a_cancelled_job_that_is_submitted_again_says_so(service: ScriptedReward, tmp_path: Path) -> None:
+def test_submitting_a_cancelled_job_again_is_reported(service: ScriptedReward, tmp_path: Path) -> None:
     rows = [{"solution": str(number), "ground_truth": "1"} for number in range(600)]
     file = write_lines(tmp_path / "f.jsonl", rows)
     reward("submit", file)

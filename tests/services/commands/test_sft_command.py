@@ -1,6 +1,4 @@
-"""`tandem sft` around the training: what is wrong is known before it, what is skipped is counted, nothing is
-overwritten.
-"""
+"""`tandem sft` around the training: faults are found before it, skipped rows are counted, nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.support.run_inputs import recipe_of, small_values
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The outputs of the trainings that took place; none really does."""
+    """The outputs of the trainings that would have run; none really runs."""
     outputs: list[Path] = []
 
     def train(rows: Any, model: str, output: Path, settings: Any, validate: Any) -> SftResult:
@@ -44,7 +42,7 @@ def recipe(tmp_path: Path) -> Recipe:
     )
 
 
-def test_rows_of_the_validation_file_that_cannot_be_used_are_counted(
+def test_unusable_rows_of_the_validation_file_are_counted(
     recipe: Recipe, trained: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sft_command.main(recipe) == 0
@@ -75,7 +73,7 @@ def file_above(output: Path) -> None:
         (file_above, EnvironmentLackError, "cannot be written"),
     ],
 )
-def test_an_output_that_is_there_is_refused_before_the_training_and_stays(
+def test_an_existing_output_is_refused_before_the_training_and_kept(
     recipe: Recipe,
     trained: list[Path],
     tmp_path: Path,
@@ -91,7 +89,7 @@ def test_an_output_that_is_there_is_refused_before_the_training_and_stays(
     assert {file: file.read_text() for file in tmp_path.joinpath("out").rglob("*") if file.is_file()} == before
 
 
-def test_a_new_or_empty_output_is_taken_and_the_check_leaves_nothing(recipe: Recipe, trained: list[Path]) -> None:
+def test_a_new_or_empty_output_is_accepted_and_the_check_adds_no_file(recipe: Recipe, trained: list[Path]) -> None:
     output = Path(recipe.sft.output)
     for _ in range(2):
         assert sft_command.main(recipe) == 0
