@@ -1,4 +1,4 @@
-"""The feed against a real Redis: order, cursor, credits, and how it ends."""
+"""The feed against a real Redis: order, cursor, credits, and its end."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def positions(stream: PromptStream, number: int) -> list[str]:
 
 
 def test_order_is_fixed_by_seed_and_epoch() -> None:
-    # Written down so that a resumed run meets the order it left, whatever version of this software or numpy resumes it.
+    # Literal values, so that a resumed run keeps its order under any version of this software or numpy.
     assert epoch_order(7, 0, 10).tolist() == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
     orders = {tuple(epoch_order(seed, epoch, 50)) for seed in (-1, 0, 1, 2**40) for epoch in range(3)}
     assert len(orders) == 12
     assert all(sorted(order) == list(range(50)) for order in orders)
 
 
-def test_stream_repeats_itself_from_any_position(recipe: Callable[..., Recipe]) -> None:
+def test_a_stream_is_the_same_from_any_position(recipe: Callable[..., Recipe]) -> None:
     settings = recipe(questions(10), seed=3)
     whole = positions(open_stream(settings, 0), 25)
     assert sorted(whole[:10]) == [f"0-{n}" for n in range(10)] and sorted(whole[10:20]) == [f"1-{n}" for n in range(10)]
@@ -89,7 +89,9 @@ def test_stream_ends_after_max_epochs(recipe: Callable[..., Recipe]) -> None:
     assert len(positions(stream, 100)) == 8 and stream.finished and stream.run(1) == []
 
 
-def test_skipped_rows_part_the_runs(recipe: Callable[..., Recipe], caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_rows_split_the_stream_into_runs(
+    recipe: Callable[..., Recipe], caplog: pytest.LogCaptureFixture
+) -> None:
     rows = questions(8)
     rows[2] = rows[3] = "broken"
     rows[6] = verl_row("x" * 200, "1")
@@ -105,10 +107,10 @@ def test_skipped_rows_part_the_runs(recipe: Callable[..., Recipe], caplog: pytes
         3: "malformed",
         6: "too_long",
     }
-    assert caplog.text.count("is skipped") == 3  # once a row, not once an epoch
+    assert caplog.text.count("is skipped") == 3  # once per row, not per epoch
 
 
-def test_nothing_usable_is_an_error_not_a_hang(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_dataset_without_a_usable_row_is_an_error_not_a_hang(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no usable row"):
         open_stream(recipe([verl_row("a", None)] * 3), 0).run(1)
     with pytest.raises(DataError, match="no usable row"):
@@ -134,7 +136,7 @@ def test_admits_under_the_limiter_and_marks_the_target(redis_url: str, recipe: C
         assert (group.prompt.sampling.max_tokens, group.prompt.sampling.temperature) == (7, 0.5)
         assert group.prompt.sampling.stop == ("!",) and group.prompt.ground_truth == str(group.prompt.index)
         incarnation = buffer.begin_incarnation()
-        for one in first[:3]:  # two dropped groups would leave the target open for two more
+        for one in first[:3]:  # two dropped groups would leave room for two more
             assert buffer.complete(one, one.payload)
         assert [buffer.release(one, "timeout", "data") for one in first[3:5]] == ["dropped", "dropped"]
         eventually(lambda: feed.admitted == 10)
@@ -144,7 +146,7 @@ def test_admits_under_the_limiter_and_marks_the_target(redis_url: str, recipe: C
     assert buffer.verify() == []
 
 
-def test_target_reached_is_final_until_a_group_is_dropped(redis_url: str, recipe: Callable[..., Recipe]) -> None:
+def test_a_reached_target_reopens_only_when_a_group_is_dropped(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     buffer = new_run(redis_url, groups_per_batch=2, staleness_budget=1, target_groups=3)
     with feeding(buffer, open_stream(recipe(questions(6)), 0)) as feed:
         eventually(lambda: feed.activity == "the run has all the groups it needs")
@@ -178,7 +180,7 @@ def test_the_end_of_the_data_ends_the_feed(redis_url: str, recipe: Callable[...,
         assert buffer.exhausted()
 
 
-def test_a_restarted_feed_goes_on_where_it_stopped(redis_url: str, recipe: Callable[..., Recipe]) -> None:
+def test_a_restarted_feed_resumes_where_it_stopped(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     rows = questions(9)
     rows[4] = "broken"
     settings = recipe(rows, seed=11)
@@ -194,7 +196,7 @@ def test_a_restarted_feed_goes_on_where_it_stopped(redis_url: str, recipe: Calla
 
 
 def retired(buffer: Buffer) -> list[object]:
-    """Takes what is in prompts and returns its credits the way training does."""
+    """Takes waiting prompts and returns their credits as training does."""
     claims = claim(buffer, "prompts", 2)
     for one in claims:
         buffer.complete(one, one.payload)

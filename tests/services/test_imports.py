@@ -1,4 +1,4 @@
-"""The contract, every configuration, the client and every `--help` load no torch, no vllm, and little else."""
+"""The contract, every configuration, the client and every `--help` load no torch, no vllm, and few other libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_SECONDS = 60.0
 
 LEARNING = {"torch", "vllm", "transformers", "deepspeed", "tensorboard"}
 WIRES = {"grpc", "redis", "google.protobuf"}
-LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.config"}  # pydantic is typer's own doing
+LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.config"}  # typer imports pydantic
 
 TRAINER_OPTIONS = [
     "tandem.trainer.aggregation_options",
@@ -57,7 +57,7 @@ COMMANDS = [
 
 
 def loaded_by(code: str) -> set[str]:
-    """Names of all modules in a fresh process after running `code`."""
+    """Names of all modules that a fresh process has loaded after running `code`."""
     program = f"import sys, json\n{code}\njson.dump(sorted(sys.modules), sys.__stdout__)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True
@@ -98,7 +98,7 @@ LIGHT = [
     ids=["no torch and no vllm", "no wires"],
 )
 def test_the_contract_and_every_configuration_load_no_heavy_libraries(modules: list[str], heavy: set[str]) -> None:
-    """Imports all at once; only if that loads a heavy library, each alone to name the module."""
+    """Imports all at once; only if that loads a heavy library, imports each alone to name the module."""
     if loaded_by(f"import {', '.join(modules)}") & heavy:
         found = {module: sorted(loaded_by(f"import {module}") & heavy) for module in modules}
         assert not any(found.values()), {module: names for module, names in found.items() if names}
@@ -112,7 +112,7 @@ def test_a_client_loads_grpc_and_protobuf_and_none_of_the_service() -> None:
     assert not {name for name in loaded if name.startswith(("tandem.reward", "tandem.rollout", "tandem.trainer"))}
 
 
-def test_every_name_that_tandem_exports_is_there() -> None:
+def test_every_name_that_tandem_exports_exists() -> None:
     assert [name for name in tandem.__all__ if getattr(tandem, name, None) is None] == []
     assert set(tandem.__all__) <= set(dir(tandem))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

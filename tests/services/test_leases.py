@@ -1,4 +1,4 @@
-"""The loop of leased work, against a source and a worker that do what the test says."""
+"""The lease loop, with a scripted source and a scripted worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answer:
 
 
 class Queue:
-    """A source of tickets in memory; refuses a token that is not the current one of its name, as the buffer does."""
+    """A source of tickets in memory; like the buffer, it refuses a token that is not the current one of its name."""
 
     def __init__(self, *names: str) -> None:
         self.waiting = list(names)
@@ -82,7 +82,7 @@ class Queue:
 
 
 class Worker(LeaseWorker[Ticket, Answer]):
-    """Answers a ticket by its name, once it may."""
+    """Answers a ticket by its name once the test allows it."""
 
     def __init__(self, *, runs_in_threads: bool = False) -> None:
         self.runs_in_threads = runs_in_threads
@@ -132,7 +132,7 @@ def run(
     capacity: int = 4,
     tolerates_outages: bool = False,
 ) -> dict[str, float]:
-    """Runs the loop until the condition holds (`then` follows), stops it, and returns its figures."""
+    """Runs the loop until the condition holds (then `then`), stops it, and returns its figures."""
 
     async def main() -> dict[str, float]:
         loop: Loop = LeaseLoop(
@@ -163,7 +163,7 @@ def worker(request: pytest.FixtureRequest) -> Worker:
     return Worker(runs_in_threads=request.param)
 
 
-def test_works_on_no_more_leases_than_its_capacity_and_completes_each(worker: Worker) -> None:
+def test_the_loop_holds_no_more_leases_than_its_capacity_and_completes_each(worker: Worker) -> None:
     queue = Queue(*"abcdef")
     most: list[int] = []
 
@@ -177,12 +177,12 @@ def test_works_on_no_more_leases_than_its_capacity_and_completes_each(worker: Wo
     assert (figures["tickets_completed"], figures["tickets_held"], figures["tickets_refused"]) == (6, 0, 0)
 
 
-def test_counts_the_figures_of_accepted_results_only(worker: Worker) -> None:
+def test_only_accepted_results_are_counted(worker: Worker) -> None:
     queue = Queue("a", "b")
 
     def outcome(held: Held[Ticket]) -> Answer:
         if held.lease.name == "b":
-            queue.current["b"] = -1  # somebody else holds it by now
+            queue.current["b"] = -1  # by now another worker holds it
         return Answer("done", {"rows": 3})
 
     worker.outcome = outcome
@@ -190,7 +190,7 @@ def test_counts_the_figures_of_accepted_results_only(worker: Worker) -> None:
     assert (figures["tickets_completed"], figures["rows"]) == (1, 3) and queue.completed == {"a": "done"}
 
 
-def test_renews_leases_and_saves_what_is_new(worker: Worker) -> None:
+def test_leases_are_renewed_with_unsaved_progress(worker: Worker) -> None:
     queue = Queue("a")
     worker.may_answer = lambda name: queue.num_renewals[name] >= 4
     saves: list[int] = []
@@ -208,7 +208,7 @@ def test_renews_leases_and_saves_what_is_new(worker: Worker) -> None:
     assert saves == [1, 2] and queue.completed == {"a": "A"}, "each is saved once"
 
 
-def test_cancels_the_work_on_a_lost_lease(worker: Worker) -> None:
+def test_work_on_a_lost_lease_is_cancelled(worker: Worker) -> None:
     queue = Queue("a")
     worker.may_answer = lambda name: False
 
@@ -221,7 +221,7 @@ def test_cancels_the_work_on_a_lost_lease(worker: Worker) -> None:
     assert figures["tickets_lost"] == 1 and worker.cancelled == ["a"] and queue.released == []
 
 
-def test_a_lease_is_kept_by_its_token_so_the_same_name_may_be_claimed_again(worker: Worker) -> None:
+def test_leases_are_kept_by_token_so_a_name_may_be_claimed_again(worker: Worker) -> None:
     queue = Queue("a")
     release, claimed_again = queue.release, threading.Event()
 
@@ -243,7 +243,7 @@ def test_a_lease_is_kept_by_its_token_so_the_same_name_may_be_claimed_again(work
     assert queue.completed == {"a": "second"} and figures["tickets_requeued"] == 1
 
 
-def test_a_stop_releases_each_lease_with_what_is_unsaved(worker: Worker) -> None:
+def test_a_stop_releases_each_lease_with_unsaved_progress(worker: Worker) -> None:
     queue = Queue("a", "b")
     worker.may_answer = lambda name: False
 
@@ -291,7 +291,7 @@ def test_a_pause_ends_with_the_stop_and_saves_before_it_begins() -> None:
     assert queue.saved == {"a": b"attempt 1"} and waited == [False]
 
 
-def test_a_paused_loop_gives_back_what_a_claim_still_brought() -> None:
+def test_a_paused_loop_gives_back_leases_of_a_pending_claim() -> None:
     queue, worker = Queue(), Worker()
 
     async def pause(loop: Loop) -> None:
@@ -308,7 +308,7 @@ def test_a_paused_loop_gives_back_what_a_claim_still_brought() -> None:
     assert queue.completed == {"a": "A"}
 
 
-def test_a_refused_claim_is_repeated_and_its_reason_is_shown() -> None:
+def test_a_refused_claim_is_retried_and_its_reason_is_shown() -> None:
     queue, worker = Queue("a"), Worker()
     queue.errors["claim"] = [NotAdmittedError("not yet")] * 2
     reasons: set[str] = set()
@@ -352,7 +352,7 @@ def test_a_tolerated_outage_is_waited_out_and_the_lease_given_back(monkeypatch: 
     assert figures["outages"] >= 3, "of the claim, the completion and the release"
 
 
-def test_a_worker_that_is_finished_ends_the_loop() -> None:
+def test_a_finished_worker_ends_the_loop() -> None:
     queue, worker = Queue("a"), Worker()
     worker.going_on = False
     run(queue, worker, lambda loop: False)

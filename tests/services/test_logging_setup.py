@@ -1,4 +1,4 @@
-"""Logging: text and JSON lines with their fields, levels, and no more handlers after a second call."""
+"""Logging: text and JSON lines with their fields, levels, and no duplicate handlers after a second call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("tandem.services.anything")
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The logger `tandem` as it was."""
+    """The logger `tandem`, restored after the test."""
     logger = logging.getLogger("tandem")
     handlers, level = list(logger.handlers), logger.level
     for variable in ("TANDEM_LOG", "TANDEM_LOG_LEVEL"):
@@ -53,7 +53,7 @@ def test_json_lines_carry_the_fields(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.parametrize(("level", "shown"), [("debug", 3), ("INFO", 2), ("WARNING", 1)])
-def test_the_level_is_the_least_that_is_written(
+def test_records_below_the_level_are_not_written(
     level: str, shown: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_LOG_LEVEL", level)
@@ -64,7 +64,7 @@ def test_the_level_is_the_least_that_is_written(
 
 
 @pytest.mark.parametrize("variable", ["TANDEM_LOG", "TANDEM_LOG_LEVEL"])
-def test_an_unknown_value_is_refused_with_the_known_ones(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_is_refused_naming_the_known_ones(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "loud")
     with pytest.raises(ConfigError, match=rf"{variable}='loud' is not one of (text, json|DEBUG, INFO)"):
         configure_logging("feed")

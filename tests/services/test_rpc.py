@@ -1,4 +1,4 @@
-"""Every service's gRPC side: health, reflection, Info, and errors that arrive as the class that was raised."""
+"""Every service's gRPC side: health, reflection, Info, and errors that arrive as the raised class."""
 
 from __future__ import annotations
 
@@ -82,16 +82,14 @@ def test_every_error_class_maps_to_a_status_code_that_exists() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
-def test_a_port_that_cannot_be_had_is_named_once(
-    server: ServerThread, host: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unavailable_port_is_named_once(server: ServerThread, host: str, capfd: pytest.CaptureFixture[str]) -> None:
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(EnvironmentLackError, match=f"{host}:{port}"):
         ServerThread(host, port, info=common_pb2.InfoReply, register=lambda s: None, service_names=[])
     assert capfd.readouterr().err == "", "gRPC says it on a line of its own"
 
 
-def test_nobody_there_is_unavailable_or_past_the_deadline() -> None:
+def test_an_absent_server_is_unavailable_or_exceeds_the_deadline() -> None:
     with connect("127.0.0.1:1") as channel, pytest.raises((UnavailableError, DeadlineError)), translated():
         common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=2)
 
@@ -105,6 +103,6 @@ def test_nobody_there_is_unavailable_or_past_the_deadline() -> None:
     ],
     ids=["client", "server"],
 )
-def test_a_program_that_closes_nothing_exits(unclosed: str) -> None:
+def test_a_program_that_closes_no_channel_exits(unclosed: str) -> None:
     done = subprocess.run([sys.executable, "-c", unclosed], capture_output=True, timeout=60.0, check=False)
     assert done.returncode == 0, done.stderr

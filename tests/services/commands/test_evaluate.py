@@ -27,7 +27,7 @@ SLEEP = "import time; time.sleep(600)"
 
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """The values of a recipe whose model folder passes the checks and tokenizes prompts; its weights are never loaded."""
+    """The values of a recipe whose model folder passes the checks and tokenizes prompts; its weights are not loaded."""
     model = chat_folder(tmp_path / "model")
     (model / "config.json").write_text(json.dumps(CONFIG))
     write_safetensors(model / "model.safetensors", {"embed": (10, 16)})

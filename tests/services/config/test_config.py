@@ -1,4 +1,4 @@
-"""Recipes: defaults, overrides, unknown keys, faults in one line, and what the generated documents say of them."""
+"""Recipes: defaults, overrides, unknown keys, one-line errors, and the generated documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tandem.services.config import (
 )
 from tandem.services.config.docs import PAGE, as_toml, keys, page
 
-QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault
+QUIET = settings(deadline=None, max_examples=60)  # a slow machine is no failure
 MINIMAL = '[run]\nrun_id = "mine"\n[model]\npath = "models/tiny"\n[data]\ntrain_file = "train.parquet"\n'
 
 
@@ -78,7 +78,7 @@ def test_overrides_win_and_are_typed_as_toml(recipe_file: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["learning_rate=1", "trainer.learning_rate", "trainer.=1", ".x=1", "=1", ""])
-def test_a_malformed_override_says_how_to_write_one(recipe_file: Path, override: str) -> None:
+def test_a_malformed_override_is_an_error_with_an_example(recipe_file: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"write section\.key=value"):
         load_recipe(recipe_file, [override])
 
@@ -130,7 +130,7 @@ def test_a_key_unlike_any_other_gets_the_list_of_keys() -> None:
         ({"rollout": {"engine": "vlm"}}, "rollout.engine: there is no 'vlm'; did you mean vllm?"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named_with_its_place(values: dict[str, dict[str, Any]], place: str) -> None:
+def test_an_invalid_value_is_named_with_its_place(values: dict[str, dict[str, Any]], place: str) -> None:
     assert place in complaint(minimal(**values))
 
 
@@ -154,7 +154,7 @@ def test_a_missing_key_is_named() -> None:
         ("empty.toml", b"", "run is missing"),
     ],
 )
-def test_a_file_that_is_not_a_recipe_is_one_clear_line(
+def test_a_file_that_is_not_a_recipe_is_a_one_line_error(
     tmp_path: Path, name: str, content: bytes | None, says: str
 ) -> None:
     file = tmp_path / name
@@ -188,7 +188,7 @@ def test_a_saved_recipe_reads_back_the_same_and_takes_overrides(tmp_path: Path, 
     assert load_recipe(saved, ["run.seed=7"]).run.seed == 7
 
 
-def test_a_saved_recipe_that_is_missing_or_broken_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_or_broken_saved_recipe_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a run folder"):
         load_resolved(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
@@ -247,7 +247,7 @@ def test_json_and_toml_of_a_recipe_read_back_as_the_recipe(recipe: Recipe) -> No
 
 @QUIET
 @given(st.sampled_from(known_keys()).filter(lambda key: "." in key and "[]" not in key), st.data())
-def test_a_key_with_one_letter_lost_is_always_recognised(key: str, data: st.DataObject) -> None:
+def test_a_key_that_lacks_one_letter_is_always_recognised(key: str, data: st.DataObject) -> None:
     above, _, name = key.rpartition(".")
     place = data.draw(st.integers(0, len(name) - 1))
     slip = name[:place] + name[place + 1 :]
@@ -255,7 +255,7 @@ def test_a_key_with_one_letter_lost_is_always_recognised(key: str, data: st.Data
         return
     values = minimal()
     apply_overrides(values, [f"{above}.{slip}=1"])
-    for table in tables(Recipe):  # the slip is in the keys of the table that has the key
+    for table in tables(Recipe):  # the misspelling is in the table that has the key
         if table.choice and table.path == above and name in table.model.model_fields:
             apply_overrides(values, [f"{above}.{table.shape.chooser}={table.choice}", f"{above}.{slip}=1"])
     assert "did you mean " in complaint(values)
@@ -282,9 +282,7 @@ def test_resolved_toml_marks_what_differs_from_the_default(recipe_file: Path) ->
 
 
 def test_optional_tables_are_absent_by_default() -> None:
-    """TOML has no word for nothing: a key that may be absent must be so by default, or `tandem config` could not write
-    it.
-    """
+    """TOML has no null, so `tandem config` can only write a key that may be absent if it is absent by default."""
     for table in tables(Recipe):
         for name, info in table.fields():
             assert not shape_of(info).optional or default_of(info) is None, table.key(name)

@@ -1,4 +1,4 @@
-"""No field of any configuration takes a number that is none."""
+"""No configuration field accepts infinity or NaN."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tandem.trainer.config import TrainerConfig
 
 
 def parts_of(annotation: Any) -> Iterator[Any]:
-    """An annotation and all that it is made of."""
+    """An annotation and all types inside it."""
     yield annotation
     for part in get_args(annotation):
         yield from parts_of(part)
 
 
 def models_below(*roots: type[BaseModel]) -> set[type[BaseModel]]:
-    """The models, and those of their fields, at any depth."""
+    """The models, and the models of their fields, at any depth."""
     found: set[type[BaseModel]] = set()
     waiting = list(roots)
     while waiting:

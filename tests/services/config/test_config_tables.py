@@ -1,4 +1,4 @@
-"""Tables chosen by name: how they are written, overridden, refused, dumped and explained, on models made for it."""
+"""Tables chosen by name: how they are written, overridden, refused, dumped and documented, on models made for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.services.config.docs import as_toml, explained, keys, page
 from tandem.services.config.faults import explain
 from tandem.trainer.named_options import named
 
-QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault
+QUIET = settings(deadline=None, max_examples=60)  # a slow machine is no failure
 
 
 class Strict(BaseModel):
@@ -238,7 +238,7 @@ def test_an_override_below_a_value_or_a_list_is_refused() -> None:
         ({"rate": 2, "adapters": {}}, "trainer: rate is above 1 with adapters"),
     ],
 )
-def test_a_fault_is_named_with_its_place_as_the_user_writes_it(trainer: dict[str, Any], line: str) -> None:
+def test_an_error_names_its_place_as_the_user_writes_it(trainer: dict[str, Any], line: str) -> None:
     assert complaint(trainer) == line
 
 
@@ -311,7 +311,7 @@ def test_json_and_toml_read_back_as_what_was_dumped(trainer: Trainer) -> None:
 @QUIET
 @given(trainers)
 def test_overrides_key_by_key_give_the_same_table(trainer: Trainer) -> None:
-    """Every leaf of a dump, given as an override of the recipe that says nothing, in whatever order."""
+    """Gives every leaf of a dump as an override of the empty recipe, in any order."""
     lines = as_toml(Toy(trainer=trainer)).split("\n")
     section, overrides = "", []
     for line in lines:
@@ -324,7 +324,7 @@ def test_overrides_key_by_key_give_the_same_table(trainer: Trainer) -> None:
     assert read(None, *reversed(overrides)) == trainer
 
 
-# --- what is said of them
+# --- documentation of tables
 # ----------------------------------------------------------------------------------------------
 
 

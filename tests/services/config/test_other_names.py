@@ -1,4 +1,4 @@
-"""Keys that a recipe does not have but that users write: the error says what to write instead."""
+"""Keys that users write but a recipe does not have: the error names the key to write instead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(*overrides: str) -> Recipe:
     return parse_recipe(given)
 
 
-def test_every_key_that_a_table_recommends_exists_and_none_that_it_replaces_does() -> None:
+def test_recommended_keys_exist_and_replaced_keys_do_not() -> None:
     known = set(known_keys(Recipe))
     for table in (OLD_KEYS, VERL_KEYS, TRL_KEYS):
         recommended = {key for text in table.values() for key in text.split(" and ")}
@@ -44,7 +44,7 @@ def test_every_key_that_a_table_recommends_exists_and_none_that_it_replaces_does
     assert VERL_KEYS.keys() & known <= set()
 
 
-def test_the_section_that_the_errors_name_exists(pytestconfig: pytest.Config) -> None:
+def test_the_section_that_the_errors_name_is_in_the_page(pytestconfig: pytest.Config) -> None:
     page = (Path(pytestconfig.rootpath) / "docs" / "algorithms.md").read_text(encoding="utf-8")
     assert re.search("^## Names elsewhere$", page, re.MULTILINE)
 
@@ -86,19 +86,19 @@ def test_an_argument_of_trl_names_our_key_and_the_page_of_names(name: str) -> No
     assert told in complaint(f"{name}=1")
 
 
-def test_a_sampling_filter_says_why_there_is_none() -> None:
+def test_a_sampling_filter_is_an_error_with_the_reason() -> None:
     for key in ("rollout.top_p", "rollout.top_k", "rollout.min_p"):
         line = complaint(f"{key}=0.9")
         assert line.startswith(f"recipe: there is no key {key}: ") and "renormalise" in line
 
 
-def test_one_text_for_a_list_says_how_to_write_it() -> None:
+def test_one_text_in_place_of_a_list_is_an_error_with_an_example() -> None:
     assert complaint("rollout.stop=abc") == (
         "recipe: rollout.stop: should be a list of text (got 'abc'); write stop = [\"abc\"]"
     )
 
 
-def test_none_removes_a_text_that_may_be_absent() -> None:
+def test_none_removes_an_optional_text() -> None:
     given = values()
     given["data"]["eval_file"] = "eval.parquet"
     apply_overrides(given, ["data.eval_file=none"])
@@ -108,5 +108,5 @@ def test_none_removes_a_text_that_may_be_absent() -> None:
 
 
 @pytest.mark.parametrize("key", ["model.path", "run.run_id", "run.host", "reward.scorer"])
-def test_none_is_refused_for_a_text_that_must_be_there(key: str) -> None:
+def test_none_is_refused_for_a_required_text(key: str) -> None:
     assert complaint(f"{key}=none") == f"override '{key}=none': {key} needs a value and cannot be none"

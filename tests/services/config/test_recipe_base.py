@@ -1,4 +1,4 @@
-"""A recipe may name another as its base and then says only what differs."""
+"""A recipe may name another as its base and then contain only the differences."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_table_with_another_name_starts_from_its_own_defaults(tmp_path: Path) 
     assert table.trainer.correction.model_dump()["preset"] == "areal"
 
 
-def test_overrides_win_over_all_bases_and_the_whole_is_printed(tmp_path: Path) -> None:
+def test_overrides_win_over_all_bases_and_config_prints_the_result(tmp_path: Path) -> None:
     own = write(tmp_path, base=BASE, own='base = "base.toml"\n[run]\nseed = 3\n')
     recipe = load_recipe(own, ["run.total_batches=9"])
     assert recipe.run.total_batches == 9
@@ -85,7 +85,7 @@ def test_overrides_win_over_all_bases_and_the_whole_is_printed(tmp_path: Path) -
     ],
     ids=["missing", "no path", "itself", "cycle", "unknown key"],
 )
-def test_a_wrong_base_is_one_line(tmp_path: Path, texts: dict[str, str], says: list[str]) -> None:
+def test_a_wrong_base_is_a_one_line_error(tmp_path: Path, texts: dict[str, str], says: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         load_recipe(write(tmp_path, **texts))
     assert all(words in str(error.value) for words in says), error.value

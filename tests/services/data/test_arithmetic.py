@@ -1,4 +1,4 @@
-"""The demo's task: three disjoint sets of sums, and a pupil who forgets to carry."""
+"""The demo's task: three disjoint sets of sums, and training answers that ignore the carry."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ digits = st.integers(0, 99)
 
 
 @given(digits, digits)
-def test_the_sloppy_pupil_is_right_where_nothing_carries(a: int, b: int) -> None:
+def test_answers_that_ignore_the_carry_are_right_where_nothing_carries(a: int, b: int) -> None:
     carries = a % 10 + b % 10 >= 10 or a // 10 + b // 10 >= 10
     assert (sloppy_sum(a, b) == right_sum(a, b)) == (not carries)
     assert len(sloppy_sum(a, b)) == len(right_sum(a, b)) == 3
 
 
-def test_the_sets_are_disjoint_and_follow_from_the_seed(tmp_path: Path) -> None:
+def test_the_sets_are_disjoint_and_determined_by_the_seed(tmp_path: Path) -> None:
     write_task(tmp_path / "a", seed=0)
     write_task(tmp_path / "b", seed=0)
     write_task(tmp_path / "c", seed=1)

@@ -1,5 +1,5 @@
-"""Files of completions: Parquet and JSON lines alike, never whole in memory, bad lines as bad rows, a digest of the
-content.
+"""Files of completions: Parquet and JSON lines give the same items, files are streamed, bad lines become bad rows, and
+a digest covers the content.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_parquet_and_json_lines_hold_the_same_items(
     assert all(isinstance(item, ScoreItem) for item in from_lines)
 
 
-def test_a_file_is_never_whole_in_memory(tmp_path: Path) -> None:
+def test_a_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
     rows = [{"solution": "x" * 5000} for _ in range(4000)]  # 20 MB
     files = [
         write_parquet(
@@ -63,12 +63,12 @@ def test_a_line_without_end_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(first, ScoreItem) and isinstance(last, ScoreItem) and isinstance(bad, Unscored)
 
 
-def test_blank_lines_count_but_not_at_the_end(tmp_path: Path) -> None:
+def test_blank_lines_count_except_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "f.jsonl").write_text('{"solution": "1"}\n\n{"solution": "2"}\n\n  \n')
     assert [isinstance(item, ScoreItem) for item in CompletionFile(tmp_path / "f.jsonl")] == [True, False, True]
 
 
-def test_a_digest_is_of_content_and_columns(tmp_path: Path) -> None:
+def test_a_digest_covers_content_and_columns(tmp_path: Path) -> None:
     file = answers(tmp_path, 1)
     same = answers(tmp_path, 1, name="same.jsonl")
     assert CompletionFile(file).digest() == CompletionFile(same).digest()
@@ -76,7 +76,7 @@ def test_a_digest_is_of_content_and_columns(tmp_path: Path) -> None:
     assert CompletionFile(file).digest() != CompletionFile(answers(tmp_path, 2, name="other.jsonl")).digest()
 
 
-def test_a_file_that_breaks_half_way_ends_with_a_line(tmp_path: Path) -> None:
+def test_a_file_that_breaks_half_way_is_a_one_line_error(tmp_path: Path) -> None:
     file = answers(tmp_path, *range(3000), name="f.parquet")
     opened = CompletionFile(file)
     data = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Dataset files: verl's own load as they are; whatever cannot be used is named, counted, never silently gone."""
+"""Dataset files: verl's files load unchanged; unusable rows are named and counted, never skipped silently."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decoded(ids: Any) -> str:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_verls_files_load_as_they_are(tmp_path: Path, model: Path, suffix: str) -> None:
+def test_verls_files_load_unchanged(tmp_path: Path, model: Path, suffix: str) -> None:
     rows = [
         verl_row("1+1=?", "2"),
         verl_row("2+2=?", "4", prompt=[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2=?"}]),
@@ -68,7 +68,7 @@ def test_verls_files_load_as_they_are(tmp_path: Path, model: Path, suffix: str) 
 
 
 def test_parquet_as_verl_writes_it(tmp_path: Path, model: Path) -> None:
-    """Structs hold the union of all fields; the absent ones are None there and absent in the messages."""
+    """Structs hold the union of all fields; absent fields are None in the file and absent from the messages."""
     rows = [
         verl_row("a", {"target": ["x"]}, prompt=[{"role": "user", "content": "a"}]),
         verl_row("b", {"target": ["y", "z"]}, prompt=[{"role": "user", "content": "b", "name": "me"}]),
@@ -102,7 +102,7 @@ def test_every_bad_row_is_counted_by_reason(tmp_path: Path, model: Path) -> None
             assert isinstance(fault, RowFault) and fault.reason == reason and fault.index == place and fault.detail
 
 
-def test_a_row_may_limit_its_own_answers(tmp_path: Path, model: Path) -> None:
+def test_a_row_may_lower_its_own_max_response_tokens(tmp_path: Path, model: Path) -> None:
     rows = [verl_row("a", "1"), *(verl_row("a", "1", extra_info={"max_response_tokens": limit}) for limit in (3, 99))]
     sampling = SamplingParameters(max_tokens=8)
     loaded = load_prompts(
@@ -116,7 +116,7 @@ def test_a_row_may_limit_its_own_answers(tmp_path: Path, model: Path) -> None:
     assert [prompt.sampling.max_tokens for prompt in loaded.prompts] == [8, 3, 8]
 
 
-def test_limit(tmp_path: Path, model: Path) -> None:
+def test_a_limit_counts_usable_rows(tmp_path: Path, model: Path) -> None:
     file = write_lines(tmp_path / "f.jsonl", ["broken", *(verl_row(f"{n}", "1") for n in range(5)), "broken"])
     loaded = load(file, model, limit=2)
     assert [prompt.index for prompt in loaded.prompts] == [1, 2] and loaded.faults.total() == 1
@@ -141,7 +141,7 @@ def test_values_that_json_cannot_hold() -> None:
         ("folder", "folder", "cannot be read (Is a directory)"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | str | None, told: str) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path, name: str, content: bytes | str | None, told: str) -> None:
     file = tmp_path / name
     if content == "folder":
         file.mkdir()
@@ -152,7 +152,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | s
     assert told in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_columns_that_are_missing_or_damaged(tmp_path: Path) -> None:
+def test_missing_or_damaged_columns_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "f.parquet"
     pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), file)
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_broken_chat_templates(tmp_path: Path, model: Path, template: str, told:
     assert told in str(caught.value) and "chat.jinja" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_template_may_refuse_single_rows(tmp_path: Path, model: Path) -> None:
+def test_a_row_that_the_template_refuses_is_a_fault(tmp_path: Path, model: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + CHAT_TEMPLATE
@@ -207,7 +207,7 @@ def test_a_template_may_refuse_single_rows(tmp_path: Path, model: Path) -> None:
     assert len(loaded.prompts) == 1 and loaded.faults == {"refused_by_template": 1}
 
 
-def test_models_without_what_a_chat_needs(tmp_path: Path, model: Path) -> None:
+def test_model_folders_without_chat_files_are_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ModelError, match="no such folder"):
         ChatEncoder(str(tmp_path / "absent"))
     with pytest.raises(ModelError, match="cannot be read"):
@@ -223,7 +223,7 @@ def test_models_without_what_a_chat_needs(tmp_path: Path, model: Path) -> None:
         ChatEncoder(str(tmp_path))
 
 
-def test_the_tokenizer_is_autotokenizers_and_needs_no_torch(model: Path) -> None:
+def test_the_tokenizer_equals_autotokenizers_and_needs_no_torch(model: Path) -> None:
     code = (
         "import sys, tandem.services.feed_service\n"
         "from tandem.services.data.chat import ChatEncoder\n"

@@ -35,7 +35,7 @@ def test_one_file_keeps_its_order_in_every_epoch(tmp_path: Path) -> None:
     assert questions(mixture, 0) == questions(mixture, 5) == ["a0", "a1", "a2", "a3"]
 
 
-def test_an_epoch_has_each_file_as_often_as_its_weight_says(tmp_path: Path) -> None:
+def test_an_epoch_repeats_each_file_by_its_weight(tmp_path: Path) -> None:
     mixture = Mixture(files(tmp_path, 2.0, 0.5))
     assert (len(mixture), mixture.num_rows) == (10, 8)
     assert Counter(questions(mixture, 0)) == {"a0": 2, "a1": 2, "a2": 2, "a3": 2, "b0": 1, "b1": 1}
@@ -44,7 +44,7 @@ def test_an_epoch_has_each_file_as_often_as_its_weight_says(tmp_path: Path) -> N
     assert set(used.values()) == {8, 2}
 
 
-def test_a_row_that_cannot_be_used_has_one_number_in_all_epochs(tmp_path: Path) -> None:
+def test_a_fault_has_the_same_row_number_in_all_epochs(tmp_path: Path) -> None:
     (first,) = files(tmp_path, 1.0)
     bad = TrainFile(
         path=str(write_lines(tmp_path / "bad.jsonl", [verl_row("x", None), verl_row("y", "1")])), weight=2.0
@@ -64,6 +64,6 @@ def test_a_row_that_cannot_be_used_has_one_number_in_all_epochs(tmp_path: Path) 
         ({"train_file": "", "train": [{"file": "b.jsonl"}]}, r"unknown key data\.train\[0\]\.file"),
     ],
 )
-def test_train_files_that_are_configured_wrongly(tmp_path: Path, data: dict[str, object], says: str) -> None:
+def test_wrongly_configured_train_files_are_refused(tmp_path: Path, data: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         recipe_of(small_values(tmp_path), data=data)

@@ -1,4 +1,4 @@
-"""The file of scores: rows in order however they came, whole or not there."""
+"""The file of scores: rows are in order whatever the order of results, and the file is either complete or absent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ scores = st.lists(
 
 @settings(max_examples=50, deadline=None)
 @given(scores, st.data())
-def test_scores_come_out_in_order_however_they_went_in(
+def test_rows_are_in_order_whatever_the_order_of_results(
     tmp_path_factory: pytest.TempPathFactory, given_scores: list[Score], data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("scores")
@@ -53,7 +53,7 @@ def test_scores_come_out_in_order_however_they_went_in(
         } == line["breakdown"]
 
 
-def test_items_without_a_result_were_cancelled(tmp_path: Path) -> None:
+def test_items_without_a_result_are_written_as_cancelled(tmp_path: Path) -> None:
     with ScoreFile(tmp_path / "s.jsonl") as file:
         file.add(2, [Scored(1.0)])
         file.add(5, [Scored(2.0)])
@@ -65,7 +65,7 @@ def test_items_without_a_result_were_cancelled(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_a_file_left_unfinished_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_unfinished_file_leaves_the_old_one_in_place(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl").write_text("before")
     with pytest.raises(KeyError), ScoreFile(tmp_path / "s.jsonl") as file:
         file.add(0, [Scored(1.0)])
@@ -73,7 +73,7 @@ def test_a_file_left_unfinished_leaves_what_was_there(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["s.jsonl"] and (tmp_path / "s.jsonl").read_text() == "before"
 
 
-def test_a_breakdown_without_bounds_is_for_json_lines(tmp_path: Path) -> None:
+def test_a_breakdown_with_too_many_names_needs_json_lines(tmp_path: Path) -> None:
     parts = Scored(1.0, {f"p{number}": 1.0 for number in range(1001)})
     with pytest.raises(DataError, match=r"write \.jsonl"), ScoreFile(tmp_path / "s.parquet") as file:
         file.add(0, [parts])

@@ -1,5 +1,5 @@
-"""Calls that end before their items do: answers in time, nothing done for those who have gone, and refusals of what is
-too much.
+"""Calls that end before their items do: replies arrive before the deadline, no work is done for cancelled calls, and
+oversized input is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(redis_url: str, log: Path) -> Iterator[Service]:
-    """Two workers, a scorer that hangs on demand for longer than any test."""
+    """Two workers and a scorer that hangs on demand for longer than any test."""
     file = log.with_name("scorer.py")
     file.write_text(FUNCTION.format(log=str(log)))
     reward = RewardConfig(scorer=f"{file}:compute_score", num_workers=2, timeout_seconds=300.0)
@@ -66,7 +66,7 @@ def service(redis_url: str, log: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls answer after half of their time, so that a slow machine makes no difference."""
+    """Calls are answered after half of their time, so that a slow machine makes no difference."""
     monkeypatch.setattr("tandem.services.reward.request_scorer._MARGIN_SHARE", 0.5)
     monkeypatch.setattr("tandem.services.reward.request_scorer.DEADLINE_MARGIN_SECONDS", 60.0)
 
@@ -87,7 +87,7 @@ def no_time(item: reward_pb2.ScoreReply.Item) -> bool:
 
 
 @pytest.mark.usefixtures("half")
-def test_what_is_settled_is_answered_before_the_deadline(service: Service) -> None:
+def test_settled_scores_are_returned_before_the_deadline(service: Service) -> None:
     request = reward_pb2.ScoreRequest(items=answers("1", "2", "hang", "1"))
     found = list(service.stub.Score(request, timeout=3.0).items)
     assert summary(found[:2]) == [1.0, 0.0] and no_time(found[2]) and len(found) == 4
@@ -95,7 +95,7 @@ def test_what_is_settled_is_answered_before_the_deadline(service: Service) -> No
 
 
 @pytest.mark.usefixtures("half")
-def test_a_stream_answers_what_it_has_before_its_deadline(service: Service) -> None:
+def test_a_stream_returns_settled_scores_before_its_deadline(service: Service) -> None:
     requests = [
         reward_pb2.ScoreStreamRequest(request_id=n, request=reward_pb2.ScoreRequest(items=answers("1", *texts)))
         for n, texts in ((1, ["hang"]), (2, ["2"]))
@@ -106,8 +106,8 @@ def test_a_stream_answers_what_it_has_before_its_deadline(service: Service) -> N
 
 
 @pytest.mark.usefixtures("half")
-def test_the_python_client_gets_what_is_settled(service: Service) -> None:
-    """Three requests, one of which has an item that hangs: everything outside its chunk has its score."""
+def test_the_python_client_gets_the_settled_scores(service: Service) -> None:
+    """Of three requests one has an item that hangs: everything outside its chunk has its score."""
     items = [ScoreItem("", "hang" if n == 5 else str(n % 2), "1") for n in range(300)]
     with RewardClient(service.server.address, timeout_seconds=2.0) as client:
         found = client.score(items, timeout_seconds=4.0)
@@ -119,10 +119,10 @@ def test_the_python_client_gets_what_is_settled(service: Service) -> None:
     assert len(streamed) == 8
 
 
-# ---- callers who go ----
+# ---- cancelled calls ----
 
 
-def test_nothing_goes_on_for_a_caller_who_has_gone(service: Service, log: Path) -> None:
+def test_a_cancelled_call_stops_its_scoring(service: Service, log: Path) -> None:
     before = hanging_now(log)
     hanging = reward_pb2.ScoreRequest(items=answers(*["hang"] * 2))
     calls = [service.stub.Score.future(hanging, timeout=60) for _ in range(2)]
@@ -138,7 +138,7 @@ def test_nothing_goes_on_for_a_caller_who_has_gone(service: Service, log: Path) 
     assert service.core.figures()["worker_items_calls"] < judged + 100 and hanging_now(log) <= before + 4
 
 
-def test_a_caller_who_goes_frees_its_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_call_frees_its_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.reward.request_scorer._SCORING_THREADS", 1)
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False) as one:
@@ -164,7 +164,7 @@ def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: p
 # ---- too many calls ----
 
 
-def test_one_call_more_is_tried_again_and_health_answers(redis_url: str) -> None:
+def test_a_call_beyond_the_limit_is_retried_and_health_still_answers(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False, limits=replace(RPC_LIMITS, max_calls=1)) as one:
         request = reward_pb2.ScoreRequest(items=answers("1"))
@@ -196,11 +196,11 @@ def test_one_call_more_is_tried_again_and_health_answers(redis_url: str) -> None
         assert summary(score(one, answers("2"))) == [0.0], "a call that was cancelled is none any more"
 
 
-# ---- too many bytes, and such as are no text ----
+# ---- oversized messages and invalid text ----
 
 
 @pytest.mark.parametrize("method", ["Score", "ScoreStream", "SubmitJob"])
-def test_a_message_that_is_too_large_is_refused_in_one_line_with_both_sizes(service: Service, method: str) -> None:
+def test_a_message_that_is_too_large_is_a_one_line_error_with_both_sizes(service: Service, method: str) -> None:
     request = reward_pb2.ScoreRequest(items=[Item(solution="x" * (MAX_REQUEST_BYTES + (1 << 20)))])
     told = rf"has 17,8\d\d,\d\d\d bytes, at most {MAX_CARRIED_BYTES:,} are taken"
     with pytest.raises(SizeError, match=told) as caught, translated():
@@ -215,15 +215,15 @@ def test_a_message_that_is_too_large_is_refused_in_one_line_with_both_sizes(serv
     assert summary(score(service, answers("1"))) == [1.0]
 
 
-def test_a_message_that_is_too_large_once_it_is_unpacked_is_refused(service: Service) -> None:
+def test_a_message_that_is_too_large_after_decompression_is_refused(service: Service) -> None:
     request = reward_pb2.ScoreRequest(items=[Item(solution="x" * (MAX_REQUEST_BYTES + (1 << 20)))])
     with pytest.raises(SizeError, match="a message is too large"), translated():
         service.stub.Score(request, timeout=20, compression=grpc.Compression.Gzip)
 
 
-def test_the_limit_is_that_of_a_request_not_of_its_wrapping(service: Service) -> None:
-    """What the transport carries more is for the wrapping; a request that uses it is refused by its own size, in the
-    same way.
+def test_the_size_limit_applies_to_the_request_without_its_wrapping(service: Service) -> None:
+    """The transport allows extra bytes for the wrapping; a request that uses them is refused by its own size, with the
+    same error.
     """
     above = reward_pb2.ScoreRequest(items=[Item(solution="x" * MAX_REQUEST_BYTES)]).ByteSize() - MAX_REQUEST_BYTES
     request = reward_pb2.ScoreRequest(items=[Item(solution="x" * (MAX_REQUEST_BYTES - above))])
@@ -238,14 +238,14 @@ def test_the_limit_is_that_of_a_request_not_of_its_wrapping(service: Service) ->
 
 
 def with_bad(name: str, message: Any) -> bytes:
-    """The message, with bytes that are no text in place of @@."""
+    """The message with bytes that are not UTF-8 in place of @@."""
     data: bytes = message.SerializeToString()
     assert data.count(b"@@") == 1, name
     return data.replace(b"@@", b"1\xff")
 
 
 @pytest.mark.parametrize("name", ["data_source", "solution", "ground_truth", "extra_info", "group"])
-def test_an_item_that_is_no_text_is_named_with_its_field_and_the_rest_is_scored(service: Service, name: str) -> None:
+def test_an_item_with_invalid_text_is_named_with_its_field_and_the_rest_is_scored(service: Service, name: str) -> None:
     items = [*answers("1"), Item(**{name: "@@"}), *answers("2")]
     detail = f"item 1: {name} is not UTF-8: invalid start byte at byte 1"
     request = reward_pb2.ScoreRequest(items=items)
@@ -258,7 +258,7 @@ def test_an_item_that_is_no_text_is_named_with_its_field_and_the_rest_is_scored(
         assert reply.items[1].unscored.detail == detail
 
 
-def test_a_job_with_an_item_that_is_no_text_is_scored_but_for_it(redis_url: str) -> None:
+def test_a_job_scores_all_items_except_one_with_invalid_text(redis_url: str) -> None:
     with serving(redis_url) as one:
         header, *chunks, seal = submission(answers("1"), [*answers("2"), Item(solution="@@"), *answers("1")])
         requests = [header.SerializeToString(), *[chunk.SerializeToString() for chunk in chunks[:1]]]
@@ -269,7 +269,7 @@ def test_a_job_with_an_item_that_is_no_text_is_scored_but_for_it(redis_url: str)
         assert found[2].unscored.detail == "item 2: solution is not UTF-8: invalid start byte at byte 1"
 
 
-def test_a_job_whose_header_is_no_text_is_refused(service: Service) -> None:
+def test_a_job_with_invalid_text_in_its_header_is_refused(service: Service) -> None:
     header = with_bad("key", Request(header=Request.Header(idempotency_key="@@")))
     with pytest.raises(grpc.RpcError) as caught:
         list(service.channel.stream_stream(f"/{SERVICE_NAME}/SubmitJob")(iter([header]), timeout=20))

@@ -1,4 +1,4 @@
-"""Whatever bytes come, the reward service answers each call with a proper status, and stays what it is."""
+"""The reward service answers any bytes with a proper status, and keeps working."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AT_ONCE = 24
 CALL_SECONDS = 60.0
 SEED = 20_000
 CHANNEL = [
-    ("grpc.enable_retries", 0),  # a call that failed must be seen
+    ("grpc.enable_retries", 0),  # failed calls must be visible
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 
@@ -121,7 +121,7 @@ class Fuzz:
         self._kinds: list[Callable[[], Any]] = [self.score, self.score_stream, self.submit, self.other, self.other]
 
     def call(self) -> tuple[str, list[bytes]]:
-        """A method, and the bytes of its requests: one unless it is a stream of them."""
+        """A method and the bytes of its requests: several if it is a stream, else one."""
         method, messages = self.chance.choice(self._kinds)()
         parts = [message.SerializeToString() for message in messages]
         dice = self.chance.random()
@@ -134,7 +134,7 @@ class Fuzz:
         return method, parts
 
     def mutated(self, data: bytes) -> bytes:
-        """A few bytes flipped, lost, doubled or put in; often such that a text is none any more."""
+        """Flips, removes, repeats or inserts a few bytes; the result is often invalid text."""
         changed = bytearray(data)
         for _ in range(self.chance.choice([1, 1, 2, 8])):
             place = self.chance.randrange(len(changed) + 1)
@@ -216,7 +216,10 @@ class Fuzz:
             [
                 ("GetJob", [reward_pb2.GetJobRequest(job_id=job_id)]),
                 ("CancelJob", [reward_pb2.CancelJobRequest(job_id=job_id)]),
-                ("DeleteJob", [reward_pb2.DeleteJobRequest(job_id=self.text())]),  # not the job that is looked at last
+                (
+                    "DeleteJob",
+                    [reward_pb2.DeleteJobRequest(job_id=self.text())],
+                ),  # never the job that the test checks at the end
                 ("WatchJob", [reward_pb2.WatchJobRequest(job_id=job_id, with_results=True, after_cursor=cursor)]),
                 ("ListJobs", [reward_pb2.ListJobsRequest(limit=self.chance.choice([0, 3, 1001, 2**32 - 1]))]),
                 ("ListScorers", [reward_pb2.ListScorersRequest()]),
@@ -225,7 +228,7 @@ class Fuzz:
 
 
 def send(channel: grpc.Channel, method: str, parts: Sequence[bytes]) -> grpc.StatusCode:
-    """The status of one call, which must be a proper one; what comes with OK is checked."""
+    """The status of one call, which must be a proper one; a reply with OK is checked too."""
     path, data = f"/{SERVICE_NAME}/{method}", b"".join(parts)
     try:
         if method in ("SubmitJob", "ScoreStream"):
@@ -247,7 +250,7 @@ def send(channel: grpc.Channel, method: str, parts: Sequence[bytes]) -> grpc.Sta
 
 
 def bombard(channel: grpc.Channel, fuzz: Fuzz, number: int) -> Counter[tuple[str, str]]:
-    """Sends so many calls, some at a time; how often each method ended with each status."""
+    """Sends this many calls, some concurrently; returns how often each method ended with each status."""
     found: Counter[tuple[str, str]] = Counter()
     with ThreadPoolExecutor(AT_ONCE) as senders:
         calls = (fuzz.call() for _ in range(number))
@@ -259,7 +262,7 @@ def bombard(channel: grpc.Channel, fuzz: Fuzz, number: int) -> Counter[tuple[str
 
 @contextmanager
 def watched_health(address: str) -> Iterator[list[float]]:
-    """Asks for health all the while, on a channel of its own; it must always be well. How long each answer took."""
+    """Polls health on a channel of its own; it must always be SERVING. Yields the seconds of each reply."""
     over, seconds, faults = threading.Event(), list[float](), list[str]()
 
     def watch() -> None:
@@ -289,7 +292,7 @@ def watched_health(address: str) -> Iterator[list[float]]:
 
 
 def throw_garbage(address: str, chance: random.Random) -> None:
-    """Bytes that are not even HTTP/2."""
+    """Sends bytes that are not even HTTP/2."""
     host, _, port = address.rpartition(":")
     for start in (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
         with socket.create_connection((host, int(port)), timeout=10) as raw:
@@ -298,7 +301,7 @@ def throw_garbage(address: str, chance: random.Random) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [3_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_no_request_harms_the_service(tmp_path: Path, number: int) -> None:
+def test_no_request_breaks_the_service(tmp_path: Path, number: int) -> None:
     replica = Replica(tmp_path)
     try:
         with (

@@ -1,6 +1,4 @@
-"""`RewardService` as a process: alone with a Redis of its own, as one of several replicas, and beside the groups of a
-run.
-"""
+"""`RewardService` as a process: alone with its own Redis, as one of several replicas, and beside a run's groups."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from tests.support.reward_server import (
 )
 
 
-def test_replicas_on_one_redis_are_one_service(redis_url: str, tmp_path: Path) -> None:
+def test_replicas_on_one_redis_share_their_jobs(redis_url: str, tmp_path: Path) -> None:
     overrides = ("jobs.namespace=replicas", "reward.num_workers=1")
     one = Replica(tmp_path, *overrides, redis_url=redis_url, name="one")
     two = Replica(tmp_path, *overrides, redis_url=redis_url, name="two")
@@ -50,15 +48,15 @@ def test_replicas_on_one_redis_are_one_service(redis_url: str, tmp_path: Path) -
             info = common_pb2_grpc.InfoServiceStub(channel)
 
             def answered() -> set[float]:
-                """Which replicas four calls in a row come to."""
+                """The replicas that answer four calls in sequence."""
                 return {info.Info(common_pb2.InfoRequest(), timeout=20).started_at for _ in range(4)}
 
             until(lambda: len(answered()) == 2)
-            for _ in range(4):  # in turns: each knows the job
+            for _ in range(4):  # calls rotate, and each replica knows the job
                 assert stub.GetJob(reward_pb2.GetJobRequest(job_id=reply.job.job_id), timeout=20).num_items == 40
             assert len(answered()) == 2
             two.kill()
-            for _ in range(10):  # a call that meets the dead one is tried at the other
+            for _ in range(10):  # a call to the dead replica is retried at the other
                 assert summary(stub.Score(reward_pb2.ScoreRequest(items=answers("1")), timeout=20).items) == [1.0]
             request = reward_pb2.WatchJobRequest(job_id=reply.job.job_id)
             assert list(stub.WatchJob(request, timeout=30))[-1].job.num_scored == 40
@@ -67,7 +65,9 @@ def test_replicas_on_one_redis_are_one_service(redis_url: str, tmp_path: Path) -
         assert one.terminate() == 0
 
 
-def test_info_answers_before_all_is_there(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_answers_before_the_service_is_ready(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[common_pb2.InfoReply] = []
 
     def too_early(*_: Any, info: Any, **__: Any) -> None:
@@ -82,7 +82,7 @@ def test_info_answers_before_all_is_there(redis_url: str, tmp_path: Path, monkey
     assert (reply.service, reply.activity, reply.figures["workers_replaced"]) == ("reward", "starting", 0)
 
 
-def test_alone_with_a_redis_of_its_own(tmp_path: Path) -> None:
+def test_a_service_runs_alone_with_its_own_redis(tmp_path: Path) -> None:
     replica = Replica(tmp_path)
     try:
         with connect(replica.address) as channel:

@@ -1,4 +1,4 @@
-"""gRPC `RewardService` as clients meet it: scores, streams, refusals with the place and the remedy, an orderly end."""
+"""gRPC `RewardService` from a client's side: scores, streams, refusals that name place and remedy, and shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WIDE = "".join(f'[[components]]\nscorer = "numeric"\nname = "n{n}"\n' for n in r
 
 @pytest.fixture(scope="module")
 def service(redis_url: str) -> Iterator[Service]:
-    """The real core with its default scorer, for tests that leave nothing behind."""
+    """The real core with its default scorer, shared by tests that leave nothing behind."""
     with serving(redis_url) as one:
         yield one
 
@@ -61,7 +61,7 @@ def score(service: Service, items: list[Item], rubric: str = "") -> list[reward_
 # ---- Score ----
 
 
-def test_one_result_an_item_in_order(service: Service) -> None:
+def test_each_item_has_one_result_in_order(service: Service) -> None:
     assert summary(score(service, answers("1", "2", "1"))) == [1.0, 0.0, 1.0]
     assert score(service, []) == []
     (item,) = score(service, answers("1"), EXACT)
@@ -87,7 +87,7 @@ def test_a_bad_item_is_named_with_its_field_and_the_rest_is_scored(service: Serv
     assert found[1].unscored.detail.startswith(detail), found[1].unscored.detail
 
 
-def test_json_in_any_dress_is_read(service: Service) -> None:
+def test_any_valid_json_notation_is_read(service: Service) -> None:
     truths = [' "1" ', '["1", "2"]', '"\\u0031"', "1", "[" * 64 + "]" * 64]
     found = score(service, [Item(solution="1", ground_truth=truth) for truth in truths])
     assert summary(found) == [1.0, 1.0, 1.0, 1.0, "invalid_input"] and "JSON" not in found[4].unscored.detail
@@ -105,14 +105,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("request_", "kind", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_scored_at_all_is_refused_with_its_place(
+def test_an_invalid_request_is_refused_with_its_place(
     service: Service, request_: reward_pb2.ScoreRequest, kind: type[TandemError], words: str
 ) -> None:
     with pytest.raises(kind, match=words), translated():
         service.stub.Score(request_, timeout=20)
 
 
-TEXT = b"\x0a\x02\xff\xfe"  # the first field, two bytes that are no text
+TEXT = b"\x0a\x02\xff\xfe"  # field 1, two bytes that are not UTF-8
 RUBRIC = b"\x12\x02\xff\xfe"
 WITHIN = {
     "Score": RUBRIC,
@@ -127,7 +127,7 @@ WITHIN["ScoreStream"] = b"\x12\x04" + RUBRIC
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f"])
 @pytest.mark.parametrize("method", WITHIN)
-def test_bytes_that_are_no_request_are_the_callers_fault(service: Service, method: str, data: bytes) -> None:
+def test_undecodable_requests_are_invalid_argument(service: Service, method: str, data: bytes) -> None:
     path, data = f"/{SERVICE_NAME}/{method}", data or WITHIN[method]
     with pytest.raises(grpc.RpcError) as caught:
         if method in ("SubmitJob", "ScoreStream"):
@@ -140,8 +140,8 @@ def test_bytes_that_are_no_request_are_the_callers_fault(service: Service, metho
     assert isinstance(from_rpc_error(caught.value), DataError)
 
 
-def test_health_answers_while_the_longest_work_is_done(redis_url: str) -> None:
-    """Requests that are small, each of which would hold the event loop up for long: they wait here for the test."""
+def test_health_answers_during_the_longest_work(redis_url: str) -> None:
+    """Each request is small but would block the event loop for long; here it waits for the test."""
     core = ScriptedCore(in_process=True)
     named = (
         '[[components]]\nscorer = "tags"\narguments = '
@@ -172,7 +172,7 @@ def test_health_answers_while_the_longest_work_is_done(redis_url: str) -> None:
         assert [len(call.result().items) for call in under_way] == [len(request.items) for request in requests]
 
 
-def test_little_work_takes_no_thread(service: Service) -> None:
+def test_small_requests_need_no_thread(service: Service) -> None:
     core, default = service.core, service.core.default
     numeric, wide = core.compile(NUMERIC), core.compile(WIDE)
     assert (
@@ -181,7 +181,7 @@ def test_little_work_takes_no_thread(service: Service) -> None:
     assert not is_quick(default, 1, 129 << 10) and not is_quick(numeric, 1, 16 << 10) and not is_quick(wide, 1, 1)
 
 
-def test_replies_are_put_together_where_they_were_scored(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_built_in_the_scoring_thread(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
 
     def watched(scores: Any) -> reward_pb2.ScoreReply:
@@ -194,7 +194,7 @@ def test_replies_are_put_together_where_they_were_scored(redis_url: str, monkeyp
     assert len(threads) == 1 and threads[0].startswith("score")
 
 
-def test_a_long_batch_is_scored_in_slices_where_others_wait_but_groups_stay_together(redis_url: str) -> None:
+def test_a_long_batch_for_a_remote_scorer_is_sliced_and_groups_stay_together(redis_url: str) -> None:
     reward = RewardConfig.model_validate(
         {"scorers": {"far": {"scorer": "remote", "arguments": {"url": "http://127.0.0.1:1"}}}}
     )
@@ -231,7 +231,7 @@ def test_replies_come_as_they_are_ready_and_name_their_request(redis_url: str) -
         assert list(replies) == []
 
 
-def test_no_more_than_a_few_requests_of_a_stream_are_under_way(redis_url: str) -> None:
+def test_only_a_few_requests_of_a_stream_are_in_flight(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False) as one:
         requests = [stream_request(n, "wait") for n in range(50)]
@@ -248,10 +248,10 @@ def test_a_refused_request_ends_the_stream_and_is_named(service: Service) -> Non
         list(service.stub.ScoreStream(iter(requests), timeout=20))
 
 
-# ---- what else it tells ----
+# ---- scorers, limits and shutdown ----
 
 
-def test_what_may_be_asked_for_is_told(service: Service) -> None:
+def test_scorers_and_limits_are_listed(service: Service) -> None:
     reply = service.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20)
     scorers = {one.name: one for one in reply.scorers}
     assert {"exact", "numeric", "regex"} <= set(scorers)
@@ -295,7 +295,7 @@ def test_streams_end_when_the_service_does(redis_url: str) -> None:
     assert [type(error) for error in ended] == [UnavailableError] * 3 and all("shutting down" in str(e) for e in ended)
 
 
-def test_a_call_under_way_when_the_service_ends_can_be_made_elsewhere(redis_url: str) -> None:
+def test_a_call_in_flight_at_shutdown_can_be_retried_elsewhere(redis_url: str) -> None:
     core, ended = ScriptedCore(), []
     with serving(redis_url, core, with_jobs=False) as one:
 

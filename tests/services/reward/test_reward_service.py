@@ -1,4 +1,4 @@
-"""The reward service against a real Redis: rewards are added, failures keep their reason, nothing is lost."""
+"""The reward service against a real Redis: rewards are added, failures keep their reason, no group is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scoring(buffer: Buffer, core: ScoringCore, **config: Any) -> Iterator[Scorin
         yield worker
 
 
-def test_rewards_are_added_to_what_was_earned(redis_url: str) -> None:
+def test_scores_are_added_to_earned_rewards(redis_url: str) -> None:
     buffer = run_of(redis_url)
     rows = [trajectory(0, "1", earned=0.25), trajectory(1, "2"), trajectory(2, "1", role="baseline")]
     (group_id,) = generate(buffer, [rows])
@@ -44,7 +44,7 @@ def test_rewards_are_added_to_what_was_earned(redis_url: str) -> None:
     assert buffer.verify() == []
 
 
-def test_a_scorer_knows_how_many_tokens_were_sampled(redis_url: str) -> None:
+def test_a_scorer_receives_the_number_of_sampled_tokens(redis_url: str) -> None:
     buffer = run_of(redis_url)
     (group_id,) = generate(buffer, [answers("1", "two")])  # two sampled tokens each
     config = RewardConfig(scorer="target_length", arguments={"target": 10, "slope": 0.5})
@@ -52,8 +52,8 @@ def test_a_scorer_knows_how_many_tokens_were_sampled(redis_url: str) -> None:
         assert rewards(collect(buffer, 1)[group_id]) == [-4.0, -4.0]
 
 
-def test_rewards_of_tokens_are_kept(redis_url: str) -> None:
-    """An agent earned 0.25 on its second token and 0.5 in all; the score is added to the whole and touches no token."""
+def test_token_rewards_are_kept(redis_url: str) -> None:
+    """An agent earned 0.25 on its second token and 0.5 in total; the score is added to the total and to no token."""
     buffer = run_of(redis_url)
     earned = (np.array([0.0, 0.25, 0.0], np.float32),)
     rows = [trajectory(0, "1", earned=0.5, token_rewards=earned), *answers("0", "2")[1:]]
@@ -63,14 +63,14 @@ def test_rewards_of_tokens_are_kept(redis_url: str) -> None:
     with scoring(buffer, ScoringCore(RewardConfig()), min_scored_samples=2):
         first, second, third = collect(buffer, 1)[group_id].scored_rows
     assert (first.reward, second.reward, third.reward) == (1.5, 0.0, None)
-    for row in (first, third):  # without a score, too
+    for row in (first, third):  # also without a score
         assert row.token_rewards is not None
         np.testing.assert_array_equal(row.token_rewards[0], earned[0])
         assert row.trajectory.earned_reward == 0.5
     assert second.token_rewards is None
 
 
-def test_what_was_earned_is_a_component_of_every_row_of_its_group(redis_url: str, tmp_path: Path) -> None:
+def test_earned_rewards_are_a_component_of_every_row_of_their_group(redis_url: str, tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.toml"
     rubric.write_text('[[components]]\nscorer = "exact"\n[[components]]\nscorer = "numeric"\nweight = 0.5\n')
     buffer = run_of(redis_url)
@@ -89,7 +89,7 @@ def test_what_was_earned_is_a_component_of_every_row_of_its_group(redis_url: str
 
 
 @pytest.mark.parametrize(("grouped", "second"), [(False, ["timeout*1"]), (True, ["1", "timeout*1", "2"])])
-def test_rows_that_are_compared_are_scored_again_together(redis_url: str, grouped: bool, second: list[str]) -> None:
+def test_rows_of_a_grouped_scorer_are_scored_again_together(redis_url: str, grouped: bool, second: list[str]) -> None:
     buffer, core = run_of(redis_url), ScriptedCore(grouped=grouped)
     (group_id,) = generate(buffer, [[*answers("1", "timeout*1", "2"), trajectory(3, "x", finish_reason="error")]])
     with scoring(buffer, core, min_scored_samples=3):
@@ -98,7 +98,7 @@ def test_rows_that_are_compared_are_scored_again_together(redis_url: str, groupe
     assert {item.group for call in core.calls for item in call} == {group_id}
 
 
-def test_a_failed_row_is_scored_again_and_the_others_are_not(redis_url: str) -> None:
+def test_only_failed_rows_are_scored_again(redis_url: str) -> None:
     buffer = run_of(redis_url)
     core = ScriptedCore()
     ids = generate(buffer, [answers("1", "timeout*1", "2"), answers("crashed*2", "1", "1")])
@@ -117,7 +117,7 @@ def test_a_group_given_back_is_claimed_again_before_its_first_claim_is_forgotten
 
     def slow_release(*arguments: Any) -> Any:
         outcome = release(*arguments)
-        eventually(lambda: core.asked.count("timeout*1") == 2)  # the other thread holds it by now
+        eventually(lambda: core.asked.count("timeout*1") == 2)  # by now the other thread holds it
         return outcome
 
     monkeypatch.setattr(buffer, "release", slow_release)
@@ -140,11 +140,13 @@ def test_spent_attempts_drop_the_group_with_its_reason(redis_url: str) -> None:
         eventually(lambda: buffer.counts()["dropped"] == 3)
     counts = buffer.counts()
     assert (counts["dropped:timeout"], counts["dropped:crashed"], counts["dropped:invalid_input"]) == (1, 1, 1)
-    assert core.asked.count("timeout*9") == 2 and core.asked.count("invalid_input*9") == 1  # what is bad stays bad
+    assert (
+        core.asked.count("timeout*9") == 2 and core.asked.count("invalid_input*9") == 1
+    )  # invalid input is not retried
     assert buffer.verify() == []
 
 
-def test_enough_scored_rows_go_on_without_the_others(redis_url: str) -> None:
+def test_a_group_with_enough_scored_rows_is_completed(redis_url: str) -> None:
     buffer = run_of(redis_url)
     ids = generate(buffer, [answers("1", "timeout*9", "2"), answers("1", "crashed*9", "timeout*9")])
     with scoring(buffer, ScriptedCore(), min_scored_samples=2, max_attempts=2):
@@ -158,7 +160,7 @@ def test_enough_scored_rows_go_on_without_the_others(redis_url: str) -> None:
 
 
 def with_greedy(policy: list[Trajectory], text: str) -> list[Trajectory]:
-    """The rows with a greedy answer after them."""
+    """The rows followed by a greedy answer."""
     return [*policy, trajectory(len(policy), text, role="baseline")]
 
 
@@ -171,13 +173,13 @@ def test_a_greedy_answer_is_scored_again_like_the_others(redis_url: str) -> None
     assert buffer.verify() == []
 
 
-def test_without_a_scored_greedy_answer_the_group_is_dropped_for_its_reason(redis_url: str) -> None:
+def test_a_group_with_an_unscored_greedy_answer_is_dropped_for_its_reason(redis_url: str) -> None:
     buffer = run_of(redis_url)
     generate(
         buffer,
         [
             with_greedy(answers("1", "2"), "crashed*9"),  # all policy rows have a reward
-            with_greedy(answers("1", "timeout*9", "timeout*9"), "invalid_input*9"),  # enough of them have
+            with_greedy(answers("1", "timeout*9", "timeout*9"), "invalid_input*9"),  # enough of them have a reward
             with_greedy(answers("1", "timeout*9"), "2"),  # the greedy answer does not count among these
         ],
     )
@@ -237,7 +239,7 @@ def test_a_stop_ends_the_pause_and_spends_no_budget(redis_url: str, monkeypatch:
     assert core.asked == ["infrastructure*1"] * 2
 
 
-def test_an_answer_that_ended_in_an_error_is_not_judged(redis_url: str) -> None:
+def test_an_answer_that_ended_in_an_error_is_not_scored(redis_url: str) -> None:
     buffer = run_of(redis_url)
     core = ScriptedCore()
     rows = [*answers("1", "1"), trajectory(2, "2", finish_reason="error"), trajectory(3, "2", finish_reason="length")]
@@ -260,7 +262,7 @@ def test_a_payload_that_cannot_be_read_is_dropped(redis_url: str) -> None:
     assert buffer.verify() == []
 
 
-def test_leases_are_kept_while_a_scorer_takes_its_time(redis_url: str) -> None:
+def test_leases_are_renewed_while_a_scorer_is_slow(redis_url: str) -> None:
     buffer = run_of(redis_url)
     generate(buffer, [answers(*["slow"] * 8), answers("1")])
     with scoring(buffer, ScriptedCore(), lease_seconds=0.6):
@@ -291,7 +293,7 @@ def test_a_bug_ends_the_service(redis_url: str) -> None:
         eventually(lambda: buffer.counts()["generated_leased"] == 1)
 
 
-def test_progress_survives_its_bytes() -> None:
+def test_progress_survives_serialization() -> None:
     progress = Progress(2, 1, {0: Scored(0.5, {"a": 1.0}), 3: Unscored("timeout", "10 s")})
     assert Progress.from_bytes(progress.to_bytes()) == progress
     assert Progress.from_bytes(None) == Progress()
@@ -301,7 +303,7 @@ def test_progress_survives_its_bytes() -> None:
     ("found", "minimum", "lacking"),
     [("rr", 0, []), ("ru", 0, [1]), ("ru", 1, []), ("uu", 1, [0, 1]), ("ruu", 2, [1, 2])],
 )
-def test_rows_that_a_group_cannot_go_on_without(found: str, minimum: int, lacking: list[int]) -> None:
+def test_unscored_rows_that_a_group_needs(found: str, minimum: int, lacking: list[int]) -> None:
     def row(number: int, scored: bool, role: str = "policy") -> ScoredTrajectory:
         return scored_row(trajectory(number, "", role=role), Scored(1.0) if scored else Unscored("timeout"))
 

@@ -1,4 +1,4 @@
-"""The ring's reward service as the process it is: over gRPC, killed in the middle, and refused at its start."""
+"""The ring's reward service as a process: over gRPC, killed while it scores, and refused at its start."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture
 def service(redis_url: str, tmp_path: Path) -> Iterator[tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]]:
-    """A run and the way to start its reward service as the process it is."""
+    """A run, and the function that starts its reward service as a process."""
     (tmp_path / "score.py").write_text(FUNCTION)
     buffer = run_of(redis_url)
     reward = {
@@ -65,7 +65,7 @@ def service(redis_url: str, tmp_path: Path) -> Iterator[tuple[Buffer, Callable[[
         process.wait(timeout=10.0)
 
 
-def test_the_service_as_a_process(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
+def test_the_process_serves_grpc_and_stops(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
     buffer, start = service
     before = time.time()
     process = start()
@@ -113,7 +113,7 @@ def score_request() -> reward_pb2.ScoreRequest:
     )
 
 
-def test_killed_in_the_middle_it_loses_nothing(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
+def test_a_killed_service_loses_no_group(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
     buffer, start = service
     first = start()
     eventually(lambda: "reward" in buffer.services())
@@ -123,13 +123,13 @@ def test_killed_in_the_middle_it_loses_nothing(service: tuple[Buffer, Callable[[
     first.wait(timeout=10.0)
     generate(buffer, [answers("1")])
     start()
-    collect(buffer, 2, seconds=30.0)  # the second `hang` hangs only in groups of even number
+    collect(buffer, 2, seconds=30.0)  # the second `hang` only hangs in groups with even numbers
     eventually(lambda: buffer.counts().get("dropped:timeout") == 1)
     assert buffer.counts()["leases_expired"] == 0, "the new process took its predecessor's leases back at once"
     assert buffer.verify() == []
 
 
-def test_a_scorer_that_cannot_be_built_ends_the_process_with_one_line(redis_url: str, tmp_path: Path) -> None:
+def test_a_scorer_that_cannot_be_built_is_a_one_line_error(redis_url: str, tmp_path: Path) -> None:
     buffer = run_of(redis_url)
     recipe = {
         "run": {"run_id": buffer.run_id},

@@ -1,4 +1,4 @@
-"""Items and scores to and from protobuf: the fast ways say the same as the plain ones."""
+"""Items and scores to and from protobuf: the fast paths give the same as the plain ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain_reply(scores: list[Score]) -> reward_pb2.ScoreReply:
     for score in scores:
         item = reply.items.add()
         if isinstance(score, Scored):
-            item.scored.value = score.value + 0.0  # zero has no sign on the wire
+            item.scored.value = score.value + 0.0  # negative zero becomes zero
             item.scored.breakdown.update({name: part + 0.0 for name, part in score.breakdown.items()})
         else:
             item.unscored.reason, item.unscored.detail = score.reason, score.detail
@@ -38,16 +38,14 @@ def plain_reply(scores: list[Score]) -> reward_pb2.ScoreReply:
 
 
 @given(SCORES)
-def test_a_reply_is_what_building_it_item_by_item_gives(scores: list[Score]) -> None:
+def test_a_reply_equals_one_built_item_by_item(scores: list[Score]) -> None:
     reply = reply_of(scores)
     assert reply == plain_reply(scores)
     assert [score_of(item) for item in reply.items] == scores
 
 
 @given(st.lists(st.tuples(TEXT, TEXT, JSON, st.dictionaries(TEXT, JSON, max_size=2), TEXT), max_size=8), st.booleans())
-def test_items_are_read_as_they_were_written(
-    items: list[tuple[str, str, Any, dict[str, Any], str]], tight: bool
-) -> None:
+def test_items_survive_the_wire(items: list[tuple[str, str, Any, dict[str, Any], str]], tight: bool) -> None:
     separators = (",", ":") if tight else None
     messages = [
         reward_pb2.ScoreRequest.Item(
@@ -66,7 +64,7 @@ def test_items_are_read_as_they_were_written(
 
 
 @given(st.lists(st.sampled_from(["1", "{", "[1] 2", "", " 3"]), max_size=12), st.integers(0, 1000))
-def test_faults_stand_in_their_places(truths: list[str], first: int) -> None:
+def test_faults_are_at_their_items_positions(truths: list[str], first: int) -> None:
     messages = [reward_pb2.ScoreRequest.Item(ground_truth=truth) for truth in truths]
     items, faults = read_items(messages, first)
     merged = with_faults([Scored(float(item.ground_truth or 0)) for item in items], faults)
@@ -85,8 +83,8 @@ PIECES = st.lists(st.sampled_from(['"', '"a"', "b", ",", "[", "]", "\n", " ", "1
 @example(['"', '"', '"c","d"'])
 @settings(max_examples=400)
 @given(st.lists(st.one_of(PIECES.map("".join), TEXT.map(json.dumps)), min_size=1, max_size=4))
-def test_texts_that_are_read_together_are_what_each_is_alone(truths: list[str]) -> None:
-    """Even where two that are no JSON would be some, put side by side."""
+def test_texts_parsed_together_equal_texts_parsed_alone(truths: list[str]) -> None:
+    """This holds even if two invalid texts would be valid JSON when joined."""
     messages = [reward_pb2.ScoreRequest.Item(ground_truth=truth) for truth in truths]
     items, faults = read_items(messages)
     left = iter(items)
@@ -100,7 +98,7 @@ def test_texts_that_are_read_together_are_what_each_is_alone(truths: list[str]) 
     assert next(left, None) is None
 
 
-def test_what_is_deep_is_refused_however_it_is_written() -> None:
+def test_json_nested_too_deeply_is_refused() -> None:
     def faults(text: str) -> int:
         return len(read_items([reward_pb2.ScoreRequest.Item(ground_truth=text)])[1])
 
@@ -113,7 +111,7 @@ def test_what_is_deep_is_refused_however_it_is_written() -> None:
     assert faults(json.dumps([[]] * 1000)) == 0
 
 
-def test_details_of_any_text_can_be_sent() -> None:
+def test_details_with_any_text_can_be_sent() -> None:
     (found,) = reply_of([Unscored("crashed", "half a pair \ud800, " + "x" * 5000)]).items
     assert found.unscored.detail.startswith("half a pair \\ud800, xx") and len(found.unscored.detail) < 1100
     (named,) = reply_of([Scored(1.0, {"\ud800": 0.5})]).items

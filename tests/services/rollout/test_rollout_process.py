@@ -1,4 +1,4 @@
-"""The rollout service as a process: real vLLM, real Redis, gRPC, a weight group, and its end by SIGTERM and by -9."""
+"""The rollout service as a process: real vLLM, Redis, gRPC and a weight group, ended by SIGTERM and by kill -9."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TIMEOUT = 20.0
 
 
 class Served:
-    """The real service as a process, with its log and a temporary folder that nobody else writes to."""
+    """The real service as a process, with its log and a temporary folder of its own."""
 
     def __init__(self, folder: Path, redis_url: str, recipe_file: Path, temporary: Path) -> None:
         self.log = folder / "rollout.log"
@@ -69,7 +69,7 @@ class Served:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def sockets(self) -> set[Path]:
-        """The folders of the sockets in the file system that the service and its engine listen on."""
+        """The folders of the Unix sockets that the service and its engine listen on."""
         processes = [psutil.Process(self.process.pid), *self.family()]
         names = [socket.laddr for process in processes for socket in process.net_connections("unix")]
         return {Path(name).parent for name in names if name.startswith("/")}
@@ -77,7 +77,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def temporary() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="served-", dir="/tmp") as folder:  # short: there will be sockets in it
+    with tempfile.TemporaryDirectory(prefix="served-", dir="/tmp") as folder:  # short, because socket paths are limited
         yield Path(folder)
 
 
@@ -109,7 +109,7 @@ def ring(
     buffer.close()
 
 
-def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender]) -> None:
+def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, str, WeightSender]) -> None:
     served, buffer, address, sender = ring
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=20) for index in range(4)))
     with connect(address) as channel, translated():
@@ -120,7 +120,7 @@ def test_one_sampler_over_the_wire(ring: tuple[Served, Buffer, str, WeightSender
             name=SAMPLER,
             service_names=(SERVICE_NAME,),
             started_after=served.started_after,
-            incarnation=0,  # it has had no weights yet
+            incarnation=0,  # it has received no weights yet
         )
         assert info.figures["prompts_waiting"] == 4 and "no version is published" in info.activity
 
@@ -183,10 +183,10 @@ def check_generate(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
 
 
 def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str) -> None:
-    """Paused, it ends what it has and claims nothing; resumed, it claims again."""
+    """A paused service finishes the groups it holds and claims none; after resume it claims again."""
     offer(buffer, prompt(100, num_samples=2, max_tokens=250))
     deadline = time.monotonic() + TIMEOUT
-    while ask_info(address).figures["groups_held"] == 0:  # leased, and known to the sampler
+    while ask_info(address).figures["groups_held"] == 0:  # leased and reported by the sampler
         assert time.monotonic() < deadline
         time.sleep(0.002)
     state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
@@ -205,7 +205,7 @@ def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, addre
     assert resumed.group_id == "0-101"
 
 
-def test_an_answer_that_two_versions_sampled_is_refused_where_one_is_required(
+def test_an_answer_sampled_by_two_versions_is_refused_where_one_is_required(
     ring: tuple[Served, Buffer, str, WeightSender],
 ) -> None:
     _, _, address, sender = ring
@@ -224,7 +224,7 @@ def test_an_answer_that_two_versions_sampled_is_refused_where_one_is_required(
             asked.result()
 
 
-def test_sigterm_ends_it_within_seconds_and_minus_nine_leaves_nothing(
+def test_sigterm_ends_it_within_seconds_and_kill_9_leaves_nothing(
     ring: tuple[Served, Buffer, str, WeightSender], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, buffer, _, _ = ring
@@ -248,7 +248,7 @@ def test_sigterm_ends_it_within_seconds_and_minus_nine_leaves_nothing(
     again = Served(served.log.parent, f"{buffer.place}?db=0", recipe_file, served.temporary)
     deadline = time.monotonic() + 60.0
     while not (family := [child for child in again.family() if is_engine(child)]) and time.monotonic() < deadline:
-        time.sleep(0.05)  # its engine is just being started: the hardest moment
+        time.sleep(0.05)  # its engine is just starting, the hardest moment
     assert family
     again.process.kill()
     again.process.wait(5.0)
@@ -256,7 +256,7 @@ def test_sigterm_ends_it_within_seconds_and_minus_nine_leaves_nothing(
     assert not alive
     assert list(served.temporary.iterdir()), "killed, it could not clear up"
     monkeypatch.setattr(tempfile, "tempdir", str(served.temporary))
-    sweep_engine_folders()  # as the supervisor does, and every engine that starts
+    sweep_engine_folders()  # as the supervisor and every starting engine do
     assert not list(served.temporary.iterdir())
 
 
@@ -265,4 +265,4 @@ def is_engine(child: psutil.Process) -> bool:
         command = " ".join(child.cmdline())
     except psutil.Error:
         return False
-    return "serve.py" in command or "EngineCore" in command  # a fork, before and after it has named itself
+    return "serve.py" in command or "EngineCore" in command  # a fork before and after it sets its title

@@ -1,4 +1,4 @@
-"""The claiming side of the rollout service: an engine that is told what to do, and a real Redis."""
+"""The rollout service's claim loop: a scripted engine and a real Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.redis_ring import SAMPLER, new_run
 TIMEOUT = 20.0
 CONFIG = RolloutConfig(
     max_groups_in_flight=4, samples_per_prompt=3, lease_seconds=3.0
-)  # long enough for a busy machine to renew in time
+)  # long enough to renew in time on a busy machine
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def offer(buffer: Buffer, *prompts: Prompt) -> None:
 
 
 class ToldEngine:
-    """Answers with the trajectory's number as its one token, as soon as (and if) it is allowed to."""
+    """Answers with the trajectory's number as its only token once the test allows it, or never."""
 
     def __init__(self) -> None:
         self.is_dead = self.hangs = False
@@ -98,7 +98,7 @@ def run_worker(
     *,
     with_baselines: bool = False,
 ) -> SamplingWorker:
-    """Runs a stage until the condition holds (then `act`), stops it, and raises what it raised."""
+    """Runs a stage until the condition holds (then calls `act`), stops it, and raises its error."""
 
     async def main() -> SamplingWorker:
         heartbeat = Heartbeat(buffer, SAMPLER, lambda: worker.figures())
@@ -161,7 +161,7 @@ def sampled(buffer: Buffer, number: int = 1) -> list[list[tuple[int, str, float]
     return [[(row.trajectory_id, row.role, row.sampling.temperature) for row in each] for each in rows]
 
 
-def test_a_greedy_answer_more_is_sampled_where_the_estimator_compares_with_it(buffer: Buffer) -> None:
+def test_one_greedy_answer_is_added_where_the_estimator_needs_it(buffer: Buffer) -> None:
     offer(buffer, prompt(0), prompt(1, num_samples=1))
     engine = ToldEngine()
     run_worker(buffer, engine, lambda: buffer.counts()["generated_waiting"] == 2, with_baselines=True)
@@ -184,7 +184,7 @@ def test_a_greedy_answer_is_saved_and_resumed_like_the_others(buffer: Buffer, fi
     assert [role for _, role, _ in rows] == ["policy"] * 3 + ["baseline"]
 
 
-def test_a_greedy_answer_that_the_engine_ended_is_not_passed_on(buffer: Buffer) -> None:
+def test_a_greedy_answer_aborted_by_the_engine_is_not_passed_on(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
     answer = engine.sample_one
@@ -199,7 +199,7 @@ def test_a_greedy_answer_that_the_engine_ended_is_not_passed_on(buffer: Buffer) 
     assert buffer.counts()["generated_waiting"] == 0
 
 
-def test_a_holder_that_dies_loses_only_what_it_had_not_finished(buffer: Buffer) -> None:
+def test_a_holder_that_dies_loses_only_unfinished_answers(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.may_answer = lambda key, number: number == 1
@@ -253,7 +253,7 @@ def test_a_group_that_fails_is_released_and_the_others_go_on(buffer: Buffer, err
     )
 
 
-def test_rows_that_the_engine_ended_are_never_passed_on(buffer: Buffer) -> None:
+def test_rows_aborted_by_the_engine_are_never_passed_on(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.finish = "abort"
@@ -261,7 +261,7 @@ def test_rows_that_the_engine_ended_are_never_passed_on(buffer: Buffer) -> None:
     assert buffer.counts()["generated_waiting"] == 0
 
 
-def test_a_bug_ends_the_service_and_so_does_a_dead_engine(buffer: Buffer) -> None:
+def test_a_bug_or_a_dead_engine_ends_the_service(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
     engine.error = ZeroDivisionError("a bug")
@@ -277,7 +277,7 @@ def test_a_bug_ends_the_service_and_so_does_a_dead_engine(buffer: Buffer) -> Non
         run_worker(buffer, engine, lambda: False)
 
 
-def test_a_sampler_without_the_published_version_waits_and_says_so(buffer: Buffer) -> None:
+def test_a_sampler_without_the_published_version_waits_and_reports_it(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     buffer.publish(1, 1, [])
     engine = ToldEngine()

@@ -1,4 +1,4 @@
-"""The supervisor's gRPC side over the wire: health, reflection, Info, and what it says of its processes and ledger."""
+"""The supervisor's gRPC service: health, reflection, Info, and the state of its processes and ledger."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> No
     buffer = Buffer(address.redis_url, "small")
     eventually(lambda: buffer.counts()["admitted"] == 6)
 
-    # Nothing is published yet, no trainer has begun.
+    # Nothing is published yet and no trainer has started.
     info = check_what_it_says(
         address.control, buffer, name="controller", service_names=(CONTROL_SERVICE,), started_after=before
     )
@@ -60,7 +60,7 @@ def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> No
 
 @pytest.fixture
 def processes(tmp_path: Path) -> ProcessGroup:
-    """A processes of one that was never started."""
+    """A process group with one process that was never started."""
     made = ProcessGroup(report=print)
     made.children = [Child(ChildSpec("trainer", (sys.executable, "-c", ""), tmp_path / "trainer.log"), made.token)]
     return made
@@ -91,7 +91,7 @@ def test_info_follows_the_ledger(served: tuple[ControlServer, Buffer]) -> None:
     assert buffer.begin_incarnation() == ask_info(server.address).incarnation == 2
 
 
-def test_control_speaks_for_the_crew_and_the_ledger(
+def test_control_reports_the_processes_and_the_ledger(
     served: tuple[ControlServer, Buffer], processes: ProcessGroup
 ) -> None:
     server, buffer = served
@@ -106,7 +106,9 @@ def test_control_speaks_for_the_crew_and_the_ledger(
     assert dict(ledger.counts) == buffer.counts() and list(ledger.violations) == []
 
 
-def test_stop_run_ends_the_crew_as_ctrl_c_does(served: tuple[ControlServer, Buffer], processes: ProcessGroup) -> None:
+def test_stop_run_ends_the_processes_as_ctrl_c_does(
+    served: tuple[ControlServer, Buffer], processes: ProcessGroup
+) -> None:
     server, _buffer = served
     with connect(server.address) as channel, translated():
         control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=RPC_SECONDS)

@@ -1,4 +1,4 @@
-"""Which GPUs, cores and threads each service of a local run gets."""
+"""The GPUs, cores and threads that each service of a local run gets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_with_few_cores_the_first_sampler_starts_before_the_others(
     assert all(starts_after(recipe, name) == "" for name in ("feed", "rollout-0", "reward", "trainer"))
 
 
-def test_what_the_users_environment_says_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_users_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert place(recipe_of(VALUES), "trainer") == {"OMP_NUM_THREADS": "8"}
 
@@ -73,7 +73,7 @@ def test_ipc_shares_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus_wanted(recipe) == 1
 
 
-def test_gpus_are_those_that_the_environment_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpus_are_the_devices_visible_in_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(placement, "Path", lambda _: tmp_path)

@@ -1,4 +1,4 @@
-"""Bad input is found before anything starts: one line naming the thing, the place and the remedy, as a UserError."""
+"""Bad input is found before anything starts, as a UserError in one line with the fault, its place and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Values = dict[str, dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Redis named, no hub, no GPU, whatever this machine has."""
+    """Hides this machine's Redis setting, hub access and GPUs."""
     monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
@@ -48,7 +48,7 @@ def values(tmp_path: Path) -> Values:
 
 
 def refused(kind: type[UserError], recipe: Recipe, *says: str, resume: bool = False) -> str:
-    """The line with which the recipe is refused."""
+    """The error line with which the recipe is refused."""
     with pytest.raises(kind) as caught:
         check_recipe(recipe, resume=resume)
     line = str(caught.value)
@@ -71,9 +71,9 @@ def test_a_folder_with_a_run_is_refused_without_resume(values: Values) -> None:
     recipe = recipe_of(values)
     recipe.folder.mkdir()
     (recipe.folder / "notes.txt").touch()
-    check_recipe(recipe, resume=False)  # a folder without a run in it is as good as none
+    check_recipe(recipe, resume=False)  # a folder without a run is accepted
     (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
-    check_recipe(recipe, resume=False)  # nor does a run occupy it that took no step
+    check_recipe(recipe, resume=False)  # so is one whose run took no step
     (recipe.folder / "batches" / "000001").mkdir(parents=True)
     refused(RunExistsError, recipe, str(recipe.folder), "--resume")
     check_recipe(recipe, resume=True)
@@ -100,7 +100,7 @@ def test_a_resumed_run_keeps_what_its_weights_depend_on_and_may_change_the_rest(
         refused(ConfigError, changed, f"{section}.{key} was {before}", f"is {value} now", resume=True)
 
 
-def test_a_file_where_the_run_folder_should_be(values: Values, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_run_folder_is_refused(values: Values, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused(
         EnvironmentLackError,
@@ -111,7 +111,7 @@ def test_a_file_where_the_run_folder_should_be(values: Values, tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(values: Values, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused(values: Values, tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
     refused(
@@ -131,14 +131,14 @@ def test_a_folder_that_cannot_be_written(values: Values, tmp_path: Path) -> None
         (b"PAR1 and then nothing of the kind", "cannot be read"),
     ],
 )
-def test_a_dataset_that_cannot_be_read(values: Values, tmp_path: Path, content: bytes | None, says: str) -> None:
+def test_an_unreadable_dataset_is_refused(values: Values, tmp_path: Path, content: bytes | None, says: str) -> None:
     file = tmp_path / "rows"
     if content is not None:
         file.write_bytes(content)
     refused(DataError, recipe_of(values, data={"train_file": str(file)}), str(file), says)
 
 
-def test_the_evaluation_file_is_looked_at_too(values: Values, tmp_path: Path) -> None:
+def test_the_evaluation_file_is_checked_too(values: Values, tmp_path: Path) -> None:
     refused(
         DataError, recipe_of(values, data={"eval_file": str(tmp_path / "eval.jsonl")}), "eval.jsonl", "no such file"
     )
@@ -173,14 +173,14 @@ def cut(file: Path) -> None:
         (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 8), "no whole safetensors file"),
     ],
 )
-def test_a_damaged_model_folder(values: Values, damage: Callable[[Path], object], says: str) -> None:
+def test_a_damaged_model_folder_is_refused(values: Values, damage: Callable[[Path], object], says: str) -> None:
     if "nearest" in says and not find_engine("vllm").installed:
         pytest.skip("vLLM is not installed")
     damage(Path(values["model"]["path"]))
     refused(ModelError, recipe_of(values), "model.path", values["model"]["path"], says)
 
 
-def test_facts_of_a_model_come_from_its_headers(values: Values) -> None:
+def test_the_size_and_layout_of_a_model_come_from_its_headers(values: Values) -> None:
     facts = check_model(recipe_of(values))
     assert facts is not None
     assert (facts.architecture, facts.num_parameters) == ("Qwen2ForCausalLM", 240)
@@ -206,7 +206,7 @@ def test_a_hub_name_needs_a_hub_or_its_cache(values: Values, tmp_path: Path, mon
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     recipe = recipe_of(values, model={"path": "some/model"})
     refused(ModelError, recipe, "some/model", "HF_HUB_OFFLINE")
-    with socket.socket() as silent:  # bound, but nobody listens
+    with socket.socket() as silent:  # bound but not listening
         silent.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -221,7 +221,7 @@ def test_a_hub_name_needs_a_hub_or_its_cache(values: Values, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("section", "key"), [("rollout", "rollout.port"), ("reward", "reward.port"), ("trainer", "trainer.port")]
 )
-def test_a_port_in_use(values: Values, section: str, key: str) -> None:
+def test_a_port_in_use_is_refused(values: Values, section: str, key: str) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -231,7 +231,7 @@ def test_a_port_in_use(values: Values, section: str, key: str) -> None:
         )
 
 
-def test_the_port_of_a_later_replica_counts(values: Values) -> None:
+def test_the_port_of_a_later_replica_is_checked(values: Values) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -243,22 +243,22 @@ def test_the_port_of_a_later_replica_counts(values: Values) -> None:
         refused(EnvironmentLackError, recipe_of(values, rollout={"port": 65535, "num_replicas": 2}), "rollout.port")
 
 
-def test_one_port_for_two_services(values: Values) -> None:
+def test_one_port_for_two_services_is_refused(values: Values) -> None:
     recipe = recipe_of(values, reward={"port": 45671}, trainer={"port": 45671})
     refused(ConfigError, recipe, "trainer.port", "45671", "also that of reward")
 
 
-def test_an_address_of_another_machine(values: Values) -> None:
+def test_an_address_of_another_machine_is_refused(values: Values) -> None:
     recipe = recipe_of(values, run={"host": "192.0.2.1"}, trainer={"port": 45671})
     refused(EnvironmentLackError, recipe, "192.0.2.1:45671")
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_a_gpu_backend_without_a_gpu(values: Values, backend: str) -> None:
+def test_a_gpu_backend_without_a_gpu_is_refused(values: Values, backend: str) -> None:
     refused(ConfigError, recipe_of(values, weights={"backend": backend}), f"weights.backend={backend}", "gloo")
 
 
-def test_nccl_needs_a_gpu_for_everybody(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_needs_a_gpu_for_every_process(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0", "1"))
     check_recipe(recipe_of(values, weights={"backend": "nccl"}), resume=False)
     crowded = recipe_of(values, weights={"backend": "nccl"}, rollout={"num_replicas": 2})
@@ -270,7 +270,7 @@ def test_several_machines_need_a_redis_that_all_reach(values: Values, monkeypatc
     refused(ConfigError, recipe, "run.redis_url", "TANDEM_REDIS_URL")
 
 
-def test_a_redis_that_nobody_answers_at(values: Values) -> None:
+def test_an_unreachable_redis_is_refused(values: Values) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
@@ -280,7 +280,7 @@ def test_a_redis_that_nobody_answers_at(values: Values) -> None:
     refused(ConfigError, recipe_of(values, run={"redis_url": "http://x"}), "run.redis_url")
 
 
-def test_no_redis_server_to_start(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_redis_server_is_refused(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentLackError, match="no redis-server"):
@@ -296,27 +296,27 @@ def test_a_package_that_is_not_installed_is_named_with_its_pip_command(
     refused(EnvironmentLackError, recipe_of(values), f"{package} is not installed", "pip install 'tandem-rl[cpu]'")
 
 
-def test_too_little_memory_for_the_engine(values: Values) -> None:
+def test_too_little_memory_for_the_engine_is_refused(values: Values) -> None:
     recipe = recipe_of(values, rollout={"kv_cache_bytes": 1 << 50})
     refused(EnvironmentLackError, recipe, "rollout.kv_cache_bytes", "GB")
 
 
-def test_replicas_add_up_in_memory(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_replicas_adds_up(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = check_model(recipe_of(values))
     monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 4e9)
     check_memory(recipe_of(values), facts)
     with pytest.raises(EnvironmentLackError, match=r"4 engine\(s\)"):
         check_memory(recipe_of(values, rollout={"num_replicas": 4}), facts)
     monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0",))
-    check_memory(recipe_of(values, rollout={"num_replicas": 4}), facts)  # their memory is the GPUs'
+    check_memory(recipe_of(values, rollout={"num_replicas": 4}), facts)  # their weights are in GPU memory
 
 
-def test_a_disk_too_small_for_the_run(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_too_small_for_the_run_is_refused(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(values, run={"total_batches": 10**9})
     refused(EnvironmentLackError, recipe, "GB free", "checkpoints", "run.folder")
 
 
-def test_a_full_disk_is_said_to_be_full(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_as_full(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -346,11 +346,11 @@ def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
         ({"scorer": "exact", "arguments": {"tolerence": 1}}, "tolerence"),
     ],
 )
-def test_a_scorer_that_cannot_be_used(values: Values, reward: dict[str, Any], says: str) -> None:
+def test_an_unusable_scorer_is_refused(values: Values, reward: dict[str, Any], says: str) -> None:
     refused(ScorerError, recipe_of(values, reward=reward), "reward.", says)
 
 
-def test_a_function_that_raises_as_it_is_imported(values: Values, tmp_path: Path) -> None:
+def test_a_reward_function_that_raises_on_import_is_refused(values: Values, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("raise RuntimeError('not today')\n")
     refused(ScorerError, recipe_of(values, reward={"scorer": f"{file}:score"}), str(file), "not today")

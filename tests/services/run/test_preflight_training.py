@@ -1,4 +1,4 @@
-"""What the algorithm asks of engines, models, memory and disk is found wanting before anything starts."""
+"""Requirements of the algorithm on engines, models, memory and disk are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Values = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Values:
-    """A recipe's values, on a machine without a GPU and with a Redis of its own."""
+    """A recipe's values, on a machine without a GPU and with its own Redis."""
     monkeypatch.delenv("TANDEM_REDIS_URL", raising=False)
     monkeypatch.setattr(preflight, "gpu_ids", lambda: ())
     return small_values(tmp_path)
@@ -34,7 +34,7 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Values:
         ({"offload_parameters": True, "zero_stage": 1}, "trainer.offload_parameters needs partitioned parameters"),
     ],
 )
-def test_settings_of_the_engine_that_do_not_go_together(values: Values, trainer: dict[str, Any], says: str) -> None:
+def test_incompatible_engine_settings_are_refused(values: Values, trainer: dict[str, Any], says: str) -> None:
     recipe = recipe_of(values, trainer=trainer)
     refused(ConfigError, recipe, says)
     with pytest.raises(ConfigError, match=says):
@@ -56,10 +56,10 @@ def test_adapters_need_layers_that_the_model_has(values: Values) -> None:
     refused(ConfigError, recipe("lm_head"), "no linear layer lm_head with a weight of its own")
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"\0" * 960)
-    check_recipe(recipe("anything"), resume=False)  # such a file names nothing without being loaded
+    check_recipe(recipe("anything"), resume=False)  # this file format lists no layers without being loaded
 
 
-def test_a_critic_that_does_not_go_with_the_policy(values: Values, tmp_path: Path) -> None:
+def test_a_critic_that_does_not_fit_the_policy_is_refused(values: Values, tmp_path: Path) -> None:
     critic = tmp_path / "critic"
 
     def recipe(advantage: str = "gae") -> Recipe:
@@ -69,7 +69,7 @@ def test_a_critic_that_does_not_go_with_the_policy(values: Values, tmp_path: Pat
     refused(ModelError, recipe(), f"trainer.critic.path {critic}", "no such folder")
     write_model(critic)
     check_recipe(recipe(), resume=False)
-    (critic / "tokenizer.json").unlink()  # the policy's is used
+    (critic / "tokenizer.json").unlink()  # the policy's tokenizer is used
     check_recipe(recipe(), resume=False)
     (critic / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 32}))
     refused(ModelError, recipe(), "trainer.critic.path", "reads at most 32 tokens")
@@ -82,9 +82,7 @@ def test_a_critic_that_does_not_go_with_the_policy(values: Values, tmp_path: Pat
     refused(ModelError, recipe(), "trainer.critic.path", "no weights")
 
 
-def test_what_is_trained_beside_the_policy_counts_in_memory_and_on_disk(
-    values: Values, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_critic_and_reference_count_in_memory_and_on_disk(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
     with_critic = model_check.ModelFacts("Qwen2ForCausalLM", 10**9, num_critic_parameters=10**9)
     plain = recipe_of(values)
@@ -101,7 +99,7 @@ def test_what_is_trained_beside_the_policy_counts_in_memory_and_on_disk(
             return False
         return True
 
-    engine = 8 + 1 + 1.1  # weights twice, and what a sampler and a rank need beside
+    engine = 8 + 1 + 1.1  # two copies of the weights plus the overhead of a sampler and a rank
     penalty = {"kl": {"loss": {"coefficient": 0.1}}}
     assert fits(plain, facts, engine + 16.1) and not fits(plain, facts, engine + 15)
     assert fits(plain, with_critic, engine + 32.1) and not fits(plain, with_critic, engine + 31)
@@ -112,7 +110,7 @@ def test_what_is_trained_beside_the_policy_counts_in_memory_and_on_disk(
     assert fits(recipe_of(values, trainer={**penalty, "lora": {}}), facts, engine + 8.1), "the base weights are held to"
 
 
-def test_a_greedy_answer_more_is_a_payload_more(values: Values) -> None:
+def test_a_greedy_answer_adds_a_payload(values: Values) -> None:
     plain, remax = recipe_of(values), recipe_of(values, trainer={"advantage": "remax"})
     assert 2 * preflight.worst_case_redis_bytes(remax) == 3 * preflight.worst_case_redis_bytes(plain)
     assert preflight.disk_need_bytes(remax, None) == 1.5 * preflight.disk_need_bytes(plain, None)

@@ -1,4 +1,4 @@
-"""Live progress: what the last lines of metrics.jsonl come to, and how it is shown on a terminal and in a log."""
+"""Live progress: figures from the last lines of metrics.jsonl, and their display on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATES = {"feed": ("running", 10, 0), "trainer": ("running", 11, 0)}
 
 
 def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
-    """One line of metrics.jsonl: two seconds a step, half of them waiting, samplers never idle."""
+    """One line of metrics.jsonl: two seconds per step, half of them waiting; samplers are never idle."""
     return {
         "step": step,
         "time": 1000.0 + 2 * step,
@@ -38,7 +38,7 @@ def metrics_line(step: int, **changes: Any) -> dict[str, Any]:
 
 
 class StandIn:
-    """In place of a Buffer."""
+    """A stand-in for a Buffer."""
 
     def __init__(self) -> None:
         self.silent = 0.5
@@ -70,7 +70,7 @@ def append(file: Path, *lines: dict[str, Any]) -> None:
         out.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def test_rates_and_fractions_of_a_picture() -> None:
+def test_rates_and_fractions_of_a_snapshot() -> None:
     snapshot = snapshot_of([metrics_line(step) for step in range(1, 11)], {"version": 10, "accuracy": 0.75}, {}, 40)
     assert (snapshot.step, snapshot.total, snapshot.accuracy, snapshot.accuracy_step) == (10, 40, 0.75, 10)
     assert snapshot.reward == 0.5 and snapshot.staleness_max == 3
@@ -90,16 +90,16 @@ def test_rates_and_fractions_of_a_picture() -> None:
         (None, None, ""),
     ],
 )
-def test_who_waits_for_whom(trainer: float | None, sampler: float | None, says: str) -> None:
+def test_a_snapshot_names_the_stage_that_waits(trainer: float | None, sampler: float | None, says: str) -> None:
     assert ProgressSnapshot(trainer_idle=trainer, sampler_idle=sampler).waiting == says
 
 
-def test_a_picture_before_the_first_batch_shows_what_is_starting() -> None:
+def test_a_snapshot_before_the_first_batch_shows_starting_services() -> None:
     line = plain_line(snapshot_of([], None, {}, 40), {"trainer": ("starting", 1, 0), "feed": ("running", 2, 0)}, 4.0)
     assert line == "0:04 step 0/40 · starting: trainer"
 
 
-def test_restarts_and_silence_are_named() -> None:
+def test_restarts_and_silent_services_are_named() -> None:
     snapshot = ProgressSnapshot(step=3, total=9, hung=("rollout-1",))
     line = plain_line(snapshot, {"reward": ("restarting", 0, 2), "rollout-1": ("running", 7, 0)}, 61.0)
     assert line.startswith("1:01 step 3/9")
@@ -136,7 +136,7 @@ def test_a_watch_forgets_the_batches_that_a_resumed_run_trains_again(tmp_path: P
     assert watch.last_version() == 5, "what grows never shrinks"
 
 
-def test_a_watch_names_the_silent_and_outlives_redis(tmp_path: Path) -> None:
+def test_a_watch_names_silent_services_and_survives_a_redis_outage(tmp_path: Path) -> None:
     buffer = StandIn()
     watch = watch_of(tmp_path, buffer)
     watch.ask_redis()
@@ -149,7 +149,7 @@ def test_a_watch_names_the_silent_and_outlives_redis(tmp_path: Path) -> None:
     assert watch.sample().groups["prompts_waiting"] == 3, "the figures of before stay"
 
 
-def test_on_a_terminal_a_table_and_elsewhere_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_table_on_a_terminal_and_lines_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PRINT_SECONDS", 0.01)
     monkeypatch.setattr(progress, "STATUS_SECONDS", 0.01)
     monkeypatch.setenv("TERM", "xterm")
@@ -173,7 +173,7 @@ def test_without_a_terminal_every_step_is_one_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(progress, "PRINT_SECONDS", 0.01)
     watch = watch_of(tmp_path, StandIn())
     file = tmp_path / "run" / "metrics.jsonl"
-    append(file, metrics_line(1))  # long ago, by the run that is now resumed
+    append(file, metrics_line(1))  # from the run that is now resumed
     console = Console(file=io.StringIO(), width=100)
     with Progress(watch, lambda: STATES, console):
         append(file, *(metrics_line(step, time=time.time() + step, reward_min=-1.0, reward_max=1) for step in (2, 3)))

@@ -1,5 +1,5 @@
-"""What a resumed run may change: what its weights do not depend on. That a replay agrees is in
-tests/services/commands/test_replay.py.
+"""The keys that a resumed run may change: those that its weights do not depend on.
+tests/services/commands/test_replay.py checks that replays agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def values(tmp_path: Path) -> Values:
 
 
 def begun(recipe: Recipe) -> Recipe:
-    """The recipe, with which a run was started."""
+    """Writes the recipe into its run folder, as a started run does."""
     recipe.folder.mkdir()
     (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
     return recipe
@@ -49,7 +49,7 @@ def refusal(recipe: Recipe) -> str:
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Every dotted key of a resolved recipe that holds no table."""
+    """Every dotted key of a resolved recipe that is not a table."""
     for name, value in values.items():
         key = f"{path}.{name}" if path else name
         if isinstance(value, dict) and value:
@@ -59,7 +59,7 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def changed(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The values with another one there, whatever it means."""
+    """The values with another value for the key, valid or not."""
     name, _, below = key.partition(".")
     return {**values, name: changed(values[name], below) if below else ["another value"]}
 
@@ -75,11 +75,11 @@ def test_every_key_is_fixed_unless_it_is_declared_free(values: Values) -> None:
         assert found == ([] if free else [key])
 
 
-def test_what_is_declared_free_exists() -> None:
+def test_every_free_key_exists() -> None:
     assert set(known_keys()) >= FREE
 
 
-def test_a_key_that_is_new_is_fixed(values: Values) -> None:
+def test_a_new_key_is_fixed_by_default(values: Values) -> None:
     class LaterTrainer(TrainerConfig):
         new_key: int = 1
         """Nobody has thought about it yet."""
@@ -113,13 +113,15 @@ def test_the_refusal_names_key_values_and_remedy(values: Values) -> None:
         ({"schedule": "cosine"}, "trainer.schedule"),
     ],
 )
-def test_another_table_is_named_by_what_chooses_it(values: Values, trainer: dict[str, Any], says: str) -> None:
+def test_a_changed_table_is_named_by_the_key_that_selects_it(
+    values: Values, trainer: dict[str, Any], says: str
+) -> None:
     begun(recipe_of(values))
     line = refusal(recipe_of(values, trainer=trainer))
     assert says in line and "nor" not in line.partition("; ")[0]
 
 
-def test_a_run_may_become_longer_unless_its_learning_rate_falls_towards_the_end(values: Values, tmp_path: Path) -> None:
+def test_a_run_may_become_longer_unless_its_learning_rate_decays(values: Values, tmp_path: Path) -> None:
     begun(recipe_of(values))
     check_resumable(recipe_of(values, run={"total_batches": 9}))
     falling = {"trainer": {"schedule": "cosine"}}
@@ -130,5 +132,5 @@ def test_a_run_may_become_longer_unless_its_learning_rate_falls_towards_the_end(
     )
 
 
-def test_there_must_be_a_run(values: Values) -> None:
+def test_resume_without_a_run_is_refused(values: Values) -> None:
     assert "no run to resume" in refusal(recipe_of(values))

@@ -1,4 +1,4 @@
-"""`tandem run` with real Redis, real gRPC and real processes, where small programs stand in for the four services."""
+"""`tandem run` with real Redis, gRPC and processes; small programs stand in for the four services."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_run_shows_itself_while_it_goes_on_and_its_ledger_afterwards(run: Run) -> None:
+def test_a_run_shows_its_status_while_it_runs_and_its_ledger_afterwards(run: Run) -> None:
     process, address = run.start_run()
     eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     code, said = run.tandem("status", str(run.folder))
@@ -75,7 +75,7 @@ def test_stop_run_ends_it_as_ctrl_c_does(run: Run) -> None:
     assert running(run.folder) is None
 
 
-def test_a_redis_that_dies_is_started_again_with_everything_it_held(run: Run) -> None:
+def test_a_redis_that_dies_is_restarted_with_its_data(run: Run) -> None:
     _process, address = run.start_run()
     eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     before = run.pids()
@@ -87,11 +87,11 @@ def test_a_redis_that_dies_is_started_again_with_everything_it_held(run: Run) ->
     assert run.tandem("ledger", str(run.folder))[0] == 0
 
 
-def test_a_run_killed_by_9_leaves_no_process_and_is_resumed(run: Run) -> None:
+def test_a_run_ended_by_kill_9_leaves_no_process_and_is_resumed(run: Run) -> None:
     process, address = run.start_run()
     eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     pids = run.pids()
-    (run.folder / "batches" / "000001").mkdir(parents=True)  # a step was taken
+    (run.folder / "batches" / "000001").mkdir(parents=True)  # the run took a step
     process.kill()
     eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
 
@@ -138,7 +138,9 @@ def test_a_stopped_run_names_the_command_that_resumes_it(run: Run) -> None:
         (0, 3, "no further group could be scored"),
     ],
 )
-def test_a_run_with_fewer_batches_than_asked_for_says_so(run: Run, max_epochs: int, exit_code: int, says: str) -> None:
+def test_a_run_with_fewer_batches_than_requested_reports_it(
+    run: Run, max_epochs: int, exit_code: int, says: str
+) -> None:
     process, address = run.start_run(f"data.max_epochs={max_epochs}")
     eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     (run.folder / "finish").touch()
@@ -170,7 +172,7 @@ def test_one_folder_has_one_supervisor(run: Run) -> None:
     assert process.poll() is None
 
 
-def test_there_is_nothing_to_resume_in_an_empty_folder(run: Run) -> None:
+def test_resuming_an_empty_folder_is_refused(run: Run) -> None:
     code, said = run.tandem("run", str(run.recipe_file), "--resume")
     assert code == 2 and CONFIG_FILE in said and len(said.splitlines()) == 1
     assert not run.folder.exists()

@@ -1,4 +1,4 @@
-"""Services that are started one by one with `tandem serve`, as containers are: no supervisor, a Redis that all of them
+"""Services started one by one with `tandem serve`, as in containers: no supervisor, and one Redis that all of them
 reach.
 """
 
@@ -31,7 +31,7 @@ P, S = 2, 1
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """Of a run that Redis has never heard of; its model folder makes prompts, and nobody loads its weights."""
+    """The recipe of a run that is not in Redis; its model folder tokenizes prompts, but its weights are not loaded."""
     model = chat_folder(tmp_path / "model")
     (model / "config.json").write_text(json.dumps(CONFIG))
     write_safetensors(model / "model.safetensors", {"embed": (10, 16)})
@@ -96,12 +96,12 @@ def test_in_any_order_the_feed_creates_the_run(
     assert buffer.admission().cursor == (S + 1) * P and buffer.verify() == []
 
 
-def test_a_feed_that_comes_again_finds_its_run(recipe: Recipe, redis_url: str) -> None:
+def test_a_restarted_feed_finds_its_run(recipe: Recipe, redis_url: str) -> None:
     for _ in range(2):
         join_run(recipe, redis_url, "feed")
     buffer = Buffer(redis_url, recipe.run.run_id)
     assert buffer.admission().wanted == 3 * P and buffer.admission().free == (S + 1) * P
-    (recipe.folder / CONFIG_FILE).unlink()  # killed before it wrote it
+    (recipe.folder / CONFIG_FILE).unlink()  # the feed was killed before it wrote the file
     join_run(recipe, redis_url, "feed")
     assert (recipe.folder / CONFIG_FILE).is_file()
     join_run(recipe, redis_url, "trainer")
@@ -119,7 +119,7 @@ def test_a_feed_of_another_recipe_is_refused(recipe: Recipe, redis_url: str) -> 
     assert load_resolved(recipe.folder / CONFIG_FILE) == longer
 
 
-def test_a_run_that_redis_has_lost_is_not_begun_anew(recipe: Recipe, redis_url: str) -> None:
+def test_a_run_that_redis_has_lost_is_not_created_again(recipe: Recipe, redis_url: str) -> None:
     recipe.folder.mkdir()
     (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
     with pytest.raises(RunExistsError, match=r"knows nothing of; go on with it by `tandem run .* --resume`"):
@@ -127,9 +127,7 @@ def test_a_run_that_redis_has_lost_is_not_begun_anew(recipe: Recipe, redis_url: 
     assert not Buffer(redis_url, recipe.run.run_id).exists()
 
 
-def test_a_trainer_waits_until_the_feed_has_come(
-    recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_waits_for_the_feed(recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -142,7 +140,7 @@ def test_a_trainer_waits_until_the_feed_has_come(
     assert len(slept) == 2
 
 
-def test_nobody_waits_for_ever_for_a_feed(
+def test_waiting_for_a_feed_has_a_deadline(
     recipe: Recipe, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")

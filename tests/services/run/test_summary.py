@@ -60,7 +60,7 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     assert summary["groups"] == {"admitted": 9}
 
 
-def test_what_was_not_measured_is_none_and_not_zero(tmp_path: Path) -> None:
+def test_unmeasured_figures_are_none_and_not_zero(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     summary = summarise(recipe, [], [], {}, 1.0)
     for name in (
@@ -113,7 +113,7 @@ def test_greedy_answers_are_a_figure_of_their_own() -> None:
 
 
 def test_components_of_the_reward_are_figures() -> None:
-    """Of policy rows with a reward only; a component that some lack is the mean of the others."""
+    """Only policy rows with a reward count; rows without a component are left out of its mean."""
     given = [{"format": 1.0, "math": 0.0}, {"format": 0.0}, {"format": 9.0}, {"format": 0.5, "math": 1.0}]
     group = make_group(0, versions=(3,), rewards=(1.0, 0.0, None, 1.0), num_segments=2)
     greedy = make_group(1, versions=(3,), rewards=(1.0, 1.0), baseline=True, num_segments=2)
@@ -164,14 +164,14 @@ def test_a_rewound_log_keeps_what_the_checkpoint_contains(tmp_path: Path) -> Non
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
-def test_sampler_sums_survive_restarts_and_start_where_they_are_first_seen() -> None:
+def test_sampler_sums_survive_restarts_and_start_at_the_first_observation() -> None:
     totals = SamplerTotals({"a": {"sampled_tokens": 100.0}}, {"sampler_tokens": 7.0})
     assert totals.update({"a": {"sampled_tokens": 130.0}})["sampler_tokens"] == 37.0
     assert totals.update({"a": {"sampled_tokens": 10.0}})["sampler_tokens"] == 47.0, "a restarted sampler counts from 0"
     assert totals.update({"a": {"sampled_tokens": 10.0}, "b": {"sampled_tokens": 5.0}})["sampler_tokens"] == 52.0
 
 
-def test_clock() -> None:
+def test_a_phase_clock_sums_each_phase_and_resets_at_a_lap() -> None:
     clock = PhaseClock()
     with clock.phase("read"):
         pass

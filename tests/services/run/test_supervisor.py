@@ -25,7 +25,7 @@ SLEEP = "import time; time.sleep(600)"
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 )
-# Does what `tandem serve` does first, and has a child of its own that does the same, in a session of its own.
+# Starts as `tandem serve` does, with a child that does the same in a session of its own.
 MORTAL = """
 import os, subprocess, sys, time
 from tandem.services.process import die_with_parent
@@ -65,7 +65,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], subprocess.Popen[str]]]:
-    """Starts a processes in a process of its own, as `tandem run` is one."""
+    """Starts a process group in a process of its own, as `tandem run` does."""
     started: list[subprocess.Popen[str]] = []
 
     def start_processes(table: dict[str, str]) -> subprocess.Popen[str]:
@@ -150,13 +150,13 @@ def test_a_child_waits_for_the_one_it_starts_after(tmp_path: Path) -> None:
     assert said == [], "an end that was not requested is not announced as a stop"
 
 
-def test_the_end_of_another_child_ends_nothing(tmp_path: Path) -> None:
+def test_the_end_of_another_child_does_not_end_the_run(tmp_path: Path) -> None:
     outcome, _, processes = run_processes(tmp_path, {"feed": "pass", "trainer": "import time; time.sleep(0.5)"})
     assert outcome == FINISHED
     assert processes.states()["feed"] == ("stopped", 0, 0)
 
 
-def test_a_child_that_dies_is_started_again_and_says_why(tmp_path: Path) -> None:
+def test_a_child_that_dies_is_restarted_and_the_cause_is_reported(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     dies_once = (
         f"import pathlib, sys; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); "
@@ -170,7 +170,7 @@ def test_a_child_that_dies_is_started_again_and_says_why(tmp_path: Path) -> None
     assert (tmp_path / "trainer.log").read_text().splitlines().count("life") == 2, "both lives write to one log"
 
 
-def test_a_child_killed_by_a_signal_is_named_with_it(tmp_path: Path) -> None:
+def test_a_child_killed_by_a_signal_is_reported_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     killed_once = (
         f"import os, pathlib; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); mark.touch(); "
@@ -181,7 +181,7 @@ def test_a_child_killed_by_a_signal_is_named_with_it(tmp_path: Path) -> None:
     assert "trainer died (SIGKILL" in said[0]
 
 
-def test_it_gives_up_loudly_after_five_deaths_in_a_row(tmp_path: Path) -> None:
+def test_it_gives_up_with_an_error_after_five_deaths_in_a_row(tmp_path: Path) -> None:
     outcome, said, processes = run_processes(
         tmp_path, {"trainer": SLEEP, "reward": "raise RuntimeError('no such scorer')"}
     )
@@ -212,7 +212,9 @@ sys.exit(2)
 
 
 @pytest.mark.parametrize("keep_logs", [True, False])
-def test_a_complaint_of_lines_above_brings_the_last_of_them_and_its_log(tmp_path: Path, keep_logs: bool) -> None:
+def test_an_error_that_refers_to_lines_above_quotes_the_last_exception_and_the_log(
+    tmp_path: Path, keep_logs: bool
+) -> None:
     outcome, said, _ = run_processes(tmp_path, {"trainer": SLEEP, "rollout-0": ENGINE_ENDS}, keep_logs=keep_logs)
     assert outcome == USER_ERROR
     log = str(tmp_path / "rollout-0.log") if keep_logs else "its log"
@@ -222,13 +224,13 @@ def test_a_complaint_of_lines_above_brings_the_last_of_them_and_its_log(tmp_path
     ]
 
 
-def test_a_complaint_of_lines_above_that_name_no_exception_brings_the_log_alone(tmp_path: Path) -> None:
+def test_an_error_that_refers_to_lines_without_an_exception_names_only_the_log(tmp_path: Path) -> None:
     killed = f"import sys; print('tandem: Failed core proc(s): -9; {LINES_ABOVE}'); sys.exit(2)"
     _, said, _ = run_processes(tmp_path, {"trainer": SLEEP, "rollout-0": killed})
     assert said == [f"tandem: rollout-0: Failed core proc(s): -9; {tmp_path / 'rollout-0.log'} names the cause"]
 
 
-def test_on_a_full_disk_nobody_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_no_output_of_a_child_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "disk_full", lambda folder: True)
     cut = "import sys; print('tandem: half of a li'); sys.exit(2)"
     outcome, said, _ = run_processes(tmp_path, {"trainer": cut})
@@ -243,8 +245,8 @@ def test_a_full_disk_is_the_users_error(tmp_path: Path) -> None:
     assert len(said) == 1 and "disk" in said[0] and "full" in said[0]
 
 
-def test_what_a_dead_child_leaves_behind_is_ended_before_it_is_started_again(tmp_path: Path) -> None:
-    """A leftover would hold on to ports, GPU memory, or the ranks' rendezvous."""
+def test_processes_left_by_a_dead_child_are_ended_before_its_restart(tmp_path: Path) -> None:
+    """A leftover process would hold ports, GPU memory, or the ranks' rendezvous."""
     note = tmp_path / "note"
     leaves = f"""
 import pathlib, subprocess, sys, time
@@ -264,7 +266,7 @@ sys.exit("it is still there")
     assert outcome == FINISHED and len(said) == 1, said
 
 
-def test_end_lineage_ends_nobody_else() -> None:
+def test_end_lineage_ends_no_other_process() -> None:
     token = new_run_token()
     bystander = subprocess.Popen(
         [sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: f"{token}x:feed"}
@@ -273,7 +275,7 @@ def test_end_lineage_ends_nobody_else() -> None:
         [sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: f"{token}:feed"}
     )
     try:
-        eventually(lambda: kill_marked(token) == [victim.pid])  # until its exec its environment is still ours
+        eventually(lambda: kill_marked(token) == [victim.pid])  # before its exec it still has our environment
         assert victim.wait(timeout=DEADLINE_SECONDS) == -signal.SIGKILL
         assert bystander.poll() is None
     finally:
@@ -282,7 +284,7 @@ def test_end_lineage_ends_nobody_else() -> None:
             process.wait(timeout=DEADLINE_SECONDS)
 
 
-def test_ctrl_c_ends_everything_within_ten_seconds_even_the_stubborn(
+def test_ctrl_c_ends_even_unresponsive_children_within_ten_seconds(
     tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
 ) -> None:
     process = start({"trainer": STUBBORN, "feed": SLEEP, "reward": MORTAL})
@@ -309,7 +311,7 @@ def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(
     assert not log_says(tmp_path / "trainer.log", "interrupted")
 
 
-def test_a_second_ctrl_c_waits_for_nobody(
+def test_a_second_ctrl_c_ends_everything_at_once(
     tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
 ) -> None:
     process = start({"trainer": STUBBORN})
@@ -322,7 +324,7 @@ def test_a_second_ctrl_c_waits_for_nobody(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_polite_signals_do_as_ctrl_c(
+def test_other_termination_signals_act_as_ctrl_c(
     number: signal.Signals, tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
 ) -> None:
     process = start({"trainer": MORTAL})
@@ -331,7 +333,7 @@ def test_other_polite_signals_do_as_ctrl_c(
     assert process.wait(timeout=10.0) == INTERRUPTED
 
 
-def test_a_supervisor_killed_by_9_leaves_no_process(
+def test_a_supervisor_ended_by_kill_9_leaves_no_process(
     tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
 ) -> None:
     process = start({"trainer": MORTAL, "rollout-0": MORTAL})
@@ -343,7 +345,7 @@ def test_a_supervisor_killed_by_9_leaves_no_process(
     eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
 
 
-def test_a_child_whose_parent_died_before_it_asked_ends_at_once() -> None:
+def test_a_child_whose_parent_died_before_die_with_parent_ends_at_once() -> None:
     orphan = (
         f"from tandem.services.process import die_with_parent; die_with_parent({os.getpid() + 1}); print('survived')"
     )
@@ -359,7 +361,7 @@ def test_restart_delays_double_and_end_at_the_fifth_death(monkeypatch: pytest.Mo
     assert [policy.delay(1.0, 0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
 
 
-def test_progress_or_a_long_life_starts_the_count_anew() -> None:
+def test_progress_or_a_long_life_resets_the_count() -> None:
     policy = RestartPolicy()
     assert all(policy.delay(1.0, step) is not None for step in range(20)), (
         "a run that gets on is worth any number of restarts"

@@ -1,4 +1,4 @@
-"""Claiming, selection, planning and reading, on a real Redis."""
+"""Claiming, selection, planning and reading of batches on a real Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.training_groups import group_headers, make_group
 
 
 class Run:
-    """A run with its source, as rank 0 has it."""
+    """A run and its batch source, as on rank 0."""
 
     def __init__(
         self, folder: Path, url: str, world_size: int = 1, *, credits: int = 100, **sections: dict[str, object]
@@ -54,7 +54,7 @@ def test_groups_become_batches_in_order_of_completion(tmp_path: Path, redis_url:
     assert source.num_survivors == 1
     put_scored(run.buffer, different_rewards(1, start=5))
     with pytest.raises(FencedError):
-        source.poll(2, 1.0)  # `put_scored` began an incarnation of its own
+        source.poll(2, 1.0)  # `put_scored` started a newer incarnation
 
 
 def test_a_rejected_group_returns_its_credit_before_the_batch_is_full(tmp_path: Path, redis_url: str) -> None:
@@ -90,7 +90,7 @@ def test_too_many_drops_in_a_row_end_the_run_with_the_scorers_error(tmp_path: Pa
         run.source().poll(0, 1.0)
 
 
-def test_a_scored_group_ends_a_row_of_drops(tmp_path: Path, redis_url: str) -> None:
+def test_a_scored_group_resets_the_count_of_drops(tmp_path: Path, redis_url: str) -> None:
     run = Run(tmp_path, redis_url, run={"max_consecutive_drops": 3})
     drop(run.buffer, 2, start=0)
     put_scored(run.buffer, different_rewards(1, start=2))
@@ -111,7 +111,7 @@ def drop(buffer: Buffer, count: int, *, start: int) -> None:
             dropped += buffer.release(claim, "crashed", "data", f"ValueError: of {claim.group_id}") == "dropped"
 
 
-def test_rules() -> None:
+def test_each_selection_rule_rejects_with_its_reason() -> None:
     rules = SelectionRules(min_rows=2, hard_staleness_cap=3, drop_zero_variance=True)
 
     def reason(start_version: int = 4, **group: object) -> str | None:
@@ -128,8 +128,8 @@ def test_rules() -> None:
     assert SelectionRules(2, 0, False).rejection(group_headers(make_group(0, rewards=(1.0,) * 4)), 1000) is None
 
 
-def test_equal_rewards_are_equal_wherever_they_were_earned() -> None:
-    """Dynamic sampling compares what answers earned in all, token rewards included, not the tokens they fell on."""
+def test_total_rewards_are_compared_whichever_tokens_earned_them() -> None:
+    """Dynamic sampling compares each answer's total reward, token rewards included, whichever tokens earned it."""
     rules = SelectionRules(min_rows=2, hard_staleness_cap=0, drop_zero_variance=True)
 
     def reason(*rewards: float) -> str | None:
@@ -145,7 +145,7 @@ def test_equal_rewards_are_equal_wherever_they_were_earned() -> None:
     assert reason(0.0, 1.0) is None
 
 
-def test_rules_where_rewards_are_compared_with_the_greedy_answers() -> None:
+def test_selection_rules_with_a_greedy_baseline() -> None:
     rules = SelectionRules(min_rows=1, hard_staleness_cap=0, drop_zero_variance=True, needs_baseline=True)
 
     def reason(greedy: float | None, rewards: tuple[float | None, ...], num_segments: int = 1) -> str | None:
@@ -162,7 +162,7 @@ def test_rules_where_rewards_are_compared_with_the_greedy_answers() -> None:
     assert reason(0.0, (1.0, 1.0)) is None and reason(0.0, (1.0,)) is None, "better than it"
 
 
-def test_the_rules_are_the_recipes(tmp_path: Path) -> None:
+def test_selection_rules_come_from_the_recipe(tmp_path: Path) -> None:
     assert selection_rules(make_recipe(tmp_path)) == SelectionRules(2, 0, False)
     remax = make_recipe(tmp_path, trainer={"advantage": "remax"})
     assert selection_rules(remax) == SelectionRules(1, 0, False, needs_baseline=True)
@@ -179,7 +179,7 @@ def test_a_group_without_its_greedy_answer_never_reaches_the_batch(tmp_path: Pat
     assert run.buffer.counts()["dropped:no_scored_baseline"] == 2
 
 
-def test_the_last_batch_may_be_smaller_and_then_nothing_comes(tmp_path: Path, redis_url: str) -> None:
+def test_the_last_batch_may_be_smaller_and_ends_the_source(tmp_path: Path, redis_url: str) -> None:
     run = Run(tmp_path, redis_url)
     put_scored(run.buffer, different_rewards(3))
     run.buffer.mark_exhausted("dataset")
@@ -200,7 +200,7 @@ def test_a_stop_ends_the_wait(tmp_path: Path, redis_url: str) -> None:
 
 
 class Rank:
-    """A rank whose neighbours vote as scripted."""
+    """A rank whose peers vote as scripted."""
 
     def __init__(self, rank: int, *others: bool) -> None:
         self.rank = rank
@@ -235,9 +235,7 @@ def test_ranks_read_their_own_rows_and_agree(tmp_path: Path, redis_url: str, mon
         read_payloads(run.buffer, batch, Rank(0, False, False))
 
 
-def test_a_payload_that_is_gone_fails_on_every_rank(
-    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_payload_fails_on_every_rank(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.trainer.batch_source._RETRY_SECONDS", 0.01)
     run = Run(tmp_path, redis_url)
     put_scored(run.buffer, different_rewards(2))

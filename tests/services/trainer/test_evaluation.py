@@ -1,4 +1,4 @@
-"""Evaluation over gRPC, with samplers and a scorer that fail on demand."""
+"""Evaluation over gRPC with samplers and a scorer that fail on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 3
 
 
 class Answers(rollout_pb2_grpc.RolloutServiceServicer):
-    """Answers every prompt with its first token id, as the version it is said to carry."""
+    """Answers every prompt with its first token id, labelled with the given version."""
 
     def __init__(self, version: int = VERSION, failures: int = 0) -> None:
         self.version = version
@@ -49,7 +49,7 @@ class Answers(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class Judge(reward_pb2_grpc.RewardServiceServicer):
-    """1 for an even answer, 0 for an odd one, a time-out for multiples of 10."""
+    """Scores 1 for an even answer, 0 for an odd one, a time-out for multiples of 10."""
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
         return reward_pb2.ScoreReply(items=[self._judge(int(item.solution)) for item in request.items])
@@ -97,7 +97,7 @@ def test_rows_without_a_score_are_counted_and_not_averaged_in() -> None:
     assert {(request.sampling.temperature, request.required_version) for request in requests} == {(0.0, VERSION)}
 
 
-def test_a_chunk_that_failed_is_asked_again_of_another_sampler() -> None:
+def test_a_failed_chunk_is_retried_on_another_sampler() -> None:
     broken = Answers(failures=1000)
     with serving(broken, Answers()) as endpoints:
         result = evaluate(VERSION, prompts(100), endpoints)

@@ -1,6 +1,4 @@
-"""Publishing to samplers that come, fail and go: real Redis, real gRPC, real weight groups; only the engine is not
-vLLM.
-"""
+"""Publishing to samplers that join, fail and leave: real Redis, gRPC and weight groups; only the engine is faked."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Weights:
-    """A learner-like source whose weights are all equal to one number."""
+    """A source of weights, like a learner, in which all weights equal one number."""
 
     rank = 0
 
@@ -49,7 +47,7 @@ class Weights:
 
 
 class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
-    """A sampler without an engine: it receives with the real receiver and keeps what it was told to apply."""
+    """A sampler without an engine: it receives with the real receiver and records the updates it is told to apply."""
 
     def __init__(self, buffer: Buffer, sampler_id: str, receiver: StagedReceiver | None = None) -> None:
         self.id = sampler_id
@@ -76,7 +74,7 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
         self._buffer.register_sampler(self.id, self._server.address, 1)
 
     def restart(self, receiver: StagedReceiver) -> None:
-        """As a new process would come back: with nothing."""
+        """Restarts as a new process would, with no weights."""
         self.version, self._receiver, self.applied = -1, receiver, {}
         self.start()
 
@@ -181,7 +179,7 @@ def test_without_samplers_a_version_is_published_at_once(ring: Ring) -> None:
     assert ring.buffer.published_version() == 1
 
 
-def test_a_batch_that_changed_nothing_moves_only_the_number(ring: Ring) -> None:
+def test_an_unchanged_batch_changes_only_the_version(ring: Ring) -> None:
     sampler = ring.sampler("rollout-0")
     first = ring.publish(0)
     second = ring.publish(1, changed=False)
@@ -193,7 +191,7 @@ def test_a_batch_that_changed_nothing_moves_only_the_number(ring: Ring) -> None:
 
 
 @pytest.mark.parametrize("ring", ["gloo", "disk"], indirect=True)
-def test_who_comes_late_is_caught_up_and_takes_part_from_then_on(ring: Ring) -> None:
+def test_a_late_sampler_is_caught_up_and_joins_later_broadcasts(ring: Ring) -> None:
     first = ring.sampler("rollout-0")
     ring.publish(0)
     late = ring.sampler("rollout-1")
@@ -205,7 +203,7 @@ def test_who_comes_late_is_caught_up_and_takes_part_from_then_on(ring: Ring) -> 
     assert late.updates == 2
 
 
-def test_who_came_after_an_unchanged_version_gets_its_weights_and_its_number(ring: Ring) -> None:
+def test_a_sampler_that_joins_after_an_unchanged_version_gets_its_weights_and_number(ring: Ring) -> None:
     ring.publish(0)
     ring.publish(1, changed=False)
     late = ring.sampler("rollout-0")
@@ -213,7 +211,7 @@ def test_who_came_after_an_unchanged_version_gets_its_weights_and_its_number(rin
     assert (late.version, late.value) == (1, 0.0)
 
 
-def test_a_failing_sampler_is_left_out_and_comes_back(ring: Ring) -> None:
+def test_a_failing_sampler_is_excluded_and_rejoins(ring: Ring) -> None:
     good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     ring.publish(0)
     bad.fault = WeightTransferError("out of memory")
@@ -236,7 +234,7 @@ def test_a_dead_sampler_costs_the_others_one_version_at_most(ring: Ring) -> None
     ring.publish(0)
     dead.stop()
     ring.samplers.remove(dead)
-    dead._receiver._group.close()  # type: ignore[union-attr]  # as the end of its process would
+    dead._receiver._group.close()  # type: ignore[union-attr]  # as at the end of its process
     ring.publish(1)
     eventually(lambda: ring.registered("rollout-0").state == "LIVE")
     assert good.value == 1.0
@@ -245,7 +243,7 @@ def test_a_dead_sampler_costs_the_others_one_version_at_most(ring: Ring) -> None
     assert good.value == 2.0
 
 
-def test_a_sampler_that_started_anew_is_not_taken_for_its_predecessor(ring: Ring) -> None:
+def test_a_restarted_sampler_is_not_mistaken_for_its_predecessor(ring: Ring) -> None:
     sampler = ring.sampler("rollout-0")
     ring.publish(0)
     sampler.version, sampler.value = -1, float("nan")
@@ -256,7 +254,7 @@ def test_a_sampler_that_started_anew_is_not_taken_for_its_predecessor(ring: Ring
     assert ring.publish(1).acknowledged == 1
 
 
-def test_one_that_is_being_caught_up_is_not_waited_for(ring: Ring) -> None:
+def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(ring: Ring) -> None:
     ring.publish(0)
     late = ring.sampler("rollout-0")
     late.hold.clear()

@@ -1,4 +1,4 @@
-"""A trainer that ends at any moment: the next one goes on with the same history, to the same weights, and no group
+"""A trainer that dies at any moment: its successor continues the same history to the same weights, and trains no group
 twice.
 """
 
@@ -26,11 +26,11 @@ TOTAL = 4
 
 
 class Crash(Exception):
-    """Stands for the end of the process: nothing in the trainer catches it."""
+    """Stands for the end of the process; the trainer catches it nowhere."""
 
 
 def prepared(folder: Path, url: str) -> tuple[Recipe, Buffer]:
-    """A run whose groups all wait to be trained; a checkpoint every second batch."""
+    """A run whose groups are all scored and waiting; it saves a checkpoint every second batch."""
     recipe = make_recipe(folder, trainer={"checkpoint_every": 2})
     buffer = make_run(url, recipe)
     put_scored(buffer, different_rewards(TOTAL * P))
@@ -43,14 +43,14 @@ def exported(recipe: Recipe) -> bytes:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple[dict[int, str], bytes]:
-    """Digests of the weights by version, and the exported file, of a run that nothing happens to."""
+    """Digests of the weights by version, and the exported file, of a run without a crash."""
     recipe, _ = prepared(tmp_path_factory.mktemp("undisturbed"), redis_url)
     assert train(recipe, redis_url)
     return {line["step"]: line["weights_digest"] for line in lines_of(recipe)}, exported(recipe)
 
 
 def crash_at(patched: pytest.MonkeyPatch, owner: Any, name: str, when: str, nth: int) -> None:
-    """The nth call of the function from now on ends in a crash, before or after it has done its work."""
+    """Crashes in the function's nth call from now on, before or after its work."""
     original = getattr(owner, name)
     calls = itertools.count(1)
 
@@ -73,7 +73,7 @@ def crash_at(patched: pytest.MonkeyPatch, owner: Any, name: str, when: str, nth:
         (rank_zero, "write_record", "after", 3),
         (Buffer, "record", "after", 3),
         (Learner, "train", "after", 3),
-        (Buffer, "publish", "after", 4),  # the first is version 0
+        (Buffer, "publish", "after", 4),  # the first call publishes version 0
         (RankZero, "write_line", "after", 2),
         (Learner, "save", "after", 1),
         (Buffer, "commit", "after", 2),
@@ -118,7 +118,7 @@ def test_without_a_checkpoint_everything_recorded_is_trained_again_and_published
         with pytest.raises(Crash):
             train(recipe, redis_url)
     shutil.rmtree(recipe.folder / "checkpoints")
-    # The ledger believes that versions 1 and 2 are committed. The disk is the truth.
+    # The ledger has versions 1 and 2 as committed, but the disk decides.
     published: list[int] = []
     original = Buffer.publish
 
@@ -160,7 +160,7 @@ def test_a_trainer_replaced_within_a_batch_does_not_take_its_second_step(
     checks = itertools.count(1)
 
     def check(self: RankZero) -> None:
-        if next(checks) == 3:  # the record, the first step, the second
+        if next(checks) == 3:  # at the record, the first step and the second step
             buffer.begin_incarnation()
         original(self)
 
@@ -182,14 +182,14 @@ def test_a_gap_between_checkpoint_and_records_is_named(tmp_path: Path) -> None:
         find_resume_point(tmp_path)
 
 
-def test_a_plan_for_more_ranks_is_refused() -> None:
+def test_a_batch_planned_for_more_ranks_is_refused() -> None:
     batch, _ = make_batch([make_group(0), make_group(1)], world_size=2)
     check_world_size(batch, 2)
     with pytest.raises(ConfigError, match=r"trainer\.num_ranks=2"):
         check_world_size(batch, 1)
 
 
-def test_one_trainer_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_has_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.trainer.recovery._LOCK_SECONDS", 0.3)
     lock = TrainerLock(tmp_path)
     with pytest.raises(DeadlineError, match="another trainer"):

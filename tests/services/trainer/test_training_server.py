@@ -1,4 +1,4 @@
-"""The trainer as others see it while it waits: progress, a checkpoint on demand, Info, and who starves it."""
+"""The trainer's service while it waits: progress, a checkpoint on demand, Info, and the watchdog."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.trainer_ring import P, different_rewards, make_recipe, make_r
 from tests.support.waiting import eventually
 
 
-def test_a_waiting_trainer_answers_saves_and_stops(tmp_path: Path, redis_url: str) -> None:
+def test_a_waiting_trainer_answers_info_saves_and_stops(tmp_path: Path, redis_url: str) -> None:
     recipe = make_recipe(tmp_path)
     buffer = make_run(redis_url, recipe)
     put_scored(buffer, different_rewards(2 * P + 1))
@@ -88,7 +88,7 @@ def sampler(state: Any = "LIVE", *, alive: bool = True, version: int = 7) -> Sam
         ({"scored_claimed": 5}, [sampler()], {}, "5 of 32 groups of the next batch are there; no prompt is admitted"),
     ],
 )
-def test_the_watchdog_names_who_starves_the_trainer(
+def test_the_watchdog_names_the_stage_that_starves_the_trainer(
     counts: dict[str, int], samplers: list[Sampler], services: dict[str, str], named: str
 ) -> None:
     line = diagnose(
@@ -98,7 +98,7 @@ def test_the_watchdog_names_who_starves_the_trainer(
     assert named in line
 
 
-def test_the_watchdog_looks_without_any_work_in_flight(
+def test_the_watchdog_runs_without_work_in_flight(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("tandem.services.trainer.watchdog.STARVED_SECONDS", 0.2)

@@ -1,4 +1,4 @@
-"""Jobs outlive whoever is killed: every item has one result, and the same key is the same job."""
+"""Jobs survive kills: every item has one result, and the same key is the same job."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture()
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where the machine allows: a killed process loses nothing there either, and a slow disk does not set the
-    pace.
+    """A folder in memory where the machine has one: a killed process loses nothing there either, and slow disks do not
+    slow the test.
     """
     memory = Path("/dev/shm")
     where = memory if os.access(memory, os.W_OK) else tmp_path
@@ -74,7 +74,7 @@ def chunks() -> list[list[Item]]:
 
 
 def submit(address: str, key: str) -> reward_pb2.Job:
-    """Submits what the service does not have yet."""
+    """Submits the chunks that the service does not have yet."""
     with connect(address) as channel:
         stub = Stub(channel)
         (reply,) = stub.SubmitJob(iter([Request(header=Request.Header(idempotency_key=key))]), timeout=60)
@@ -106,12 +106,12 @@ def assert_all_scored_once(address: str, job_id: str) -> None:
 
 
 def go_on(folder: Path) -> None:
-    """From here on the second part of a job is scored too; before, its items hang."""
+    """Lets the second part of a job be scored; until then its items hang."""
     (folder / "go on").touch()
 
 
-def test_a_replica_killed_in_the_middle(folder: Path) -> None:
-    """It comes back under its name and goes on at once, long before its leases would run out."""
+def test_a_killed_replica_resumes_its_chunks(folder: Path) -> None:
+    """It restarts under the same name and resumes at once, long before its leases expire."""
     redis = start_redis(folder)
     first = replica(folder, redis_url=redis.url)
     try:
@@ -131,7 +131,7 @@ def test_a_replica_killed_in_the_middle(folder: Path) -> None:
         redis.stop()
 
 
-def test_another_replica_takes_over_what_a_dead_one_held(folder: Path) -> None:
+def test_another_replica_takes_over_the_chunks_of_a_dead_one(folder: Path) -> None:
     redis = start_redis(folder)
     pair = [replica(folder, redis_url=redis.url, name=name, lease_seconds=2.0) for name in ("one", "two")]
     try:
@@ -146,8 +146,8 @@ def test_another_replica_takes_over_what_a_dead_one_held(folder: Path) -> None:
         redis.stop()
 
 
-def test_redis_killed_again_and_again(folder: Path) -> None:
-    """Its keeper starts it again, and nobody notices but by waiting."""
+def test_a_job_survives_repeated_kills_of_redis(folder: Path) -> None:
+    """Redis is restarted each time, and callers only wait longer."""
     go_on(folder)
     service = replica(folder)
     try:
@@ -165,8 +165,8 @@ def test_redis_killed_again_and_again(folder: Path) -> None:
         assert service.terminate() == 0
 
 
-def test_everything_killed_while_a_job_is_being_submitted(folder: Path) -> None:
-    """What was acknowledged is there when all of it comes back, and the submission goes on after it."""
+def test_a_submission_resumes_after_every_process_was_killed(folder: Path) -> None:
+    """Acknowledged chunks are there after the restart, and the submission resumes after them."""
     go_on(folder)
     service = replica(folder)
     stored, key = 0, "everything"
@@ -175,7 +175,7 @@ def test_everything_killed_while_a_job_is_being_submitted(folder: Path) -> None:
         for request in submission(*chunks(), key=key):
             until(lambda part=request.chunk: stored >= 20 or part.index <= stored)
             if stored >= 20:
-                service.kill()  # with its Redis
+                service.kill()  # and its Redis
             yield request
 
     with connect(service.address) as channel, pytest.raises(grpc.RpcError):
@@ -193,17 +193,17 @@ def test_everything_killed_while_a_job_is_being_submitted(folder: Path) -> None:
 
 
 class GroupedCore(ScriptedCore):
-    """Compares the items of a group."""
+    """Its scorer compares the items of a group."""
 
     def compile(self, text: str) -> CompiledRubric:
         return replace(super().compile(text), grouped=True)
 
 
 @pytest.mark.parametrize(("core_of", "blamed"), [(ScriptedCore, [137]), (GroupedCore, [136, 137])])
-def test_only_the_item_that_services_die_of_has_no_score(
+def test_only_the_item_that_kills_services_has_no_score(
     folder: Path, core_of: type[ScriptedCore], blamed: list[int]
 ) -> None:
-    """Each holder ends at the item `bug` with its leases; what it had scored before is kept."""
+    """Every process that scores the item `bug` dies with its leases; the results it saved before are kept."""
     redis, jobs = start_redis(folder), JobsConfig(namespace="deaths")
     texts = ["bug" if number == 137 else "1" for number in range(300)]
     items = [item for number, text in enumerate(texts) for item in answers(text, group=f"g{number // 2}")]
@@ -225,7 +225,7 @@ def test_only_the_item_that_services_die_of_has_no_score(
     assert asked < 600, "what was scored is scored again once at most, but for the neighbours of the culprit"
 
 
-def test_an_outage_that_the_holder_survives_is_no_death(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_outage_does_not_count_as_a_death_of_the_holder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.leases.OUTAGE_PAUSE_SECONDS", 0.01)
     redis, core = start_redis(folder), ScriptedCore()
     try:

@@ -1,6 +1,4 @@
-"""What is kept of jobs: a limit in bytes, what is given up beyond it and what is refused, and that it can be
-deleted.
-"""
+"""Job results: the limit in bytes, which results are given up beyond it, which calls are refused, and deletion."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ OVERHEAD_BYTES = 256
 
 
 def finished(store: JobStore, key: str, num_bytes: int, *, seal: bool = True) -> JobRecord:
-    """A job whose only chunk has results of so many bytes."""
+    """A job whose only chunk has results of this many bytes."""
     job = submit(store, 1, key=key, seal=seal)
     results = b"r" * (num_bytes - OVERHEAD_BYTES)
     assert store.complete(claim(store), results, num_scored=1, sum_values=1.0, num_unscored={})
@@ -44,16 +42,16 @@ def kept(store: JobStore) -> float:
 # ---- the limit ----
 
 
-def test_the_limit_is_twice_what_may_wait_if_it_is_not_given() -> None:
+def test_the_default_limit_is_twice_the_limit_of_unscored_bytes() -> None:
     assert JobsConfig().result_bytes == 2 * JobsConfig().max_unscored_bytes == 1 << 29
     assert JobsConfig(max_unscored_bytes=1 << 25).result_bytes == 1 << 26
     assert JobsConfig(max_result_bytes=5).result_bytes == 5
     assert JobsConfig(max_result_bytes=5).redis_bytes == JobsConfig().max_unscored_bytes + 5
 
 
-def test_the_first_to_end_gives_up_its_results_and_says_so(redis_url: str) -> None:
+def test_beyond_the_limit_the_job_that_ended_first_gives_up_its_results(redis_url: str) -> None:
     with closing(new_store(redis_url, max_result_bytes=40_000)) as store:
-        late = submit(store, 1, key="late", seal=True)  # submitted first, does not end
+        late = submit(store, 1, key="late", seal=True)  # submitted first, never ends
         claim(store)
         first, second = finished(store, "first", 10_000), finished(store, "second", 8_000)
         assert kept(store) == 3 * RECORD_BYTES + 18_000 and first.result_bytes == RECORD_BYTES + 10_000
@@ -73,7 +71,7 @@ def test_the_first_to_end_gives_up_its_results_and_says_so(redis_url: str) -> No
         assert store.cancel(late.job_id).state == "CANCELLED"
 
 
-def test_a_job_that_goes_on_gives_up_nothing_and_takes_no_more_beyond_half(redis_url: str) -> None:
+def test_a_running_job_keeps_its_results_and_is_refused_more_beyond_half(redis_url: str) -> None:
     with closing(new_store(redis_url, max_result_bytes=40_000)) as store:
         other = finished(store, "other", 9_000)
         large = finished(store, "large", 50_000, seal=False)
@@ -91,7 +89,7 @@ def test_a_job_that_goes_on_gives_up_nothing_and_takes_no_more_beyond_half(redis
         assert store.events(large.job_id, 0, 0)[0].state == "EXPIRED"
 
 
-def test_a_job_does_not_give_way_to_itself(redis_url: str) -> None:
+def test_a_job_does_not_give_up_its_own_results(redis_url: str) -> None:
     with closing(new_store(redis_url, max_result_bytes=40_000)) as store:
         alone = finished(store, "alone", 50_000)
         assert alone.state == "DONE" and len(store.events(alone.job_id, 0, 1)[1]) == 1
@@ -99,7 +97,7 @@ def test_a_job_does_not_give_way_to_itself(redis_url: str) -> None:
         assert store.events(alone.job_id, 0, 0)[0].state == "EXPIRED"
 
 
-def test_a_rubric_counts_until_its_job_has_ended_and_a_key_is_compared_all_the_same(redis_url: str) -> None:
+def test_a_rubric_counts_until_its_job_ends_and_is_compared_even_later(redis_url: str) -> None:
     with closing(new_store(redis_url)) as store:
         job = store.submit("key", rubric="r" * 60_000, priority=0)
         assert kept(store) == job.result_bytes == RECORD_BYTES + 60_000
@@ -110,22 +108,22 @@ def test_a_rubric_counts_until_its_job_has_ended_and_a_key_is_compared_all_the_s
             store.submit("key", rubric="r" * 59_999 + "s", priority=0)
 
 
-def test_what_is_counted_is_no_less_than_what_redis_takes(tmp_path: Path) -> None:
-    """With the least favourable of jobs: a chunk of one item each, long keys and names; and with results for which no
-    record pays.
+def test_counted_bytes_are_at_least_the_memory_that_redis_uses(tmp_path: Path) -> None:
+    """Covers the least favourable jobs: one item per chunk, long keys and names, and results that no job record pays
+    for.
     """
     with running_redis(tmp_path) as url, closing(new_store(url)) as store:
 
         def used() -> int:
             for key in store.connection.redis.scan_iter(f"{store.connection.prefix}answer:*", count=1000):
-                store.connection.redis.delete(key)  # they are for a minute
+                store.connection.redis.delete(key)  # replies are kept for a minute only
             store.connection.redis.memory_purge()
             return int(store.connection.server_info("memory")["used_memory"])
 
         def assert_counted() -> None:
             assert used() - before <= kept(store) - counted
 
-        store.connection.redis.config_set("appendfsync", "no")  # it is memory that is looked at
+        store.connection.redis.config_set("appendfsync", "no")  # the test measures memory only
         before, counted = used(), 0.0
         for number in range(400):
             job = store.submit(f"{number:0200}", rubric="r" * 100, priority=0, name="n" * 200, digest="d" * 64)
@@ -135,7 +133,7 @@ def test_what_is_counted_is_no_less_than_what_redis_takes(tmp_path: Path) -> Non
             store.seal(job.job_id, 1 + number % 3)
         assert_counted()
         before, counted = used(), kept(store)
-        job = store.submit("many", rubric="", priority=0)  # whose record pays for nothing else
+        job = store.submit("many", rubric="", priority=0)  # its record pays for nothing else
         for index in range(400):
             store.add_chunk(job.job_id, index, 1, b"x" * 40)
             store.complete(claim(store), b"r" * 40, num_scored=1, sum_values=1.0, num_unscored={})
@@ -146,7 +144,7 @@ def test_what_is_counted_is_no_less_than_what_redis_takes(tmp_path: Path) -> Non
 # ---- deleting ----
 
 
-def test_a_deleted_job_is_gone_with_its_key_and_its_bytes(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deleting_a_job_frees_its_key_and_its_bytes(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(new_store(redis_url)) as store:
         lose_every_answer(monkeypatch)
         job = finished(store, "key", 5_000)
@@ -163,7 +161,7 @@ def test_a_deleted_job_is_gone_with_its_key_and_its_bytes(redis_url: str, monkey
         assert finished(store, "key", 5_000).job_id != job.job_id
 
 
-def test_a_job_that_goes_on_is_not_deleted(redis_url: str) -> None:
+def test_deleting_a_running_job_is_refused(redis_url: str) -> None:
     with closing(new_store(redis_url)) as store:
         for job in (submit(store, 1, key="open"), submit(store, 1, key="running", seal=True)):
             with pytest.raises(JobError, match=f"job {job.job_id} is {job.state}; cancel it first, then delete it"):
@@ -189,14 +187,14 @@ def test_a_full_redis_still_takes_a_deletion(tmp_path: Path) -> None:
         assert store.list_jobs(10) == [] and kept(store) == 0
 
 
-# ---- as clients meet it ----
+# ---- over gRPC ----
 
 
 def job_of(service: Service, job_id: str) -> reward_pb2.Job:
     return service.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20)
 
 
-def test_a_job_with_too_many_results_is_refused_by_name_and_keeps_them(redis_url: str) -> None:
+def test_a_job_with_too_many_results_is_refused_and_keeps_them(redis_url: str) -> None:
     jobs = JobsConfig(max_result_bytes=40_000)
     with serving(redis_url, jobs=jobs, with_jobs=False) as one:
         limits = one.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20).limits
@@ -222,7 +220,7 @@ def reward(service: Service, *arguments: object, code: int = 0) -> Result:
     return done
 
 
-def test_results_that_were_given_up_are_missed_in_words_and_deleting_lets_them_come_anew(
+def test_results_given_up_are_an_error_until_the_job_is_deleted_and_submitted_again(
     redis_url: str, tmp_path: Path
 ) -> None:
     rows = [{"solution": str(number), "ground_truth": "1"} for number in range(100)]
@@ -250,7 +248,7 @@ def test_results_that_were_given_up_are_missed_in_words_and_deleting_lets_them_c
         assert len(out.read_text().splitlines()) == 100
 
 
-def test_a_client_deletes_what_has_ended(redis_url: str) -> None:
+def test_a_client_deletes_an_ended_job(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core) as one, RewardClient(one.server.address) as client:
         job_id = one.submit(answers("wait")).job.job_id

@@ -1,4 +1,4 @@
-"""The laws of reward jobs in Redis: every item ends exactly once, a late result is refused, a chunk is stored once,
+"""The laws of reward jobs in Redis: each item ends exactly once, late results are refused, a chunk is stored once,
 limits hold.
 """
 
@@ -80,7 +80,7 @@ def test_a_job_without_items_is_done_when_it_is_sealed(store: JobStore) -> None:
 
 
 @pytest.mark.parametrize("job_id", ["0" * 32, "", "x", "../../etc", "0" * 31 + "\n", "é" * 32])
-def test_a_job_that_is_not_there_is_named(store: JobStore, job_id: str) -> None:
+def test_an_unknown_job_is_named(store: JobStore, job_id: str) -> None:
     for verb in (
         lambda: store.events(job_id, 0, 1),
         lambda: store.cancel(job_id),
@@ -105,7 +105,7 @@ def test_a_late_result_is_refused_and_counted(store: JobStore) -> None:
     assert (counts["stale_results_refused"], counts["leases_expired"], counts["items_ended"]) == (2, 1, 2)
 
 
-def test_a_holder_that_outlives_its_lease_did_not_die_of_the_chunk(store: JobStore) -> None:
+def test_a_holder_that_outlives_its_lease_is_not_counted_as_a_death(store: JobStore) -> None:
     submit(store, 2, seal=True)
     first = claim(store)
     expire(store, first)
@@ -127,7 +127,7 @@ def test_a_holder_that_outlives_its_lease_did_not_die_of_the_chunk(store: JobSto
     assert (fifth.losses, fifth.under_way, fifth.partial) == (1, 0, b"all")
 
 
-def test_a_restarted_worker_takes_back_at_once_what_it_held(store: JobStore) -> None:
+def test_a_restarted_worker_claims_its_chunks_again_at_once(store: JobStore) -> None:
     submit(store, 1, 1)
     mine, other = claim(store, "one"), claim(store, "two")
     assert store.register("one") == 1 and store.register("one") == 0
@@ -135,7 +135,7 @@ def test_a_restarted_worker_takes_back_at_once_what_it_held(store: JobStore) -> 
     assert again.index == mine.index and finish(store, again, 1) and finish(store, other, 1)
 
 
-def test_what_is_given_back_waits_out_its_pause_with_what_is_scored_of_it(store: JobStore) -> None:
+def test_a_chunk_given_back_waits_for_its_pause_and_keeps_its_partial_results(store: JobStore) -> None:
     submit(store, 2)
     assert store.give_back(claim(store), attempts=1, partial=b"half", pause_seconds=300.0)
     assert store.claim("one", LEASE_SECONDS, 0) is None and store.register("") == 1
@@ -146,7 +146,7 @@ def test_what_is_given_back_waits_out_its_pause_with_what_is_scored_of_it(store:
     assert (again.partial, again.attempts, again.losses) == (b"half", 2, 0)
 
 
-def test_a_cancelled_job_ends_at_once_and_refuses_what_comes(store: JobStore) -> None:
+def test_a_cancelled_job_ends_at_once_and_refuses_chunks_and_results(store: JobStore) -> None:
     job = submit(store, 1, 2, 3)
     assert finish(store, claim(store), 1)
     held = claim(store)
@@ -165,7 +165,7 @@ def test_a_cancelled_job_ends_at_once_and_refuses_what_comes(store: JobStore) ->
     assert store.cancel(done.job_id).state == "DONE"
 
 
-def test_numbers_that_do_not_add_up_are_a_bug(store: JobStore) -> None:
+def test_a_result_with_a_wrong_number_of_items_is_a_ledger_error(store: JobStore) -> None:
     submit(store, 3)
     held = claim(store)
     with pytest.raises(LedgerError, match="has 3 items, not 2"):
@@ -173,7 +173,7 @@ def test_numbers_that_do_not_add_up_are_a_bug(store: JobStore) -> None:
     assert finish(store, held, 3)
 
 
-def test_higher_priority_comes_first_and_equals_take_turns(store: JobStore) -> None:
+def test_higher_priority_comes_first_and_jobs_of_equal_priority_take_turns(store: JobStore) -> None:
     submit(store, *[10] * 6, key="long")
     claim(store)
     submit(store, *[10] * 2, key="short")
@@ -189,7 +189,7 @@ def test_higher_priority_comes_first_and_equals_take_turns(store: JobStore) -> N
     assert [one for one in order if one.startswith("long")] == [f"long {n}" for n in range(1, 6)]
 
 
-def test_a_job_that_comes_late_does_not_overtake(store: JobStore) -> None:
+def test_a_later_job_takes_turns_and_does_not_overtake(store: JobStore) -> None:
     submit(store, *[10] * 10, key="early")
     for _ in range(5):
         claim(store)
@@ -198,7 +198,7 @@ def test_a_job_that_comes_late_does_not_overtake(store: JobStore) -> None:
     assert all(abs(order[:n].count("early") - order[:n].count("late")) <= 1 for n in range(10)), order
 
 
-def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(redis_url: str) -> None:
+def test_a_job_may_fill_half_of_the_room_and_a_job_alone_always_has_room(redis_url: str) -> None:
     store = new_store(redis_url)
     store.connection.run("configure", 10**9, 1 << 20, 1 << 30)
     quarter = b"x" * ((1 << 18) - 1024)
@@ -210,7 +210,7 @@ def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(redis_
     assert not store.add_chunk(third.job_id, 0, 1, b"")[0] and not store.has_room(third.job_id, 0)[0], (
         "there is no more"
     )
-    held = [claim(store), claim(store)]  # the first chunk of either: they take turns
+    held = [claim(store), claim(store)]  # the first chunk of each job, because jobs take turns
     assert finish(store, next(one for one in held if one.job_id == first.job_id), 1)
     assert store.has_room(third.job_id, 0)[0] and store.add_chunk(third.job_id, 0, 1, b"")[0]
     assert not store.has_room(first.job_id, len(quarter))[0] and store.has_room(first.job_id, 0)[0]
@@ -222,7 +222,7 @@ def test_a_job_fills_half_of_the_room_and_what_is_alone_always_finds_some(redis_
     assert store.add_chunk(huge.job_id, 0, 1, quarter * 5)[0]
 
 
-def test_what_has_ended_is_forgotten_after_its_retention_and_what_waits_is_not(redis_url: str) -> None:
+def test_ended_and_abandoned_jobs_are_forgotten_after_retention_and_waiting_ones_are_not(redis_url: str) -> None:
     store = new_store(redis_url, retention_seconds=0.05)
     done, waiting, abandoned = (
         submit(store, 1, key="done", seal=True),
@@ -244,13 +244,13 @@ def test_what_has_ended_is_forgotten_after_its_retention_and_what_waits_is_not(r
     assert {name for name in left if not name.startswith("answer:")} <= {"meta", "signal:waiting"}
 
 
-def test_namespaces_do_not_meet(redis_url: str) -> None:
+def test_namespaces_are_separate(redis_url: str) -> None:
     one, other = new_store(redis_url), new_store(redis_url)
     submit(one, 1)
     assert other.claim("one", LEASE_SECONDS, 0) is None and other.list_jobs(10) == []
 
 
-def test_every_answer_may_get_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_repeated_after_a_lost_reply_change_nothing(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     lose_every_answer(monkeypatch)
     job = submit(store, 2, 3, seal=True)
     assert (job.num_items, job.num_chunks) == (5, 2)

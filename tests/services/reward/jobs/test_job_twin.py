@@ -1,6 +1,4 @@
-"""The store of reward jobs against a twin in Python: both do the same and look the same, whatever comes in whatever
-order.
-"""
+"""The store of reward jobs against a Python twin: both behave the same under random calls in random order."""
 
 from __future__ import annotations
 
@@ -72,7 +70,7 @@ class TwinJob:
 
 
 class Jobs(RuleBasedStateMachine):
-    """The store and its twin do the same and look the same, whatever comes in whatever order."""
+    """The store and its twin under random calls; both must return the same and hold the same state."""
 
     url = ""
     keys = Bundle("keys")
@@ -203,7 +201,7 @@ class Jobs(RuleBasedStateMachine):
         [job] = [one for one in (*self.jobs.values(), *self.deleted) if one.job_id == claimed.job_id]
         chunk = job.chunks[claimed.index]
         current = job.goes_on and chunk.state == "leased" and chunk.token == claimed.token
-        if alive and claimed.token in chunk.lost:  # whoever asks did not die
+        if alive and claimed.token in chunk.lost:  # the worker that asks did not die
             chunk.lost.discard(claimed.token)
             chunk.losses -= 1
         return job, chunk, current
@@ -261,7 +259,7 @@ class Jobs(RuleBasedStateMachine):
         _, chunk, current = self._current(claimed, alive=False)
         if current:
             expire(self.store, claimed)
-            self.store.renew([], LEASE_SECONDS)  # somebody looks
+            self.store.renew([], LEASE_SECONDS)  # another call sees the expired leases
             self._lose(chunk)
 
     def _lose(self, chunk: TwinChunk) -> None:
@@ -327,7 +325,7 @@ class Jobs(RuleBasedStateMachine):
         assert counts["chunks_waiting"] + counts["chunks_leased"] == len(chunks)
 
 
-def test_the_store_and_its_twin_agree(redis_url: str) -> None:
+def test_the_store_and_its_twin_agree_at_every_step(redis_url: str) -> None:
     class Here(Jobs):
         pass
 

@@ -1,4 +1,4 @@
-"""Jobs over gRPC: submission, watch and cancellation, refusals with the place and the remedy, and what becomes of every
+"""Jobs over gRPC: submission, watch and cancellation, refusals that name place and remedy, and the result of every
 item.
 """
 
@@ -47,7 +47,7 @@ from tests.support.reward_server import (
 
 @pytest.fixture(scope="module")
 def service(redis_url: str) -> Iterator[Service]:
-    """The real core with its default scorer, for tests that leave nothing behind."""
+    """The real core with its default scorer, shared by tests that leave nothing behind."""
     with serving(redis_url) as one:
         yield one
 
@@ -69,7 +69,7 @@ def test_a_job_is_scored_item_by_item(service: Service) -> None:
     assert job in listed
 
 
-def test_a_watch_goes_on_after_its_cursor(service: Service) -> None:
+def test_a_watch_resumes_after_its_cursor(service: Service) -> None:
     job_id = service.submit(*[answers(str(n)) for n in range(5)]).job.job_id
     events = service.watch(job_id)
     assert [event.cursor for event in events] == [1, 2, 3, 4, 5, 5] and not events[-1].HasField("results")
@@ -81,7 +81,7 @@ def test_a_watch_goes_on_after_its_cursor(service: Service) -> None:
         service.watch(job_id, after_cursor=6)
 
 
-def test_a_submission_that_broke_goes_on_where_it_was(service: Service) -> None:
+def test_a_broken_submission_resumes_where_it_stopped(service: Service) -> None:
     feed = Feed()
     replies = service.stub.SubmitJob(iter(feed), timeout=20)
     feed.put(Request(header=Request.Header(idempotency_key="broken")))
@@ -117,7 +117,7 @@ REFUSALS: list[tuple[list[Request], type[TandemError], str]] = [
 
 
 @pytest.mark.parametrize(("requests", "kind", "words"), REFUSALS, ids=range(len(REFUSALS)))
-def test_a_submission_that_is_wrong_says_where(
+def test_an_invalid_submission_is_an_error_with_its_place(
     service: Service, requests: list[Request], kind: type[TandemError], words: str
 ) -> None:
     replies = []
@@ -129,7 +129,7 @@ def test_a_submission_that_is_wrong_says_where(
     assert replies[-1].error.WhichOneof("cause") == cause and re.search(words, replies[-1].error.message)
 
 
-def test_a_key_means_one_job(service: Service) -> None:
+def test_a_key_belongs_to_one_job(service: Service) -> None:
     job = service.submit(answers("1"), key="mine", rubric=EXACT, priority=2).job
     assert service.submit(answers("1"), key="mine", rubric=EXACT, priority=2).job.job_id == job.job_id
     with pytest.raises(JobExistsError, match="another rubric") as caught, translated():
@@ -139,7 +139,7 @@ def test_a_key_means_one_job(service: Service) -> None:
         service.submit(answers("1"), answers("1"), key="mine", rubric=EXACT, priority=2)
 
 
-def test_a_job_that_is_not_there_is_not_found(service: Service) -> None:
+def test_an_unknown_job_is_not_found(service: Service) -> None:
     for call, request in (
         (service.stub.GetJob, reward_pb2.GetJobRequest(job_id="0" * 32)),
         (service.stub.CancelJob, reward_pb2.CancelJobRequest(job_id="")),
@@ -155,7 +155,7 @@ def test_a_job_that_is_not_there_is_not_found(service: Service) -> None:
         service.stub.ListJobs(reward_pb2.ListJobsRequest(limit=1001), timeout=20)
 
 
-def test_a_cancelled_job_ends_the_watch_of_it(redis_url: str) -> None:
+def test_cancelling_a_job_ends_its_watch(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core) as one:
         job_id = one.submit(answers("1"), answers("wait", "1"), answers("2", "2", "2")).job.job_id
@@ -170,7 +170,7 @@ def test_a_cancelled_job_ends_the_watch_of_it(redis_url: str) -> None:
         assert one.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20) == job
 
 
-def test_submission_waits_while_too_much_is_not_scored(redis_url: str) -> None:
+def test_submission_waits_while_too_many_bytes_are_unscored(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core) as one:
         one.store.connection.run("configure", 10**9, 40_000, 10**9)
@@ -195,7 +195,9 @@ def test_submission_waits_while_too_much_is_not_scored(redis_url: str) -> None:
         assert summary(one.results(replies[-1].job.job_id)) == [0.0, 0.0] * 120
 
 
-def test_jobs_calls_have_an_end_without_a_deadline(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_calls_without_a_deadline_end_after_the_longest_call_time(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = ScriptedCore()
     with serving(redis_url, core) as one:
         one.store.connection.run("configure", 10**9, 40_000, 10**9)
@@ -217,7 +219,7 @@ def test_jobs_calls_have_an_end_without_a_deadline(redis_url: str, monkeypatch: 
         assert summary(one.results(job_id)) == [0.0]
 
 
-def test_items_whose_scorer_is_out_of_reach_are_scored_again_and_no_others(
+def test_only_items_whose_scorer_is_unreachable_are_scored_again(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
@@ -230,7 +232,7 @@ def test_items_whose_scorer_is_out_of_reach_are_scored_again_and_no_others(
         assert core.asked.count("1") == core.asked.count("timeout*1") == 1, "a time-out would only come again"
 
 
-def test_items_that_are_compared_are_scored_again_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_items_are_scored_again_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     core = ScriptedCore()
     core.default = grouped(core)
@@ -240,7 +242,7 @@ def test_items_that_are_compared_are_scored_again_together(redis_url: str, monke
         assert [core.asked.count(text) for text in "abc"] == [2, 1, 1]
 
 
-def test_an_item_that_services_die_of_gets_a_reason(redis_url: str) -> None:
+def test_an_item_that_kills_services_is_unscored_with_a_reason(redis_url: str) -> None:
     with serving(redis_url, with_jobs=False) as one:
         job_id = one.submit(answers("1"), answers("1", "1")).job.job_id
         for _ in range(5):
@@ -252,9 +254,7 @@ def test_an_item_that_services_die_of_gets_a_reason(redis_url: str) -> None:
         assert found[0].unscored.detail.startswith("5 services in a row ended")
 
 
-def test_a_job_is_never_scored_by_another_rubric_than_it_was_submitted_to(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_never_scored_by_another_rubric_than_its_own(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     jobs = JobsConfig(namespace="changed")
     with serving(redis_url, jobs=jobs, with_jobs=False) as one:
@@ -290,7 +290,7 @@ def test_a_job_is_never_scored_by_another_scorer_of_the_same_name(
         assert summary(one.results(changed)) == ["infrastructure"], "nor by another version of it"
 
 
-def test_a_stop_gives_back_what_is_not_finished_with_what_is_scored_of_it(redis_url: str) -> None:
+def test_a_stop_gives_back_unfinished_chunks_with_their_partial_results(redis_url: str) -> None:
     jobs = JobsConfig(namespace="stopped")
     core = ScriptedCore()
     with serving(redis_url, core, jobs=jobs) as one:
@@ -308,13 +308,13 @@ def test_a_stop_gives_back_what_is_not_finished_with_what_is_scored_of_it(redis_
         assert one.store.counts()["leases_expired"] == 0
 
 
-def test_a_bug_ends_the_lane_and_says_so(redis_url: str) -> None:
+def test_a_bug_stops_the_job_worker_with_its_error(redis_url: str) -> None:
     with pytest.raises(ZeroDivisionError), serving(redis_url, ScriptedCore()) as one:
         one.submit(answers("bug"))
         assert one.stop.wait(20)
 
 
-def test_urgent_jobs_come_first(redis_url: str) -> None:
+def test_jobs_of_higher_priority_are_scored_first(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False) as one:
         slow = [one.submit(*[answers(f"slow {n}") for n in range(4)], priority=-1) for _ in range(2)]
