@@ -1,12 +1,11 @@
-"""How the losses of tokens become the loss of an optimizer step.
+"""Aggregation of token losses into the loss of an optimizer step.
 
-Every mode is a weighted sum, Σ share · loss, in which a token's share depends on its sequence only. The shares are
-taken from the counts of *all* sequences of the step, over every rank and micro-batch; what a micro-batch then adds is
-its part of that sum, so the step does not depend on how its sequences were cut or spread. Gradients of ranks are
-summed, not averaged.
+Every mode is a weighted sum, Σ share · loss, in which a token's share depends only on its sequence. Shares are computed
+from the counts of *all* sequences of the step, over every rank and micro-batch. A micro-batch adds its part of that
+sum, so the step does not depend on how its sequences were split. Gradients of ranks are summed, not averaged.
 
-With n_i the loss tokens of sequence i (rejected ones are not counted), N = Σ n_i, S the number of sequences with n_i >
-0, and h the length constant, a token's share is
+With n_i the number of kept loss tokens of sequence i, N = Σ n_i, S the number of sequences with n_i > 0, and h the
+length constant, a token's share is
 
 | mode                      | share        |                                       |
 |---------------------------|--------------|---------------------------------------|
@@ -39,11 +38,10 @@ def token_shares(
 ) -> Tensor:
     """The share of one token of each of the R sequences, float64 (R,); 0 for a sequence without a loss token.
 
-    `counts` are the loss tokens of a sequence: of a trajectory, in all its segments together. Where these are not all
-    the sequences of the step, `num_tokens` and `num_sequences` give N and S of all of them (S greater still counts
-    sequences of which nothing is left, as zeros). `length_constant` is h, above 0; the other modes do not read it.
-    `multiplicities`, (R,) at least 0: how often each sequence counts, in the loss and in its denominators, as if it
-    were there that often.
+    `counts` is the number of loss tokens of each sequence, that is of all segments of a trajectory. If these are not
+    all sequences of the step, `num_tokens` and `num_sequences` give N and S of all of them; a larger S counts sequences
+    without a kept token as zeros. `length_constant` is h, above 0; only `seq-mean-token-sum-norm` reads it.
+    `multiplicities`, (R,) and not negative, says how often each sequence counts, in the loss and in its denominators.
     """
     counts_R = torch.as_tensor(counts, dtype=torch.float64)
     assert counts_R.ndim == 1 and bool((counts_R >= 0).all()), "counts of loss tokens"
@@ -56,7 +54,7 @@ def token_shares(
     tokens = own_tokens if num_tokens is None else float(num_tokens)
     sequences = own_sequences if num_sequences is None else float(num_sequences)
     assert tokens >= own_tokens and sequences >= own_sequences, (tokens, sequences)
-    # Without a single loss token both totals are 0, and every share is.
+    # Without loss tokens both totals are 0 and so is every share; dividing by 1 avoids NaN.
     tokens, sequences = tokens or 1.0, sequences or 1.0
     if aggregation == "token-mean":
         return counted_R / tokens

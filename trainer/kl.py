@@ -1,7 +1,7 @@
-"""The KL penalty towards a frozen reference policy: estimates token by token, in the reward or in the loss, and its
+"""The KL penalty towards a frozen reference policy: token-level estimates, in the reward or in the loss, and its
 coefficient.
 
-With d = log π − log π_reference of a token that π sampled, KL(π ‖ π_reference) is estimated by (Schulman,
+With d = log π − log π_reference of a token sampled from π, KL(π ‖ π_reference) is estimated by (Schulman,
 "Approximating KL divergence", 2020)
 
     k1 (kl)          d
@@ -9,12 +9,12 @@ With d = log π − log π_reference of a token that π sampled, KL(π ‖ π_re
     k2 (mse)         d²/2
     k3 (low_var_kl)  e^(−d) + d − 1, d clamped to ±20 and the result to at most 10
 
-A trailing `+` keeps the value and takes the gradient of k2, d·∇log π, whose expectation under π is the gradient of the
+A trailing `+` keeps the value and uses the gradient of k2, d·∇log π, whose expectation under π is the gradient of the
 KL.
 
-N: loss tokens, flat, of R trajectories (trainer/batch/ragged.py). Log-probs that are not finite: in the reward they are
-    refused; in the loss they make the loss so, and with it the gradient (trainer/objective.py), so that the optimizer
-    step is skipped and counted.
+N: loss tokens, flat, of R trajectories (trainer/batch/ragged.py). Non-finite log-probs in the reward raise an error; in
+the loss they make the loss and its gradient non-finite (trainer/objective.py), so the optimizer step is skipped and
+counted.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl,
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 MAX_ERROR = 0.2
-"""A KL further off its target than a fifth counts as a fifth off (arXiv:1909.08593, section 2.2)."""
+"""Largest relative error of the KL against its target that one update uses (arXiv:1909.08593, section 2.2)."""
 MAX_HORIZONS = 2.5
-"""A batch of more horizons counts as this many, so that one update at most halves the coefficient and never turns its
-sign.
-"""
+"""Cap on batch size over horizon, so that one update at most halves the coefficient and never changes its sign."""
 
 
 def kl_estimates(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KlEstimator) -> Tensor:
-    """The estimate of every token; gradient flows through `logprobs_N`, and is 0 where k3's clamps hold."""
+    """The estimate for every token; gradient flows through `logprobs_N` and is 0 where k3's clamps apply."""
     assert logprobs_N.ndim == 1, logprobs_N.shape
     assert logprobs_N.shape == reference_logprobs_N.shape, (logprobs_N.shape, reference_logprobs_N.shape)
     difference_N = logprobs_N - reference_logprobs_N.detach()
@@ -62,15 +60,15 @@ def _estimates(difference_N: Tensor, name: str) -> Tensor:
     assert name in ("k3", "low_var_kl"), name
     clamped_N = difference_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     values_N = (torch.expm1(-clamped_N) + clamped_N).clamp(max=MAX_K3)
-    return torch.where(difference_N.isfinite(), values_N, math.nan)  # or the clamps make a number of infinity
+    return torch.where(difference_N.isfinite(), values_N, math.nan)  # the clamps would turn infinity into a number
 
 
 def kl_loss(current_logprobs_N: Tensor, reference_logprobs_N: Tensor, penalty: LossKl, *, ratio_N: Tensor) -> Tensor:
-    """What β multiplies in the loss of every token.
+    """The penalty of every token before the factor β.
 
     `ratio_N` is π_current/π_behavior with its gradient (importance ratio times behavior weight, unless the proximal
-    policy is bypassed); only `penalty.unbiased` uses it: E_behavior[∇(ratio·k)] = ∇KL for k1 and k3 (DeepSeek-V3.2,
-    arXiv:2512.02556, eq. 7), however stale the sample.
+    policy is bypassed). Only `penalty.unbiased` uses it: E_behavior[∇(ratio·k)] = ∇KL for k1 and k3 (DeepSeek-V3.2,
+    arXiv:2512.02556, eq. 7), for samples of any staleness.
     """
     assert ratio_N.shape == current_logprobs_N.shape, (ratio_N.shape, current_logprobs_N.shape)
     estimates_N = kl_estimates(current_logprobs_N, reference_logprobs_N, penalty.estimator)
@@ -86,10 +84,10 @@ def kl_in_reward(
     *,
     coefficient: float,
 ) -> tuple[Tensor, float]:
-    """(r − β·k of every token, the mean over trajectories of each one's mean k). No gradient.
+    """(r − β·k of every token, mean over trajectories of their mean k). No gradient.
 
-    `logprobs_N` are the proximal ones. A trajectory without a loss token has mean 0 and counts; no trajectory at all
-    gives 0.
+    `logprobs_N` are the proximal ones. A trajectory without a loss token counts with mean 0; without trajectories the
+    mean is 0.
 
     Raises:
         DataError: a log-prob is NaN or infinite.
@@ -107,16 +105,14 @@ def kl_in_reward(
 
 @dataclass(frozen=True, slots=True)
 class KlCoefficients:
-    """β in the reward and in the loss; 0 where there is no such penalty. A checkpoint holds `dataclasses.asdict` of it,
-    as JSON.
-    """
+    """β in the reward and in the loss; 0 without that penalty. Checkpoints hold `dataclasses.asdict` of it as JSON."""
 
     reward: float
     loss: float
 
 
 def first_coefficients(options: KlOptions) -> KlCoefficients:
-    """Those of the options."""
+    """The coefficients that the options set."""
     return KlCoefficients(
         reward=options.reward.coefficient if options.reward else 0.0,
         loss=options.loss.coefficient if options.loss else 0.0,
@@ -124,7 +120,7 @@ def first_coefficients(options: KlOptions) -> KlCoefficients:
 
 
 def resumed_coefficients(options: KlOptions, saved: Mapping[str, float]) -> KlCoefficients:
-    """Those of a checkpoint where a target moves them; else those of the options."""
+    """The coefficients of a checkpoint where a target adapts them, else those of the options."""
 
     def resumed(penalty: KlPenalty | None, name: str, first: float) -> float:
         moved = penalty is not None and penalty.target is not None
@@ -139,7 +135,7 @@ def resumed_coefficients(options: KlOptions, saved: Mapping[str, float]) -> KlCo
 def next_coefficients(
     coefficients: KlCoefficients, options: KlOptions, *, reward_kl: float, loss_kl: float, num_trajectories: int
 ) -> KlCoefficients:
-    """After a batch of `num_trajectories` in which the two penalties measured these KLs (unused without a penalty or
+    """The coefficients after a batch of `num_trajectories` with these measured KLs (unused without a penalty or
     target).
     """
     return KlCoefficients(
@@ -151,7 +147,7 @@ def next_coefficients(
 def next_coefficient(coefficient: float, penalty: KlPenalty | None, kl: float, num_trajectories: int) -> float:
     """β·(1 + clamp(kl/target − 1, ±0.2)·n/horizon) (Ziegler et al., arXiv:1909.08593).
 
-    Without a target, and for a KL that is not finite, β stays as it is.
+    β does not change without a target or if the KL is not finite.
     """
     if penalty is None or penalty.target is None or not math.isfinite(kl):
         return coefficient

@@ -1,10 +1,12 @@
-"""What a batch's optimizer steps minimise: off-policy correction, denominators, policy loss, KL, entropy, value loss.
+"""The objective of a batch's optimizer steps: off-policy correction, denominators, policy loss, KL, entropy, value
+loss.
 
-`BatchObjective` holds the whole batch's columns and is the same on every rank; `policy_loss` and `value_loss` then look
-at one micro-batch at a time and add up to the loss of the optimizer step, however it was cut. No model in here.
+`BatchObjective` holds the columns of the whole batch and is the same on every rank. `policy_loss` and `value_loss`
+compute one micro-batch at a time; their results sum to the loss of the optimizer step, however it was split. No model
+is used here.
 
-R trajectories, N loss tokens of the batch (order: trainer/batch/layout.py), M those of a micro-batch, K those of them
-that are kept.
+R trajectories, N loss tokens of the batch (order: trainer/batch/layout.py), M those of a micro-batch, K those of a
+micro-batch that are kept.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ from tandem.trainer.value_loss import clipped_value_loss
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What holds for one optimizer step. (N,) on the CPU; only the step's own tokens mean something."""
+    """Columns of one optimizer step, (N,) on the CPU; only the values at the step's own tokens are defined."""
 
     shares_N: Tensor
     keep_N: Tensor
-    """bool: whether the token is trained, as far as the whole batch decides it."""
+    """bool: whether the token is trained, as far as this is decided on the whole batch."""
     weights_N: Tensor | None
-    """Behavior weights; None if each micro-batch is corrected by itself."""
+    """Behavior weights; None if each micro-batch is corrected separately."""
     chosen_N: Tensor | None
-    """bool: what the loss's selection chose; None if it has none."""
+    """bool: tokens chosen by the loss's selection; None if the loss has none."""
 
 
 class BatchObjective:
-    """The objective of one batch. `sums` collects what its figures are made of."""
+    """The objective of one batch. `sums` accumulates its metrics."""
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class BatchObjective:
         device: torch.device,
         counts_whole_batch: bool,
     ) -> None:
-        """`counts_whole_batch`: this rank adds the figures of corrections made over the whole batch; exactly one rank
-        does.
+        """`counts_whole_batch`: whether this rank adds the metrics of corrections over the whole batch; set it on
+        exactly one rank.
         """
         self._config = config
         self._layout = layout
@@ -80,7 +82,7 @@ class BatchObjective:
         self.sums = BatchSums(config.correction, device)
 
     def begin_step(self, step: int, current_N: Tensor | None) -> _Step:
-        """What the micro-batches of this optimizer step have in common; `current_N` if `RequiredColumns.every_step`."""
+        """The columns that the micro-batches of this optimizer step share; `current_N` if `RequiredColumns.every_step`."""
         layout, correction = self._layout, self._config.correction
         places, lengths_S = layout.tokens_of(step)
         keep_N = torch.ones(layout.num_tokens, dtype=torch.bool)
@@ -97,9 +99,9 @@ class BatchObjective:
         return _Step(self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
 
     def policy_loss(self, plan: _Step, step: int, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
-        """What this micro-batch adds to the step's loss; gradient flows through `outputs`."""
+        """The micro-batch's part of the step's loss; gradient flows through `outputs`."""
         tokens, keep_M = self._loss_tokens(plan, step, number, batch, outputs.logprobs_N)
-        everything = bool(keep_M.all())  # the usual case, in which nothing is copied
+        everything = bool(keep_M.all())  # usually true; then nothing is copied
 
         def kept(values_M: Tensor) -> Tensor:
             return values_M if everything else values_M[keep_M]
@@ -111,7 +113,7 @@ class BatchObjective:
             assert self._start.reference_N is not None, "KL needs the reference policy"
             reference_K = kept(self._part(self._start.reference_N, step, number, batch))
             ratio_K = tokens.importance_ratio_N
-            if self._config.correction.proximal != "bypassed":  # else it already is π_current/π_behavior
+            if self._config.correction.proximal != "bypassed":  # otherwise it already is π_current/π_behavior
                 ratio_K = ratio_K * tokens.behavior_weights_N
             penalty_K = kl_loss(tokens.current_logprobs_N, reference_K, self._config.kl.loss, ratio_N=ratio_K)
             losses_K = losses_K + self._coefficients.loss * penalty_K
@@ -120,7 +122,7 @@ class BatchObjective:
             entropy_K = kept(outputs.entropy_N)
             losses_K = losses_K - self._config.entropy_coefficient * entropy_K
             marks["entropy"] = entropy_K.detach()
-        else:  # an estimate that costs nothing: the tokens were sampled from (nearly) this policy
+        else:  # a free estimate: the tokens were sampled from (nearly) this policy
             marks["entropy"] = -tokens.current_logprobs_N.detach()
         shares_K = kept(self._part(plan.shares_N, step, number, batch).float())
         loss = policy_loss_sum(replace(terms, losses_N=losses_K), shares_K)
@@ -135,7 +137,7 @@ class BatchObjective:
     def _loss_tokens(
         self, plan: _Step, step: int, number: int, batch: MicroBatch, current_M: Tensor
     ) -> tuple[LossTokens, Tensor]:
-        """(all tokens of the micro-batch, which of them are kept), corrected here unless the whole batch was."""
+        """(all tokens of the micro-batch, mask of the kept ones). Applies the correction unless the whole batch had it."""
         correction, behavior_M = self._config.correction, batch.behavior_logprobs_N
 
         def part(column_N: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ class BatchObjective:
         return tokens, keep_M
 
     def value_loss(self, plan: _Step, step: int, number: int, values_M: Tensor) -> Tensor:
-        """What this micro-batch adds to the critic's loss; gradient flows through `values_M`."""
+        """The micro-batch's part of the critic's loss; gradient flows through `values_M`."""
         assert self._targets.returns_N is not None and self._start.values_N is not None, "a critic comes with returns"
         places = self._layout.place_of(step, number)
         device = values_M.device
@@ -187,7 +189,7 @@ class BatchObjective:
         return loss
 
     def _correct_step(self, step: int, places: Tensor, lengths_S: Tensor, current_N: Tensor | None) -> Corrected:
-        """One verdict a step over all of its tokens, whichever ranks they are on."""
+        """Corrects all tokens of the step at once, on every rank."""
         correction, start = self._config.correction, self._start
         numerator_N = current_N if correction.proximal == "bypassed" else start.proximal_N
         assert numerator_N is not None and start.behavior_N is not None and start.versions_N is not None
@@ -204,7 +206,7 @@ class BatchObjective:
     def _choose(
         self, step: int, places: Tensor, keep_N: Tensor, weights_N: Tensor | None, current_N: Tensor | None
     ) -> Tensor | None:
-        """The loss's selection over the step's kept tokens."""
+        """Applies the loss's selection to the step's kept tokens."""
         select = find_loss(self._config.loss.name).select
         if select is None:
             return None
@@ -236,7 +238,7 @@ class BatchObjective:
         return chosen_N
 
     def _shares(self, step: int, keep_N: Tensor) -> Tensor:
-        """What each token counts in the step's loss: denominators over all of its kept tokens and trajectories."""
+        """Each token's share of the step's loss. Denominators cover all kept tokens and trajectories of the step."""
         layout, counts_R = self._layout, self._targets.counts_R
         here_R = layout.steps_R == step
         kept_R = torch.where(here_R, layout.kept_of(keep_N), 0)
@@ -252,10 +254,10 @@ class BatchObjective:
 
 
 def _break_gradient(loss: Tensor, outputs_M: Tensor) -> None:
-    """A loss that is not finite has no finite gradient, so that its step is skipped: a clamp, or k1, would send back a
-    number for a NaN.
+    """Makes the gradient NaN if the loss is not finite, so that the optimizer step is skipped. A clamp, or k1, would
+    otherwise give a finite gradient for a NaN.
 
-    `outputs_M` is what the model said; a finite loss leaves its gradient alone, to the bit.
+    `outputs_M` are the model's outputs. A finite loss leaves the gradient bitwise unchanged.
     """
     broken = ~loss.detach().isfinite()
     if outputs_M.requires_grad:

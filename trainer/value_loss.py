@@ -1,6 +1,6 @@
 """The critic's loss (PPO, arXiv:1707.06347, with the clipping of its published implementation).
 
-N: loss tokens, flat. How much a token counts comes from outside, as its share (trainer/aggregation.py).
+N: loss tokens, flat. The caller weights tokens by their share (trainer/aggregation.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ def clipped_value_loss(values_N: Tensor, returns_N: Tensor, start_values_N: Tens
     """½·max((v − R)², (v_c − R)²) of every token, v_c = v clamped to v₀ ± clip around the value v₀ at the batch's
     start.
 
-    Only `values_N` carries gradient; where the clamped term is the larger one (mark `clipped`) there is none. An
-    infinite `clip` gives the squared error. A NaN among the arguments is the token's loss, so the critic's optimizer
-    step is skipped and counted.
+    Only `values_N` carries gradient; there is none where the clamped term is larger (mark `clipped`). An infinite
+    `clip` gives the squared error. A NaN argument makes the token's loss NaN, so the critic's optimizer step is skipped
+    and counted.
     """
     assert values_N.ndim == 1, values_N.shape
     assert values_N.shape == returns_N.shape == start_values_N.shape, (values_N.shape, returns_N.shape)

@@ -1,8 +1,8 @@
-"""Partitions of work into even parts: the largest differencing method of Karmarkar and Karp (1982) for k parts.
+"""Balanced partitions: the largest differencing method of Karmarkar and Karp (1982) for k parts.
 
-Every item starts as a tuple of k sums, its cost and k − 1 zeros. The two tuples with the largest spread are merged, the
-heaviest part of the one with the lightest of the other, until one tuple is left. Which of two equal spreads comes first
-is open, and neither order is always better: both are tried, and the smaller largest sum wins. Deterministic.
+Every item starts as a tuple of k sums, its cost and k − 1 zeros. The two tuples with the largest spread are merged
+until one is left, pairing the heaviest part of one with the lightest part of the other. Ties between spreads can be
+broken in two orders and neither is always better, so both are tried and the smaller maximum wins. Deterministic.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 HIDDEN_SIZE = 4096
-"""Hidden size that the workload assumes for every model, so that plans do not depend on the model. They are hardly less
-even for a small one.
+"""Hidden size assumed for every model, so that plans do not depend on the model. Small models get nearly as even plans.
 """
 
 
@@ -29,10 +28,10 @@ def workload(num_tokens: int) -> int:
 
 
 def partition(costs: Sequence[int], num_parts: int, *, equal_size: bool = False) -> list[list[int]]:
-    """The numbers of the items in each part, so that the largest sum is small. Costs are not negative.
+    """The indices of the items in each part, chosen so that the largest sum is small. Costs are not negative.
 
-    With `equal_size` the parts' counts are equal, or one apart where `num_parts` does not divide the number of items.
-    No part is empty if there are as many items (of positive cost) as parts.
+    With `equal_size`, the parts' counts are equal, or differ by one if `num_parts` does not divide the number of items.
+    No part is empty if there are at least as many items (of positive cost) as parts.
     """
     assert num_parts >= 1, num_parts
     assert all(cost >= 0 for cost in costs), "costs are not negative"
@@ -43,8 +42,8 @@ def partition(costs: Sequence[int], num_parts: int, *, equal_size: bool = False)
 def _difference(costs: Sequence[int], num_parts: int, order: int, *, equal_size: bool) -> list[list[int]]:
     items = sorted(range(len(costs)), key=lambda item: (costs[item], item))
     width = num_parts if equal_size else 1
-    # With equal sizes the tuples start with k neighbours each, the smallest one with fewer. A merge then adds one item
-    # (or none) to each part.
+    # With equal sizes each initial tuple holds k items adjacent in cost, the smallest tuple fewer. A merge then adds at
+    # most one item to each part.
     first = len(items) % width or width
     cuts = [0, *range(first, len(items), width), len(items)] if items else []
     heap: list[_Entry] = []
@@ -62,7 +61,9 @@ def _difference(costs: Sequence[int], num_parts: int, order: int, *, equal_size:
 
 
 def partition_groups(costs: Sequence[int], groups: Sequence[int], num_parts: int) -> list[list[int]]:
-    """As `partition`, but items of one group stay together, and every part has equally many groups (or one apart)."""
+    """Like `partition`, but keeps the items of a group together and gives every part equally many groups (or one
+    apart).
+    """
     assert len(costs) == len(groups), (len(costs), len(groups))
     members: dict[int, list[int]] = {}
     for item, group in enumerate(groups):
@@ -73,8 +74,8 @@ def partition_groups(costs: Sequence[int], groups: Sequence[int], num_parts: int
 
 
 def assign_to_ranks(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Item numbers of each rank, costliest first. Sums are similar, counts differ by at most one, and items at the same
-    place of the ranks' lists cost about the same: ranks that synchronise after every item then wait little.
+    """Item indices of each rank, costliest first. Sums are similar and counts differ by at most one. Items at the same
+    position of different ranks cost about the same, so ranks that synchronise after every item wait little.
     """
     parts = partition(costs, num_ranks, equal_size=True)
     return [sorted(part, key=lambda item: (-costs[item], item)) for part in parts]
@@ -86,15 +87,15 @@ class _Part(NamedTuple):
 
 
 _Parts = list[_Part]
-"""Those that have an item, heaviest first."""
+"""The non-empty parts, heaviest first."""
 _SMALLEST_FIRST, _LARGEST_FIRST = 1, -1
-"""Ties between entries go to the smallest item, or to the heaviest part; ties between parts to the smallest first item,
-or to the largest.
+"""Tie-breaking: between entries by the smallest item or by the heaviest part; between parts by the smallest or the
+largest first item.
 """
 
 
 class _Entry(NamedTuple):
-    """A tuple of sums in the heap. `rank` decides: no two entries have the same."""
+    """A tuple of sums in the heap. `rank` is unique and decides the order."""
 
     rank: tuple[int, ...]
     first_item: int
@@ -116,7 +117,7 @@ def _merge(one: _Parts, other: _Parts, num_parts: int, order: int) -> _Parts:
     def rank(part: _Part) -> tuple[int, int, int]:
         return _rank(part, order)
 
-    alone = num_parts - len(other)  # this many of the heaviest of `one` meet an empty part
+    alone = num_parts - len(other)  # number of heaviest parts of `one` that pair with an empty part
     if alone >= len(one):
         if len(other) > 1:
             return sorted(one + other, key=rank)

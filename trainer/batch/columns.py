@@ -28,12 +28,10 @@ Cell = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BatchColumns:
-    """What is known of every loss token before the batch's first gradient, (N,) on the CPU; None if it was not
-    required.
-    """
+    """Values of every loss token before the batch's first gradient, (N,) on the CPU; None if not required."""
 
     finite_N: Tensor | None = None
-    """bool: False on every token of a segment whose log-probs from the sampler are not all finite; None if all are."""
+    """bool: False on every token of a segment with a non-finite sampler log-prob; None if all are finite."""
     behavior_N: Tensor | None = None
     versions_N: Tensor | None = None
     columns_N: Tensor | None = None
@@ -46,16 +44,16 @@ class BatchColumns:
 
 @dataclass(frozen=True, slots=True)
 class RequiredColumns:
-    """Which columns of the whole batch an algorithm reads, and so which forward passes without gradient it needs."""
+    """Which columns of the whole batch an algorithm reads, and hence which forward passes without gradient it needs."""
 
     proximal: bool
     squared_probs: bool
     reference: bool
     values: bool
     columns: bool
-    """Each token's place in its response."""
+    """Each token's position in its response."""
     token_rewards: bool
-    """Rewards of single tokens. An estimator that reads only a row's sum does not need them."""
+    """Rewards of single tokens; not needed by an estimator that only reads a row's sum."""
     every_step: bool
     """The current policy's log-probs of all tokens of an optimizer step, before that step."""
     behavior: bool
@@ -63,8 +61,8 @@ class RequiredColumns:
 
     @classmethod
     def of(cls, config: AlgorithmConfig, num_steps: int) -> RequiredColumns:
-        """For a batch of `num_steps` optimizer steps. With one step the proximal log-probs are the current ones, at no
-        cost.
+        """The columns for a batch of `num_steps` optimizer steps. With one step the proximal log-probs are the current
+        ones and cost nothing.
         """
         correction, needs = config.correction, config.advantage.needs
         selects = find_loss(config.loss.name).select is not None
@@ -96,9 +94,10 @@ def compute_columns(
     critic: Critic | None,
     device: torch.device,
 ) -> BatchColumns:
-    """Runs the forward passes that `required` names, the policy's first, and gathers the columns. All ranks call it.
+    """Runs the forward passes that `required` names, the policy's first, and gathers the columns. Every rank must call
+    it.
 
-    `finite_N` is always computed: it decides denominators, which are fixed before a micro-batch is corrected.
+    `finite_N` is always computed, because denominators depend on it and are fixed before micro-batches are corrected.
     """
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
 
@@ -144,12 +143,12 @@ def gather_column(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The column (N,) of `of(micro_batch)` over the micro-batches of all ranks. All ranks call it."""
+    """The column (N,) of `of(micro_batch)` over the micro-batches of all ranks. Every rank must call it."""
     return layout.gather({cell: of(one) for cell, one in cells.items()}, dtype=dtype, device=device)
 
 
 def finite_tokens(batch: MicroBatch) -> Tensor:
-    """bool (N,): False on every token of a row whose log-probs from the sampler are not all finite."""
+    """bool (N,): False on every token of a row with a non-finite sampler log-prob."""
     return spread(finite_rows(batch.behavior_logprobs_N, batch.lengths_B), batch.lengths_B)
 
 
@@ -158,7 +157,7 @@ def _gathered(layout: BatchLayout, parts: Mapping[Cell, Tensor], device: torch.d
 
 
 def _whole_rows(layout: BatchLayout, columns_N: Tensor) -> Tensor:
-    """Places in the response; a trajectory's segments count on from one another."""
+    """Positions in the response, numbered consecutively over a trajectory's segments."""
     columns_N = columns_N.clone()
     segments = columns_N.split(layout.lengths_S.tolist())
     number = 0

@@ -1,9 +1,9 @@
 """The order of a batch's loss tokens as one flat column: R trajectories, N tokens.
 
-Trajectories come in the order of the batch's headers, and a trajectory's segments one after another. `gather` turns
-what each rank computed for its micro-batches into a column of the whole batch; `places` maps a column back to a
-micro-batch. So advantages, rejection and denominators are computed once over the batch and are the same on every rank,
-however the batch was cut into micro-batches and over ranks.
+Trajectories are in the order of the batch's headers, and a trajectory's segments follow one another. `gather` merges
+the ranks' micro-batch values into a column of the whole batch; `places` maps a column back to a micro-batch.
+Advantages, rejection and denominators are thus computed once over the batch and are equal on every rank, however the
+batch was split over micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class BatchLayout:
     groups_R: Tensor
     """Number of each trajectory's group."""
     steps_R: Tensor
-    """The optimizer step each trajectory is trained in; without a loss token, that of its group."""
+    """The optimizer step each trajectory is trained in; for one without a loss token, the step of its group."""
     segments_R: Tensor
-    """How many segments each trajectory has."""
+    """Number of segments of each trajectory."""
     lengths_S: Tensor
     places: Mapping[tuple[int, int], Tensor]
-    """(optimizer step, micro-batch) of this rank → the place in N of each of its loss tokens, in the order of the
-    micro-batch.
+    """(optimizer step, micro-batch) of this rank → the index in N of each of its loss tokens, in the micro-batch's
+    order.
     """
 
     @classmethod
@@ -76,27 +76,27 @@ class BatchLayout:
         return int(self.lengths_R.sum())
 
     def place_of(self, step: int, micro_batch: int) -> Tensor:
-        """`places`, empty where this rank has no rows."""
+        """`places`, empty if this rank has no rows there."""
         return self.places.get((step, micro_batch), torch.zeros(0, dtype=torch.int64))
 
     def tokens_of(self, step: int) -> tuple[Tensor, Tensor]:
-        """(places in N, lengths of their segments) of everything trained in an optimizer step."""
+        """(indices in N, lengths of their segments) of all tokens trained in an optimizer step."""
         here_S = (self.steps_R == step).repeat_interleave(self.segments_R)
         return here_S.repeat_interleave(self.lengths_S).nonzero()[:, 0], self.lengths_S[here_S]
 
     def kept_of(self, keep_N: Tensor) -> Tensor:
-        """int64 (R,): how many of each trajectory's tokens are kept."""
+        """int64 (R,): number of kept tokens of each trajectory."""
         return row_sums(keep_N.double(), self.lengths_R).long()
 
     def gather(self, parts: Mapping[tuple[int, int], Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The column (N,) of all ranks' `parts` (micro-batch → values of its tokens), on the CPU. All ranks call it;
-        tokens without a value are 0.
+        """The column (N,) of all ranks' `parts` (micro-batch → values of its tokens), on the CPU. Tokens without a
+        value are 0. Every rank must call it.
         """
         column_N = torch.zeros(self.num_tokens, dtype=dtype, device=device)
         for cell, values_N in parts.items():
             column_N[self.place_of(*cell).to(device)] = values_N.detach().to(device, dtype)
         if distributed.is_initialized() and distributed.get_world_size() > 1:
-            distributed.all_reduce(column_N)  # one rank has each token: adding zeros changes nothing
+            distributed.all_reduce(column_N)  # each token is on one rank only, the others add 0
         return column_N.cpu()
 
 

@@ -1,6 +1,4 @@
-"""What learning one batch gave, in figures of the whole batch: sums over all micro-batches and ranks first, ratios
-last.
-"""
+"""Training metrics of a whole batch: sums over all micro-batches and ranks first, then ratios."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tandem.trainer.off_policy.options import CorrectionOptions
 
 
 class BatchSums:
-    """Sums on one rank, until `reduce` adds them up over all. The device is not synchronised before."""
+    """Sums on one rank until `reduce` adds up all ranks. Only `reduce` synchronises the device."""
 
     def __init__(self, correction: CorrectionOptions, device: torch.device) -> None:
         self._device = device
@@ -24,12 +22,12 @@ class BatchSums:
         self._is_share: set[str] = set()
 
     def add_correction(self, sums: CorrectionSums) -> None:
-        """Adds what the off-policy correction of some tokens found."""
+        """Adds the sums of the off-policy correction of some tokens."""
         moved = CorrectionSums(sums.tests, sums.sums_SK.to(self._device), sums.maxima_SM.to(self._device))
         self._correction = self._correction + moved
 
     def add_marks(self, loss: Tensor, marks: Mapping[str, Tensor], num_tokens: int) -> None:
-        """Adds one micro-batch: its part of the loss, and the marks of its kept tokens."""
+        """Adds one micro-batch: its part of the loss and the marks of its kept tokens."""
         self._add("tokens", torch.tensor(float(num_tokens)))
         self._add("loss", loss.detach())
         for name, values_N in marks.items():
@@ -48,11 +46,12 @@ class BatchSums:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def reduce(self) -> dict[str, float]:
-        """The figures of the batch; every rank enters and gets the same. Every rank has added the same kinds of sums.
+        """The metrics of the batch. Every rank must call it and gets the same; all ranks must have added the same kinds
+        of sums.
 
-        `loss` and `value_loss` sum over optimizer steps. Marks are means over the tokens that were trained
-        (`clipped_fraction`: tokens whose gradient the loss bounded). `entropy` is exact where the loss has an entropy
-        bonus, else the mean of −log π over the sampled tokens, which estimates it. The rest is described in
+        `loss` and `value_loss` sum over optimizer steps. Marks are means over the trained tokens (`clipped_fraction`:
+        tokens whose gradient the loss bounded). `entropy` is exact if the loss has an entropy bonus; otherwise it is
+        the mean of −log π over the sampled tokens, which estimates it. The others are described in
         trainer/off_policy/diagnostics.py.
         """
         names = sorted(self._sums)
@@ -63,7 +62,7 @@ class BatchSums:
             distributed.all_reduce(correction.sums_SK)
             distributed.all_reduce(correction.maxima_SM, distributed.ReduceOp.MAX)
         sums = dict(zip(names, values.tolist(), strict=True))
-        num_tokens = sums.get("tokens", 0.0)  # none in a batch that trains the critic alone
+        num_tokens = sums.get("tokens", 0.0)  # missing if the batch only trains the critic
         tokens = max(1.0, num_tokens)
         figures = {"loss": sums.get("loss", 0.0), "trained_tokens": num_tokens, **correction.figures()}
         for name in names:
@@ -77,5 +76,5 @@ class BatchSums:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Without what is not a number: JSON has no NaN, and `skipped_steps` says that a gradient was not finite."""
+    """Drops non-finite values, which JSON cannot hold; `skipped_steps` already reports non-finite gradients."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

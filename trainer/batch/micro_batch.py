@@ -1,8 +1,7 @@
-"""From planned rows to tensors, and from tensors to log-probabilities.
+"""Builds micro-batches of tensors from planned rows.
 
-Shapes: B lines, T columns (tokens), K columns whose logits are computed, N loss tokens of all rows, V vocabulary. A row
-    has a line of its own, right-padded (`stack`'s packing "padded"), or all lie one behind the other in a single line
-    ("flat").
+Shapes: B lines, T columns (tokens), K columns whose logits are computed, N loss tokens of all rows, V vocabulary. With
+packing "padded" every row has its own line, padded on the right; with "flat" all rows are concatenated in one line.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from tandem.protos.types import Packing, Segment, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
-    """A segment, the temperature it was sampled at, and the rewards that fell on its tokens on the way, (T,), if any
-    did.
-    """
+    """A segment, its sampling temperature, and the rewards given on its tokens, (T,), if any."""
 
     segment: Segment
     temperature: float = 1.0
@@ -33,46 +30,47 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """Where the rows lie in the single line of a flat micro-batch."""
+    """The positions of the rows in the single line of a flat micro-batch."""
 
     positions_BT: Tensor
-    """Each token's place in its own row."""
+    """Each token's position in its own row."""
     ends: Tensor
-    """int32, one more than rows: 0, and where each row ends."""
+    """int32, one more than rows: 0, then the end of each row."""
     longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass. The N loss tokens of all rows are kept flat; token i is column `target_column_N[i]` of line
+    """One forward pass. The N loss tokens of all rows are flat; token i is column `target_column_N[i]` of line
     `row_N[i]`.
     """
 
     ids_BT: Tensor
     flat: FlatRows | None
-    """None if every row has a line of its own."""
+    """None if every row has its own line."""
     columns_K: Tensor
-    """Columns whose logits any loss token needs: each is predicted from the column before it."""
+    """Columns whose logits a loss token needs: the column before each loss token."""
     row_N: Tensor
     column_N: Tensor
-    """Where a token's logits are in K."""
+    """Index in K of each token's logits."""
     target_N: Tensor
     temperature_N: Tensor
     behavior_logprobs_N: Tensor
     versions_N: Tensor
-    """The version that sampled each token; 0 where nothing says so (supervised rows)."""
+    """The version that sampled each token; 0 if unknown (supervised rows)."""
     response_column_N: Tensor
-    """Where a token stands in its row's response, tool tokens counted."""
+    """A token's position in its row's response, counting tool tokens."""
     token_rewards_N: Tensor
     lengths_B: Tensor
-    """Loss tokens of each row (not line)."""
+    """Number of loss tokens of each row (not line)."""
 
     @property
     def inputs(self) -> dict[str, object]:
-        """What a model is called with, in transformers' names.
+        """The model's arguments, by transformers' names.
 
-        No attention mask: padding is on the right and attention is causal, so no real token sees it; and rows end to
-        end are told apart by positions that begin anew (masks) and by their ends (variable-length attention).
+        There is no attention mask. Padding is on the right and attention is causal, so no real token sees it.
+        Concatenated rows are separated by positions that restart at 0 (masks) and by their ends (variable-length
+        attention).
         """
         if self.flat is None:
             return {"input_ids": self.ids_BT}
@@ -88,11 +86,11 @@ class MicroBatch:
 
 
 def check_trainable(trajectory: Trajectory, group_id: str) -> None:
-    """Refuses what the trainer cannot recompute the log-probs of.
+    """Checks that the trainer can recompute the trajectory's log-probs.
 
     Raises:
-        DataError: drawn with temperature 0, top-p, top-k or penalties; or a loss token at the very start, which nothing
-            predicts.
+        DataError: it was sampled with temperature 0, top-p, top-k or penalties; or its first token, which has no context
+            to be predicted from, is a loss token.
     """
     if not trajectory.sampling.trainable:
         raise DataError(
@@ -105,7 +103,7 @@ def check_trainable(trajectory: Trajectory, group_id: str) -> None:
 
 
 def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing = "padded") -> MicroBatch:
-    """The rows as one micro-batch. No rows give the empty one: a single token, no loss token, so zero loss and
+    """Stacks the rows into one micro-batch. Without rows it has a single token and no loss token, so zero loss and
     gradient.
     """
     if not rows:

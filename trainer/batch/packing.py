@@ -1,7 +1,6 @@
-"""Cutting rows into micro-batches within a token budget that no micro-batch ever exceeds: padded rectangles, or rows
-end to end.
+"""Packs rows into micro-batches within a token budget, as padded rectangles or as concatenated rows.
 
-Which of the two a run has is settled in trainer/models/flat_rows.py.
+trainer/models/flat_rows.py decides which of the two a run uses.
 """
 
 from __future__ import annotations
@@ -14,25 +13,24 @@ from tandem.protos.errors import DataError
 from tandem.trainer.batch.balance import partition, workload
 
 MAX_PADDING = 1 / 20
-"""More padding than this share of the tokens is worth another micro-batch …"""
+"""A larger share of padding justifies another micro-batch, except as MAX_PADDING_OF_BUDGET says."""
 MAX_PADDING_OF_BUDGET = 1 / 8
-"""… unless it is less than this share of the budget, in a batch below SMALL_BATCH: a forward pass costs something,
-however small.
+"""Padding below this share of the budget justifies no further micro-batch in a batch below SMALL_BATCH, because every
+forward pass has a fixed cost.
 """
 SMALL_BATCH = 1 / 2
-"""Budgets; from here on a batch is padded by MAX_PADDING at most, whatever that takes."""
+"""In budgets; a batch of at least this size always keeps padding within MAX_PADDING."""
 _PRICE_STEP = 0.7
 
 
 def pack(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Bins of row numbers; a bin of B rows, the longest T tokens long, takes B·T ≤ `token_budget` tokens.
+    """Bins of row indices; a bin of B rows, the longest T tokens long, takes B·T ≤ `token_budget` tokens.
 
-    Rows are sorted by length, so that little is padding. There are as few bins as the budget and `MAX_PADDING` allow,
-    rounded up to
-    `multiple_of` (ranks) where the rows suffice. Deterministic.
+    Rows are sorted by length to reduce padding. The number of bins is the smallest that the budget and `MAX_PADDING`
+    allow, rounded up to `multiple_of` (ranks) if there are enough rows. Deterministic.
 
     Raises:
-        DataError: a row alone exceeds the budget.
+        DataError: a single row exceeds the budget.
     """
     if not lengths:
         return []
@@ -48,15 +46,15 @@ def pack(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> 
 
 
 def pack_flat(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1) -> list[list[int]]:
-    """Bins of row numbers for attention over rows of any length end to end (no padding): a bin's lengths sum to ≤
-    `token_budget`.
+    """Bins of row indices for variable-length attention over concatenated rows (no padding): a bin's lengths sum to at
+    most `token_budget`.
 
-    The fewest bins for which the largest differencing method finds parts of like work
-    (`tandem.trainer.batch.balance.workload`) within the budget, rounded up to `multiple_of` where the rows suffice.
+    The number of bins is the smallest for which the largest differencing method finds parts of similar work
+    (`tandem.trainer.batch.balance.workload`) within the budget, rounded up to `multiple_of` if there are enough rows.
     Deterministic.
 
     Raises:
-        DataError: a row alone exceeds the budget.
+        DataError: a single row exceeds the budget.
     """
     if not lengths:
         return []
@@ -66,7 +64,7 @@ def pack_flat(lengths: Sequence[int], token_budget: int, *, multiple_of: int = 1
     while True:
         bins = partition(works, min(count, len(lengths)))
         if max(sum(lengths[row] for row in rows) for rows in bins) <= token_budget:
-            return bins  # at the latest when every row is alone
+            return bins  # reached at the latest when every bin has one row
         count += multiple_of
 
 
@@ -89,9 +87,9 @@ def _round_up(number: int, multiple_of: int) -> int:
 
 
 def _even_cut(order: Sequence[int], lengths: Sequence[int], token_budget: int, multiple_of: int) -> list[list[int]]:
-    # Among the cuts with the fewest bins (rounded up), the one whose largest bin is smallest.
+    # Among the cuts with the fewest bins (rounded up), takes the one whose largest bin is smallest.
     wanted = _round_up(len(_cut(order, lengths, token_budget)), multiple_of)
-    low, high = lengths[order[0]], token_budget  # the smallest budget that still gives at most `wanted` bins
+    low, high = lengths[order[0]], token_budget  # searches the smallest budget that needs at most `wanted` bins
     while low < high:
         middle = (low + high) // 2
         if len(_cut(order, lengths, middle)) <= wanted:
@@ -102,7 +100,8 @@ def _even_cut(order: Sequence[int], lengths: Sequence[int], token_budget: int, m
 
 
 def _cut(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    # Rows come longest first, so a bin's first row is its longest: greedy filling is optimal for bins of neighbours.
+    # Rows come longest first, so a bin's first row is its longest, and greedy filling is optimal for bins of adjacent
+    # rows.
     bins: list[list[int]] = []
     for row in order:
         if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
@@ -113,17 +112,17 @@ def _cut(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list
 
 
 def _little_padded_cut(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    price = token_budget * _PRICE_STEP  # of one more bin, in tokens of padding
+    price = token_budget * _PRICE_STEP  # price of one more bin, in tokens of padding
     while True:
         bins = _cheapest_cut(order, lengths, token_budget, price)
         if not _too_padded(bins, lengths, token_budget):
             return bins
-        price = max(price * _PRICE_STEP, 0.5)  # at half a token every length has bins of its own, without padding
+        price = max(price * _PRICE_STEP, 0.5)  # at half a token, every length gets its own bins and there is no padding
 
 
 def _cheapest_cut(order: Sequence[int], lengths: Sequence[int], budget: int, price: float) -> list[list[int]]:
-    # The cut into bins of neighbours with the least area + price·bins: a shortest path over the places where a bin may
-    # begin.
+    # The cut into bins of adjacent rows with the least area + price·bins: a shortest path over the possible starts of
+    # bins.
     num_rows = len(order)
     costs = np.zeros(num_rows + 1)
     ends = np.zeros(num_rows, np.int64)
@@ -143,7 +142,7 @@ def _cheapest_cut(order: Sequence[int], lengths: Sequence[int], budget: int, pri
 
 
 def _halve_to_multiple(bins: list[list[int]], lengths: Sequence[int], multiple_of: int) -> list[list[int]]:
-    # Part of a bin keeps every limit.
+    # Splitting a bin never breaks a limit.
     num_rows = sum(map(len, bins))
     bins = list(bins)
     while len(bins) % multiple_of and len(bins) < num_rows:

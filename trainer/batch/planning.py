@@ -1,4 +1,4 @@
-"""The plan of a batch: which row is trained in which optimizer step, on which rank, in which micro-batch."""
+"""The plan of a batch: the optimizer step, rank and micro-batch of each row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.trainer.batch.packing import pack, pack_flat
 
 
 def group_steps(num_groups: int, num_steps: int) -> list[int]:
-    """The optimizer step each group of a batch is trained in: one run of neighbours per step, of similar lengths."""
+    """The optimizer step of each group of a batch: consecutive groups per step, similar numbers of groups."""
     edges = [step * num_groups // num_steps for step in range(num_steps + 1)]
     return [step for step in range(num_steps) for _ in range(edges[step], edges[step + 1])]
 
@@ -26,11 +26,11 @@ def plan_batch(
     optimizer_steps: int,
     packing: Packing = "padded",
 ) -> TrainBatch:
-    """Cuts `group_ids` into `optimizer_steps` runs of groups (at most one per group), each run into micro-batches, and
-    spreads these over the ranks.
+    """Splits `group_ids` into `optimizer_steps` runs of consecutive groups (at most one run per group), each run into
+    micro-batches, and distributes these over the ranks.
 
-    A pure function: the same headers give the same plan. Every rank gets the same number of micro-batches per step; a
-    rank with fewer rows gets empty ones. The plan lists the rows of a micro-batch in the order in which they are
+    It is a pure function: the same headers give the same plan. Every rank gets the same number of micro-batches per
+    step; a rank with fewer rows gets empty ones. The plan lists a micro-batch's rows in the order in which they are
     stacked.
 
     Raises:
@@ -68,9 +68,7 @@ def plan_batch(
 
 
 def padding_fraction(batch: TrainBatch) -> float:
-    """The share of padding in the tokens that all forward passes of this batch together see (empty micro-batches not
-    counted).
-    """
+    """The share of padding in all tokens that the forward passes of this batch compute, without empty micro-batches."""
     lengths = {(h.group_id, h.trajectory_id, h.segment): h.num_tokens for h in batch.headers}
     cells: dict[tuple[int, int, int], list[int]] = {}
     for row in batch.plan:
@@ -81,5 +79,5 @@ def padding_fraction(batch: TrainBatch) -> float:
 
 
 def _computed(lengths: Sequence[int], packing: Packing) -> Sequence[int]:
-    """The lengths that a forward pass computes for the rows of one micro-batch."""
+    """The row lengths that a forward pass computes for one micro-batch, padding included."""
     return lengths if packing == "flat" else [max(lengths)] * len(lengths)

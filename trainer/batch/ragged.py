@@ -1,7 +1,7 @@
-"""Rows of different lengths without padding: the N loss tokens of B rows stand flat, one row after another.
+"""Rows of different lengths without padding: the N loss tokens of B rows are concatenated.
 
-`lengths_B` (int64, sums to N) says where each row ends; a row may be empty. What a loss or an estimator does a row at a
-time goes through the functions here, so nothing in them depends on padding, and rows can be cut or reordered freely.
+`lengths_B` (int64, sums to N) gives the length of each row; a row may be empty. Losses and estimators do all row-wise
+operations through these functions, so no result depends on padding, and rows can be cut or reordered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def row_means(values_N: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def spread(values_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """A value a row on every token of that row, (N,). Differentiable."""
+    """Each row's value on every token of that row, (N,). Differentiable."""
     assert values_B.shape == lengths_B.shape, (values_B.shape, lengths_B.shape)
     values_N: Tensor = _Spread.apply(values_B, lengths_B)  # type: ignore[no-untyped-call]
     return values_N
@@ -39,16 +39,14 @@ def _suits_numpy(values: Tensor) -> bool:
 
 
 class _RowSums(Function):
-    """Each of the two is the other's gradient, which costs a fraction of what autograd makes of the operations
-    inside.
-    """
+    """Each of the two functions is the other's gradient, which is much cheaper than autograd through their operations."""
 
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, lengths_B: Tensor) -> Tensor:
         ctx.save_for_backward(lengths_B)
         if _suits_numpy(values_N):
-            # A third of the time, and pairwise: a thirtieth of the rounding error. An empty row has no place to start
-            # at.
+            # Takes a third of the time and sums pairwise, with a thirtieth of the rounding error. An empty row has no
+            # start index.
             filled_B = lengths_B > 0
             starts = (lengths_B.cumsum(0) - lengths_B)[filled_B].numpy()
             sums_B = values_N.new_zeros(len(lengths_B))
@@ -67,7 +65,7 @@ class _Spread(Function):
     def forward(ctx: Any, values_B: Tensor, lengths_B: Tensor) -> Tensor:
         ctx.save_for_backward(lengths_B)
         if _suits_numpy(values_B):
-            # Where rows differ in length, numpy repeats 40 times as fast.
+            # For rows of different lengths numpy's repeat is 40 times as fast.
             return torch.from_numpy(np.repeat(values_B.detach().numpy(), lengths_B.numpy()))
         return values_B.repeat_interleave(lengths_B)
 
@@ -77,7 +75,7 @@ class _Spread(Function):
 
 
 def flatten(values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(values_N, lengths_B) of the places where the mask is not 0. Differentiable."""
+    """(values_N, lengths_B) of the positions where the mask is not 0. Differentiable."""
     assert values_BT.shape == mask_BT.shape, (values_BT.shape, mask_BT.shape)
     return values_BT[mask_BT.bool()], mask_BT.bool().sum(1)
 
@@ -89,7 +87,7 @@ def unflatten(values_N: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def keep_tokens(lengths_B: Tensor, keep_N: Tensor) -> Tensor:
-    """The rows' lengths, (B,) int64, once only the tokens with `keep_N` (bool) are left."""
+    """The rows' lengths, (B,) int64, after dropping the tokens without `keep_N` (bool)."""
     return row_sums(keep_N.double(), lengths_B).long()
 
 

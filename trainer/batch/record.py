@@ -1,8 +1,8 @@
-"""`batches/<version>` of the run folder: what a batch was made of, on disk before its first gradient.
+"""The record of a batch in `batches/<version>` of the run folder, written to disk before the batch's first gradient.
 
-`groups.arrow` is one Arrow IPC file, a row a segment, in the batch's order: `pyarrow.ipc.open_file(path).read_all()`
-shows it. Its columns are the payload's, after two of the group: `group_id` and `prompt` (JSON). `plan.json` is the
-TrainBatch.
+`groups.arrow` is an Arrow IPC file with one row per segment, in the batch's order; to read it, use
+`pyarrow.ipc.open_file(path).read_all()`. Its columns are `group_id` and `prompt` (JSON), then the payload's.
+`plan.json` is the TrainBatch.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ GROUPS_FILE = "groups.arrow"
 
 _GROUP_FIELDS = [
     pa.field("group_id", pa.string(), nullable=False),
-    pa.field("prompt", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # stored once a group, not once a row
+    pa.field("prompt", pa.dictionary(pa.int32(), pa.string()), nullable=False),  # stored once per group
 ]
 _FILE_SCHEMA = pa.schema([*_GROUP_FIELDS, *SCHEMA], {VERSION_KEY: str(SCHEMA_VERSION).encode()})
 
 
 def record_folder(run_folder: Path, version: int) -> Path:
-    """Where the batch that made `version` is recorded."""
+    """The folder that records the batch of `version`."""
     return Path(run_folder) / BATCHES_FOLDER / f"{version:06d}"
 
 
 def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-    """Writes the record and returns once it is on disk. It appears whole or not at all.
+    """Writes the record atomically and returns once it is on disk.
 
     Raises:
-        LedgerError: this version is recorded already: a version means one history.
+        LedgerError: this version is already recorded; a version has exactly one batch.
         DataError: a payload is missing or cannot be read.
         EnvironmentLackError: the disk is full.
     """
@@ -69,7 +69,7 @@ def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, byt
 
 
 def read_record(run_folder: Path, version: int) -> tuple[TrainBatch, dict[str, bytes]]:
-    """The batch and its payloads, as they were written: `decode_group` gives back every array bit for bit.
+    """The batch and its payloads as they were written: `decode_group` restores every array bit for bit.
 
     Raises:
         DataError: there is no such record, or it cannot be read.
@@ -98,7 +98,7 @@ def read_plan(run_folder: Path, version: int) -> TrainBatch:
 
 
 def recorded_versions(run_folder: Path) -> list[int]:
-    """Versions whose batch is recorded, ascending."""
+    """Versions with a recorded batch, ascending."""
     folder = Path(run_folder) / BATCHES_FOLDER
     return sorted(int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdigit())
 
@@ -109,7 +109,7 @@ def record_group_ids(run_folder: Path, version: int) -> list[str]:
 
 
 def batch_to_json(batch: TrainBatch) -> dict[str, object]:
-    """The batch as a value that JSON can write."""
+    """The batch as a JSON value."""
     return {
         "policy_version": batch.policy_version,
         "incarnation": batch.incarnation,
@@ -123,7 +123,7 @@ def batch_to_json(batch: TrainBatch) -> dict[str, object]:
 
 
 def batch_from_json(values: Mapping[str, Any]) -> TrainBatch:
-    """The batch of `batch_to_json`'s value."""
+    """The inverse of `batch_to_json`."""
     return TrainBatch(
         policy_version=values["policy_version"],
         incarnation=values["incarnation"],
@@ -131,7 +131,7 @@ def batch_from_json(values: Mapping[str, Any]) -> TrainBatch:
         headers=decode_headers(json.dumps(values["headers"])),
         plan=tuple(PlannedRow(**dict(zip(values["plan_columns"], row, strict=True))) for row in values["plan"]),
         num_micro_batches=tuple(values["num_micro_batches"]),
-        packing=values.get("packing", "padded"),  # records of before there was a choice
+        packing=values.get("packing", "padded"),  # older records have no packing
     )
 
 

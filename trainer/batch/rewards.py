@@ -1,4 +1,4 @@
-"""From a batch's rewards to what an advantage estimator reads, and on to the advantage of every loss token.
+"""Computes estimator inputs from a batch's rewards, and from these the advantage of every loss token.
 
 R trajectories, N loss tokens flat, in the order of trainer/batch/layout.py; C reward components.
 """
@@ -37,7 +37,7 @@ from tandem.trainer.off_policy.correct import correct
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the batch teaches. `counts_R`: how often each trajectory counts, 0 for one that is left out."""
+    """Advantages and returns of the batch. `counts_R` is how often each trajectory counts; 0 leaves it out."""
 
     advantages_N: Tensor
     returns_N: Tensor | None
@@ -57,10 +57,10 @@ def learning_targets(
     max_response_tokens: int,
     seed: int,
 ) -> Targets:
-    """Advantages float32 (N,), with returns where the estimator has them.
+    """Advantages float32 (N,), and returns if the estimator has them.
 
     Raises:
-        DataError: a reward, or what the estimator reads beside it, is missing or not finite; a group is too small.
+        DataError: a reward or another estimator input is missing or not finite; or a group is too small.
     """
     selection = config.selection
     scores_R = np.array([header.reward for header in layout.headers], np.float64)
@@ -90,15 +90,15 @@ def learning_targets(
 
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
-    """1 − Var(returns − values) / Var(returns): 1 for a perfect critic, 0 for one that predicts a constant; NaN if the
-    returns do not vary.
+    """1 − Var(returns − values) / Var(returns): 1 for a perfect critic, 0 for a constant prediction, NaN if the returns
+    are constant.
     """
     variance = returns_N.var(correction=0).item()
     return 1.0 - (returns_N - values_N).var(correction=0).item() / variance if variance > 0.0 else math.nan
 
 
 def reward_components(groups: Mapping[str, TrajectoryGroup]) -> dict[TrajectoryKey, dict[str, float]]:
-    """The breakdown of every scored policy trajectory of these groups."""
+    """The reward breakdown of every scored policy trajectory of these groups."""
     return {
         (group.group_id, row.trajectory.trajectory_id): dict(row.breakdown)
         for group in groups.values()
@@ -110,7 +110,7 @@ def reward_components(groups: Mapping[str, TrajectoryGroup]) -> dict[TrajectoryK
 def _shaped(
     scores_R: Floats, lengths_R: NDArray[np.int64], selection: SelectionOptions, max_response_tokens: int
 ) -> Floats:
-    """What is done to scores before they are rewards: clipping, and the penalty on answers of these lengths."""
+    """Scores after clipping and the penalty on overlong answers."""
     rewards_R = scores_R if selection.reward_clip is None else clip_rewards(scores_R, selection.reward_clip)
     if selection.overlong_penalty is None:
         return rewards_R
@@ -118,7 +118,7 @@ def _shaped(
 
 
 def _on_tokens(rewards_R: Tensor, layout: BatchLayout, token_rewards_N: Tensor | None) -> Tensor:
-    """The reward of a row is all it earned: what did not fall on tokens before falls on its last one."""
+    """Rewards on tokens: the part of a row's score that no token got goes on its last token."""
     rewards_N = torch.zeros(layout.num_tokens, dtype=torch.float64)
     if token_rewards_N is not None:
         rewards_N += token_rewards_N.double()
@@ -151,8 +151,8 @@ def _estimator_batch(
 
 
 def _behavior_weights(layout: BatchLayout, start: BatchColumns, config: AlgorithmConfig) -> Tensor:
-    """(N,) float64: what the correction will multiply each token's gradient with, 0 if it rejects it; as far as that is
-    known at the batch's start and without advantages.
+    """(N,) float64: the factor that the correction puts on each token's gradient, 0 for a rejected token, as far as it
+    is known at the batch's start and without advantages.
     """
     assert start.proximal_N is not None and start.behavior_N is not None, "weights need both log-probs"
     known = config.correction.without_advantages
@@ -163,7 +163,7 @@ def _behavior_weights(layout: BatchLayout, start: BatchColumns, config: Algorith
 def _baselines(
     layout: BatchLayout, headers: Sequence[RowHeader], selection: SelectionOptions, max_response_tokens: int
 ) -> Tensor:
-    """(R,) float64: what the greedy answer to each row's prompt earned, by the rules that hold for the rows."""
+    """(R,) float64: the reward of the greedy answer to each row's prompt, shaped like the rewards of the rows."""
     scores: dict[str, float] = {}
     lengths: dict[str, int] = {}
     for header in headers:
@@ -180,9 +180,9 @@ def _baselines(
 
 
 def _component_rows(layout: BatchLayout, components: Mapping[TrajectoryKey, Mapping[str, float]]) -> Tensor:
-    """(R, C) float64, components in the order of their names; what `a/b` is part of `a` and no component beside it.
+    """(R, C) float64, components in the order of their names. `a/b` is part of `a` and is not a separate component.
 
-    A component that no row of a group has is for other data: it is 0 there, and compares nothing.
+    A component that no row of a group has belongs to other data; it is 0 there and does not affect the comparison.
     """
     names = sorted({name for parts in components.values() for name in parts if "/" not in name})
     if not names:

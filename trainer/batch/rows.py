@@ -1,4 +1,4 @@
-"""From a planned batch and its groups to the micro-batches of one rank."""
+"""Builds the micro-batches of one rank from a planned batch and its groups."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.trainer.batch.micro_batch import MicroBatch, TrainingRow, check_trai
 def rank_micro_batches(
     batch: TrainBatch, groups: Mapping[str, TrajectoryGroup], *, rank: int, device: torch.device
 ) -> list[list[MicroBatch]]:
-    """One list of micro-batches an optimizer step, as many as every other rank has: where this one has no rows, an
-    empty one.
+    """One list of micro-batches per optimizer step, of the same length on every rank. A rank without rows gets an empty
+    micro-batch.
 
     Raises:
-        DataError: a planned row is not in `groups`, or it is not what its header says, or cannot be trained.
+        DataError: a planned row is not in `groups`, differs from its header, or cannot be trained.
     """
     headers = {(h.group_id, h.trajectory_id, h.segment): h for h in batch.headers}
     cells: dict[tuple[int, int], list[TrainingRow]] = {}

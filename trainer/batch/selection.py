@@ -1,9 +1,9 @@
-"""What is learned from: which groups, trajectories and tokens, and how much each trajectory counts. Pure functions; no
+"""Selects the groups, trajectories and tokens to train on and weights the trajectories. Pure functions; imports no
 torch at run time.
 
 DAPO: arXiv:2503.14476. PF-PPO: arXiv:2409.06957. R: trajectories of the batch, whose groups are labelled by any
-    integers; G: those of one group; N: loss tokens. A trajectory's reward is all that it earned, rewards on its tokens
-    included. One that is NaN or infinite is refused wherever it would decide something.
+integers; G: those of one group; N: loss tokens. A trajectory's reward is its total, including rewards on its tokens. A
+NaN or infinite reward raises an error wherever it would affect the result.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 POWER_EPSILON = 1e-8
-"""Keeps every trajectory drawable under `power`, and the weights defined when all rewards are 0."""
+"""Keeps every probability positive under `power`, and the weights defined when all rewards are 0."""
 
 
 def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> bool:
-    """True if the group has more than one reward and all are equal: no advantage can come of it, so DAPO samples
-    another instead.
+    """True if the group has more than one reward and all are equal. Its advantages are 0, so DAPO samples another
+    group.
 
-    They are what answers earned in all, on whichever tokens it fell, before any penalty. `by_deviation` asks whether
-    the computed standard deviation is exactly 0, as the golden convention does; rounding makes that false for three
-    times 0.1.
+    `rewards_G` are the trajectories' total rewards before any penalty. `by_deviation` tests whether the computed
+    standard deviation is exactly 0, as the golden convention does; by rounding this is false for three rewards of 0.1.
 
     Raises:
         DataError: a reward is NaN or infinite.
@@ -45,16 +44,15 @@ def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> 
 
 
 def finished_rows(finish_reasons: Sequence[FinishReason]) -> NDArray[np.bool_]:
-    """False for trajectories that were cut off at the length limit (overlong filtering): their loss tokens are to be
-    left out of the loss and of its denominators, while their rewards stay in the baselines. None finished: nothing is
-    left, and the loss is 0.
+    """False for trajectories cut off at the length limit (overlong filtering). Their loss tokens leave the loss and its
+    denominators, while their rewards stay in the baselines. If none finished, the loss is 0.
     """
     return np.array([reason != "length" for reason in finish_reasons], np.bool_)
 
 
 def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *, max_tokens: int) -> Floats:
-    """What is added to the rewards of answers of these lengths (sampled tokens; `max_tokens` is the longest one
-    allowed): never positive.
+    """The penalties added to the rewards of answers of these lengths (sampled tokens); never positive. `max_tokens` is
+    the longest answer allowed.
 
     0 up to max_tokens − buffer, from there linearly down to −factor at max_tokens, and −factor beyond (DAPO, eq. 13).
 
@@ -73,14 +71,14 @@ def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *
 
 
 def clip_rewards(rewards_R: Floats, bounds: tuple[float, float]) -> Floats:
-    """The rewards within the bounds. Raises DataError if one is NaN or infinite: a scorer's fault is not to be hidden
-    by clipping.
+    """The rewards clipped to the bounds. Raises DataError if one is NaN or infinite, so that clipping hides no scorer's
+    fault.
     """
     return np.clip(check_finite(rewards_R, "rewards"), *bounds)
 
 
 def clip_advantages(advantages_N: Tensor, limit: float) -> Tensor:
-    """The advantages within ±limit. Raises DataError if one is NaN or infinite."""
+    """The advantages clipped to ±limit. Raises DataError if one is NaN or infinite."""
     if not bool(advantages_N.isfinite().all()):
         raise DataError(
             f"{int((~advantages_N.isfinite()).sum())} of {advantages_N.numel()} advantages are NaN or infinite"
@@ -91,8 +89,7 @@ def clip_advantages(advantages_N: Tensor, limit: float) -> Tensor:
 def filtration_weights(
     rewards_R: Floats, groups_R: NDArray[np.int64], options: PolicyFiltration, *, seed: int
 ) -> Floats:
-    """How often each trajectory counts, (R,): in the loss and in its denominators, as if it were in the batch that many
-    times.
+    """How often each trajectory counts, (R,), in the loss and in its denominators.
 
     PF-PPO trains on μ, which picks the i-th best of a group's K answers with probability w_i:
 
@@ -100,11 +97,11 @@ def filtration_weights(
         best_random  1/2, then 1/(2(K − 1)) each
         best_worst   1/2, 0, …, 0, 1/2
 
-    Equal rewards share the probability of their ranks, so the order of rows decides nothing, and a group of equal
-    rewards or of one counts as it is. The weights are K·w_i, mean 1 in every group. `power`: probability ∝
-    |reward|^power + 1e-8 over the whole batch, mean weight 1 over the batch (the golden implementation's default).
-    Resampled, they are counts drawn with these probabilities, and the same seed draws the same. Trajectories of weight
-    0 leave the loss; baselines and advantages are computed before, of all.
+    Equal rewards share the probability of their ranks, so the order of rows does not matter, and all rows of a group
+    with equal rewards have weight 1. The weights are K·w_i, with mean 1 in every group. `power`: probability ∝
+    |reward|^power + 1e-8 over the whole batch, with mean weight 1 over the batch (the golden implementation's default).
+    With `resample` the weights are counts drawn with these probabilities, deterministically for a given seed.
+    Trajectories of weight 0 leave the loss; baselines and advantages are computed before, from all trajectories.
 
     Raises:
         DataError: a reward is NaN or infinite.
@@ -146,7 +143,7 @@ def _groups(groups_R: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
 
 
 def check_finite(values: Floats, name: str) -> Floats:
-    """The values. Raises DataError if one is NaN or infinite."""
+    """Returns the values. Raises DataError if one is NaN or infinite."""
     num_bad = int((~np.isfinite(values)).sum())
     if num_bad:
         raise DataError(f"{num_bad} of {len(values)} {name} are NaN or infinite: mend the scorer")

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation: a critic's values turn a late reward into early differences."""
+"""Generalised advantage estimation with a critic's values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tandem.trainer.estimators.whitening import whiten
 def gae(batch: EstimatorBatch, options: GaeOptions) -> Estimate:
     """Δ_t = r_t + γ·V_k − V_t, Â_t = Δ_t + γλ·Â_k, k the row's next loss token (0 after the last). arXiv:1506.02438.
 
-    Gaps (tool tokens) are skipped without discount. Advantages = Wh(Â), returns = Â + V, whose Â uses `critic_lam`
-    where that is set (VC-PPO, arXiv:2503.01491). Groups play no part.
+    Gaps (tool tokens) are skipped without discount. Advantages = Wh(Â). Returns = Â + V, with `critic_lam` as λ if it
+    is set (VC-PPO, arXiv:2503.01491). Groups are ignored.
     """
     assert batch.values_N is not None
     values_N = batch.values_N.double()
@@ -31,6 +31,6 @@ def _temporal_differences(rewards_N: Tensor, values_N: Tensor, lengths_R: Tensor
     deltas_N = rewards_N - values_N
     last_R = (lengths_R.cumsum(0) - 1)[lengths_R > 0]
     last_deltas_R = deltas_N[last_R]
-    # Every token looks at its neighbour, then a row's last one is put back: it has none.
+    # Adds the next token's value everywhere, then restores each row's last token, which has no next one.
     deltas_N[:-1].add_(values_N[1:], alpha=gamma)
     return deltas_N.index_copy_(0, last_R, last_deltas_R)

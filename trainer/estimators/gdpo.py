@@ -1,4 +1,4 @@
-"""GDPO: several rewards, each compared within the group on its own scale before they are added up."""
+"""GDPO: normalises each reward component within its group before adding them up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.trainer.estimators.whitening import whiten_rows
 def gdpo(batch: EstimatorBatch, options: GdpoOptions) -> Estimate:
     """Wh(Σ_c w_c·(R_ic − μ_c)/(σ_c + 1e-6)), every component c normalised over its group as in GRPO. arXiv:2601.05242.
 
-    `rewards_N` is not read. A group of one brings its weighted components; a component without variance in a group
-    brings 0.
+    `rewards_N` is not read. In a group of one, the components keep their values; a component without variance in a
+    group contributes 0.
 
     Raises:
-        DataError: there are not as many components as weights.
+        DataError: the number of components differs from the number of weights.
     """
     assert batch.components_RC is not None
     components_CR = batch.components_RC.double().unbind(1)

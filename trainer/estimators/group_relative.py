@@ -1,8 +1,8 @@
-"""How much better a trajectory did than the others of its prompt: GRPO and its kin. One advantage a row, on all its
-tokens.
+"""Advantages relative to the other trajectories of the same prompt: GRPO and its variants. All tokens of a row get the
+row's advantage.
 
-R_i is a row's score (Σ of its rewards), μ and σ are mean and standard deviation (Bessel's correction) of its group of K
-rows.
+R_i is a row's score (Σ of its rewards); μ and σ are the mean and standard deviation (Bessel's correction) of its group
+of K rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ EPSILON = 1e-6
 def grpo(batch: EstimatorBatch, options: GrpoOptions) -> Estimate:
     """(R_i − μ)/(σ + 1e-6). arXiv:2402.03300, eq. 3.
 
-    With `std_over = "batch"` σ is that of all scores of the batch (Lite PPO, arXiv:2508.08221). A group of one keeps
-    its score (μ = 0, and σ = 1 over groups); in a group without variance all advantages are 0.
+    With `std_over = "batch"`, σ is the standard deviation of all scores of the batch (Lite PPO, arXiv:2508.08221). A
+    group of one keeps its score (μ = 0, and σ = 1 over groups); in a group without variance all advantages are 0.
     """
     centred_R = centred(batch.scores_R, batch.groups)
     if options.std_over == "group":
@@ -44,11 +44,11 @@ def dr_grpo(batch: EstimatorBatch, options: DrGrpoOptions) -> Estimate:
 
 
 def grpo_passk(batch: EstimatorBatch, options: GrpoPasskOptions) -> Estimate:
-    """The best row of a group gets R_(1) − R_(2), its distance to the second, divided by σ + 1e-6 unless told not to;
-    others get 0.
+    """R_(1) − R_(2) for the best row of a group, its lead over the second, divided by σ + 1e-6 if `divide_by_std`; 0
+    for the others.
 
-    arXiv:2503.19595. A tie for the best, and so a group without variance, gives 0. A group of one has no second: the
-    registry refuses it.
+    arXiv:2503.19595. A tie for the best gives 0, hence also a group without variance. The registry refuses a group of
+    one, which has no second row.
     """
     scores_R, groups = batch.scores_R, batch.groups
     best_P = groups.sizes_P.cumsum(0) - 1
@@ -71,11 +71,11 @@ def gpg(batch: EstimatorBatch, options: GpgOptions) -> Estimate:
 
 
 def maxrl(batch: EstimatorBatch, options: MaxrlOptions) -> Estimate:
-    """(R_i − μ)/μ, 0 where μ = 0: more samples make it approach the gradient of log pass rate. arXiv:2602.02710,
+    """(R_i − μ)/μ, 0 where μ = 0. With more samples it approaches the gradient of the log pass rate. arXiv:2602.02710,
     algorithm 1.
 
-    The paper divides by a success rate and knows rewards of 0 and 1; here any that are not negative will do. A group of
-    one would always get 0: the registry refuses it. In a group without variance all advantages are 0.
+    The paper's rewards are 0 and 1, so μ is a success rate; this function accepts any non-negative reward. The registry
+    refuses a group of one, whose advantage would always be 0. In a group without variance all advantages are 0.
 
     Raises:
         DataError: a score is negative, so that μ is no success rate.

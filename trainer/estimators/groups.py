@@ -1,7 +1,6 @@
-"""Statistics of groups: R rows of P groups, whose rows may stand anywhere. Nothing here loops over groups.
+"""Statistics of groups: R rows of P groups, in any order. Nothing here loops over groups.
 
-A group of one has nothing to be compared with: its mean counts as 0 and its standard deviation as 1, the golden
-convention.
+A group of one has mean 0 and standard deviation 1, as in the golden convention.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """`of_row_R`: each row's group, numbered 0 … P − 1; `sizes_P`: rows of each."""
+    """`of_row_R`: each row's group, numbered 0 … P − 1; `sizes_P`: number of rows of each group."""
 
     of_row_R: Tensor
     sizes_P: Tensor
 
     @classmethod
     def of(cls, labels_R: Tensor) -> Groups:
-        """The groups that equal labels make."""
+        """Rows with equal labels form a group."""
         _, of_row_R, sizes_P = torch.unique(labels_R, return_inverse=True, return_counts=True)
         return cls(of_row_R, sizes_P)
 
@@ -33,7 +32,7 @@ class Groups:
 
     @property
     def sizes_R(self) -> Tensor:
-        """Rows of each row's group."""
+        """Number of rows in each row's group."""
         return self.sizes_P[self.of_row_R]
 
     def sums(self, values_R: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ class Groups:
         return zeros_P.scatter_reduce_(0, self.of_row_R, values_R, "amin", include_self=False)
 
     def ascending(self, values_R: Tensor) -> Tensor:
-        """The rows group by group, (R,) int64; within a group the value rises, ties in the order of rows."""
+        """Row indices sorted by group, then by ascending value, (R,) int64. Ties keep the order of rows."""
         by_value_R = torch.sort(values_R, stable=True).indices
         return by_value_R[torch.sort(self.of_row_R[by_value_R], stable=True).indices]
 
@@ -59,10 +58,10 @@ class Groups:
 def centred(values_R: Tensor, groups: Groups, *, weights_R: Tensor | None = None) -> Tensor:
     """value − mean of its group, (R,); exactly 0 where a group's values are equal; a group of one keeps its value.
 
-    With weights (not negative) the mean is Σ weight·value / Σ weight, and any number in a group whose weights are all
-    0.
+    With weights (not negative) the mean is Σ weight·value / Σ weight; it is unspecified for a group whose weights are
+    all 0.
     """
-    # Equal values differ from the smallest by an exact 0, whatever rounding their mean would suffer.
+    # Subtracting the smallest value first makes equal values exactly 0; a mean alone could round.
     above_R = values_R - groups.lowest(values_R)[groups.of_row_R]
     if weights_R is None:
         means_P = groups.means(above_R)

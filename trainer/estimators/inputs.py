@@ -1,9 +1,8 @@
-"""What an advantage estimator is given and what it gives back. N loss tokens, flat, of R trajectories (see
-trainer/batch/ragged.py).
+"""Inputs and results of advantage estimators. N loss tokens, flat, of R trajectories (see trainer/batch/ragged.py).
 
-R counts the trajectories of the whole batch, not of one rank: the loss tokens of a trajectory's segments stand one
-after another, and
-`groups_R` says which of them answer the same prompt. Groups may differ in size and their rows may stand anywhere.
+R counts the trajectories of the whole batch, not of one rank. The loss tokens of a trajectory's segments are
+concatenated, and `groups_R` says which trajectories answer the same prompt. Groups may differ in size, and their rows
+may be in any order.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from tandem.trainer.estimators.groups import Groups
 
 @dataclass(frozen=True)
 class EstimatorBatch:
-    """The columns an estimator may read; the registry says which of the optional ones it needs."""
+    """The columns an estimator may read. Its options say which optional ones it needs."""
 
     rewards_N: Tensor
-    """float64; the outcome's reward is on the row's last loss token, others where they fell, KL penalties are
-    subtracted. A row without loss tokens therefore scores 0, and still counts in its group.
+    """float64. The outcome's reward is on the row's last loss token, other rewards are on the tokens they were given
+    for, and KL penalties are subtracted. A row without loss tokens therefore scores 0, and still counts in its group.
     """
     lengths_R: Tensor
-    """int64 loss tokens of each row."""
+    """int64 number of loss tokens of each row."""
     groups_R: Tensor
-    """int64 label of each row's group; any numbers."""
+    """int64 label of each row's group; any integers."""
     baselines_R: Tensor | None = None
     """Reward of each row's greedy answer (ReMax)."""
     components_RC: Tensor | None = None
-    """Each row's rewards before they were added up (GDPO)."""
+    """Each row's reward components, before they are added up (GDPO)."""
     values_N: Tensor | None = None
     """The critic's values (GAE)."""
     logprobs_N: Tensor | None = None
@@ -41,10 +40,11 @@ class EstimatorBatch:
     squared_probs_N: Tensor | None = None
     """Σ over the vocabulary of the squared proximal probability."""
     behavior_weights_N: Tensor | None = None
-    """What the off-policy correction multiplies each token's gradient with, 0 if it rejects it; None stands for ones.
+    """The factor the off-policy correction puts on each token's gradient, 0 for a rejected token; None means 1
+    everywhere.
     """
     columns_N: Tensor | None = None
-    """int64 place of each loss token in its row's response, tool tokens counted; increases within a row."""
+    """int64 position of each loss token in its row's response, counting tool tokens; increases within a row."""
 
     def __post_init__(self) -> None:
         num_rows = self.lengths_R.shape
@@ -76,13 +76,15 @@ class EstimatorBatch:
 
     @cached_property
     def equal_length(self) -> int | None:
-        """The length of every row, if they share one."""
+        """The length of every row if all are equal, else None."""
         if not len(self.lengths_R) or int(self.lengths_R.min()) != int(self.lengths_R.max()):
             return None
         return int(self.lengths_R[0])
 
     def spread(self, values_R: Tensor) -> Tensor:
-        """A value a row on every token of that row, (N,); rows of one length, which need no index, are faster."""
+        """Each row's value on every token of that row, (N,). Faster if all rows have the same length, because no index
+        is needed.
+        """
         if self.equal_length is None:
             return spread(values_R, self.lengths_R)
         tokens_RT = values_R[:, None].expand(-1, self.equal_length)
@@ -91,8 +93,8 @@ class EstimatorBatch:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the loss multiplies, and what a critic is fitted to. float64, without gradient."""
+    """Advantages for the loss and returns for the critic. float64, without gradient."""
 
     advantages_N: Tensor
     returns_N: Tensor | None = None
-    """Reward-to-go, of the estimators that compute it."""
+    """Reward-to-go, from the estimators that compute it."""

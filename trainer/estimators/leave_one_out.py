@@ -1,4 +1,4 @@
-"""RLOO: a row is compared with the others of its group, never with itself."""
+"""RLOO: a row's baseline is the mean of the other rows of its group."""
 
 from __future__ import annotations
 

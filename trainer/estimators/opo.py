@@ -1,4 +1,4 @@
-"""OPO: the baseline that minimises the gradient's variance if its norm grows with the length."""
+"""OPO: the baseline of minimal gradient variance if the gradient's norm grows with the length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an advantage estimator can be told, by the estimator's name, and what it asks for. Imports no torch."""
+"""Options of the advantage estimators. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.trainer.named_options import models_by_name
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 Need = Literal["values", "baselines", "components", "logprobs", "squared_probs", "columns"]
-"""A column of `EstimatorBatch` beside rewards, lengths and groups."""
+"""An optional column of `EstimatorBatch`."""
 
 
 class EstimatorOptions(BaseModel):
@@ -22,23 +22,23 @@ class EstimatorOptions(BaseModel):
 
     function: ClassVar[str]
     """`module:function` of the estimator, which takes an `EstimatorBatch` and these options and returns an `Estimate`.
-    A path, so that reading a recipe does not import torch.
+    It is a string so that reading a recipe does not import torch.
     """
     needs: ClassVar[frozenset[Need]] = frozenset()
-    """What it reads beside rewards, lengths and groups. One that reads components reads nothing of the rewards."""
+    """Optional columns that it reads. An estimator that reads components does not read the rewards."""
     compares_answers: ClassVar[bool] = True
-    """Whether the answers to a prompt are compared with one another; if not, one will do."""
+    """Whether the answers to a prompt are compared with one another; if not, one answer is enough."""
     reads_places: ClassVar[bool] = False
-    """Whether it matters on which of a row's tokens a reward fell."""
+    """Whether the result depends on the tokens at which a row's rewards fell."""
     weighs_tokens: ClassVar[bool] = False
-    """Whether it matters what the off-policy correction multiplies each token's gradient with."""
+    """Whether it reads the behavior weights of the off-policy correction."""
 
     name: str
     """Selects the estimator."""
 
     @property
     def min_group_size(self) -> int:
-        """The fewest scored answers to a prompt that it can do anything with."""
+        """The fewest scored answers to a prompt that it accepts."""
         return 1
 
 
@@ -49,7 +49,8 @@ class GrpoOptions(EstimatorOptions):
 
     name: Literal["grpo"] = "grpo"
     std_over: Literal["group", "batch"] = "group"
-    """Whose standard deviation divides: the group's, or that of all scores of the batch (Lite PPO, arXiv:2508.08221).
+    """The standard deviation to divide by: the group's, or that of all scores of the batch (Lite PPO,
+    arXiv:2508.08221).
     """
 
 
@@ -62,7 +63,7 @@ class DrGrpoOptions(EstimatorOptions):
 
 
 class GrpoPasskOptions(EstimatorOptions):
-    """Only a group's best row learns, by its distance to the second (arXiv:2503.19595)."""
+    """Only a group's best row is trained, weighted by its lead over the second (arXiv:2503.19595)."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.group_relative:grpo_passk"
 
@@ -72,7 +73,7 @@ class GrpoPasskOptions(EstimatorOptions):
 
     @property
     def min_group_size(self) -> int:
-        """A best and a second."""
+        """2: the best row and the second."""
         return 2
 
 
@@ -83,7 +84,7 @@ class GpgOptions(EstimatorOptions):
 
     name: Literal["gpg"] = "gpg"
     f_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """What divides every advantage."""
+    """Divides every advantage."""
 
 
 class MaxrlOptions(EstimatorOptions):
@@ -95,7 +96,7 @@ class MaxrlOptions(EstimatorOptions):
 
     @property
     def min_group_size(self) -> int:
-        """The advantage of a single answer would always be 0."""
+        """2: the advantage of a single answer is always 0."""
         return 2
 
 
@@ -106,11 +107,11 @@ class RlooOptions(EstimatorOptions):
 
     name: Literal["rloo"] = "rloo"
     group_of_one: Literal["score", "zero"] = "score"
-    """What the only row of a group gets: its score, as REINFORCE without a baseline, or 0."""
+    """Advantage of the only row of a group: its score, as in REINFORCE without a baseline, or 0."""
 
 
 class OpoOptions(EstimatorOptions):
-    """OPO (arXiv:2505.23585): the baseline weighs scores by length. Nothing to set."""
+    """OPO (arXiv:2505.23585): the baseline is the mean score weighted by length. Nothing to set."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.opo:opo"
 
@@ -129,13 +130,13 @@ class RemaxOptions(EstimatorOptions):
 
 
 class PkpoOptions(EstimatorOptions):
-    """PKPO (arXiv:2505.15201) with its loo−1 baseline: learns for the best of k answers."""
+    """PKPO (arXiv:2505.15201) with its loo−1 baseline: maximises the best of k answers."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.pkpo:pkpo"
 
     name: Literal["pkpo"] = "pkpo"
     k: Annotated[int, Field(ge=2)] = 4
-    """Answers the best of which counts; at most as many as a group has."""
+    """The k of best of k; at most the size of a group."""
 
     @property
     def min_group_size(self) -> int:
@@ -152,7 +153,7 @@ class ReinforcePlusPlusOptions(EstimatorOptions):
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: Fraction = 1.0
-    """Discount a loss token."""
+    """Discount per loss token."""
     whiten: bool = True
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
@@ -177,26 +178,26 @@ class GaeOptions(EstimatorOptions):
 
     name: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
-    """Discount a loss token."""
+    """Discount per loss token."""
     lam: Fraction = 1.0
-    """λ: 0 trusts the critic, 1 the rewards."""
+    """λ: 0 relies on the critic, 1 on the rewards."""
     critic_lam: Fraction | None = None
-    """λ of the returns the critic is fitted to; VC-PPO (arXiv:2503.01491) takes 1.0 beside a smaller `lam`. None is
-    `lam`.
+    """λ of the returns that the critic is fitted to; VC-PPO (arXiv:2503.01491) uses 1.0 with a smaller `lam`. None
+    means `lam`.
     """
     whiten: bool = True
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
 
 
 class GdpoOptions(EstimatorOptions):
-    """GDPO (arXiv:2601.05242): every reward component is normalised by itself."""
+    """GDPO (arXiv:2601.05242): normalises every reward component separately."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"components"})
     function: ClassVar[str] = "tandem.trainer.estimators.gdpo:gdpo"
 
     name: Literal["gdpo"] = "gdpo"
     weights: tuple[float, ...] = ()
-    """One a component, in the alphabetical order of their names; empty for ones."""
+    """One weight per component, in alphabetical order of their names; empty means all 1."""
     divide_by_std: bool = True
     """Divide each component by the group's standard deviation."""
     whiten: bool = True
@@ -204,7 +205,7 @@ class GdpoOptions(EstimatorOptions):
 
 
 class OptimalTokenBaselineOptions(EstimatorOptions):
-    """The optimal token baseline, rows compared place by place (arXiv:2602.07078)."""
+    """The optimal token baseline, comparing rows position by position (arXiv:2602.07078)."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"logprobs", "squared_probs", "columns"})
     reads_places: ClassVar[bool] = True
@@ -213,11 +214,11 @@ class OptimalTokenBaselineOptions(EstimatorOptions):
 
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     handle_zero_tail: bool = True
-    """No baseline on the tail of a group's longest row, which would be its own baseline there."""
+    """Use no baseline on the tail of a group's longest row, where the row would be its own baseline."""
 
 
 class TirOptimalTokenBaselineOptions(EstimatorOptions):
-    """The optimal token baseline for answers with tool calls: rows compared by rank among their loss tokens
+    """The optimal token baseline for answers with tool calls: compares rows by the index among their loss tokens
     (arXiv:2602.07078).
     """
 
@@ -228,7 +229,7 @@ class TirOptimalTokenBaselineOptions(EstimatorOptions):
 
     name: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
     handle_zero_tail: bool = True
-    """No baseline on the tail of a group's longest row, which would be its own baseline there."""
+    """Use no baseline on the tail of a group's longest row, where the row would be its own baseline."""
 
 
 BUILT_IN: tuple[type[EstimatorOptions], ...] = (
@@ -266,7 +267,7 @@ NAMES_ELSEWHERE = {
     "otb": "optimal_token_baseline",
     "tir_otb": "tir_optimal_token_baseline",
 }
-"""What other trainers and the papers call these estimators."""
+"""Names of these estimators in other trainers and in the papers."""
 
 
 @cache
@@ -280,5 +281,5 @@ def estimator_models() -> dict[str, type[EstimatorOptions]]:
 
 
 def estimator_elsewhere(name: str) -> str | None:
-    """The estimator that others call `name`, or None."""
+    """The estimator that is called `name` elsewhere, or None."""
     return NAMES_ELSEWHERE.get(name.lower())

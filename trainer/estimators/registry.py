@@ -1,6 +1,6 @@
-"""Finds and calls the advantage estimator that its options name. `estimate` first checks what all estimators rely on.
+"""Finds and calls the advantage estimator that its options name. `estimate` first checks what all estimators require.
 
-A new one is a function, and a model in `options.py`.
+To add one, write a function and an options model in `options.py`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def estimate(batch: EstimatorBatch, options: EstimatorOptions) -> Estimate:
     """The advantages of a batch. An empty batch gives empty advantages.
 
     Raises:
-        DataError: an input of some row is not finite, or its advantage would not be (the row is named); a group is too
-            small for the
-            estimator; or what the estimator itself refuses.
+        DataError: an input or an advantage of a row is not finite (the error names the row); a group is smaller than
+            the estimator requires; or the estimator itself refuses the batch.
     """
     for need in options.needs:
         assert getattr(batch, _FIELDS[need]) is not None, f"{options.name} needs {need}"
@@ -54,7 +53,7 @@ def estimate(batch: EstimatorBatch, options: EstimatorOptions) -> Estimate:
 
 
 def _check_inputs(batch: EstimatorBatch, needs: frozenset[Need]) -> None:
-    # A row's sum is finite only if all its rewards are: R numbers tell about N.
+    # A row's sum is finite only if all its rewards are, so checking R sums covers N rewards.
     if not bool(batch.scores_R.isfinite().all()):
         _check_tokens(batch, "a reward", batch.rewards_N)
     if batch.values_N is not None and "values" in needs:
@@ -72,7 +71,7 @@ def _check_inputs(batch: EstimatorBatch, needs: frozenset[Need]) -> None:
 
 
 def _check_tokens(batch: EstimatorBatch, what: str, values_N: Tensor) -> None:
-    # A sum is finite only if its terms are: one pass, no temporary.
+    # A sum is finite only if its terms are. This takes one pass and no temporary.
     if not bool(values_N.sum().isfinite()):
         finite_R = row_sums((~values_N.isfinite()).double(), batch.lengths_R) == 0
         _check_rows(batch, what, finite_R)

@@ -12,16 +12,16 @@ from tandem.trainer.estimators.whitening import whiten, whiten_rows
 def reinforce_plus_plus(batch: EstimatorBatch, options: ReinforcePlusPlusOptions) -> Estimate:
     """Wh(G), G_t = r_t + γ·G_{t+1} over the row's loss tokens (gaps are skipped without discount); returns = G.
 
-    Without whitening and with γ = 1 this is plain REINFORCE. Groups play no part.
+    Without whitening and with γ = 1 this is plain REINFORCE. Groups are ignored.
     """
     returns_N = discounted_sums(batch.rewards_N, batch.lengths_R, options.gamma)
     return Estimate(whiten(returns_N) if options.whiten else returns_N, returns_N)
 
 
 def reinforce_plus_plus_baseline(batch: EstimatorBatch, options: ReinforcePlusPlusBaselineOptions) -> Estimate:
-    """Wh of R_i − μ spread over the tokens, μ the mean of the row's group.
+    """Wh(R_i − μ) on every token, μ the mean of the row's group.
 
-    A group of one keeps its score; groups without variance bring 0 to what is whitened.
+    A group of one keeps its score before whitening; a group without variance has 0.
     """
     advantages_R = centred(batch.scores_R, batch.groups)
     if options.whiten:

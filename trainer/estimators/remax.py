@@ -1,4 +1,4 @@
-"""ReMax: the baseline is what the policy's own greedy answer to the prompt scores."""
+"""ReMax: the baseline is the score of the policy's own greedy answer to the prompt."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tandem.trainer.estimators.scans import discounted_sums
 
 
 def remax(batch: EstimatorBatch, options: RemaxOptions) -> Estimate:
-    """G_t − b_i, G_t = Σ_{s ≥ t} r_s the reward-to-go and b the score of the greedy answer; returns = G.
+    """G_t − b_i, G_t = Σ_{s ≥ t} r_s the reward-to-go and b_i the score of the greedy answer; returns = G.
     arXiv:2310.10505.
 
-    Groups play no part.
+    Groups are ignored.
     """
     assert batch.baselines_R is not None
     returns_N = discounted_sums(batch.rewards_N, batch.lengths_R, 1.0)

@@ -1,9 +1,9 @@
-"""Running sums within rows of different lengths, as products of matrices: no loop over tokens, rows or columns.
+"""Running sums within rows of different lengths, as matrix products instead of loops over tokens, rows or columns.
 
-Rows are cut into blocks of w tokens (the last one filled up with zeros, which cost w − 1 places a row at most). Within
-M blocks all sums are one product of (M, w) with a triangular (w, w); a block then needs only what reaches it from its
-neighbour, which is the same problem on M numbers instead of N. Sums never leave their row, so a large number in one
-does not blur another.
+Rows are cut into blocks of w tokens; zeros fill the last block of a row (at most w − 1 per row). The sums within M
+blocks are one product of (M, w) with a triangular (w, w) matrix. Each block then needs the total carried over from its
+neighbour, which is the same problem on M numbers instead of N. Sums never leave their row, so a large number in one row
+costs no precision in another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BLOCK = 32
 
 
 def discounted_sums(values_N: Tensor, lengths_R: Tensor, decay: float) -> Tensor:
-    """Σ_{s ≥ t} decay^(s−t)·x_s over the tokens s of t's row, (N,) float64. 0⁰ = 1: with decay 0 the values
-    themselves.
+    """Σ_{s ≥ t} decay^(s−t)·x_s over the tokens s of t's row, (N,) float64. Decay 0 gives the values themselves (0⁰ =
+    1).
     """
     return _scan(values_N, lengths_R, decay, backward=True)
 
@@ -53,8 +53,8 @@ def _scan(values_N: Tensor, lengths_R: Tensor, decay: float, *, backward: bool) 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """How rows are cut: `counts_R` blocks of `width` tokens each; `places_N`, where each token goes, or None if the
-    blocks are full.
+    """The cut of rows into blocks: `counts_R` blocks of `width` tokens for each row. `places_N` is where each token
+    goes, or None if all blocks are full.
     """
 
     width: int
@@ -82,7 +82,7 @@ class _Blocks:
         return values if self.places_N is None else values.index_select(0, self.places_N)
 
     def neighbours(self, totals_M: Tensor, *, backward: bool) -> Tensor:
-        """What each block's row has after it (before it, if not `backward`): 0 at the row's end."""
+        """The value of each block's successor in its row (predecessor if not `backward`), 0 at the row's end."""
         ends_R = self.counts_R.cumsum(0)
         carry_M = torch.roll(totals_M, -1 if backward else 1)
         edges_R = ends_R - 1 if backward else ends_R - self.counts_R

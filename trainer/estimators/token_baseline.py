@@ -1,12 +1,12 @@
-"""The optimal token baseline: at every token the group's rewards-to-go, weighted by how much gradient each row has
-gathered so far.
+"""The optimal token baseline: at every token, the group's rewards-to-go weighted by the gradient energy that each row
+has accumulated so far.
 
-With π and Σπ² the proximal probability of the token and the squared ones over the vocabulary, ŵ the behavior weight (0
-if it is rejected):
+With π the proximal probability of the token, Σπ² the sum of squared probabilities over the vocabulary, and ŵ the
+behavior weight (0 if rejected):
 
     e_t = (1 − 2π_t + Σπ²)·ŵ_t²    W_t = Σ_{s ≤ t} e_s    b_t = Σ_j G_jt·W_jt / (Σ_j W_jt + 1e-8)    A_t = G_t − b_t
 
-over the rows j of the group that have a loss token at t, G the reward-to-go. arXiv:2602.07078. A group of one has b =
+over the rows j of the group that have a loss token at t, G the reward-to-go. arXiv:2602.07078. In a group of one b is
 0.
 """
 
@@ -21,24 +21,24 @@ from tandem.trainer.estimators.options import OptimalTokenBaselineOptions, TirOp
 from tandem.trainer.estimators.scans import discounted_sums, running_sums
 
 EPSILON = 1e-8
-"""Added to the group's weight."""
+"""Added to the group's total weight."""
 
 
 def optimal_token_baseline(batch: EstimatorBatch, options: OptimalTokenBaselineOptions) -> Estimate:
-    """t is the token's place in the response, tool tokens counted (`columns_N`).
+    """t is the token's position in the response, counting tool tokens (`columns_N`).
 
-    Where one row of a group is strictly the longest, its tail would be its own baseline; `handle_zero_tail` gives it b
-    = 0 from the place that equals the second longest row's number of loss tokens (the golden convention also where rows
-    have gaps).
+    If one row of a group is strictly the longest, its tail would be its own baseline; with `handle_zero_tail`, b = 0
+    from the position that equals the second longest row's number of loss tokens (the golden convention, also for rows
+    with gaps).
     """
     assert batch.columns_N is not None
     return _estimate(batch, batch.columns_N.clone(), _cutoffs(batch, batch.groups.sizes_P, options.handle_zero_tail))
 
 
 def tir_optimal_token_baseline(batch: EstimatorBatch, options: TirOptimalTokenBaselineOptions) -> Estimate:
-    """t is the token's rank among its row's loss tokens, so rows with tool calls are compared token by token.
+    """t is the token's index among its row's loss tokens, so rows with tool calls are compared token by token.
 
-    As `optimal_token_baseline` else; rows without loss tokens do not count in their group.
+    Otherwise like `optimal_token_baseline`, except that rows without loss tokens do not count in their group.
     """
     starts_R = batch.lengths_R.cumsum(0) - batch.lengths_R
     ranks_N = batch.spread(starts_R).neg_().add_(torch.arange(len(batch.rewards_N), device=starts_R.device))
@@ -56,7 +56,7 @@ def _estimate(batch: EstimatorBatch, columns_N: Tensor, cutoffs_R: Tensor) -> Es
         energy_N.mul_(batch.behavior_weights_N).mul_(batch.behavior_weights_N)
     weights_N = running_sums(energy_N, batch.lengths_R)
     width = int(columns_N.max()) + 1
-    # A cell for every group and place: its number is the token's address.
+    # One cell per group and position; a token's cell number is its index.
     cells_N = columns_N.add_(batch.spread(batch.groups.of_row_R * width))
     num_cells = width * len(batch.groups.sizes_P)
     totals = torch.bincount(cells_N, weights_N, num_cells)
@@ -67,7 +67,7 @@ def _estimate(batch: EstimatorBatch, columns_N: Tensor, cutoffs_R: Tensor) -> Es
 
 
 def _cutoffs(batch: EstimatorBatch, counted_P: Tensor, handle_zero_tail: bool) -> Tensor:
-    """The place from which a row's baseline is 0, (R,): 0 in a group of one, past all places where nothing is to be
+    """The position from which a row's baseline is 0, (R,): 0 in a group of one, beyond all positions where nothing is
     cut.
     """
     groups, lengths_R = batch.groups, batch.lengths_R
@@ -81,7 +81,7 @@ def _cutoffs(batch: EstimatorBatch, counted_P: Tensor, handle_zero_tail: bool) -
 
 
 def _two_longest(lengths_R: Tensor, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each group the largest and the second largest length, and the row of the largest."""
+    """Largest and second largest length of each group, and the row of the largest."""
     order_R = groups.ascending(lengths_R)
     last_P = groups.sizes_P.cumsum(0) - 1
     longest_row_P, second_row_P = order_R[last_P], order_R[(last_P - 1).clamp(min=0)]

@@ -1,8 +1,8 @@
-"""Whitening: to mean 0 and variance 1 over all loss tokens of the batch, so that longer rows weigh more.
+"""Whitening to mean 0 and variance 1 over all loss tokens of the batch; longer rows therefore count more.
 
     Wh(x) = (x − ⟨x⟩)/√(Var(x) + 1e-8), Var with Bessel's correction
 
-Equal values, and a single one, become 0.
+A single value, or equal values, become 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def whiten(values_N: Tensor, *, keep_mean: bool = False) -> Tensor:
 
 
 def whiten_rows(values_R: Tensor, lengths_R: Tensor) -> Tensor:
-    """Wh, (R,), of values that every token of a row shares: R numbers tell what whitening all N tokens would."""
+    """Wh of values that all tokens of a row share, (R,): the same as whitening all N tokens, at the cost of R."""
     num_tokens = int(lengths_R.sum())
     mean = torch.dot(values_R, lengths_R.to(values_R.dtype)) / max(num_tokens, 1)
     centred_R = values_R - mean

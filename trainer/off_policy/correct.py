@@ -1,7 +1,7 @@
-"""Off-policy correction as a whole: which tokens are trained, and what each weighs.
+"""Off-policy correction: decides which tokens are trained and how much each one weighs.
 
-N loss tokens, flat, of B whole rows (see trainer/batch/ragged.py): of a micro-batch, or of the batch. A row is a
-segment, or a trajectory whose segments stand one after another; its level `sequence` is then of all of them.
+All tensors hold the N loss tokens of B whole rows, flat (see trainer/batch/ragged.py), of a micro-batch or of the whole
+batch. A row is one segment, or a trajectory whose segments are concatenated; level `sequence` then covers all of them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from tandem.trainer.off_policy.weights import bounded, normalized, ratios, weigh
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Weights and verdict of every token; all (N,), without gradient."""
+    """Weights and test results of every token; all (N,), without gradient."""
 
     weights_N: Tensor
-    """The behavior weight, of rejected tokens too; 0 in a row with a log-prob that is not finite."""
+    """The behavior weight, also of rejected tokens; 0 in a row with a non-finite log-prob."""
     keep_N: Tensor
-    """bool: whether the token is trained. What is not leaves every flat tensor before the loss, and so the
-    denominators: index with it, and take `ragged.keep_tokens(lengths_B, keep_N)` for the lengths.
+    """bool: whether the token is trained. The caller removes the other tokens from every flat tensor before the loss,
+    and thereby from the denominators: index with this mask, and use `ragged.keep_tokens(lengths_B, keep_N)` for the
+    lengths.
     """
     log_ratio_N: Tensor
-    """z, 0 in a row with a log-prob that is not finite."""
+    """z; 0 in a row with a non-finite log-prob."""
     finite_N: Tensor
-    """bool: False on every token of a row with a log-prob that is not finite."""
+    """bool: False on every token of a row with a non-finite log-prob."""
     ratio_N: Tensor
-    """The weight before its bounds."""
+    """The weight before clamping to its bounds."""
     bounded_N: Tensor
     """The weight before normalisation."""
     verdicts: Mapping[str, Verdict]
-    """What each test found, by its name."""
+    """Result of each test by the test's name."""
 
 
 def finite_rows(logprobs_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """bool (B,): rows without NaN or infinity, whose sum is finite therefore. An empty row is one."""
+    """bool (B,): True for rows without NaN or infinity. An empty row is True."""
     return row_sums(logprobs_N, lengths_B).isfinite()
 
 
@@ -53,28 +54,27 @@ def correct(
     advantages_N: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> Corrected:
-    """Weighs and judges every token. All tests must pass (`options.tests`, the veto among them), each on the batch as
-    it came.
+    """Computes the weight of every token and applies every test. A token is kept only if it passes all of
+    `options.tests` (the veto is one of them); each test sees the batch before any rejection.
 
     With `proximal = "bypassed"` the first argument is the current log-probs (see `proximal.proximal_logprobs`). Rows
-    must be whole. Unless
-    `options.needs_whole_batch`, a micro-batch alone gives what the batch would, number for number; with it, the batch's
-    columns are to be
-    given: tests look only at a token's own row, but the loss's denominators and the mean of normalised weights at all
-        that is kept.
-    `counts_N` is how often each token counts in that mean: 0 for a row that is not trained for another reason.
+    must be whole. A micro-batch gives exactly the same numbers as the whole batch unless `options.needs_whole_batch`;
+    then pass the columns of the whole batch. Tests only read a token's own row, but the loss's denominators and the
+    mean of normalised weights depend on all kept tokens. `counts_N` is how often each token counts in that mean: 0 for
+    a row that is excluded for another reason.
 
-    A row with a NaN or infinite log-prob (a fault of the sampler's or the trainer's engine) is rejected whole, weighs
-    0, and is counted (`nonfinite_row_fraction`): one bad answer must neither stop a run nor reach the weights. Rows
-    that the sampler broke leave every denominator, for trainer/batch/columns.py looks for them first. One that only the
-    trainer's engine breaks, in the pass that trains it, is known too late for that, and its gradient is not finite: the
-    step is skipped. No tokens, or none that passes, is an ordinary outcome: every `keep_N` false, no NaN.
+    A row with a NaN or infinite log-prob (a fault in the sampler's or trainer's engine) is rejected whole, gets weight
+    0, and is counted (`nonfinite_row_fraction`), so one bad answer neither stops a run nor reaches the weights. Rows
+    with non-finite sampler log-probs also leave every denominator, because trainer/batch/columns.py finds them first.
+    If only the trainer's training pass produces the non-finite value, the denominators are already fixed; the gradient
+    is then non-finite and the optimizer step is skipped. An empty input, or one in which no token passes, is valid:
+    every `keep_N` is False and nothing is NaN.
     """
     shape = proximal_logprobs_N.shape
     assert len(shape) == 1 and behavior_logprobs_N.shape == shape, (shape, behavior_logprobs_N.shape)
     assert lengths_B.ndim == 1 and not lengths_B.is_floating_point(), (lengths_B.shape, lengths_B.dtype)
     log_ratio_N = proximal_logprobs_N.detach() - behavior_logprobs_N.detach()
-    # Both at once: two infinities of the same sign make a NaN, all else that is not finite stays so.
+    # One test covers both: inf − inf is NaN, and every other non-finite value stays non-finite.
     finite_N = spread(finite_rows(log_ratio_N, lengths_B), lengths_B)
     broken_N = ~finite_N
     log_ratio_N.masked_fill_(broken_N, 0.0)

@@ -1,25 +1,28 @@
-"""How far the sampler's policy was from the trainer's, and what the correction did about it: sums first, figures last,
-by staleness.
+"""Metrics of how far the sampler's policy was from the trainer's and what the correction did, by staleness.
 
-Sums add up over micro-batches and ranks (`CorrectionSums.__add__`, or an all-reduce of its two tensors), so the figures
-do not depend on how a batch was cut. With z = log π_proximal − log π_behavior, w the behavior weight, ⟨·⟩ the mean over
-tokens, "rows" the mean over rows with a loss token (the golden convention also counts rows without one, as zeros):
+Sums are accumulated over micro-batches and ranks (`CorrectionSums.__add__`, or an all-reduce of its two tensors) before
+ratios are taken, so the metrics do not depend on how a batch was split. With z = log π_proximal − log π_behavior, w the
+behavior weight, ⟨·⟩ the mean over tokens, and "rows" the mean over rows with a loss token (the golden convention also
+counts rows without one, as zeros):
 
     behavior_proximal_kl               ⟨e^z − 1 − z⟩, k3: estimates KL(behavior ‖ proximal), never negative
-    behavior_proximal_kl_k1            ⟨−z⟩, k1: the same, unbiased but noisier
+    behavior_proximal_kl_k1            ⟨−z⟩, k1: estimates the same KL, unbiased but noisier
     behavior_/proximal_log_perplexity  rows: P = −mean log-prob of the row;  …_perplexity rows: e^P
-    log_perplexity_difference          rows: D = P_proximal − P_behavior;  …_abs |D|;  …_max, …_min over rows;
-    perplexity_ratio e^D chi_squared_token, …_sequence      ⟨e^2z⟩ − 1;  rows: e^(2·Σ_row z) − 1: the variance of
-    unbounded weights effective_sample_size              ⟨w⟩²/⟨w²⟩: 1 if all weigh the same; 0 if nothing weighs
-    anything behavior_weight_mean … _max        of w before normalisation truncated_fraction                 ratio
-    outside the weight's bounds (…_above_, …_below_): of tokens, or rows if the weight is the row's rejected_fraction
-    of tokens, by any test;  rejected_row_fraction: rows of which nothing is left;  touched_row_fraction
-    nonfinite_row_fraction             rows rejected for a log-prob that is not finite; they are in no other figure
-    rejection/<test>/…                 what one test found: mean (⟨·⟩), max, min of its value, and the fractions it
-    rejects alone
+    log_perplexity_difference          rows: D = P_proximal − P_behavior;  …_abs |D|;  …_max, …_min over rows
+    perplexity_ratio                   rows: e^D
+    chi_squared_token, …_sequence      ⟨e^2z⟩ − 1;  rows: e^(2·Σ_row z) − 1: the variance of unbounded weights
+    effective_sample_size              ⟨w⟩²/⟨w²⟩: 1 if all weights are equal; 0 if all are 0
+    behavior_weight_mean … _max        of w before normalisation
+    truncated_fraction                 ratio outside the weight's bounds (…_above_, …_below_): of tokens, or of rows
+                                       for a row-level weight
+    rejected_fraction                  of tokens, by any test;  rejected_row_fraction: rows with no token left;
+                                       touched_row_fraction: rows with a rejected token
+    nonfinite_row_fraction             rows rejected for a non-finite log-prob; no other metric counts them
+    rejection/<test>/…                 of one test: mean (⟨·⟩), max and min of its value, and the fractions it rejects
+                                       by itself
 
-With `proximal = "bypassed"`, π_proximal here is π_current. N loss tokens, flat, of B rows; S staleness 0, 1, … 7, ≥ 8;
-K sums; M maxima.
+With `proximal = "bypassed"`, π_proximal here is π_current. N loss tokens, flat, of B rows; S staleness buckets 0, 1, …
+7, ≥ 8; K sums; M maxima.
 """
 
 from __future__ import annotations
@@ -37,11 +40,11 @@ from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
 
 MAX_STALENESS = 8
-"""Tokens and rows at least this stale are counted together."""
+"""Tokens and rows at least this stale share one bucket."""
 
 _LIMIT = 100.0
-"""Largest exponent here: beyond the ±20 of weights, so that figures show what weights hide, and finite when squared and
-summed.
+"""Largest exponent used here. It exceeds the ±20 of weights, so that metrics show what the weights' clamp hides, and
+stays finite when squared and summed.
 """
 
 _SUMS = (
@@ -75,9 +78,7 @@ _TEST_MAXIMA = ("greatest", "minus_least")
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSums:
-    """Sums and maxima by staleness: float64 (S, K) and (S, M). `tests` are the names of the options' tests, in
-    order.
-    """
+    """Sums and maxima by staleness: float64 (S, K) and (S, M). `tests` are the names of the options' tests, in order."""
 
     tests: tuple[str, ...]
     sums_SK: Tensor
@@ -85,7 +86,7 @@ class CorrectionSums:
 
     @classmethod
     def zeros(cls, options: CorrectionOptions, device: torch.device | str = "cpu") -> CorrectionSums:
-        """Of nothing: where adding begins."""
+        """The sums of an empty batch."""
         tests = tuple(options.tests)
         shape = MAX_STALENESS + 1
         return cls(
@@ -99,14 +100,14 @@ class CorrectionSums:
         return CorrectionSums(self.tests, self.sums_SK + other.sums_SK, torch.maximum(self.maxima_SM, other.maxima_SM))
 
     def figures(self) -> dict[str, float]:
-        """Every figure of the batch, and each again of every staleness that occurs as `staleness_<s>/<figure>`.
-        Synchronises the device.
+        """Every metric of the batch, and `staleness_<s>/<metric>` for every staleness that occurs. Synchronises the
+        device.
 
-        Always finite. Of a batch without tokens (or with none that is finite), all are 0 but the effective sample size
-        and perplexities: 1.
+        Always finite. For a batch without (finite) tokens every metric is 0, except the effective sample size and the
+        perplexities, which are 1.
         """
         everything = _figures(self.tests, self.sums_SK.sum(0).tolist(), self.maxima_SM.amax(0).tolist())
-        del everything["num_loss_tokens"], everything["num_rows"]  # the batch's own figures say them
+        del everything["num_loss_tokens"], everything["num_rows"]  # already among the batch's metrics
         for staleness, (sums, maxima) in enumerate(zip(self.sums_SK.tolist(), self.maxima_SM.tolist(), strict=True)):
             if any(sums):
                 name = f"staleness_{staleness}" + ("_plus" if staleness == MAX_STALENESS else "")
@@ -123,10 +124,10 @@ def correction_sums(
     staleness_N: Tensor,
     options: CorrectionOptions,
 ) -> CorrectionSums:
-    """The sums of a micro-batch or a batch: of what was given to `correct`, and what it said.
+    """The sums of a micro-batch or a batch, from the arguments and the result of `correct`.
 
-    `staleness_N`, integers: the version at the batch's start minus the one that sampled the token; below 0 counts as 0.
-    A row is as stale as its stalest token.
+    `staleness_N` (integers) is the version at the batch's start minus the version that sampled the token; negative
+    values count as 0. A row's staleness is the largest of its tokens.
     """
     assert staleness_N.shape == corrected.keep_N.shape, (staleness_N.shape, corrected.keep_N.shape)
     log_ratio_N = corrected.log_ratio_N.double()
@@ -163,9 +164,7 @@ def correction_sums(
 
 
 class _Buckets:
-    """Adds up by staleness. What is not finite, and rows without tokens, fall into one more bucket that is
-    thrown away.
-    """
+    """Adds up values by staleness. Non-finite rows and rows without tokens go to an extra bucket that is discarded."""
 
     def __init__(self, finite_N: Tensor, lengths_B: Tensor, staleness_N: Tensor) -> None:
         capped_N = staleness_N.clamp(0, MAX_STALENESS)
@@ -184,7 +183,7 @@ class _Buckets:
         return self._add(self._row_B, values_B)
 
     def all_rows(self, values_B: Tensor) -> Tensor:
-        """Of rows that are not finite, too."""
+        """Includes non-finite rows."""
         return self._add(self._any_B, values_B)
 
     def token_maxima(self, values_N: Tensor) -> Tensor:
@@ -259,7 +258,7 @@ def _bound_sums(
         one_N = torch.ones_like(corrected.ratio_N)
         marks = {"weighed": one_N, "above": above_N, "below": below_N}
         return {name: buckets.tokens(mark_N) for name, mark_N in marks.items()}
-    # Every token of a row has the row's ratio.
+    # All tokens of a row share the row's ratio.
     above_B, below_B = (row_sums(mark_N.double(), lengths_B) > 0 for mark_N in (above_N, below_N))
     marks = {"weighed": torch.ones_like(lengths_B), "above": above_B, "below": below_B}
     return {name: buckets.rows(mark_B) for name, mark_B in marks.items()}
@@ -288,7 +287,7 @@ def _figures(tests: tuple[str, ...], sum_values: list[float], maximum_values: li
         for name, value in zip(_maximum_names(tests), maximum_values, strict=True)
     }
     tokens, rows = max(1.0, sums["tokens"]), max(1.0, sums["rows"])
-    neutral = 0.0 if sums["rows"] else 1.0  # what a ratio is of nothing
+    neutral = 0.0 if sums["rows"] else 1.0  # neutral value of the ratios without rows
     weighed = max(1.0, sums["weighed"])
     mean, squared = sums["weight"] / tokens, sums["weight_squared"] / tokens
     above, below = sums["above"] / weighed, sums["below"] / weighed

@@ -1,8 +1,8 @@
-"""What to do about samples that another distribution than the trainer's drew. Imports no torch.
+"""Options of off-policy correction, for samples drawn from another distribution than the trainer's. Imports no torch.
 
-A ratio is π_proximal/π_behavior, the trainer's probability over the sampler's (with `proximal = "bypassed"`
-π_current/π_behavior); z is its logarithm. Bounds always leave room for an on-policy token (ratio 1, z 0), so nothing
-fresh is ever weighted or rejected.
+A ratio is π_proximal/π_behavior, the trainer's probability over the sampler's (π_current/π_behavior with `proximal =
+"bypassed"`); z is its logarithm. Bounds always admit an on-policy token (ratio 1, z 0), so fresh tokens are never
+truncated or rejected.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ class WeightOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
-    """What the weight is the ratio of: the token, its whole row (the product over the row's tokens), or the row's
-    geometric mean; `none` weighs every token 1.
+    """Which ratio the weight is: the token's, its row's (the product over the row's tokens), or the geometric mean over
+    the row; `none` gives every token weight 1.
     """
     low: Annotated[float, Field(ge=0.0)] = 0.0
-    """Lower bound of the ratio, at most 1; 0 sets none."""
+    """Lower bound of the ratio, at most 1; 0 means none."""
     high: Annotated[float, Field(gt=0.0)] = 2.0
     """Upper bound of the ratio, at least 1 (C in the papers)."""
     outside: Literal["clamp", "zero", "stop"] = "clamp"
-    """A ratio out of bounds is cut to the nearer one (truncated importance sampling) or weighs nothing (IcePop, masked
-    importance sampling); its token stays in the denominators either way. `stop`: it weighs nothing if its token has
-    moved out of them the way its advantage pushes (above high with a positive one, below low with a negative one); else
-    it is cut to high at most.
+    """What happens to a ratio out of bounds. `clamp` moves it to the nearer bound (truncated importance sampling).
+    `zero` sets the weight to 0 (IcePop, masked importance sampling). `stop` sets the weight to 0 only if the token has
+    moved out of bounds in the direction its advantage pushes (above high with a positive one, below low with a negative
+    one); any other ratio is cut to high. The token stays in the denominators in every case.
     """
     normalize: bool = False
-    """Whether weights are divided by the batch's mean weight, over kept tokens, or over rows with one at a row's level.
+    """Whether weights are divided by the batch's mean weight over kept tokens, or over rows with a kept token if the
+    level is a row's.
     """
 
     @model_validator(mode="after")
@@ -50,29 +51,28 @@ class WeightOptions(BaseModel):
 
 
 class RejectionOptions(BaseModel):
-    """One test; a token that fails it leaves the loss and its denominators."""
+    """A rejection test. A token that fails it leaves the loss and its denominators."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: Literal["token", "sequence", "geometric", "max"] = "token"
-    """What is tested: each token; or each row, by the sum over its tokens (`sequence`), by their mean (`geometric`), or
-    by the token furthest out (`max`): a row is then kept or rejected whole.
+    """What is tested: each token, or a whole row by the sum over its tokens (`sequence`), their mean (`geometric`) or
+    its most extreme token (`max`). The row levels keep or reject whole rows.
     """
     measure: Literal["ratio", "k1", "k2", "k3"] = "ratio"
-    """`ratio`: of a row, the product of its tokens' (`sequence`) or their geometric mean. Estimators of KL(behavior ‖
-    proximal) in nats:
-    `k1` −z, `k2` z²/2, `k3` e^z − 1 − z.
+    """`ratio` of a row is the product of its tokens' ratios (`sequence`) or their geometric mean (`geometric`). The
+    others estimate KL(behavior ‖ proximal) in nats: `k1` −z, `k2` z²/2, `k3` e^z − 1 − z.
     """
     low: float | None = None
-    """Least value that is kept; `k2` and `k3` have none. Of `ratio` at most 1, of `k1` at most 0."""
+    """Smallest value that passes; not available for `k2` and `k3`. At most 1 for `ratio`, at most 0 for `k1`."""
     high: float | None = None
-    """Greatest value that is kept. Of `ratio` at least 1, else at least 0."""
+    """Largest value that passes. At least 1 for `ratio`, otherwise at least 0."""
     negative_only: bool = False
     """Whether only tokens with negative advantage can be rejected."""
 
     @property
     def name(self) -> str:
-        """What figures of this test are called."""
+        """Name of this test in metrics."""
         return f"{self.level}_{self.measure}" + ("_negative" if self.negative_only else "")
 
     @model_validator(mode="after")
@@ -93,24 +93,25 @@ class RejectionOptions(BaseModel):
 
 
 class CorrectionOptions(BaseModel):
-    """Off-policy correction: the default is decoupled PPO (arXiv:2505.24298) with token weights that stop where PPO's
-    clip would.
+    """Off-policy correction. The default is decoupled PPO (arXiv:2505.24298) with token weights that become 0 where
+    PPO's clip would stop the gradient.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: PresetName = "token_clip"
-    """A published combination; the other keys are what it says unless they are given."""
+    """A published combination of values; keys given explicitly override it."""
     proximal: Literal["recomputed", "loglinear", "bypassed"] = "recomputed"
-    """Where proximal log-probs come from: a forward pass at the batch's start, interpolation between the sampler's and
-    the current ones by version, or the sampler's themselves (then the ratio here is π_current/π_behavior).
+    """Where proximal log-probs come from. `recomputed`: a forward pass at the batch's start. `loglinear`: interpolation
+    by version between the sampler's and the current ones. `bypassed`: the sampler's own (the ratio is then
+    π_current/π_behavior).
     """
     weights: WeightOptions = WeightOptions()
     """The behavior weight of every token."""
     rejections: tuple[RejectionOptions, ...] = ()
-    """Tests a token must all pass to be trained."""
+    """Tests that a token must all pass to be trained."""
     veto: Annotated[float, Field(ge=0.0)] = 0.0
-    """A token whose ratio is below it rejects its whole row, below 1; 0 switches that off."""
+    """A token with a ratio below this rejects its whole row. Less than 1; 0 disables the veto."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,7 +120,7 @@ class CorrectionOptions(BaseModel):
             return values
         preset = values.get("preset", "token_clip")
         if not isinstance(preset, str) or preset not in PRESETS:
-            return values  # the field's own check says so
+            return values  # the field's own validation reports it
         return _merged(PRESETS[preset], values)
 
     @field_validator("veto")
@@ -139,7 +140,7 @@ class CorrectionOptions(BaseModel):
 
     @property
     def tests(self) -> dict[str, RejectionOptions]:
-        """Every test by its name, the veto among them."""
+        """Every test by its name, including the veto."""
         tests = {rejection.name: rejection for rejection in self.rejections}
         if self.veto:
             tests["veto"] = RejectionOptions(level="max", measure="ratio", low=self.veto)
@@ -154,8 +155,8 @@ class CorrectionOptions(BaseModel):
 
     @property
     def without_advantages(self) -> CorrectionOptions:
-        """What can be said before advantages are known: weights are cut where they might stop, tests of negative
-        advantages left out.
+        """The correction that can be computed before advantages are known: `stop` becomes a clamp to high, and tests
+        limited to negative advantages are dropped.
         """
         weights = self.weights
         if weights.outside == "stop":
@@ -165,14 +166,12 @@ class CorrectionOptions(BaseModel):
 
     @property
     def needs_ratio_free_loss(self) -> bool:
-        """Whether the weight already is π_current/π_behavior, so that a loss with that ratio inside would count it
-        twice.
-        """
+        """Whether the weight already is π_current/π_behavior, so that a loss with its own ratio would apply it twice."""
         return self.proximal == "bypassed" and self.weights.level != "none"
 
 
 def _merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
-    """`over` on top of `base`, tables inside them likewise."""
+    """Merges `over` into `base`, nested tables recursively."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

@@ -1,9 +1,9 @@
-"""Combinations of off-policy correction by name, as values of `CorrectionOptions`: published ones, and the default.
+"""Named combinations of off-policy correction, as values of `CorrectionOptions`: published ones and the default.
 Imports no torch.
 
-TIS truncated, MIS masked importance sampling; RS rejection. A `bypass_` preset takes the sampler's log-probs as the
-proximal ones and saves a forward pass; with weights it needs a loss without an importance ratio of its own
-(`reinforce`).
+TIS is truncated, MIS masked importance sampling; RS is rejection. A `bypass_` preset uses the sampler's log-probs as
+the proximal ones and saves a forward pass; if it has weights, the loss must not have an importance ratio of its own
+(use `reinforce`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where proximal log-probs come from: the point around which the loss clips, and the numerator of the behavior weight.
+"""Proximal log-probs: the centre of the loss's clip and the numerator of the behavior weight.
 
 N loss tokens, flat.
 """
@@ -19,18 +19,18 @@ def loglinear_proximal(
     batch_version: int,
     progress: float = 1.0,
 ) -> Tensor:
-    """Proximal log-probs without a forward pass, between the sampler's and the current ones; detached.
+    """Proximal log-probs interpolated between the sampler's and the current ones, without a forward pass; detached.
 
     A-3PO (arXiv:2512.06547, in AReaL `loglinear`), with the versions of the proximal (p), the current (c) and the
     token's own (b) policy:
 
         log π_proximal ≈ log π_behavior + α·(log π_current − log π_behavior),    α = (p − b)/(c − b), within [0, 1]
 
-    `versions_N`, integers, are the versions that sampled each token; training the batch yields `batch_version`
-    (`TrainBatch.policy_version`), so p = batch_version − 1. `progress` is the part of the batch's optimizer steps
-    already taken: c = p + progress. The paper's c = p + 1 is progress 1; with the true one the first step, at which the
-    current policy *is* the proximal one, is exact (α = 1 for every token). After it a fresh token keeps the sampler's
-    log-prob (α = 0), and so does one of a version beyond p, which a run resumed from an earlier checkpoint meets.
+    `versions_N` (integers) are the versions that sampled each token. Training the batch yields `batch_version`
+    (`TrainBatch.policy_version`), so p = batch_version − 1. `progress` is the fraction of the batch's optimizer steps
+    already taken, and c = p + progress; the paper's c = p + 1 is progress 1. At progress 0 the current policy is the
+    proximal one, and the result is exact (α = 1 for every token). In later steps a token of version p or newer keeps
+    the sampler's log-prob (α = 0). Newer versions occur when a run resumes from an earlier checkpoint.
     """
     assert current_logprobs_N.shape == behavior_logprobs_N.shape == versions_N.shape, (
         current_logprobs_N.shape,
@@ -42,7 +42,7 @@ def loglinear_proximal(
     age_N = (batch_version - 1 - versions_N).clamp(min=0).to(current_N.dtype)
     alpha_N = torch.where(age_N + progress > 0, age_N / (age_N + progress), 1.0)
     between_N = behavior_logprobs_N + alpha_N * (current_N - behavior_logprobs_N)
-    return torch.where(alpha_N == 1.0, current_N, between_N)  # the sum may round
+    return torch.where(alpha_N == 1.0, current_N, between_N)  # exact: the interpolation may round
 
 
 def proximal_logprobs(
@@ -55,11 +55,11 @@ def proximal_logprobs(
     batch_version: int = 0,
     progress: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """(what the loss takes as proximal, what `correct` takes as proximal), both detached, (N,).
+    """(proximal log-probs for the loss, proximal log-probs for `correct`), both detached, (N,).
 
-    They differ only for `bypassed`: the loss's proximal policy is the sampler's, so that its ratio is
-    π_current/π_behavior, and the correction is of that ratio. `recomputed_N` None stands for the current log-probs:
-    before a batch's first optimizer step these are the proximal ones.
+    They differ only for `bypassed`: the loss's proximal policy is the sampler's, so its ratio is π_current/π_behavior,
+    and the correction uses that same ratio. If `recomputed_N` is None the current log-probs are used: before a batch's
+    first optimizer step they are equal.
     """
     current_N = current_logprobs_N.detach()
     if method == "bypassed":

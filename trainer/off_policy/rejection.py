@@ -1,16 +1,18 @@
-"""Rejection: tests that a token, or all of its row, must pass to be trained at all. What fails leaves the loss and its
+"""Rejection tests that a token or its whole row must pass to be trained. A token that fails leaves the loss and its
 denominators.
 
-A weight bounds how much an outlier counts; rejection trusts it not at all ("When Speed Kills Stability", Liu, Li et al.
-2025, part 3: sequence masking; geometric masking, which does not punish long rows; the veto of catastrophic tokens).
+A weight limits how much an outlier counts; rejection removes it ("When Speed Kills Stability", Liu, Li et al. 2025,
+part 3: sequence masking; geometric masking, which does not penalise long rows; the veto of catastrophic tokens).
 DeepSeek-V3.2 (arXiv:2512.02556) masks rows that drifted and have negative advantage: `negative_only`.
 
-With z = log π_proximal − log π_behavior of a token, sampled from π_behavior (Schulman, "Approximating KL divergence",
+With z = log π_proximal − log π_behavior of a token sampled from π_behavior (Schulman, "Approximating KL divergence",
 2020):
 
-    ratio  e^z                   bounds the trainer's probability over the sampler's
-    k1     −z                    the golden convention's bounds lo_hi are of the sampler's over the trainer's: low = log
-    lo, high = log hi k2     z²/2 k3     e^z − 1 − z
+    ratio  e^z             bounds the trainer's probability over the sampler's
+    k1     −z              the golden convention's bounds lo_hi are of the sampler's over the trainer's probability:
+                           low = log lo, high = log hi
+    k2     z²/2
+    k3     e^z − 1 − z
 
 N loss tokens, flat, of B rows (see trainer/batch/ragged.py).
 """
@@ -30,24 +32,24 @@ from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one test found."""
+    """Result of one test."""
 
     keep_N: Tensor
-    """bool: which tokens pass."""
+    """bool: whether the token passes."""
     greatest: Tensor
-    """The value that `high` bounds, in the measure's own unit: (N,) at level `token`, else (B,), where an empty row's
-    means nothing.
+    """The value that `high` bounds, in the measure's unit: (N,) at level `token`, else (B,). Meaningless for an empty
+    row.
     """
     least: Tensor
-    """The value that `low` bounds: the same one, but for level `max`."""
+    """The value that `low` bounds; differs from `greatest` only for level `max`."""
 
 
 def judge(
     log_ratio_N: Tensor, lengths_B: Tensor, options: RejectionOptions, advantages_N: Tensor | None = None
 ) -> Verdict:
-    """Which tokens pass, computed in float64. `advantages_N` is needed with `negative_only`.
+    """Applies one test, in float64. `advantages_N` is needed with `negative_only`.
 
-    z is clamped to ±20 in k1, k2 and k3, so that nothing becomes inf; `ratio` is compared by its logarithm as it is.
+    k1, k2 and k3 clamp z to ±20 so that nothing becomes inf; `ratio` compares the unclamped logarithm.
     """
     assert lengths_B.ndim == 1 and log_ratio_N.ndim == 1, (log_ratio_N.shape, lengths_B.shape)
     in_logs = options.measure == "ratio"
@@ -68,7 +70,7 @@ def judge(
 
 
 def _values(log_ratio_N: Tensor, measure: str) -> Tensor:
-    """The measure of each token; of `ratio` its logarithm."""
+    """The measure of each token; for `ratio`, its logarithm."""
     if measure == "ratio":
         return log_ratio_N
     clamped_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -81,7 +83,7 @@ def _values(log_ratio_N: Tensor, measure: str) -> Tensor:
 
 
 def _at_level(values_N: Tensor, lengths_B: Tensor, level: str) -> tuple[Tensor, Tensor]:
-    """(greatest, least): (N,) of tokens, (B,) of rows."""
+    """(greatest, least): (N,) at level `token`, else (B,)."""
     if level == "max":
         return row_maxima(values_N, lengths_B), -row_maxima(-values_N, lengths_B)
     if level == "token":

@@ -1,7 +1,7 @@
 """Behavior weights: the ratio π_proximal/π_behavior of a token, a row, or a row's geometric mean, bounded and detached.
 
 Decoupled PPO (arXiv:2110.00641, for language models AReaL arXiv:2505.24298) splits the importance ratio in two:
-π_current/π_behavior = π_current/π_proximal · π_proximal/π_behavior. The loss clips the first; the second is the
+π_current/π_behavior = π_current/π_proximal · π_proximal/π_behavior. The loss clips the first factor; the second is the
 behavior weight, a constant of the optimisation. With z the log-ratio of a token:
 
     token      u = e^z                     low variance, biased: ignores the other tokens of the row
@@ -9,16 +9,12 @@ behavior weight, a constant of the optimisation. With z the log-ratio of a token
     geometric  u = e^(mean_row z)          the row's ratio, normalised by its length
 
     truncated  w = min(max(u, low), high)  TIS: IMPALA arXiv:1802.01561, "Your Efficient RL Framework Secretly Brings
-    You Off-Policy RL
-                                           Training" (Yao et al. 2025)
+                                           You Off-Policy RL Training" (Yao et al. 2025)
     zeroed     w = u·[low ≤ u ≤ high]      IcePop arXiv:2510.18855 (tokens); masked importance sampling (rows; Liu, Li
-    et al. 2025,
-                                           "When Speed Kills Stability")
-    stopped    w = min(u, high), but 0     PPO's clip (arXiv:1707.06347), drawn around the sampler's policy as well:
-    with A > 0 where
-               where u has left the        u > high, with A < 0 where u < low. Batches that one version sampled push the
-               same tokens bounds A's way              again and again, and each of them is clipped around a policy that
-               has already followed
+                                           et al. 2025, "When Speed Kills Stability")
+    stopped    w = min(u, high), but 0     PPO's clip (arXiv:1707.06347), applied around the sampler's policy as well.
+               where A > 0 and u > high,   Consecutive batches sampled from one version push the same tokens, and PPO's
+               or A < 0 and u < low        own clip moves along with the policy, so it does not limit their sum.
 
 N loss tokens, flat, of B rows (see trainer/batch/ragged.py).
 """
@@ -34,8 +30,8 @@ from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
 
 
 def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
-    """u of every token, (N,), before any bound but one: its logarithm is clamped to ±20, so that no token gives inf.
-    `none`: 1. A row's log-ratio is summed in float64, so that long rows lose nothing.
+    """u of every token, (N,), before `low` and `high`. Its logarithm is clamped to ±20 so that no token gives inf.
+    Level `none` gives 1. A row's log-ratio is summed in float64, so that long rows lose no precision.
     """
     if level == "none":
         return torch.ones_like(log_ratio_N)
@@ -47,7 +43,7 @@ def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
 
 
 def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None) -> Tensor:
-    """w of every token, (N,), truncated, zeroed or stopped outside the bounds: a tensor of its own. Only `stop` needs
+    """w of every token, (N,), truncated, zeroed or stopped outside the bounds, as a new tensor. Only `stop` needs
     advantages.
     """
     if options.level == "none":
@@ -64,26 +60,25 @@ def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None
 def weight_sums(
     weights_N: Tensor, keep_N: Tensor, lengths_B: Tensor, level: str, counts_N: Tensor | None = None
 ) -> Tensor:
-    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token where the weight is the row's; the
-    quotient is what normalised weights are divided by.
+    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token for a row-level weight. Normalised
+    weights are divided by their quotient.
 
-    `counts_N`: how often each token counts, the same on all of a row's, as if its row were there that often; 0 leaves
-    it out.
+    `counts_N` is how often each token counts, equal over a row; 0 leaves the row out.
     """
     kept_N, weights_N = keep_N.double(), weights_N.double()
     if counts_N is not None:
         kept_N = kept_N * counts_N
     if level not in ("sequence", "geometric"):
         return torch.stack([torch.dot(weights_N, kept_N), kept_N.sum()])
-    # A row's tokens weigh the same and count the same. An empty row has no maximum.
+    # All tokens of a row have the same weight and count, so a maximum selects them. An empty row's maximum is −inf.
     kept_B = row_maxima(kept_N, lengths_B).clamp(min=0.0)
     weights_B = torch.where(kept_B > 0, row_maxima(weights_N, lengths_B), 0.0)
     return torch.stack([torch.dot(weights_B, kept_B), kept_B.sum()])
 
 
 def normalized(weights_N: Tensor, sums: Tensor) -> Tensor:
-    """The weights over their mean, which `weight_sums` of the whole batch give. A mean of 0 (all weights zeroed,
-    nothing kept) leaves them as they are.
+    """The weights divided by their mean, from the whole batch's `weight_sums`. If the mean is 0 (all weights 0, or
+    nothing kept) they stay as they are.
     """
     assert sums.shape == (2,), sums.shape
     mean = sums[0] / sums[1].clamp(min=1)

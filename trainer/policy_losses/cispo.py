@@ -14,7 +14,7 @@ from tandem.trainer.policy_losses.options import CispoOptions
 
 
 def cispo(tokens: LossTokens, options: CispoOptions) -> LossTerms:
-    """`clipped`: tokens whose ratio was cut."""
+    """Mark `clipped`: tokens whose ratio was clipped."""
     with torch.no_grad():
         ratio_N = tokens.importance_ratio_N
     clipped_N = ratio_N.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)

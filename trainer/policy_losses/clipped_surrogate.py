@@ -16,7 +16,7 @@ from tandem.trainer.policy_losses.options import ClippedSurrogateOptions
 
 
 def clipped_surrogate(tokens: LossTokens, options: ClippedSurrogateOptions) -> LossTerms:
-    """`clipped`: tokens that the clip bounds; `clipped_lower`: those that the dual clip bounds."""
+    """Marks: `clipped`, tokens bounded by the clip; `clipped_lower`, tokens bounded by the dual clip."""
     ratio_N = tokens.importance_ratio_N
     unclipped_N = -tokens.advantages_N * ratio_N
     clipped_N = -tokens.advantages_N * ratio_N.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)

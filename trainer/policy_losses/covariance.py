@@ -1,13 +1,13 @@
-"""Clip-Cov and KL-Cov: entropy is kept by restraining the few tokens that use it up (arXiv:2505.22617).
+"""Clip-Cov and KL-Cov: preserve entropy by restraining the few tokens that reduce it most (arXiv:2505.22617).
 
-To first order a policy-gradient step lowers the entropy of the policy by the covariance of log-probability and
-advantage. The covariance of one token is C = (A − ⟨A⟩)(ℓ − ⟨ℓ⟩), ℓ = log π_current and ⟨·⟩ the mean over all loss
-tokens of the batch; few tokens make up most of it. Clip-Cov takes the gradient from some of them, KL-Cov holds them to
-the proximal policy.
+To first order, a policy-gradient step lowers the policy's entropy by the covariance of log-probability and advantage.
+The covariance of one token is C = (A − ⟨A⟩)(ℓ − ⟨ℓ⟩), with ℓ = log π_current and ⟨·⟩ the mean over all loss tokens of
+the batch; a few tokens account for most of the sum. Clip-Cov removes the gradient of some of them; KL-Cov adds a
+penalty that keeps them near the proximal policy.
 
-Which tokens, a `select_*` decides once for the whole batch; the losses read it from `chosen_N`, so no cut into
-micro-batches changes it. A token whose log-prob or advantage is not finite enters neither mean and is never chosen: its
-own loss is not finite, and the step is skipped for that.
+A `select_*` function chooses the tokens once for the whole batch and the losses read them from `chosen_N`, so the split
+into micro-batches does not matter. A token whose log-prob or advantage is not finite is in neither mean and is never
+chosen: its own loss is not finite, so the step is skipped.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import ClipCovOptions, KlCovOptions
 
 LARGEST_LOG_RATIO = 64.0
-"""The paper does not clamp the log-ratio; past ±64 it is clamped all the same, lest float32 give inf, and its gradient
-NaN.
-"""
+"""Clamp of the log-ratio. The paper has none, but beyond it float32 would give inf, and NaN in the gradient."""
 
 
 def select_clip_cov(tokens: LossTokens, options: ClipCovOptions, *, seed: int) -> Tensor:
-    """The tokens of the batch that lose their gradient, bool (N,): max(1, ⌊fraction·N⌋) candidates drawn without
+    """Tokens of the batch that lose their gradient, bool (N,): max(1, ⌊fraction·N⌋) candidates drawn without
     replacement.
 
-    Candidates are those that PPO's clip leaves alone and whose C lies strictly between `covariance_low` and
-    `covariance_high`. With too few of them all are taken; with none, or without tokens, nothing is chosen. The same
-    seed draws the same tokens on every device.
+    Candidates are tokens that PPO's clip does not bound and whose C is strictly between `covariance_low` and
+    `covariance_high`. If there are fewer, all are chosen. The same seed draws the same tokens on every device.
     """
     covariance_N, _ = _covariances(tokens)
     with torch.no_grad():
@@ -47,21 +44,21 @@ def select_clip_cov(tokens: LossTokens, options: ClipCovOptions, *, seed: int) -
 def clip_cov(tokens: LossTokens, options: ClipCovOptions) -> LossTerms:
     """0 on the chosen tokens, −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)A)·w elsewhere: Clip-Cov (arXiv:2505.22617).
 
-    ρ = π_current/π_proximal, w the behavior weight. Marks: `clipped`, the tokens without gradient, by PPO's clip or
-    chosen; `chosen`.
+    ρ = π_current/π_proximal, w the behavior weight. Marks: `clipped`, tokens without gradient (by PPO's clip or
+    chosen); `chosen`.
     """
     assert tokens.chosen_N is not None, "clip_cov needs select_clip_cov"
     unclipped_N, bounded_N, clipped_N = _surrogates(tokens, options)
-    # Multiplied, not masked: a NaN stays one even where it was chosen.
+    # Multiplying instead of masking keeps a NaN even where the token was chosen.
     losses_N = torch.maximum(unclipped_N, bounded_N) * tokens.behavior_weights_N * ~tokens.chosen_N
     return LossTerms(losses_N, {"clipped": clipped_N | tokens.chosen_N, "chosen": tokens.chosen_N})
 
 
 def select_kl_cov(tokens: LossTokens, options: KlCovOptions, *, seed: int) -> Tensor:
-    """The tokens of the batch that carry the penalty, bool (N,): the max(1, ⌊fraction·N⌋) of largest C, among equals
-    the first ones.
+    """Tokens of the batch that carry the penalty, bool (N,): the max(1, ⌊fraction·N⌋) with the largest C; the first
+    ones win ties.
 
-    Nothing is drawn, `seed` is unused. Without a finite token nothing is chosen.
+    `seed` is unused because nothing is drawn. Without a finite token nothing is chosen.
     """
     covariance_N, num_finite = _covariances(tokens)
     quota = min(_quota(options.fraction, len(covariance_N)), num_finite)
@@ -77,8 +74,8 @@ def select_kl_cov(tokens: LossTokens, options: KlCovOptions, *, seed: int) -> Te
 
 
 def kl_cov(tokens: LossTokens, options: KlCovOptions) -> LossTerms:
-    """(−ρA + [chosen]·kl_coefficient·|log ρ|)·w: KL-Cov (arXiv:2505.22617). No clipping; on the policy itself the
-    penalty has no gradient.
+    """(−ρA + [chosen]·kl_coefficient·|log ρ|)·w: KL-Cov (arXiv:2505.22617). No clipping; where ρ = 1 the penalty has no
+    gradient.
 
     ρ = π_current/π_proximal, w the behavior weight. Marks: `chosen`; `abs_log_ratio`, |log ρ|.
     """
@@ -95,7 +92,7 @@ def _ratios(log_ratio_N: Tensor) -> Tensor:
 
 
 def _surrogates(tokens: LossTokens, options: ClipCovOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """(−ρA, −clip(ρ)A, whether PPO's clip takes the gradient), each (N,)."""
+    """(−ρA, −clip(ρ)A, whether PPO's clip removes the gradient), each (N,)."""
     ratio_N = _ratios(tokens.log_ratio_N)
     unclipped_N = -tokens.advantages_N * ratio_N
     bounded_N = -tokens.advantages_N * ratio_N.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
@@ -103,9 +100,7 @@ def _surrogates(tokens: LossTokens, options: ClipCovOptions) -> tuple[Tensor, Te
 
 
 def _covariances(tokens: LossTokens) -> tuple[Tensor, int]:
-    """(C of every token, −inf where log-prob or advantage is not finite; how many are). The means are taken in
-    float64.
-    """
+    """(C of every token, −inf where log-prob or advantage is not finite; number of finite tokens). Means are float64."""
     logprobs_N, advantages_N = tokens.current_logprobs_N.detach(), tokens.advantages_N
     means = [values_N.mean(dtype=torch.float64) for values_N in (logprobs_N, advantages_N)]
     finite_N = None
@@ -119,5 +114,5 @@ def _covariances(tokens: LossTokens) -> tuple[Tensor, int]:
 
 
 def _quota(fraction: float, num_tokens: int) -> int:
-    """At least one, as the golden convention has it."""
+    """At least one, as in the golden convention."""
     return max(1, int(fraction * num_tokens))

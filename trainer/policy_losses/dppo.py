@@ -5,13 +5,13 @@ token's loss is
 
     L = −w · sg(v · min(ρ, cap)) · A · log π,
 
-where v is 0 once the update has left the trust region on the side that the advantage pushes to, else 1:
+where v is 0 if the update has left the trust region in the direction that the advantage pushes, else 1. v is 1 if
 
     total variation:  A > 0: π − π° ≤ high;               else π − π° ≥ −low;
     KL:               A > 0: D ≤ high or π ≤ π°;          else D ≤ low or π ≥ π°,
                       D = π° log(π°/π) + (1 − π°) log((1 − π°)/(1 − π)).
 
-The paper's π° is the sampler's: bypassing the proximal log-probs (see trainer/off_policy) gives that.
+The paper's π° is the sampler's policy; use `proximal = "bypassed"` (see trainer/off_policy) for that.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import DppoKlOptions, DppoTvOptions
 
 _EPSILON = 1e-8
-"""Added to 1 − π, which is 0 for a token that is certain."""
+"""Added to 1 − π, which is 0 for a token with probability 1."""
 
 
 def dppo_tv(tokens: LossTokens, options: DppoTvOptions) -> LossTerms:
-    """`clipped`: tokens outside the trust region; `clipped_lower`: those inside whose ratio was cut."""
+    """Marks: `clipped`, tokens outside the trust region; `clipped_lower`, tokens inside whose ratio was capped."""
     rise_N = tokens.current_logprobs_N.detach().exp() - tokens.proximal_logprobs_N.exp()
     positive_N = tokens.advantages_N > 0
     outside_N = (positive_N & (rise_N > options.threshold_high)) | (~positive_N & (rise_N < -options.threshold_low))
@@ -35,7 +35,7 @@ def dppo_tv(tokens: LossTokens, options: DppoTvOptions) -> LossTerms:
 
 
 def dppo_kl(tokens: LossTokens, options: DppoKlOptions) -> LossTerms:
-    """`clipped`: tokens outside the trust region; `clipped_lower`: those inside whose ratio was cut."""
+    """Marks: `clipped`, tokens outside the trust region; `clipped_lower`, tokens inside whose ratio was capped."""
     current_N, proximal_N = tokens.current_logprobs_N.detach(), tokens.proximal_logprobs_N
     p_current_N, p_proximal_N = current_N.exp(), proximal_N.exp()
     other_current_N = (1.0 - p_current_N).clamp(min=0.0) + _EPSILON
@@ -53,6 +53,6 @@ def _loss(tokens: LossTokens, outside_N: Tensor, ratio_cap: float) -> LossTerms:
     with torch.no_grad():
         ratio_N = tokens.importance_ratio_N
     factor_N = ratio_N.clamp(max=ratio_cap) * tokens.advantages_N * tokens.behavior_weights_N
-    # Multiplied, not masked: a NaN stays one even outside the trust region.
+    # Multiplying instead of masking keeps a NaN even outside the trust region.
     losses_N = -(factor_N * ~outside_N) * tokens.current_logprobs_N
     return LossTerms(losses_N, {"clipped": outside_N, "clipped_lower": ~outside_N & (ratio_N > ratio_cap)})

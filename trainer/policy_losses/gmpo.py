@@ -1,6 +1,6 @@
 """GMPO: the geometric instead of the arithmetic mean of the tokens' ratios (arXiv:2507.20673).
 
-With δ = log π_current − log π_proximal, clipped a token at a time on the side that its advantage pushes to,
+With δ = log π_current − log π_proximal, clipped per token on the side that its advantage pushes to,
 
     x = min(δ, high) if A > 0, max(δ, −low) if A < 0, 0 if A = 0,
 
@@ -8,8 +8,8 @@ and ⟨·⟩ the mean over a row's n loss tokens, every token of the row has the
 
     L = −⟨A⟩ · exp⟨x⟩ · exp⟨log w⟩.
 
-Behavior weights w are averaged geometrically as well, since what they correct is. `seq-mean-token-mean` is the paper's
-aggregation.
+Behavior weights w are averaged geometrically like the ratios that they correct. The paper aggregates with
+`seq-mean-token-mean`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import GmpoOptions
 
 SMALLEST_WEIGHT = 1e-10
-"""Added to a weight before its logarithm: a weight of 0 takes a row of n tokens down by e^(23/n), not to 0."""
+"""Added to a weight before its logarithm: one weight of 0 divides the loss of a row of n tokens by e^(23/n)."""
 
 LARGEST_EXPONENT = 64.0
-"""The paper bounds no token that runs away against its advantage. e^64 is the most a row's ratio may be, lest float32
-give inf.
+"""Clamp of a row's log-ratio, so that float32 does not give inf. The paper does not bound tokens that move against
+their advantage.
 """
 
 
 def gmpo(tokens: LossTokens, options: GmpoOptions) -> LossTerms:
-    """`clipped`: tokens cut at the top (A > 0); `clipped_lower`: at the bottom (A < 0). A row is a segment."""
+    """Marks: `clipped`, tokens clipped at the top (A > 0); `clipped_lower`, at the bottom (A < 0). A row is a segment."""
     log_ratio_N, lengths_B = tokens.log_ratio_N, tokens.lengths_B
     sign_N = tokens.advantages_N.sign()
-    # sign · min(sign·δ, limit) is the formula above: the limit is `high` where the sign is 1, `low` where it is −1.
+    # sign · min(sign·δ, limit) is the formula above, with limit `high` for sign 1 and `low` for sign −1.
     limit_N = (options.clip_high - options.clip_low) / 2 * sign_N + (options.clip_high + options.clip_low) / 2
     signed_N = sign_N * log_ratio_N
     clipped_log_ratio_N = sign_N * torch.minimum(signed_N, limit_N)

@@ -1,13 +1,13 @@
-"""GSPO: one importance ratio a sequence (arXiv:2507.18071, its token form "GSPO-token").
+"""GSPO: one importance ratio per sequence (arXiv:2507.18071, its token form "GSPO-token").
 
 With δ = log π_current − log π_proximal, its mean δ̄ over the row's loss tokens, behavior weight w and sg the
 stop-gradient,
 
     s_t = exp(sg(δ̄) + log π_current − sg(log π_current)),   L_t = w · max(−s_t A, −clamp(s_t, 1 − low, 1 + high) A):
 
-every token of the row has the value of the sequence's ratio and the gradient of its own log-prob. Where advantages and
-weights are equal over a row, the row's gradient is that of the sequence form; where they are not, only the token form
-is defined.
+every token of the row has the value of the sequence's ratio and the gradient of its own log-prob. If advantages and
+weights are constant over a row, the row's gradient equals that of the sequence form; otherwise only the token form is
+defined.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import GspoOptions
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
-"""The mean log-ratio of a row is cut off here before the exponential."""
+"""Upper clamp of a row's mean log-ratio before the exponential."""
 
 
 def gspo(tokens: LossTokens, options: GspoOptions) -> LossTerms:
-    """`clipped`: tokens of rows whose ratio the clip bounds. A row is a segment; rejected tokens are in no mean."""
+    """Mark `clipped`: tokens of rows whose ratio the clip bounds. A row is a segment; no mean includes rejected tokens."""
     mean_B = row_means(tokens.log_ratio_N.detach(), tokens.lengths_B)
     own_N = tokens.current_logprobs_N - tokens.current_logprobs_N.detach()
     ratio_N = (spread(mean_B, tokens.lengths_B) + own_N).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()

@@ -1,4 +1,4 @@
-"""What a policy loss is given and what it gives back. N loss tokens, flat, of B rows (see trainer/batch/ragged.py)."""
+"""Inputs and results of policy losses. N loss tokens, flat, of B rows (see trainer/batch/ragged.py)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """The loss tokens of whole rows: of a micro-batch, or of the batch where a selection looks at all of it.
+    """The loss tokens of whole rows, of a micro-batch or (for a selection) of the whole batch.
 
-    Only `current_logprobs_N` carries gradient. Tokens that the off-policy correction rejected are not here, nor in any
-    denominator.
+    Only `current_logprobs_N` carries gradient. Tokens rejected by the off-policy correction are already removed, also
+    from every denominator.
     """
 
     current_logprobs_N: Tensor
@@ -26,7 +26,7 @@ class LossTokens:
     behavior_weights_N: Tensor
     lengths_B: Tensor
     chosen_N: Tensor | None = None
-    """bool: what the loss's batch-wide selection chose; None for a loss that has none."""
+    """bool: tokens chosen by the loss's selection over the batch; None if the loss has none."""
 
     def __post_init__(self) -> None:
         shape = self.current_logprobs_N.shape
@@ -42,27 +42,27 @@ class LossTokens:
 
     @property
     def log_ratio_N(self) -> Tensor:
-        """log π_current − log π_proximal, as it is."""
+        """log π_current − log π_proximal, not clamped."""
         return self.current_logprobs_N - self.proximal_logprobs_N
 
     @property
     def importance_ratio_N(self) -> Tensor:
-        """π_current/π_proximal, the logarithm clamped to ±20."""
+        """π_current/π_proximal, its logarithm clamped to ±20."""
         return self.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """The loss of every token, behavior weights applied, aggregation not; and marks whose mean over tokens is
-    reported.
+    """The loss of every token with behavior weights, before aggregation, and marks that are reported as means over
+    tokens.
     """
 
     losses_N: Tensor
     marks: dict[str, Tensor] = field(default_factory=dict)
-    """name → float or bool of every token, detached; `clipped`: tokens whose gradient the loss bounded."""
+    """name → float or bool for every token, detached; `clipped`: tokens whose gradient the loss bounded."""
 
 
 def policy_loss_sum(terms: LossTerms, shares_N: Tensor) -> Tensor:
-    """Σ share · loss: what a micro-batch adds to the loss of its optimizer step (see trainer/aggregation.py)."""
+    """Σ share · loss: a micro-batch's part of the loss of its optimizer step (see trainer/aggregation.py)."""
     assert terms.losses_N.shape == shares_N.shape, (terms.losses_N.shape, shares_N.shape)
     return torch.dot(terms.losses_N, shares_N)

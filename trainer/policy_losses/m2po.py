@@ -1,11 +1,11 @@
 """Second-moment trust policy optimisation, M2PO (arXiv:2510.01161).
 
-The clip of PPO judges every token by itself, and on stale data it silences the rare, telling ones. M2PO judges the
-batch: a token loses its gradient only while the mean of (log π_current/π_behavior)² is above a threshold, the largest
-first. R²·that mean bounds the χ² divergence from the sampler, for ratios between 1/R and R.
+PPO's clip acts on each token separately, and on stale data it removes rare, informative tokens. M2PO acts on the batch:
+while the mean of (log π_current/π_behavior)² is above a threshold, it removes the gradient of the token with the
+largest value. R² times that mean bounds the χ² divergence from the sampler, for ratios between 1/R and R.
 
-Only the tokens of the trust region count: A > 0 and ratio > 1, or A < 0 and ratio < 1, the ones PPO's min would clip;
-the others are neither averaged nor masked. The denominators of the loss keep the masked tokens.
+It only considers tokens that PPO's min could clip: A > 0 and ratio > 1, or A < 0 and ratio < 1. Other tokens are
+neither averaged nor masked. Masked tokens stay in the denominators of the loss.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from tandem.trainer.policy_losses.options import M2poOptions
 
 
 def select_m2po(tokens: LossTokens, options: M2poOptions, *, seed: int) -> Tensor:
-    """The tokens of the batch that lose their gradient, bool (N,): as few as bring the mean square of the rest to the
-    threshold or below.
+    """Tokens of the batch that lose their gradient, bool (N,): the fewest whose removal brings the mean square of the
+    rest to the threshold or below.
 
-    Tokens of equal log-ratio share their fate, so no order of rows changes it. Nothing is drawn, `seed` is unused.
-    Without tokens in the trust region nothing is chosen. An infinite log-ratio is the largest; a NaN is outside the
-    region, and its loss is NaN.
+    Tokens of equal log-ratio are treated alike, so the order of rows does not matter. `seed` is unused because nothing
+    is drawn. An infinite log-ratio counts as the largest; a NaN is not considered, and its loss is NaN.
     """
     log_ratio_N = _log_ratios(tokens).detach().double()
     region_N = ((tokens.advantages_N > 0) & (log_ratio_N > 0)) | ((tokens.advantages_N < 0) & (log_ratio_N < 0))
     squares_N = log_ratio_N.square()
-    # Squares up to the threshold never bring a mean above it: only the others need an order.
+    # Squares up to the threshold never raise a mean above it, so only the larger ones are sorted.
     small_K = squares_N[region_N & (squares_N <= options.threshold)]
     ascending_K = squares_N[region_N & (squares_N > options.threshold)].sort().values
     counts_K = torch.arange(1, len(ascending_K) + 1, device=ascending_K.device) + len(small_K)
@@ -41,8 +40,8 @@ def select_m2po(tokens: LossTokens, options: M2poOptions, *, seed: int) -> Tenso
 def m2po(tokens: LossTokens, options: M2poOptions) -> LossTerms:
     """0 on the chosen tokens, −π_current/π_behavior·A elsewhere. M2PO (arXiv:2510.01161).
 
-    The ratio goes to the sampler itself and replaces the behavior weights, which are not applied. Marks: `clipped`, the
-    chosen tokens. A log-prob that is NaN makes its token's loss so.
+    The ratio is relative to the sampler and replaces the behavior weights, which are not applied. Mark `clipped`: the
+    chosen tokens. A NaN log-prob makes its token's loss NaN.
     """
     assert tokens.chosen_N is not None, "m2po needs select_m2po"
     ratio_N = _log_ratios(tokens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,4 +1,4 @@
-"""What a policy loss can be told, by the loss's name. Defaults are those of the papers. Imports no torch."""
+"""Options of the policy losses, with the papers' values as defaults. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ class LossOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     function: ClassVar[str]
-    """`module:function` of the loss, which takes `LossTokens` and these options and returns `LossTerms`. A path, so
-    that reading a recipe does not import torch.
+    """`module:function` of the loss, which takes `LossTokens` and these options and returns `LossTerms`. It is a string
+    so that reading a recipe does not import torch.
     """
     select: ClassVar[str] = ""
-    """`module:function` that first chooses tokens over the whole batch of an optimizer step:
-    `select(tokens, options, *, seed)` returns a bool for every token, which the loss finds in `LossTokens.chosen_N`.
-    Empty: the loss chooses none.
+    """`module:function` that first chooses tokens over the whole batch of an optimizer step. `select(tokens, options,
+    *, seed)` returns a bool for every token, which the loss reads from `LossTokens.chosen_N`. Empty: no selection.
     """
     has_ratio: ClassVar[bool] = True
-    """Whether the loss contains an importance ratio. A behavior weight that is already π_current/π_behavior would count
-    it twice.
+    """Whether the loss contains an importance ratio. If so, a behavior weight that already is π_current/π_behavior
+    would apply it twice.
     """
 
     name: str
@@ -34,7 +33,7 @@ class LossOptions(BaseModel):
 
     @property
     def counts_empty_rows(self) -> bool:
-        """Whether trajectories of which no token is left are in the number that `seq-` aggregations divide by."""
+        """Whether `seq-` aggregations also divide by trajectories without a kept token."""
         return False
 
 
@@ -49,7 +48,7 @@ class ClippedSurrogateOptions(LossOptions):
     clip_high: Annotated[float, Field(ge=0.0)] = 0.2
     """Upper clip of the importance ratio (1 + clip_high)."""
     dual_clip: Annotated[float, Field(ge=0.0)] = 3.0
-    """Ratio beyond which a token with negative advantage no longer counts more, above 1; 0 switches that off."""
+    """Largest ratio that counts for a token with negative advantage, above 1; 0 disables the dual clip."""
 
     @field_validator("dual_clip")
     @classmethod
@@ -66,13 +65,13 @@ class CispoOptions(LossOptions):
 
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """Lower clip of the importance ratio (1 − clip_low); 1 sets none, as the paper does."""
+    """Lower clip of the importance ratio (1 − clip_low); 1 means none, as in the paper."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.28
-    """Upper clip of the importance ratio (1 + clip_high); the paper tunes it without giving the value."""
+    """Upper clip of the importance ratio (1 + clip_high); the paper does not give its value."""
 
 
 class GspoOptions(LossOptions):
-    """GSPO's loss: the clips are of the ratio of a whole sequence, which moves far less than a token's."""
+    """GSPO's loss. The clips apply to the ratio of a whole sequence, which varies far less than a token's."""
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.gspo:gspo"
 
@@ -84,7 +83,7 @@ class GspoOptions(LossOptions):
 
 
 class GmpoOptions(LossOptions):
-    """GMPO's loss: the clips are of the logarithm of a token's ratio."""
+    """GMPO's loss. The clips apply to the logarithm of a token's ratio."""
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.gmpo:gmpo"
 
@@ -94,19 +93,18 @@ class GmpoOptions(LossOptions):
     clip_high: Annotated[float, Field(ge=0.0)] = 0.4
     """Upper clip of the importance ratio (e^clip_high)."""
     count_empty_rows: bool = False
-    """Whether `seq-` aggregations also divide by the trajectories of which no token is left: with `seq-mean-token-mean`
-    other trainers'
-    `geo_mean`. The rest then counts less, the more is rejected.
+    """Whether `seq-` aggregations also divide by trajectories without a kept token. With `seq-mean-token-mean` this is
+    other trainers' `geo_mean`. The kept trajectories then count less when more are rejected.
     """
 
     @property
     def counts_empty_rows(self) -> bool:
-        """As `count_empty_rows` says."""
+        """The value of `count_empty_rows`."""
         return self.count_empty_rows
 
 
 class SapoOptions(LossOptions):
-    """SAPO's loss: how sharply its gate closes around a ratio of 1."""
+    """SAPO's loss, a soft gate around a ratio of 1."""
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.sapo:sapo"
 
@@ -114,11 +112,11 @@ class SapoOptions(LossOptions):
     temperature_positive: Annotated[float, Field(gt=0.0)] = 1.0
     """τ of tokens with positive advantage."""
     temperature_negative: Annotated[float, Field(gt=0.0)] = 1.05
-    """τ of the others; above the other, their gradient fades faster."""
+    """τ of the other tokens. If it is larger than `temperature_positive`, their gradient fades faster."""
 
 
 class ReinforceOptions(LossOptions):
-    """REINFORCE's loss; GPG's too."""
+    """The loss of REINFORCE and of GPG."""
 
     has_ratio: ClassVar[bool] = False
     function: ClassVar[str] = "tandem.trainer.policy_losses.reinforce:reinforce"
@@ -133,11 +131,11 @@ class DppoTvOptions(LossOptions):
 
     name: Literal["dppo_tv"] = "dppo_tv"
     threshold_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.15
-    """How far the probability of a token with negative advantage may fall."""
+    """Largest decrease in probability of a token with negative advantage."""
     threshold_high: Annotated[float, Field(ge=0.0, le=1.0)] = 0.15
-    """How far the probability of a token with positive advantage may rise."""
+    """Largest increase in probability of a token with positive advantage."""
     ratio_cap: Annotated[float, Field(gt=0.0)] = 20.0
-    """Importance ratios above it are cut to it."""
+    """Larger importance ratios are cut to this value."""
 
 
 class DppoKlOptions(LossOptions):
@@ -147,15 +145,15 @@ class DppoKlOptions(LossOptions):
 
     name: Literal["dppo_kl"] = "dppo_kl"
     threshold_low: Annotated[float, Field(ge=0.0)] = 0.05
-    """Largest divergence at which the probability of a token with negative advantage may still fall."""
+    """Largest divergence up to which the probability of a token with negative advantage may decrease."""
     threshold_high: Annotated[float, Field(ge=0.0)] = 0.05
-    """Largest divergence at which the probability of a token with positive advantage may still rise."""
+    """Largest divergence up to which the probability of a token with positive advantage may increase."""
     ratio_cap: Annotated[float, Field(gt=0.0)] = 20.0
-    """Importance ratios above it are cut to it."""
+    """Larger importance ratios are cut to this value."""
 
 
 class ClipCovOptions(LossOptions):
-    """Clip-Cov (arXiv:2505.22617): PPO's clip, and no gradient from a few tokens of large covariance."""
+    """Clip-Cov (arXiv:2505.22617): PPO's clip, and no gradient for a few tokens of large covariance."""
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.covariance:clip_cov"
     select: ClassVar[str] = "tandem.trainer.policy_losses.covariance:select_clip_cov"
@@ -166,11 +164,11 @@ class ClipCovOptions(LossOptions):
     clip_high: Annotated[float, Field(ge=0.0)] = 0.2
     """Upper clip of the importance ratio (1 + clip_high)."""
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
-    """Largest part of the batch's tokens that lose their gradient (one token at least)."""
+    """Largest fraction of the batch's tokens that lose their gradient (at least one token)."""
     covariance_low: float = 1.0
-    """Only tokens whose covariance lies above it are candidates."""
+    """Lower bound of a candidate's covariance (exclusive)."""
     covariance_high: float = 5.0
-    """Only tokens whose covariance lies below it are candidates."""
+    """Upper bound of a candidate's covariance (exclusive)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -189,7 +187,7 @@ class KlCovOptions(LossOptions):
 
     name: Literal["kl_cov"] = "kl_cov"
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-3
-    """Part of the batch's tokens that carry the penalty (one token at least)."""
+    """Fraction of the batch's tokens that carry the penalty (at least one token)."""
     kl_coefficient: Annotated[float, Field(ge=0.0)] = 1.0
     """Weight of the penalty |log π_current − log π_proximal|."""
 
@@ -202,7 +200,7 @@ class DroOptions(LossOptions):
 
     name: Literal["dro"] = "dro"
     beta: Annotated[float, Field(ge=0.0)] = 0.1
-    """Weight of the squared log-ratio; 0 leaves REINFORCE."""
+    """Weight of the squared log-ratio; 0 gives REINFORCE."""
 
 
 class ToprOptions(LossOptions):
@@ -222,7 +220,7 @@ class TruncatedImportanceOptions(LossOptions):
 
     name: Literal["truncated_importance"] = "truncated_importance"
     cap: Annotated[float, Field(gt=0.0)] = 4.0
-    """Ratios π_current/π_behavior above it are cut to it."""
+    """Larger ratios π_current/π_behavior are cut to this value."""
 
 
 class M2poOptions(LossOptions):
@@ -233,7 +231,7 @@ class M2poOptions(LossOptions):
 
     name: Literal["m2po"] = "m2po"
     threshold: Annotated[float, Field(gt=0.0)] = 0.04
-    """Bound of the mean squared log-ratio of the tokens that keep their gradient."""
+    """Bound on the mean squared log-ratio of the tokens that keep their gradient."""
 
 
 BUILT_IN: tuple[type[LossOptions], ...] = (
@@ -266,7 +264,7 @@ NAMES_ELSEWHERE = {
     "aipo": "truncated_importance",
     "kimi": "dro",
 }
-"""What other trainers and the papers call these losses."""
+"""Names of these losses in other trainers and in the papers."""
 
 
 @cache
@@ -280,5 +278,5 @@ def loss_models() -> dict[str, type[LossOptions]]:
 
 
 def loss_elsewhere(name: str) -> str | None:
-    """The loss that others call `name`, or None."""
+    """The loss that is called `name` elsewhere, or None."""
     return NAMES_ELSEWHERE.get(name.lower())

@@ -1,4 +1,6 @@
-"""Finds and calls the policy loss that its options name. A new one is a function, and a model in `options.py`."""
+"""Finds and calls the policy loss that its options name. To add one, write a function and an options model in
+`options.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,11 @@ def find_loss(name: str) -> PolicyLoss:
 
 
 def policy_loss(tokens: LossTokens, options: LossOptions) -> LossTerms:
-    """The loss of every token, and the marks of the loss that `options` belong to.
+    """The loss of every token, with the marks of the loss that `options` selects.
 
-    Beside these each loss has the mark `ppo_kl`, log π_proximal − log π_current: how far the policy has moved since the
-    start of the batch. No tokens give no losses. Infinite log-ratios count as the largest finite ones, where a loss
-    clamps them. A NaN in an input of a loss makes its token's loss NaN, never a number: trainer/objective.py then
-    skips the optimizer step and counts it.
+    Every loss also has the mark `ppo_kl`, log π_proximal − log π_current: how far the policy has moved since the start
+    of the batch. No tokens give no losses. Where a loss clamps log-ratios, infinite ones count as the clamp's bound. A
+    NaN input makes its token's loss NaN; trainer/objective.py then skips the optimizer step and counts it.
     """
     loss = find_loss(options.name)
     assert (loss.select is None) == (tokens.chosen_N is None), (

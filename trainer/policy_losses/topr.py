@@ -13,11 +13,11 @@ def topr(tokens: LossTokens, options: ToprOptions) -> LossTerms:
     """−A·log π_current where A ≥ 0, −min(π_current(row)/π_behavior(row), 1)·A·log π_current where A < 0, the ratio
     detached.
 
-    The paper's canonical limits a⁺ = b⁺ = b⁻ = 1, a⁻ = 0: good answers are learnt as in supervised training, however
-    unlikely they have become; bad ones ever less as the policy leaves them, so that pushing them down cannot go on for
-    ever. The ratio is that of the whole row, Σ of its log-ratios in float64, not its geometric mean. It goes to the
-    sampler itself and replaces the behavior weights, which are not applied. Marks: `clipped`, tokens whose ratio was
-    cut to 1. A log-prob that is not finite makes the losses of its row so, where the advantage is negative.
+    These are the paper's canonical limits a⁺ = b⁺ = b⁻ = 1, a⁻ = 0. Good answers are trained as in supervised training,
+    however unlikely they have become; bad ones count less as the policy moves away from them, which bounds how far they
+    are pushed down. The ratio is that of the whole row, Σ of its log-ratios in float64, not its geometric mean. It is
+    relative to the sampler and replaces the behavior weights, which are not applied. Mark `clipped`: tokens whose ratio
+    was cut to 1. A non-finite log-prob makes the losses of its row's tokens with negative advantage non-finite.
     """
     behind_N = tokens.current_logprobs_N.detach() - tokens.behavior_logprobs_N
     log_ratio_B = row_sums(behind_N.double(), tokens.lengths_B)

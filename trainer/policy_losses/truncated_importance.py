@@ -1,6 +1,4 @@
-"""REINFORCE with the truncated ratio to the sampler: AIPO (LlamaRL arXiv:2505.24034), after IMPALA's
-(arXiv:1802.01561).
-"""
+"""REINFORCE with the truncated ratio to the sampler: AIPO (LlamaRL arXiv:2505.24034), after IMPALA (arXiv:1802.01561)."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from tandem.trainer.policy_losses.options import TruncatedImportanceOptions
 
 
 def truncated_importance(tokens: LossTokens, options: TruncatedImportanceOptions) -> LossTerms:
-    """−min(π_current/π_behavior, cap)·A·log π_current, token by token, the ratio detached.
+    """−min(π_current/π_behavior, cap)·A·log π_current for each token, the ratio detached.
 
-    A token past the cap keeps a gradient, unlike one that PPO clips. The ratio goes to the sampler itself and replaces
-    the behavior weights, which are not applied: it is the same correction, made with the policy of this step. Marks:
-    `clipped`, ratios cut to the cap. A log-prob that is not finite makes its token's loss so.
+    A token above the cap keeps a gradient, unlike one that PPO clips. The ratio is relative to the sampler and replaces
+    the behavior weights, which are not applied because they make the same correction. Mark `clipped`: ratios cut to the
+    cap. A non-finite log-prob makes its token's loss non-finite.
     """
     log_ratio_N = (tokens.current_logprobs_N - tokens.behavior_logprobs_N).detach()
     ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
