@@ -82,7 +82,7 @@ class BatchObjective:
         self.sums = BatchSums(config.correction, device)
 
     def begin_step(self, step: int, current_N: Tensor | None) -> _Step:
-        """The columns that the micro-batches of this optimizer step share; `current_N` if `RequiredColumns.every_step`."""
+        """The columns shared by the step's micro-batches; `current_N` if `RequiredColumns.every_step`."""
         layout, correction = self._layout, self._config.correction
         places, lengths_S = layout.tokens_of(step)
         keep_N = torch.ones(layout.num_tokens, dtype=torch.bool)
@@ -137,7 +137,7 @@ class BatchObjective:
     def _loss_tokens(
         self, plan: _Step, step: int, number: int, batch: MicroBatch, current_M: Tensor
     ) -> tuple[LossTokens, Tensor]:
-        """(all tokens of the micro-batch, mask of the kept ones). Applies the correction unless the whole batch had it."""
+        """(the micro-batch's tokens, mask of the kept ones). Corrects them unless the whole batch was corrected."""
         correction, behavior_M = self._config.correction, batch.behavior_logprobs_N
 
         def part(column_N: Tensor) -> Tensor:

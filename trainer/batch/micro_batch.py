@@ -89,8 +89,8 @@ def check_trainable(trajectory: Trajectory, group_id: str) -> None:
     """Checks that the trainer can recompute the trajectory's log-probs.
 
     Raises:
-        DataError: it was sampled with temperature 0, top-p, top-k or penalties; or its first token, which has no context
-            to be predicted from, is a loss token.
+        DataError: it was sampled with temperature 0, top-p, top-k or penalties; or its first token is a loss token,
+            which has no context to be predicted from.
     """
     if not trajectory.sampling.trainable:
         raise DataError(

@@ -39,7 +39,7 @@ def _suits_numpy(values: Tensor) -> bool:
 
 
 class _RowSums(Function):
-    """Each of the two functions is the other's gradient, which is much cheaper than autograd through their operations."""
+    """Each of the two functions is the other's gradient, far cheaper than autograd through their operations."""
 
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, lengths_B: Tensor) -> Tensor:

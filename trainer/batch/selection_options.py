@@ -30,8 +30,8 @@ class PolicyFiltration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: Literal["best_of_n", "best_random", "best_worst", "power"] = "best_worst"
-    """Trains on the group's best; on its best and, with less weight, the others; on its best and worst; or in proportion
-    to |reward|^power over the whole batch.
+    """Trains on the group's best; on its best and, with less weight, the others; on its best and worst; or in
+    proportion to |reward|^power over the whole batch.
     """
     power: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 2.0
     """Exponent of `power`."""

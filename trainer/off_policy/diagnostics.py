@@ -78,7 +78,7 @@ _TEST_MAXIMA = ("greatest", "minus_least")
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSums:
-    """Sums and maxima by staleness: float64 (S, K) and (S, M). `tests` are the names of the options' tests, in order."""
+    """Sums and maxima by staleness: float64 (S, K) and (S, M). `tests` are the names of the tests, in order."""
 
     tests: tuple[str, ...]
     sums_SK: Tensor

@@ -166,7 +166,7 @@ class CorrectionOptions(BaseModel):
 
     @property
     def needs_ratio_free_loss(self) -> bool:
-        """Whether the weight already is π_current/π_behavior, so that a loss with its own ratio would apply it twice."""
+        """Whether the weight already is π_current/π_behavior, so a loss with its own ratio would apply it twice."""
         return self.proximal == "bypassed" and self.weights.level != "none"
 
 

@@ -100,7 +100,7 @@ def _surrogates(tokens: LossTokens, options: ClipCovOptions) -> tuple[Tensor, Te
 
 
 def _covariances(tokens: LossTokens) -> tuple[Tensor, int]:
-    """(C of every token, −inf where log-prob or advantage is not finite; number of finite tokens). Means are float64."""
+    """(C of every token, −inf if its log-prob or advantage is not finite; number of finite ones). Means are float64."""
     logprobs_N, advantages_N = tokens.current_logprobs_N.detach(), tokens.advantages_N
     means = [values_N.mean(dtype=torch.float64) for values_N in (logprobs_N, advantages_N)]
     finite_N = None

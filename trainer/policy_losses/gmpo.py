@@ -30,7 +30,7 @@ their advantage.
 
 
 def gmpo(tokens: LossTokens, options: GmpoOptions) -> LossTerms:
-    """Marks: `clipped`, tokens clipped at the top (A > 0); `clipped_lower`, at the bottom (A < 0). A row is a segment."""
+    """Marks: `clipped`, tokens clipped from above (A > 0); `clipped_lower`, from below (A < 0). A row is a segment."""
     log_ratio_N, lengths_B = tokens.log_ratio_N, tokens.lengths_B
     sign_N = tokens.advantages_N.sign()
     # sign · min(sign·δ, limit) is the formula above, with limit `high` for sign 1 and `low` for sign −1.

@@ -23,7 +23,7 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 
 
 def gspo(tokens: LossTokens, options: GspoOptions) -> LossTerms:
-    """Mark `clipped`: tokens of rows whose ratio the clip bounds. A row is a segment; no mean includes rejected tokens."""
+    """Mark `clipped`: tokens of rows whose ratio the clip bounds. A row is a segment; means exclude rejected tokens."""
     mean_B = row_means(tokens.log_ratio_N.detach(), tokens.lengths_B)
     own_N = tokens.current_logprobs_N - tokens.current_logprobs_N.detach()
     ratio_N = (spread(mean_B, tokens.lengths_B) + own_N).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()

@@ -1,4 +1,4 @@
-"""REINFORCE with the truncated ratio to the sampler: AIPO (LlamaRL arXiv:2505.24034), after IMPALA (arXiv:1802.01561)."""
+"""REINFORCE with the truncated sampler ratio: AIPO (LlamaRL arXiv:2505.24034), after IMPALA (arXiv:1802.01561)."""
 
 from __future__ import annotations
 
