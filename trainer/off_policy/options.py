@@ -100,7 +100,7 @@ class CorrectionOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: PresetName = "token_clip"
-    """A published combination of values; keys given explicitly override it."""
+    """A named combination of values; keys given explicitly override it."""
     proximal: Literal["recomputed", "loglinear", "bypassed"] = "recomputed"
     """Where proximal log-probs come from. `recomputed`: a forward pass at the batch's start. `loglinear`: interpolation
     by version between the sampler's and the current ones. `bypassed`: the sampler's own (the ratio is then
