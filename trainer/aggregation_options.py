@@ -1,4 +1,4 @@
-"""How the losses of tokens may be aggregated; what each mode means is in trainer/aggregation.py, which loads torch."""
+"""Names of the aggregation modes. trainer/aggregation.py, which loads torch, defines them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is learned from a batch: the estimator, the loss and all that stands around them, and what of it fits together.
-Imports no torch.
+"""Configuration of the algorithm (estimator, loss, correction, KL, critic, selection) and checks that its parts fit
+together. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,71 +26,69 @@ else:
 
 
 class CriticConfig(CriticOptions):
-    """The value model of PPO and how it learns; what is not said here it shares with the policy: dtype, offload, weight
-    decay …
-    """
+    """PPO's value model and its training. Settings not listed here are the policy's: dtype, offload, weight decay, …"""
 
     value_clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.2
-    """How far a value may move from that of the batch's start before it has no gradient; 0 switches that off."""
+    """How far a value may move from its value at the batch's start before its gradient stops; 0 disables the clip."""
     warmup_batches: Annotated[int, Field(ge=0)] = 0
-    """First batches of a run that train the critic alone; the policy is published unchanged."""
+    """Number of first batches that train only the critic; the policy is published unchanged."""
 
 
 class AlgorithmConfig(BaseModel):
-    """What is learned from a batch."""
+    """Configuration of the training algorithm."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     advantage: Annotated[AnyEstimatorOptions, named("grpo", guess=estimator_elsewhere)] = GrpoOptions()
-    """How rewards become advantages."""
+    """The advantage estimator."""
     loss: Annotated[AnyLossOptions, named("clipped_surrogate", guess=loss_elsewhere)] = ClippedSurrogateOptions()
-    """How advantages become the loss of a token."""
+    """The policy loss of a token."""
     aggregation: Aggregation = "token-mean"
-    """How the tokens' losses become one: over all tokens of the batch, or over its trajectories; `-norm` divides a
+    """How token losses are aggregated: over all tokens of the batch or over its trajectories. `-norm` divides a
     trajectory's sum by rollout.max_response_tokens (Dr.GRPO).
     """
     correction: Annotated[CorrectionOptions, named("token_clip", key="preset")] = CorrectionOptions()
-    """What is done about samples of older versions and of another engine; a bare name is a preset's."""
+    """Off-policy correction for samples of older versions and of another engine; a bare name selects a preset."""
     kl: KlOptions = KlOptions()
-    """The penalty for leaving the reference policy, which is loaded only if there is one."""
+    """The KL penalty towards the reference policy, which is loaded only if there is a penalty."""
     entropy_coefficient: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
-    """What a nat of entropy is worth in the loss of every token; 0 is no bonus."""
+    """Coefficient of the entropy bonus, per nat and token; 0 disables it."""
     critic: CriticConfig = CriticConfig()
-    """The value model, which only the advantage `gae` has."""
+    """The value model; only the advantage `gae` uses one."""
     selection: SelectionOptions = SelectionOptions()
-    """Which groups, rows and tokens teach, and how much."""
+    """Selection and weighting of groups, rows and tokens."""
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a value model is trained beside the policy."""
+        """Whether a value model is trained."""
         return "values" in self.advantage.needs
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy the run started from is kept beside the policy."""
+        """Whether the policy that the run started from is kept as the reference policy."""
         return self.kl.reward is not None or self.kl.loss is not None
 
     @property
     def needs_baselines(self) -> bool:
-        """Whether every prompt is answered greedily, too."""
+        """Whether every prompt also gets a greedy answer."""
         return "baselines" in self.advantage.needs
 
     @property
     def needs_components(self) -> bool:
-        """Whether rewards must come with their breakdown."""
+        """Whether rewards must include their breakdown."""
         return "components" in self.advantage.needs
 
     @property
     def min_group_size(self) -> int:
-        """The fewest scored answers to a prompt that the estimator can do anything with."""
+        """The fewest scored answers to a prompt that the estimator accepts."""
         return self.advantage.min_group_size
 
     def check_sampling(self, *, samples_per_prompt: int, min_scored_samples: int, max_response_tokens: int) -> None:
-        """Refuses groups that are too small for the estimator (`min_scored_samples` 0: all are scored), and a penalty
-        on more tokens than an answer has.
+        """Checks that groups are large enough for the estimator (`min_scored_samples` 0: all are scored), and that the
+        overlong buffer fits into an answer.
 
         Raises:
-            ValueError: naming what to change.
+            ValueError: names the setting to change.
         """
         name = self.advantage.name
         fewest = max(self.min_group_size, 2 if self.advantage.compares_answers else 1)
@@ -143,9 +141,7 @@ class AlgorithmConfig(BaseModel):
         return self
 
     def _check_components(self) -> None:
-        """An estimator that reads the rewards' components only would lose what is done to the reward itself, and groups
-        that teach.
-        """
+        """Refuses settings on the total reward if the estimator only reads reward components and would ignore them."""
         lost = {
             "kl.reward": self.kl.reward,
             "selection.overlong_penalty": self.selection.overlong_penalty,
@@ -166,7 +162,7 @@ class AlgorithmConfig(BaseModel):
             )
 
     def _check_success_rates(self) -> None:
-        """An estimator that divides by the mean reward cannot have what makes rewards negative."""
+        """Refuses settings that make rewards negative if the estimator divides by the mean reward."""
         for key, value in {
             "kl.reward": self.kl.reward,
             "selection.overlong_penalty": self.selection.overlong_penalty,

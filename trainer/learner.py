@@ -1,5 +1,5 @@
-"""The learner: one rank of the policy's training. It turns planned batches into new weights. It knows neither Redis nor
-gRPC, and no backend by name.
+"""The learner: one rank of the policy's training. It turns planned batches into new weights and does not depend on
+Redis, gRPC or a particular backend.
 
 N: loss tokens, flat: of the batch, or of a micro-batch.
 """
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 class Learner(Rank):
-    """One of `world_size` ranks, as torchrun's environment variables say (without them: the only one). All ranks call
-    the same methods.
+    """One of `world_size` ranks as given by torchrun's environment variables (without them, the only one). All ranks
+    call the same methods.
 
-    `optimizer_step` counts the policy's optimizer steps without the skipped ones. `packing` is how new batches are
-    planned; a recorded batch is trained as its plan says.
+    `optimizer_step` counts the policy's optimizer steps without skipped ones. `packing` is how new batches are planned;
+    a recorded batch is trained with the packing of its plan.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Learner(Rank):
         them.
 
         Raises:
-            ModelError: a model does not exist or cannot be loaded, or mixes rows that are packed end to end.
+            ModelError: a model does not exist or cannot be loaded, or mixes concatenated rows.
             ConfigError: the backend's package is missing, or settings do not fit the backend.
         """
         self._config = config
@@ -129,13 +129,13 @@ class Learner(Rank):
     ) -> StepResult:
         """Takes the batch's optimizer steps.
 
-        `groups`: on rank 0 all groups of the batch, on another rank at least those whose rows it trains. `before_step`
-        is called before each optimizer step; an exception that it raises prevents the step.
+        `groups` holds all groups of the batch on rank 0, and on other ranks at least those whose rows they train.
+        `before_step` is called before each optimizer step and prevents the step if it raises.
 
         Raises:
-            DataError: some rank's rows cannot be trained, or their rewards cannot be learned from. Raised on every
-                rank, before any weight changes.
-            ModelError: likewise, if the plan packs rows end to end and a model mixes such rows.
+            DataError: some rank's rows cannot be trained, or their rewards cannot be used. Raised on every rank, before
+                any weight changes.
+            ModelError: the plan concatenates rows and a model mixes such rows. Raised in the same way.
         """
         steps = self._micro_batches(batch, groups)
         rate = self._learning_rate(batch.policy_version)
@@ -174,7 +174,7 @@ class Learner(Rank):
         return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=finite(metrics))
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
-        # Such a batch was recorded on a machine that packs rows end to end.
+        # Such a batch was recorded on a machine that concatenates rows.
         if batch.packing == "flat" and self.packing == "padded":
             check_row_separation(self._engines(), self)
         failure: DataError | None = None
@@ -216,7 +216,7 @@ class Learner(Rank):
         )
 
     def _components(self, groups: Mapping[str, TrajectoryGroup]) -> dict[tuple[str, int], dict[str, float]]:
-        """Every trajectory's reward components. Rank 0 has all groups and sends them to the other ranks."""
+        """Every trajectory's reward components, broadcast from rank 0, which has all groups."""
         if not self._config.needs_components:
             return {}
         own = [[*key, parts] for key, parts in reward_components(groups).items()] if self.rank == 0 else None
@@ -276,9 +276,9 @@ class Learner(Rank):
         return (self._seed * 1_000_003 + batch.policy_version * 1_009) % (1 << 31)
 
     def _adapt_kl(self, figures: Mapping[str, float], reward_kl: float, num_trajectories: int) -> dict[str, float]:
-        """Moves the KL coefficients towards their targets and returns the figures of the KL penalties in use."""
+        """Adapts the KL coefficients to their targets and returns the metrics of the active KL penalties."""
         kl, used = self._config.kl, self._coefficients
-        measured = figures["trained_tokens"] > 0  # False while only the critic is trained; the coefficient then stays
+        measured = figures["trained_tokens"] > 0  # False while only the critic is trained; then β stays
         self._coefficients = next_coefficients(
             used,
             kl,
@@ -303,7 +303,8 @@ class Learner(Rank):
         )
 
     def save(self, folder: Path, batch_version: int) -> None:
-        """Writes a checkpoint that contains every batch up to `batch_version`, and deletes older ones past the limit.
+        """Writes a checkpoint that contains every batch up to `batch_version`, and deletes the oldest ones beyond the
+        limit.
 
         Raises:
             EnvironmentLackError: the disk is full.
@@ -323,10 +324,10 @@ class Learner(Rank):
             prune_checkpoints(Path(folder).parent, self._config.keep_checkpoints)
 
     def load(self, folder: Path) -> int:
-        """Restores a checkpoint, bit for bit, and returns the last batch it contains.
+        """Restores a checkpoint bit for bit and returns the last batch it contains.
 
         Raises:
-            DataError: there is no finished checkpoint.
+            DataError: there is no complete checkpoint.
             ConfigError: it was written by another backend, number of ranks, ZeRO stage or dtype.
         """
         state = load_checkpoint(
@@ -347,8 +348,8 @@ class Learner(Rank):
         return {"engine": self._engine, **critic}
 
     def export(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder, replacing an earlier one of that name. With LoRA the adapters are
-        merged into it, and also written alone to `<folder>-adapter`.
+        """Writes the policy as a Hugging Face folder and replaces an existing one. LoRA adapters are merged into it,
+        and also written separately to `<folder>-adapter`.
 
         Raises:
             EnvironmentLackError: the disk is full.
@@ -366,7 +367,7 @@ class Learner(Rank):
 
     @property
     def broadcast_adapters(self) -> Adapters | None:
-        """The adapters if samplers receive only these (see `AdapterSource`); None if they receive all weights."""
+        """The adapters if samplers receive only them (see `AdapterSource`); None if they receive all weights."""
         lora = self._config.lora
         return self._adapters if lora is not None and lora.broadcast == "adapter" else None
 
@@ -375,8 +376,8 @@ class Learner(Rank):
         return list(self._engine.specs) if self._adapters is None else self._adapters.specs()
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """The whole tensors of these parameters, adapters merged, on every rank, for reading inside the block. All
-        ranks call it with the same names.
+        """The full tensors of these parameters, adapters merged, on every rank; valid only inside the block. All ranks
+        must call it with the same names.
         """
         return (self._engine if self._adapters is None else self._adapters).gather(names)
 

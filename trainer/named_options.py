@@ -1,6 +1,4 @@
-"""Tables of a recipe that may be written as a bare name: `loss = "gspo"` for `loss = { name = "gspo" }`. Imports no
-torch.
-"""
+"""Tables that may be written as a bare name: `loss = "gspo"` for `loss = { name = "gspo" }`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def named(default: str, *, key: str = "name", guess: Callable[[str], str | None] | None = None) -> BeforeValidator:
-    """For `Annotated[OneOfSeveral, named("rloo")]`: a string is a name, and a table without one is called `default`."""
+    """For `Annotated[OneOfSeveral, named("rloo")]`: a string is a name, and a table without a name gets `default`."""
     return BeforeValidator(BareName(key, default, guess))
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group say to one another besides gradients."""
+"""Communication between ranks other than gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import distributed
 
 
 class Rank:
-    """One process of the group it has joined, on its device. All ranks call the same methods."""
+    """One process of a process group, on its device. All ranks call the same methods."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -18,7 +18,7 @@ class Rank:
         self.world_size = distributed.get_world_size()
 
     def all_agree(self, ok: bool) -> bool:
-        """True on every rank if `ok` is on every rank."""
+        """True on every rank if `ok` is True on all ranks."""
         if self.world_size == 1:
             return ok
         votes = torch.tensor([int(ok)], device=self.device)
@@ -26,7 +26,7 @@ class Rank:
         return bool(votes.item())
 
     def broadcast_object(self, value: object) -> Any:
-        """Rank 0's value on every rank, which must be JSON: nothing on the wire is pickled."""
+        """Rank 0's value on every rank. It must be JSON, because nothing is pickled."""
         if self.world_size == 1:
             return value
         data = json.dumps(value).encode() if self.rank == 0 else b""

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the batch, so that a resumed or replayed run needs no scheduler's state."""
+"""The learning rate as a pure function of the batch, so that a resumed or replayed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def learning_rate(
 ) -> float:
     """The learning rate of the batch that makes `policy_version` (the first is 1).
 
-    It rises linearly to `peak`, reached at batch `warmup_batches`, then stays, or falls along half a cosine to a tenth
-    of `peak` at
-    `total_batches` and stays there.
+    It rises linearly to `peak` at batch `warmup_batches`. Then it stays constant, or falls along half a cosine to a
+    tenth of `peak` at `total_batches` and stays there.
     """
     if policy_version < warmup_batches:
         return peak * policy_version / warmup_batches

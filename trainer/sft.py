@@ -1,4 +1,4 @@
-"""Supervised warm start: imitate given answers before reinforcement learning begins. Plain torch, one process."""
+"""Supervised fine-tuning on given answers before reinforcement learning. Plain torch, one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class SftRow:
-    """A prompt and the answer to imitate, as token ids; the answer includes its end token."""
+    """A prompt and its target answer as token ids; the answer includes the end token."""
 
     prompt_ids: Sequence[int]
     answer_ids: Sequence[int]
@@ -33,8 +33,8 @@ class SftRow:
 
 @dataclass(frozen=True, slots=True)
 class SftSettings:
-    """How to imitate. Learning rate: linear warm-up over a twentieth of `max_steps`, then constant. Float32
-    throughout.
+    """Settings of `train_sft`. The learning rate warms up linearly over a twentieth of `max_steps`, then stays
+    constant. Training is in float32.
     """
 
     max_steps: int
@@ -42,14 +42,14 @@ class SftSettings:
     learning_rate: float
     seed: int = 0
     target_accuracy: float = 0.0
-    """Stop once a validation reaches this; 0 takes all steps."""
+    """Stop when a validation reaches this accuracy; 0 takes all steps."""
     validate_every: int = 100
 
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """`loss`: nats a token, mean over the last `validate_every` steps. `accuracy`: the last validation's, None without
-    one.
+    """`loss`: nats per token, mean over the last `validate_every` steps. `accuracy`: from the last validation, None
+    without one.
     """
 
     steps: int
@@ -58,7 +58,7 @@ class SftResult:
 
 
 Validate = Callable[[transformers.PreTrainedModel, int, float], float | None]
-"""(model, step, mean loss since the last call) → accuracy, or None if it only watches."""
+"""(model, step, mean loss since the last call) → accuracy, or None if it does not measure one."""
 
 
 def train_sft(
@@ -66,11 +66,11 @@ def train_sft(
 ) -> SftResult:
     """Trains the model of `model_path` on the answers of `rows` and writes it to the folder `output`.
 
-    Every `validate_every` steps, and after the last, `on_validate` is called. Uses the device there is, and torch's
-    threads as set.
+    Calls `on_validate` every `validate_every` steps and after the last. Uses the GPU if there is one, and torch's
+    current number of threads.
 
     Raises:
-        DataError: there are no rows, or an empty prompt or answer among them.
+        DataError: there are no rows, or a row has an empty prompt or answer.
         ModelError: the model cannot be loaded.
         EnvironmentLackError: the disk is full.
     """
@@ -106,7 +106,7 @@ def sample_answers(
     end_ids: Sequence[int],
     batch_size: int = 256,
 ) -> list[list[int]]:
-    """One answer a prompt as token ids, without its end token; temperature 0 is greedy. Slow, but needs no engine."""
+    """One answer per prompt as token ids, without its end token; temperature 0 is greedy. Slow, but needs no engine."""
     device = next(model.parameters()).device
     settings = transformers.GenerationConfig(
         max_new_tokens=max_tokens,
@@ -118,7 +118,7 @@ def sample_answers(
     answers: list[list[int]] = []
     was_training = model.training
     model.eval()
-    with torch.random.fork_rng():  # the training's own randomness goes on as if nothing had been sampled
+    with torch.random.fork_rng():  # sampling does not change the training's random state
         torch.manual_seed(seed)
         for first in range(0, len(prompts), batch_size):
             part = prompts[first : first + batch_size]
@@ -146,7 +146,7 @@ def _segment(row: SftRow, number: int) -> Segment:
 
 
 def _batches(segments: Sequence[Segment], settings: SftSettings) -> Iterator[list[Segment]]:
-    """`max_steps` batches: reshuffled passes over the rows, one after the other."""
+    """`max_steps` batches from repeated passes over the rows, reshuffled for each pass."""
     random = np.random.default_rng(settings.seed)
     queue: NDArray[np.int64] = np.empty(0, np.int64)
     for _ in range(settings.max_steps):

@@ -1,5 +1,5 @@
-"""The sending end of a weight update: gathers the policy bucket by bucket, sends each bucket once, and keeps a copy for
-late joiners.
+"""The sender of weight updates: gathers the policy bucket by bucket, sends each bucket once, and keeps a copy for late
+joiners.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 
 class WeightSource(Protocol):
-    """What the sender needs of a learner. `gather` is collective: every rank enters it with the same names."""
+    """The learner's interface for the sender. `gather` is collective: every rank calls it with the same names."""
 
     rank: int
 
@@ -47,7 +47,7 @@ class WeightSource(Protocol):
 
 
 class AdapterSource(Protocol):
-    """What the sender needs of adapters that are sent without the base. Its gathers are collective, too."""
+    """The interface of adapters that are sent without the base. Its gather methods are collective too."""
 
     adapter_rank: int
     scaling: float
@@ -61,7 +61,7 @@ class AdapterSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """All buckets (digests included) of one version in host memory; never written again."""
+    """All buckets of one version in host memory, with digests; immutable."""
 
     manifest: WeightManifest
     buffers: tuple[torch.Tensor, ...]
@@ -69,8 +69,8 @@ class WeightCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyTransfer:
-    """A transfer to one late joiner: it joins `address` as rank 1 …, then updates with `manifest`. `finished` has the
-    outcome.
+    """A transfer to one late joiner. It joins `address` with ranks from 1, then updates with `manifest`; `finished`
+    holds the outcome.
     """
 
     address: WeightGroupAddress
@@ -79,15 +79,15 @@ class CopyTransfer:
 
 
 class WeightSender:
-    """Rank 0 sends; every trainer rank constructs one and enters `broadcast`.
+    """Sends weights from rank 0. Every trainer rank constructs one and calls `broadcast`.
 
-    A version starts with `manifest`. For `gloo` and `nccl`, with a group open (see `prepare` and `connect`), the
-    samplers are told to update while all ranks call `broadcast`. For `disk` and `ipc`, `broadcast` comes first and the
-    samplers fetch what its manifest names (`fetched_by_samplers`). `release` ends the version, after every sampler
-    has answered or been left out.
+    A version starts with `manifest`. For `gloo` and `nccl`, a group is opened first (see `prepare` and `connect`), and
+    the samplers are told to update while all ranks call `broadcast`. For `disk` and `ipc`, `broadcast` comes first and
+    the samplers fetch what its manifest names (`fetched_by_samplers`). `release` ends the version once every sampler
+    has answered or was left out.
 
-    With `adapters`, a version consists of these alone. Samplers merge them into the base in their model folder. A
-    sampler whose folder has another base, or none, receives the base with the copy.
+    With `adapters`, a version consists of the adapters only, and samplers merge them into the base in their model
+    folder. A sampler with another base, or none, receives the base with the copy.
     """
 
     def __init__(
@@ -112,21 +112,21 @@ class WeightSender:
 
     @staticmethod
     def fetched_by_samplers(backend: str) -> bool:
-        """True if samplers read what `broadcast` wrote, instead of taking part in it."""
+        """True if samplers read what `broadcast` wrote instead of taking part in it."""
         return backend in ("disk", "ipc")
 
     @property
     def copy(self) -> WeightCopy | None:
-        """The newest version, for late joiners; on rank 0 only."""
+        """The newest version, for late joiners; only on rank 0."""
         return self._copy
 
     def manifest(
         self, incarnation: int, policy_version: int, backend: str, *, changed: bool = True, location: str = ""
     ) -> WeightManifest:
-        """The manifest of a version before it is sent. Without `changed` it equals the one before and has no buckets.
-        `location` is the folder of `disk`.
+        """The manifest of a version before it is sent. Without `changed` it repeats the previous one and has no
+        buckets. `location` is the folder of `disk`.
 
-        All ranks call it: with adapters, the first version with buckets gathers the base.
+        All ranks must call it: with adapters, the first version with buckets gathers the base.
         """
         manifest = WeightManifest(incarnation, policy_version, backend, self._buckets if changed else (), location)
         if self._adapters is None or not changed:
@@ -138,9 +138,9 @@ class WeightSender:
         )
 
     def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> WeightGroupAddress:
-        """Rank 0: closes the open group and listens for a new one of `world_size` ranks, itself included.
+        """Rank 0: closes the open group and listens for a new one of `world_size` ranks, including itself.
 
-        Returns at once, so that the samplers can be told where to join; `connect` waits for them.
+        It returns at once so that the samplers can be told where to join; `connect` waits for them.
         """
         self.close()
         self._group_store = WeightGroupStore(host, f"weights-{uuid4().hex[:12]}", world_size, backend, timeout_seconds)
@@ -153,14 +153,13 @@ class WeightSender:
         self._group = self._group_store.connect(device, timeout_seconds)
 
     def broadcast(self, manifest: WeightManifest, timeout_seconds: float) -> WeightManifest:
-        """All ranks: gathers every bucket; rank 0 sends it over the open group, if there is one, and keeps it.
+        """All ranks: gathers every bucket. Rank 0 sends it over the open group, if there is one, and keeps it.
 
-        Returns the manifest with digests (and location), on rank 0; other ranks get theirs back as it was.
+        Returns the manifest with digests (and location) on rank 0, and the unchanged manifest on other ranks.
 
         Raises:
-            WeightTransferError: on rank 0, after every bucket was gathered (so ranks stay in step and the copy is
-                whole). The group is
-                closed; samplers that took part may have failed and can be served from the copy.
+            WeightTransferError: on rank 0, after every bucket was gathered, so that ranks stay in step and the copy is
+                complete. The group is closed; samplers in it may have failed and can be updated from the copy.
         """
         buffers: list[torch.Tensor] = []
         digests: list[str] = []
@@ -192,7 +191,7 @@ class WeightSender:
         return sent
 
     def release(self) -> None:
-        """Rank 0: gives GPU memory lent by `ipc` back, after every sampler has answered or been left out."""
+        """Rank 0: frees the GPU memory shared by `ipc`, once every sampler has answered or was left out."""
         if self._exported:
             self._exported.clear()
             torch.cuda.ipc_collect()
@@ -200,10 +199,10 @@ class WeightSender:
     def start_copy(
         self, host: str, tensor_parallel_size: int, timeout_seconds: float, *, brings_base: bool = False
     ) -> CopyTransfer:
-        """Rank 0: serves one late joiner from the copy, over a gloo group of its own, in a thread beside training.
+        """Rank 0: sends the copy to one late joiner in a background thread, over a separate gloo group.
 
-        Nothing here touches the trainer's communicators. Tell the sampler the address and the manifest, then look at
-        `finished`.
+        It does not use the trainer's communicators. The caller sends the address and the manifest to the sampler, then
+        checks `finished`.
         """
         copy = self._copy_to_send(brings_base)
         group_store = WeightGroupStore(
@@ -228,8 +227,7 @@ class WeightSender:
         return CopyTransfer(group_store.address, replace(copy.manifest, backend="gloo", location=""), finished)
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
-        """Rank 0: writes the copy as safetensors, one file a bucket; returns its `disk` manifest. The folder appears
-        whole or not at all.
+        """Rank 0: writes the copy atomically as safetensors, one file per bucket, and returns its `disk` manifest.
 
         Raises:
             EnvironmentLackError: the disk is full or the folder cannot be written.
@@ -255,7 +253,7 @@ class WeightSender:
         return replace(copy.manifest, backend="disk", location=str(folder))
 
     def close(self) -> None:
-        """Rank 0: closes the open group, if any; samplers in it notice at once."""
+        """Rank 0: closes the open group, if any; its samplers notice at once."""
         if self._group is not None:
             self._group.close()
         self._group = self._group_store = None
@@ -273,7 +271,7 @@ class WeightSender:
         return None
 
     def _gather_base(self, adapters: AdapterSource) -> None:
-        """All ranks: gathers the base. Rank 0 keeps it, with its digests, for samplers that lack it."""
+        """All ranks: gathers the base. Rank 0 keeps it with its digests for samplers that lack it."""
         held: list[BucketSpec] = []
         buffers: list[torch.Tensor] = []
         for spec in self._base:
@@ -297,7 +295,7 @@ class WeightSender:
     def _keep(self, sent: WeightManifest, buffers: Sequence[torch.Tensor]) -> None:
         if sent.buckets:
             self._copy = WeightCopy(sent, tuple(buffers))
-        elif self._copy is not None:  # the weights are those of the version before, with a new number
+        elif self._copy is not None:  # same weights as the previous version, with a new number
             renamed = replace(self._copy.manifest, incarnation=sent.incarnation, policy_version=sent.policy_version)
             self._copy = WeightCopy(renamed, self._copy.buffers)
 

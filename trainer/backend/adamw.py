@@ -13,8 +13,8 @@ from tandem.trainer.config import TrainerConfig
 
 
 class ClippingAdamW(torch.optim.AdamW):
-    """`overflow` says whether the last step was skipped, `_global_grad_norm` its norm before clipping: DeepSpeed's
-    names for both.
+    """`overflow` says whether the last step was skipped; `_global_grad_norm` is its norm before clipping. The names are
+    DeepSpeed's.
     """
 
     overflow = False

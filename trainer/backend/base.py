@@ -1,4 +1,4 @@
-"""What every training backend provides: an engine around a model, and the functions that build one."""
+"""The interface of training backends: an engine around a model, and the functions that build one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ParameterSpec = tuple[str, str, tuple[int, ...]]
 
 
 def parameter_specs(module: nn.Module) -> tuple[ParameterSpec, ...]:
-    """Of every parameter of a module that is not partitioned; tied ones once, under the first of their names."""
+    """Specs of every parameter of an unpartitioned module; tied ones once, under the first of their names."""
     return tuple(
         (name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
         for name, parameter in module.named_parameters()
@@ -27,14 +27,13 @@ def parameter_specs(module: nn.Module) -> tuple[ParameterSpec, ...]:
 
 
 class TrainingEngine(ABC):
-    """A model whose state is spread over the ranks, and its optimizer. All ranks call the same methods in the same
-    order.
+    """A model and its optimizer with state spread over the ranks. All ranks call the same methods in the same order.
 
-    `module` is the model itself. Its parameters may be partitioned: read them through `gather` only.
+    `module` is the model. Its parameters may be partitioned, so read them only through `gather`.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Records the parameters while they are still whole."""
+        """Records the parameter specs before the parameters are partitioned."""
         self.module: Any = module
         self.specs = parameter_specs(module)
         self.num_elements = sum(parameter.numel() for parameter in module.parameters())
@@ -54,20 +53,20 @@ class TrainingEngine(ABC):
     def step(self, learning_rate: float) -> float | None:
         """Clips the gradient, takes the AdamW step and clears the gradient.
 
-        Returns the global gradient norm before clipping; None if it was not finite, and the step skipped.
+        Returns the global gradient norm before clipping, or None if it was not finite and the step was skipped.
         """
 
     @abstractmethod
     def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """The whole tensors of these parameters on every rank, for reading inside the block."""
+        """The full tensors of these parameters on every rank; valid only inside the block."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes this rank's part of the trained weights and of the optimizer's state. Frozen weights are left out."""
+        """Writes this rank's part of the trained weights and of the optimizer's state, without frozen weights."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, bit for bit. Raises DataError if the folder lacks the files."""
+        """Restores bit for bit what `save` wrote. Raises DataError if the folder lacks the files."""
 
     @abstractmethod
     def close(self) -> None:
@@ -78,27 +77,25 @@ class Backend(Protocol):
     """The functions of a module `tandem.trainer.backend.<name>.engine`."""
 
     def join_process_group(self, timeout_seconds: float) -> torch.device:
-        """Joins the ranks that torchrun's variables describe (a group of one without them) and returns this rank's
-        device.
-        """
+        """Joins the ranks given by torchrun's variables (else a group of one) and returns this rank's device."""
 
     def leave_process_group(self) -> None:
-        """Closes the process group, so that the process may end or join another one."""
+        """Closes the process group, so that the process can end or join another one."""
 
     def build_engine(self, config: TrainerConfig, model: nn.Module) -> TrainingEngine:
         """An engine with AdamW over the model's trainable parameters.
 
         Raises:
-            ConfigError: settings that do not go together, or a model without gradient checkpointing that is to have it.
+            ConfigError: settings do not fit together, or the model does not support gradient checkpointing.
         """
 
     def build_frozen_engine(self, config: TrainerConfig, model: nn.Module, *, offload: bool) -> TrainingEngine:
-        """An engine of a model that is only evaluated, partitioned. `offload`: its weights live in host memory."""
+        """A partitioned engine of a model that is only evaluated. `offload`: its weights live in host memory."""
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Raises ConfigError if the model does not support it."""
-    # Not reentrant: with adapters, no input of the first layer requires a gradient.
+    """Enables gradient checkpointing. Raises ConfigError if the model does not support it."""
+    # With adapters no input of the first layer requires a gradient, which reentrant checkpointing needs.
     arguments = {"use_reentrant": False}
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Which training backends there are: the folders beside this file. Imports no torch."""
+"""The names of the training backends, which are the folders beside this file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def backend_names() -> list[str]:
-    """Sorted."""
+    """The names of all backends, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if module.ispkg)
 
 
 def known_backend(name: str) -> str:
-    """The name itself. Raises ValueError, with the nearest name, if there is no such backend."""
+    """Returns the name. Raises ValueError, with the nearest name, if there is no such backend."""
     names = backend_names()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)

@@ -1,4 +1,4 @@
-"""The ranks' process group, and the settings of torch that training relies on."""
+"""The ranks' process group, and the torch settings that training relies on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import distributed
 
 
 def join_process_group(timeout_seconds: float) -> torch.device:
-    """Joins the ranks that torchrun's variables describe (a group of one without them) and returns this rank's device.
+    """Joins the ranks given by torchrun's variables (a group of one without them) and returns this rank's device.
 
-    NCCL on CUDA; gloo with one deterministic thread a rank (or OMP_NUM_THREADS of them) on CPUs.
+    NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank (or OMP_NUM_THREADS of them).
     """
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")  # a line a collective
+    # torch warns at every collective.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     device = _device()
     if not distributed.is_initialized():
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_seconds)
@@ -29,7 +30,7 @@ def join_process_group(timeout_seconds: float) -> torch.device:
 
 
 def leave_process_group() -> None:
-    """Closes the process group, so that the process may end or join another one."""
+    """Closes the process group, so that the process can end or join another one."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
@@ -46,6 +47,6 @@ def _device() -> torch.device:
         return device
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.use_deterministic_algorithms(True)
-    # Nothing here reads such memory.
+    # Training never reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return torch.device("cpu")

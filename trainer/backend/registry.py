@@ -1,4 +1,4 @@
-"""Loads training backends: each is a folder beside this file with `options.py` (`check`) and `engine.py` (see
+"""Loads training backends. Each is a folder beside this file with `options.py` (`check`) and `engine.py` (see
 `tandem.trainer.backend.base.Backend`). Imports no torch until a backend is loaded.
 """
 

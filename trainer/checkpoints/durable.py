@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all: written under another name, synced to disk, then renamed."""
+"""Atomic folders: written under a temporary name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SUFFIX = ".partial"
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where `folder` is written until it is complete. Readers that look for version numbers never match this name."""
+    """The name `folder` has until it is complete. It never looks like a version number to readers."""
     return folder.with_name(folder.name + _SUFFIX)
 
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to write to. At the end it is synced to disk and renamed to `folder`, replacing an earlier
-    one. If the block raises, it is deleted.
+    """Yields an empty folder to write to. At the end it is synced to disk and renamed to `folder`, replacing an
+    existing one. If the block raises, it is deleted.
 
     Raises:
         EnvironmentLackError: the disk is full, or there is a file of that name.
@@ -38,7 +38,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def begin_folder(folder: Path) -> Path:
-    """Creates the partial folder; one that an earlier crash left is deleted first.
+    """Creates the partial folder and deletes one left by a crash.
 
     Raises:
         EnvironmentLackError: as `atomic_folder`.
@@ -55,13 +55,13 @@ def begin_folder(folder: Path) -> Path:
 
 
 def finish_folder(folder: Path) -> None:
-    """Syncs the partial folder to disk and renames it; the rename is synced, too."""
+    """Syncs the partial folder to disk, renames it and syncs the rename."""
     begun = partial_folder(folder)
     for root, _, names in os.walk(begun):
         for name in names:
             _fsync(Path(root, name))
         _fsync(Path(root))
-    if folder.exists():  # a folder cannot be renamed over another: for a moment there is none of this name
+    if folder.exists():  # a rename cannot replace a folder, so for a moment there is none
         retired = folder.with_name(folder.name + ".retired")
         shutil.rmtree(retired, ignore_errors=True)
         folder.rename(retired)
@@ -74,7 +74,7 @@ def finish_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_full_error(folder: Path) -> Iterator[None]:
-    """Raises EnvironmentLackError for the errors of a full disk, those of torch's and safetensors' writers included."""
+    """Raises EnvironmentLackError for the errors of a full disk, also of torch's and safetensors' writers."""
     try:
         yield
     except Exception as error:
@@ -90,7 +90,7 @@ def _is_disk_full(error: Exception, folder: Path) -> bool:
         return True
     if "No space left on device" in str(error):
         return True
-    # torch.save says only that its writer failed, so check the free space.
+    # torch.save only says that its writer failed, so check the free space.
     if isinstance(error, RuntimeError) and folder.parent.exists():
         return shutil.disk_usage(folder.parent).free < 1 << 20
     return False

@@ -32,8 +32,8 @@ Gather = Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Ten
 
 
 def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Copies of all parameters in host memory, gathered a portion at a time. All ranks call it; ranks without `keep`
-    get none.
+    """Copies of all parameters in host memory, gathered in portions. All ranks must call it; ranks without `keep` get
+    none.
     """
     weights: dict[str, torch.Tensor] = {}
     for names in _portions(specs):
@@ -46,8 +46,7 @@ def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: boo
 def write_export(
     model: transformers.PreTrainedModel, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
 ) -> None:
-    """Writes weights, configuration, tokenizer and generation settings. The folder appears complete and replaces
-    an earlier one.
+    """Writes weights, configuration, tokenizer and generation settings atomically, replacing an existing folder.
 
     Raises:
         EnvironmentLackError: the disk is full.

@@ -1,4 +1,4 @@
-"""Writing checkpoints from training engines, and loading them into these."""
+"""Saves training engines to checkpoints and restores them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def save_checkpoint(
     rank: int,
     barrier: Callable[[], None],
 ) -> None:
-    """Writes the checkpoint; all ranks call it. Returns when it is on disk.
+    """Writes the checkpoint and returns when it is on disk. All ranks must call it.
 
-    `engines`: the policy's as `engine`, and further ones (`critic`), each in a folder of that name. Frozen parameters
-    are left out.
+    `engines`: the policy's as `engine`, and others (`critic`), each in a folder of that name. Frozen parameters are
+    left out.
 
     Raises:
         EnvironmentLackError: the disk is full. Earlier checkpoints are untouched.
@@ -67,10 +67,10 @@ def load_checkpoint(
     dtype: str,
     rank: int,
 ) -> CheckpointState:
-    """Restores the engines and the random states; all ranks call it.
+    """Restores the engines and the random states. All ranks must call it.
 
     Raises:
-        DataError: there is no finished checkpoint.
+        DataError: there is no complete checkpoint.
         ConfigError: it was written by another backend, number of ranks, ZeRO stage or dtype, for other engines, or for
             other trained weights.
     """
@@ -98,7 +98,7 @@ def load_checkpoint(
 
 def _check_engines(folder: Path, state: CheckpointState, engines: Mapping[str, TrainingEngine]) -> None:
     written = state.trained_elements
-    if not written:  # format 1: the policy alone, all of it trained
+    if not written:  # format 1: only the policy, without frozen parameters
         written = {_POLICY: engines[_POLICY].num_elements}
     if written.keys() != engines.keys():
         raise ConfigError(

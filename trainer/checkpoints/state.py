@@ -1,8 +1,8 @@
 """Checkpoints: `checkpoints/<version>` holds a folder of the backend's files for each engine, the ranks' random states,
-and `state.json` that describes them.
+and `state.json`, which describes them.
 
-The version is that of the last batch the weights contain. The folder appears complete or not at all. Finding
-checkpoints needs no torch; `tandem.trainer.checkpoints.files` writes and reads them.
+The version is that of the last batch that the weights contain. Folders are written atomically. Finding checkpoints
+needs no torch; `tandem.trainer.checkpoints.files` writes and reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.protos.errors import DataError
 
 STATE_FILE = "state.json"
 FORMAT = 3
-"""Format 1 had one engine and did not say what was trained; format 2 had one backend."""
+"""Format 1 had one engine and no record of what was trained; format 2 had one backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class CheckpointState:
     trainer: dict[str, object]
     """The trainer's configuration, for information only; a resumed run uses its own."""
     trained_elements: dict[str, int] = field(default_factory=dict)
-    """Engine (`engine` is the policy's) → how many elements it trains. Frozen weights (LoRA's base) are not in the
+    """Engine (`engine` is the policy's) → number of trained elements. Frozen weights (LoRA's base) are not in the
     checkpoint.
     """
     kl_coefficients: dict[str, float] = field(default_factory=dict)
@@ -40,13 +40,13 @@ class CheckpointState:
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(version, folder) of every finished checkpoint inside the folder `checkpoints`, ascending."""
+    """(version, folder) of every complete checkpoint inside the folder `checkpoints`, ascending."""
     entries = ((entry.name, entry) for entry in Path(checkpoints).glob("[0-9]*") if (entry / STATE_FILE).exists())
     return sorted((int(name), entry) for name, entry in entries if name.isdigit())
 
 
 def latest_checkpoint(checkpoints: Path) -> tuple[int, Path] | None:
-    """The newest finished checkpoint, or None."""
+    """The newest complete checkpoint, or None."""
     found = list_checkpoints(checkpoints)
     return found[-1] if found else None
 
@@ -58,7 +58,7 @@ def prune_checkpoints(checkpoints: Path, keep: int) -> None:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Reads `state.json`. Raises DataError if this is not a finished checkpoint of a known format."""
+    """Reads `state.json`. Raises DataError if this is not a complete checkpoint of a known format."""
     try:
         values = json.loads((Path(folder) / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Set before DeepSpeed is imported. It finds the device by itself, but with a warning; and it imports an optimizer
-# decorated with torch.compile, which without the second line loads torch's whole compiler (1 s) for nothing.
+# Set before DeepSpeed is imported. The first line avoids a warning from its device detection. The second prevents
+# loading torch's compiler (1 s) for an optimizer that DeepSpeed decorates with torch.compile.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -46,7 +46,7 @@ class DeepSpeedEngine(TrainingEngine):
         return self.deepspeed(**inputs)
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over ranks, the shares are of the whole: times the ranks.
+        # DeepSpeed averages over ranks, but gradients of ranks must be summed.
         self.deepspeed.backward(loss * distributed.get_world_size(), scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> float | None:
@@ -70,7 +70,7 @@ class DeepSpeedEngine(TrainingEngine):
         )
 
     def load(self, folder: Path) -> None:
-        # DeepSpeed's files are pickles: only a run's own checkpoints are loaded.
+        # DeepSpeed's files are pickles, so only a run's own checkpoints are loaded.
         path, _ = self.deepspeed.load_checkpoint(
             str(folder.parent), tag=folder.name, load_module_strict=not self._has_frozen
         )
@@ -89,7 +89,7 @@ class DeepSpeedEngine(TrainingEngine):
 
 
 def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
-    """DeepSpeed's configuration. The caller owns the accumulation boundary: any number of backward calls, then one
+    """DeepSpeed's configuration. The caller decides when gradients are complete: any number of backward calls, then one
     step.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -100,7 +100,7 @@ def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
         "managed_gradient_accumulation": False,
         "gradient_clipping": 0.0 if _runs_bare_optimizer(config) else config.gradient_clip,
         "steps_per_print": 10**9,
-        # DeepSpeed's CPU Adam would be compiled (84 s), torch's fused one is as fast
+        # Avoids compiling DeepSpeed's CPU Adam (84 s); torch's fused one is as fast.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": config.zero_stage,
@@ -115,14 +115,13 @@ def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
     if config.offload_parameters:
         values["zero_optimization"]["offload_param"] = in_host_memory
     if config.zero_stage == 3:
-        # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; relative to the model it shards small
-        # models, too.
+        # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; a relative one shards small models too.
         threshold = min(num_parameters // 1000, _MAX_PERSISTENT_ELEMENTS)
         values["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     if config.dtype == "bfloat16":
         values["bf16"] = {"enabled": True}
         values["communication_data_type"] = "fp32"
-        # Without ZeRO, DeepSpeed accumulates in the model's dtype only; its master weights are float32 all the same.
+        # Without ZeRO, DeepSpeed accumulates only in the model's dtype; its master weights are still float32.
         values["data_types"] = {"grad_accum_dtype": "bf16" if config.zero_stage == 0 else "fp32"}
     return values
 
@@ -146,22 +145,22 @@ def build_frozen_engine(config: TrainerConfig, model: nn.Module, *, offload: boo
 
 
 def _runs_bare_optimizer(config: TrainerConfig) -> bool:
-    """DeepSpeed's ZeRO and bf16 optimizers clip and skip around a plain AdamW; at stage 0 in float32 it calls the
-    optimizer bare, which then has to do both.
+    """Whether DeepSpeed calls the optimizer directly (stage 0 in float32), which then has to clip and skip itself.
+    Otherwise DeepSpeed's ZeRO and bf16 optimizers do both around a plain AdamW.
     """
     return config.zero_stage == 0 and config.dtype == "float32"
 
 
 def join_process_group(timeout_seconds: float) -> torch.device:
     """See `Backend`."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.")  # a line a collective
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.")  # one warning per collective
     deepspeed.utils.logger.setLevel(logging.WARNING)
     if not torch.cuda.is_available():
-        # DeepSpeed's shared-memory collectives would be compiled (a minute, needs g++), and training never uses them.
+        # Avoids compiling DeepSpeed's shared-memory collectives (a minute, needs g++), which training never uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     device = process_group.join_process_group(timeout_seconds)
     if process_group.is_alone():
-        os.environ["LOCAL_RANK"] = "0"  # DeepSpeed insists on it
+        os.environ["LOCAL_RANK"] = "0"  # required by DeepSpeed
     deepspeed.init_distributed(
         dist_backend=distributed.get_backend(),
         timeout=timedelta(seconds=timeout_seconds),
@@ -175,6 +174,6 @@ def leave_process_group() -> None:
     """See `Backend`."""
     if distributed.is_initialized():
         deepspeed_comm.destroy_process_group()
-        deepspeed_comm.cdb = None  # DeepSpeed would go on using the closed one
+        deepspeed_comm.cdb = None  # else DeepSpeed would keep using the closed group
         if process_group.is_alone():
             del os.environ["LOCAL_RANK"]

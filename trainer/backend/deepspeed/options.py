@@ -1,4 +1,4 @@
-"""Which settings the DeepSpeed backend accepts. Imports no torch."""
+"""Checks of settings for the DeepSpeed backend. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.trainer.config import TrainerConfig
 
 
 def check(config: TrainerConfig) -> None:
-    """Refuses what DeepSpeed would ignore in silence or get wrong.
+    """Refuses settings that DeepSpeed would silently ignore or handle wrongly.
 
     Raises:
         ConfigError: DeepSpeed is not installed; optimizer offload without ZeRO, or in bfloat16 below stage 3; parameter
@@ -25,7 +25,7 @@ def check(config: TrainerConfig) -> None:
             "trainer.offload_optimizer needs ZeRO: set trainer.zero_stage to 1, 2 or 3, or switch the offload off"
         )
     if config.offload_optimizer and config.zero_stage < 3 and config.dtype == "bfloat16":
-        # DeepSpeed 0.19.8 keeps the gradient of a skipped step there, so that every later step is skipped, too.
+        # There DeepSpeed 0.19.8 keeps the gradient of a skipped step, so every later step is skipped too.
         raise ConfigError(
             "trainer.offload_optimizer in bfloat16 needs trainer.zero_stage = 3, or dtype float32 "
             f"(zero_stage is {config.zero_stage})"

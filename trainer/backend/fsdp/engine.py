@@ -1,5 +1,5 @@
-"""The FSDP backend: PyTorch's FSDP2 (`fully_shard`). Every rank holds an even part of every parameter, its gradient and
-its optimizer state, as with ZeRO stage 3; the layers of a model are gathered one at a time.
+"""The FSDP backend: PyTorch's FSDP2 (`fully_shard`). As with ZeRO stage 3, every rank holds an even part of every
+parameter, its gradient and its optimizer state. A model's layers are gathered one at a time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tandem.trainer.backend.fsdp.options import check
 from tandem.trainer.config import TrainerConfig
 
 _STATES = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter."""
+"""The AdamW state of a parameter."""
 
 join_process_group = process_group.join_process_group
 leave_process_group = process_group.leave_process_group
 
 
 class FsdpEngine(TrainingEngine):
-    """In bfloat16 the partitioned weights are the optimizer's float32 master weights; passes gather them as
-    bfloat16.
+    """In bfloat16 the partitioned weights are the optimizer's float32 master weights; forward and backward passes
+    gather them as bfloat16.
     """
 
     def __init__(self, config: TrainerConfig, model: nn.Module, *, trained: bool, offload: bool) -> None:
@@ -95,7 +95,7 @@ class FsdpEngine(TrainingEngine):
         return [(name, each) for name, each in self.module.named_parameters() if each.requires_grad]
 
     def _local_state(self) -> dict[str, Tensor]:
-        """This rank's part of every trained weight, and of what AdamW keeps of it once a step was taken."""
+        """This rank's part of every trained weight and of its AdamW state, which exists after the first step."""
         assert self._optimizer is not None, "a frozen engine is not in a checkpoint"
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._trained():
@@ -130,7 +130,7 @@ def _shard(model: nn.Module, config: TrainerConfig, *, master_weights: bool, off
     if config.dtype == "bfloat16" and master_weights:
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
-        # Inputs stay as they are: FSDP would round the temperatures of a micro-batch to bfloat16.
+        # Inputs are not cast, because that would round a micro-batch's temperatures to bfloat16.
         precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -146,7 +146,7 @@ def _shard(model: nn.Module, config: TrainerConfig, *, master_weights: bool, off
     fully_shard(model, **arguments)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are summed over ranks, not averaged: the loss is a share of the whole batch's.
+            # Gradients are summed over ranks, not averaged, because the loss is a share of the whole batch's.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
 

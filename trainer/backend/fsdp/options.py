@@ -1,4 +1,4 @@
-"""Which settings the FSDP backend accepts. Imports no torch."""
+"""Checks of settings for the FSDP backend. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tandem.trainer.config import TrainerConfig
 
 
 def check(config: TrainerConfig) -> None:
-    """Refuses DeepSpeed's settings that FSDP has no counterpart of.
+    """Refuses DeepSpeed settings that FSDP does not support.
 
     Raises:
         ConfigError: a ZeRO stage other than 3; one offload without the other.
