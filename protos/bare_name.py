@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BareName:
-    """What a bare string stands for: the value of `key`, which is `default` in a table that lacks it."""
+    """Reads a bare string as the value of `key`. A table without that key has the value `default`."""
 
     key: str
     default: str
     guess: Callable[[str], str | None] | None = None
-    """Unknown name → the known one that is meant, or None."""
+    """Maps an unknown name to the known name that was probably meant, or to None."""
 
     def __call__(self, value: object) -> object:
         if isinstance(value, str):

@@ -1,6 +1,6 @@
-"""TrajectoryGroup ⇄ Arrow: one record batch a group, one row a segment, IPC stream bytes on the wire and in Redis.
+"""TrajectoryGroup ⇄ Arrow: one record batch per group, one row per segment, sent and stored as IPC stream bytes.
 
-The prompt and the schema's version live in the schema's metadata. A reader needs only pyarrow.
+The schema's metadata holds the prompt and the schema version. A reader needs only pyarrow.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ SCHEMA = pa.schema(
 
 
 def encode_group(group: TrajectoryGroup) -> bytes:
-    """The group as an Arrow IPC stream of one record batch."""
+    """Encodes the group as an Arrow IPC stream of one record batch."""
     return batch_to_payload(group_to_batch(group))
 
 
 def batch_to_payload(batch: pa.RecordBatch) -> bytes:
-    """A group's record batch as an Arrow IPC stream."""
+    """Encodes a group's record batch as an Arrow IPC stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -70,17 +70,17 @@ def batch_to_payload(batch: pa.RecordBatch) -> bytes:
 
 
 def decode_group(payload: bytes) -> TrajectoryGroup:
-    """The group of `encode_group`'s bytes.
+    """Decodes the output of `encode_group`.
 
     Raises:
-        SchemaVersionError: a newer Tandem wrote it.
-        DataError: it is not such a stream.
+        SchemaVersionError: a newer Tandem wrote the payload.
+        DataError: the payload is not such a stream.
     """
     return batch_to_group(payload_to_batch(payload))
 
 
 def payload_to_batch(payload: bytes) -> pa.RecordBatch:
-    """The record batch of `encode_group`'s bytes, without decoding it further. Raises as `decode_group`."""
+    """Reads the record batch of an encoded group without decoding its rows. Raises the errors of `decode_group`."""
     try:
         with pa.ipc.open_stream(payload) as reader:
             check_schema_version(reader.schema.metadata)
@@ -92,7 +92,7 @@ def payload_to_batch(payload: bytes) -> pa.RecordBatch:
 
 
 def check_schema_version(metadata: Mapping[bytes, bytes] | None) -> None:
-    """Refuses a payload without a version or with a later one than this software knows."""
+    """Refuses a payload that has no schema version or a newer one than this software knows."""
     text = (metadata or {}).get(VERSION_KEY)
     if text is None:
         raise DataError("group payload carries no tandem.schema_version; it was not written by Tandem")
@@ -103,7 +103,7 @@ def check_schema_version(metadata: Mapping[bytes, bytes] | None) -> None:
 
 
 def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
-    """The group as a record batch, one row a segment; prompt and schema version in the schema's metadata."""
+    """Converts the group to a record batch of one row per segment. The metadata holds prompt and schema version."""
     rows: list[tuple[Trajectory, ScoredTrajectory | None, int, Segment]] = []
     for row in group.rows:
         trajectory, scored = (row.trajectory, row) if isinstance(row, ScoredTrajectory) else (row, None)
@@ -138,14 +138,14 @@ def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
 
 
 def batch_to_group(batch: pa.RecordBatch) -> TrajectoryGroup:
-    """The group of `group_to_batch`'s record batch."""
+    """Converts the record batch of `group_to_batch` back to the group."""
     metadata = batch.schema.metadata
     check_schema_version(metadata)
     return rows_to_group(decode_prompt(metadata[PROMPT_KEY].decode()), batch)
 
 
 def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
-    """The group of a prompt and the record batch that holds its segments, in order of trajectory and segment."""
+    """Builds a group from its prompt and a record batch of its segments, ordered by trajectory and segment."""
     plain = {name: batch.column(name).to_pylist() for name in _PLAIN_COLUMNS}
     ids = _split(batch.column("ids"))
     behavior_logprobs = _split(batch.column("behavior_logprobs"))
@@ -176,18 +176,16 @@ def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
 
 _PLAIN_COLUMNS = [
     field.name for field in SCHEMA if field.name not in {"ids", "behavior_logprobs", "loss_mask"}
-]  # what is read as Python values; the three token columns stay arrays
+]  # read as Python values; the three token columns stay arrays
 
 
 def prompt_of(payload: bytes) -> Prompt:
-    """The prompt of a group, without decoding its rows."""
+    """Decodes the prompt of a group without its rows."""
     return decode_prompt(pa.ipc.open_stream(payload).schema.metadata[PROMPT_KEY].decode())
 
 
 def reward_breakdowns(payload: bytes) -> list[dict[str, float]]:
-    """The reward's components of every policy trajectory that has a reward, without decoding the rest of a scored
-    group.
-    """
+    """Returns the reward components of each policy trajectory with a reward, without decoding the rest of the group."""
     batch = pa.ipc.open_stream(payload).read_next_batch()
     names = ("segment", "role", "reward", "breakdown")
     rows = zip(*(batch.column(name).to_pylist() for name in names), strict=True)
@@ -220,14 +218,14 @@ def _list_array(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.L
 
 
 def _split(column: pa.ListArray) -> list[NDArray[Any]]:
-    # Views over Arrow's memory are read-only; a group is never mutated, and whoever computes copies into tensors.
+    # Views of Arrow's memory are read-only. Groups are never mutated, and computations copy them into tensors.
     offsets = column.offsets.to_numpy()
     values = column.values.to_numpy(zero_copy_only=True)
     return [values[first:last] for first, last in pairwise(offsets)]
 
 
 def encode_prompt(prompt: Prompt) -> str:
-    """The prompt as JSON text. Raises DataError if a field of the dataset's row is not JSON."""
+    """Encodes the prompt as JSON text. Raises DataError if a field of the dataset row cannot be JSON."""
     try:
         return json.dumps(
             {
@@ -248,7 +246,7 @@ def encode_prompt(prompt: Prompt) -> str:
 
 
 def decode_prompt(text: str) -> Prompt:
-    """The prompt of `encode_prompt`'s text."""
+    """Decodes the output of `encode_prompt`."""
     values = json.loads(text)
     values["token_ids"] = np.asarray(values["token_ids"], np.int32)
     values["sampling"] = _sampling(values["sampling"])
@@ -257,7 +255,7 @@ def decode_prompt(text: str) -> Prompt:
 
 
 def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
-    """One header a segment of a scored group, in the payload's order."""
+    """Returns one header per segment of a scored group, in the order of the payload."""
     return tuple(
         RowHeader(
             group_id=group.group_id,
@@ -277,12 +275,12 @@ def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
 
 
 def encode_headers(headers: Sequence[RowHeader]) -> str:
-    """Headers as compact JSON text: a list of lists in the order of `RowHeader`'s fields."""
+    """Encodes headers as compact JSON text: a list of lists in the order of `RowHeader`'s fields."""
     return json.dumps([_header_json(header) for header in headers], separators=(",", ":"))
 
 
 def decode_headers(text: str) -> tuple[RowHeader, ...]:
-    """The headers of `encode_headers`'s text."""
+    """Decodes the output of `encode_headers`."""
     return tuple(_header(*row) for row in json.loads(text))
 
 

@@ -1,6 +1,6 @@
-"""The contracts of plug-ins, and the values that they take and return: scores, and an environment's observations.
+"""Contracts of plug-ins, and the values they take and return: scores and an environment's observations.
 
-The contract of a scorer's class is `tandem.reward.contracts`, which needs more than this module may import.
+The contract of scorer classes is in `tandem.reward.contracts`, because it needs imports that this module may not have.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
-# Not in types.py: a scoring process and a client do without numpy, which starts threads.
+# Not in types.py, because scoring processes and clients do not load numpy, which starts threads.
 UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input", "limit"]
 
 
 class ScoreItem(NamedTuple):
     """One answer to score, with the field names of verl's `compute_score`.
 
-    A tuple, because a service creates some 100,000 of them a second.
+    A tuple, because a service creates about 100,000 of them per second.
     """
 
     data_source: str
@@ -25,7 +25,7 @@ class ScoreItem(NamedTuple):
     ground_truth: Any
     extra_info: Mapping[str, Any] = MappingProxyType({})
     group: str = ""
-    """Group-relative scorers compare the items of a call that have the same group. Empty: compared with no other."""
+    """Group-relative scorers compare the items of a call with the same group. Empty: not compared with other items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """Why there is no reward. Never a number in place of a reason."""
+    """The reason why an item has no reward. A failure is never turned into a number."""
 
     reason: UnscoredReason
     detail: str = ""
@@ -59,7 +59,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ScorerInfo:
-    """What a reward service says about one of its scorers."""
+    """Description of one scorer of a reward service."""
 
     name: str
     version: str
@@ -70,7 +70,7 @@ class ScorerInfo:
 
 
 Message = Mapping[str, Any]
-"""A chat message: `role`, `content` and what the chat template reads besides."""
+"""A chat message: `role`, `content` and any other key that the chat template reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Environment(Protocol):
         ...
 
     async def step(self, action: Message, *, deadline: float, idempotency_key: str) -> StepResult:
-        """Applies the policy's message.
+        """Applies the policy's message to the environment.
 
         Args:
             deadline: Unix time in seconds by which the result must be there.

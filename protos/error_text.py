@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str], above: float = 0.5) -> str:
-    """The known name that is most like an unknown one (`above` this similarity, from 0 to 1), or whose initials it is;
-    "" if there is none.
+    """Returns the known name most similar to `word`, or the one whose initials `word` is; "" if there is none.
+
+    Similarity goes from 0 to 1 and must exceed `above`.
     """
     word = word[:200]
     best, likeness = "", above
@@ -22,19 +23,19 @@ def nearest(word: str, known: Iterable[str], above: float = 0.5) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known name, or all of them."""
+    """Ends a message about an unknown name with the nearest known name, or with all known names."""
     known = list(known)
     near = nearest(word, known)
     return f"; did you mean {near}?" if near else f"; there are {', '.join(map(printable, known)) or 'none'}"
 
 
 def printable(name: str) -> str:
-    """A name of the user's in one line, cut to 80 characters."""
+    """Returns a user's name on one line, cut to 80 characters."""
     return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
 
 
 def shown(value: object) -> str:
-    """A value as Python writes it, cut to 80 characters."""
+    """Returns the `repr` of a value, cut to 80 characters."""
     try:
         return f"{value!r:.80}"
     except RecursionError:

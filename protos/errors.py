@@ -11,13 +11,13 @@ LINES_ABOVE = "the lines above name the cause"
 
 
 class TandemError(Exception):
-    """Root of everything Tandem raises on purpose. `grpc_code` is the name of a `grpc.StatusCode`."""
+    """Base class of all errors that Tandem raises on purpose. `grpc_code` is the name of a `grpc.StatusCode`."""
 
     grpc_code: str = "UNKNOWN"
 
 
 class UserError(TandemError, ValueError):
-    """An input of the user is wrong. The message names it, its place and a remedy. Commands exit with code 2."""
+    """A user's input is wrong. The message names the input, its place and a remedy. Commands exit with code 2."""
 
     grpc_code = "INVALID_ARGUMENT"
 
@@ -41,7 +41,7 @@ class ModelError(UserError):
 
 
 class ScorerError(UserError):
-    """A scorer is unknown, does not import, or was configured wrongly."""
+    """A scorer is unknown, cannot be imported, or is configured wrongly."""
 
 
 class PluginError(UserError):
@@ -77,7 +77,7 @@ class JobExistsError(JobError):
 
 
 class JobLimitError(JobError):
-    """Jobs hold as many bytes as they may. The message names the limit."""
+    """Jobs have reached their limit of stored bytes. The message names the limit."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
@@ -89,7 +89,7 @@ class UnknownJobError(JobError):
 
 
 class FencedError(TandemError):
-    """A lease token or a trainer incarnation is no longer current; the caller's result was refused."""
+    """A lease token or trainer incarnation is no longer current, so the caller's result was refused."""
 
     grpc_code = "ABORTED"
 
@@ -113,19 +113,19 @@ class UnavailableError(TandemError):
 
 
 class WeightTransferError(TandemError):
-    """A bucket did not arrive, or arrived with another digest. The engine keeps its old weights."""
+    """A bucket did not arrive, or its digest did not match. The engine keeps its old weights."""
 
     grpc_code = "DATA_LOSS"
 
 
 class MissingBaseWeightsError(WeightTransferError):
-    """Adapters arrived without their base weights, and the sampler does not have those."""
+    """Adapters arrived without their base weights, and the sampler does not have the base either."""
 
     grpc_code = "FAILED_PRECONDITION"
 
 
 class SelectionError(TandemError):
-    """Too many groups in a row were rejected by selection; carries the counts in its message."""
+    """Selection rejected too many groups in a row. The message has the counts."""
 
     grpc_code = "RESOURCE_EXHAUSTED"
 
@@ -150,5 +150,5 @@ def _tree(root: type[TandemError]) -> dict[str, type[TandemError]]:
 
 
 def error_class(name: str) -> type[TandemError]:
-    """The class of that name, or `TandemError` for a name this version does not know."""
+    """Returns the error class of that name, or `TandemError` for an unknown name."""
     return _tree(TandemError).get(name, TandemError)

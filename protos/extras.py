@@ -1,5 +1,6 @@
-"""Names the pip command for a package that is not installed. The base installation has the client's packages alone;
-pyproject.toml lists what each extra adds.
+"""Names the pip command that installs a missing package.
+
+The base installation has only the client's packages. pyproject.toml lists what each extra adds.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _COMMANDS = {
         _SCORING,
     ),
 }
-"""By the name a package is imported under."""
+"""By import name of a package."""
 
 
 def require_installed(*packages: str) -> None:
-    """Raises EnvironmentLackError, with the pip command, for the first package that is not installed. Imports none."""
+    """Raises EnvironmentLackError with the pip command for the first missing package. Imports no package."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise _lack_of(package)
@@ -48,9 +49,7 @@ def require_installed(*packages: str) -> None:
 
 @contextmanager
 def missing_extra_named() -> Iterator[None]:
-    """Turns the ModuleNotFoundError of a package that an extra brings into an EnvironmentLackError with the pip
-    command.
-    """
+    """Turns the ModuleNotFoundError of an extra's package into an EnvironmentLackError with the pip command."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The weight manifest on the wire (JSON), and how a model's tensors are packed into buckets. No torch here."""
+"""Encodes the weight manifest as JSON and packs a model's tensors into buckets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from tandem.protos.types import AdapterSpec, BucketSpec, TensorSpec, WeightManif
 
 MANIFEST_VERSION = 2
 LORA_A, LORA_B = ".lora_A", ".lora_B"
-"""What the factors of an adapted matrix have behind its name."""
+"""Name suffixes of the two factors of an adapted matrix."""
 ALIGNMENT = 16
-"""Every tensor starts at, and every bucket ends at, a multiple of it: so a bucket can be viewed as any dtype in place.
-"""
+"""Tensors start and buckets end at multiples of this many bytes, so a bucket can be viewed as any dtype in place."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -36,8 +35,7 @@ ParameterSpec = tuple[str, str, Sequence[int]]
 
 
 def plan_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
-    """Packs tensors, in their order, into flat uint8 buckets of at most `bucket_bytes`; a larger tensor gets one of its
-    own.
+    """Packs tensors in order into flat uint8 buckets of at most `bucket_bytes`. A larger tensor gets its own bucket.
 
     Raises:
         DataError: a dtype that cannot be sent.
@@ -64,34 +62,34 @@ def _aligned(num_bytes: int) -> int:
 
 
 def with_digests(manifest: WeightManifest, digests: Sequence[str]) -> WeightManifest:
-    """The manifest of a broadcast that took place: one hex digest a bucket."""
+    """Returns the manifest with the buckets' hex digests, which are known after the broadcast."""
     buckets = tuple(replace(bucket, digest=digest) for bucket, digest in zip(manifest.buckets, digests, strict=True))
     return replace(manifest, buckets=buckets)
 
 
 def with_base(manifest: WeightManifest) -> WeightManifest:
-    """An adapter-only version for a sampler that lacks the base: those buckets first."""
+    """Prepends the base buckets to an adapter-only version, for a sampler that lacks the base."""
     assert manifest.adapters is not None, "whole weights need no base"
     adapters = replace(manifest.adapters, brings_base=True)
     return replace(manifest, buckets=adapters.base + manifest.buckets, adapters=adapters)
 
 
 def bucket_file(number: int) -> str:
-    """Name of a bucket's safetensors file inside the folder of a `disk` transfer."""
+    """Returns the file name of a bucket's safetensors file in the folder of a `disk` transfer."""
     return f"bucket-{number:05d}.safetensors"
 
 
 def encode_manifest(manifest: WeightManifest) -> bytes:
-    """The manifest as JSON bytes."""
+    """Encodes the manifest as JSON bytes."""
     return json.dumps({"schema_version": MANIFEST_VERSION, **asdict(manifest)}, separators=(",", ":")).encode()
 
 
 def decode_manifest(data: bytes) -> WeightManifest:
-    """The manifest of `encode_manifest`'s bytes.
+    """Decodes the output of `encode_manifest`.
 
     Raises:
         SchemaVersionError: a newer Tandem wrote it.
-        DataError: it is no manifest, or its tensors do not lie inside their buckets.
+        DataError: the bytes are not a manifest, or a tensor does not lie inside its bucket.
     """
     try:
         values = json.loads(data)
@@ -136,8 +134,9 @@ def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
 
 
 def weights_digest(manifest: WeightManifest) -> str:
-    """One hex string for all weights of the version, which travelled without its base if it has one: equal manifests of
-    equal weights agree in it.
+    """Returns one hex digest of all weights of a version. Equal manifests of equal weights have the same digest.
+
+    The buckets of a version with adapters must not include its base.
     """
     joined = hashlib.blake2b(digest_size=16)
     for bucket in (manifest.adapters.base if manifest.adapters else ()) + manifest.buckets:

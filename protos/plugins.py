@@ -1,5 +1,6 @@
-"""Plug-ins: scorers, policy losses and advantage estimators that other packages add by entry points. docs/plugins.md
-shows a package with one of each.
+"""Loads plug-ins: scorers, policy losses and advantage estimators that other packages add by entry points.
+
+docs/plugins.md shows a package with one of each.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ T = TypeVar("T")
 
 
 def find_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[str, Callable[[], type[T]]]:
-    """What loads the class of each entry point of a group, by entry point name.
+    """Returns a loader for the class of each entry point of a group, by entry point name.
 
     Args:
-        kind: the class that each of them must be derived from. A loader raises PluginError if its entry point does not
-            import or is no such class.
+        kind: the required base class. A loader raises PluginError if its entry point cannot be imported or is not a
+            subclass of it.
         built_in: names that no entry point may have.
 
     Raises:
-        PluginError: an entry point has the name of a built-in or of another one.
+        PluginError: an entry point has the name of a built-in or of another entry point.
     """
     found: dict[str, Callable[[], type[T]]] = {}
     for point in entry_points(group=group):
@@ -37,10 +38,10 @@ def find_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[s
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """The function at `module:function`. `what` names it in the error.
+    """Imports the function at `module:function`. `what` names the function in the error.
 
     Raises:
-        PluginError: it cannot be imported.
+        PluginError: the function cannot be imported.
     """
     try:
         function: Callable[..., Any] = resolve_name(path)

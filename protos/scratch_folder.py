@@ -1,8 +1,8 @@
-"""Temporary folders that no death leaves behind.
+"""Temporary folders that are removed even if their owner is killed.
 
-A folder is locked while a process lives that made it or was forked from one that did; the kernel lets go of the lock
-however they end. What is not locked any more belongs to nobody, and goes when the next folder of its kind is made, or
-at a `sweep`.
+The process that creates a folder locks it, and forked children share the lock. The kernel releases the lock when all of
+them have ended. A folder without a lock has no owner; `sweep`, or the creation of the next folder of the same kind,
+removes it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 
 from tandem.protos.errors import EnvironmentLackError
 
-_RANDOM_CHARACTERS = 8  # `tempfile.mkdtemp` appends so many
-_TRIES = 10  # a sweep may take a folder for ownerless in the instant before it is locked
+_RANDOM_CHARACTERS = 8  # as many as `tempfile.mkdtemp` appends
+_TRIES = 10  # a concurrent sweep may remove a new folder before it is locked
 
 
 class ScratchFolder:
-    """A private folder `tandem-<kind>-…` below the temporary folder, or below /tmp where that one's path is too long.
+    """A private folder `tandem-<kind>-…` in the temporary folder, or in /tmp if the former's path is too long.
 
-    `longest_path` is in bytes. `clear` removes a folder of this kind, with whatever stands elsewhere under a name that
-    the folder tells.
+    `longest_path` is in bytes. `clear` removes a folder of this kind together with files elsewhere that are named after
+    it.
 
     Raises:
-        EnvironmentLackError: no temporary folder can be written that is short enough.
+        EnvironmentLackError: no writable temporary folder has a short enough path.
     """
 
     def __init__(self, kind: str, *, longest_path: int = 4096, clear: Callable[[Path], None] | None = None) -> None:
@@ -51,7 +51,7 @@ class ScratchFolder:
 
 
 def sweep(kind: str, *, clear: Callable[[Path], None] | None = None) -> None:
-    """Removes this user's folders of that kind whose owners have ended; those of living ones, in whatever run, stay."""
+    """Removes this user's folders of that kind whose owners have ended. Folders of live processes stay, in any run."""
     for place in _places():
         for folder in sorted(place.glob(f"tandem-{kind}-*")):
             lock = _locked(folder)
@@ -63,7 +63,7 @@ def sweep(kind: str, *, clear: Callable[[Path], None] | None = None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder with all it holds, as far as it is this user's to remove."""
+    """Removes a folder and its contents, as far as permissions allow."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -76,7 +76,7 @@ def _places() -> Iterator[Path]:
 
 
 def _make(prefix: str, longest_path: int) -> tuple[Path, int]:
-    """The new folder, and a descriptor that holds its lock."""
+    """Creates a folder. Returns it and a descriptor that holds its lock."""
     reasons = []
     for place in _places():
         if len(os.fsencode(place / prefix)) + _RANDOM_CHARACTERS > longest_path:
@@ -95,7 +95,10 @@ def _make(prefix: str, longest_path: int) -> tuple[Path, int]:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None if another holds it, or it is not this user's, or gone."""
+    """Locks the folder and returns the lock's descriptor.
+
+    Returns None if another process holds the lock, another user owns the folder, or the folder is gone.
+    """
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone, a link, or another user's
@@ -112,7 +115,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def _is(folder: Path, status: os.stat_result) -> bool:
-    """Whether the path still leads to what was opened."""
+    """Whether the path still refers to the folder that was opened."""
     try:
         return os.path.samestat(folder.lstat(), status)
     except FileNotFoundError:

@@ -23,7 +23,7 @@ Packing = Literal["padded", "flat"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How one group is sampled. `max_tokens` counts sampled tokens; `seed` None means unseeded."""
+    """Sampling parameters of one group. `max_tokens` counts sampled tokens. `seed` None means unseeded."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -35,12 +35,12 @@ class SamplingParameters:
 
     @property
     def trainable(self) -> bool:
-        """True if the recorded log-probs belong to a distribution the trainer can recompute."""
+        """Whether the trainer can recompute the distribution of the recorded log-probs."""
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and self.repetition_penalty == 1.0
 
     @property
     def greedy(self) -> SamplingParameters:
-        """The same with temperature 0, as a `baseline` is sampled."""
+        """Returns the same parameters with temperature 0, as used for a `baseline`."""
         return replace(self, temperature=0.0)
 
 
@@ -64,8 +64,9 @@ class Prompt:
         return f"{self.epoch}-{self.index}"
 
     def judged_info(self, num_tokens: int) -> Mapping[str, Any]:
-        """`extra_info` with the messages as `prompt` and the number of sampled tokens, for scorers. Existing keys are
-        kept.
+        """Returns `extra_info` for scorers, with the messages as `prompt` and the number of sampled tokens added.
+
+        Existing keys are kept.
         """
         found: dict[str, Any] = {"num_tokens": num_tokens}
         if self.messages:
@@ -75,9 +76,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens of a segment from `first_token` on (index into `Segment.ids`) were sampled by this version of the
-    weights.
-    """
+    """The weight version that sampled the tokens of a segment from `first_token` (index into `Segment.ids`) on."""
 
     first_token: int
     incarnation: int
@@ -86,8 +85,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one forward pass trains. All arrays (T,): ids int32, behavior_logprobs float32 (0 where loss_mask is 0),
-    loss_mask uint8.
+    """A token sequence that one forward pass trains.
+
+    All arrays (T,): ids int32, behavior_logprobs float32 (0 where loss_mask is 0), loss_mask uint8.
     """
 
     ids: NDArray[np.int32]
@@ -102,11 +102,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One sampled answer: usually one segment; an agent that rewrites its history has more. `text` is the decoded
-    sampled text.
+    """One sampled answer, usually of one segment. An agent that rewrites its history has more segments.
 
-    `earned_reward` is all that an agent earned on its way. `token_rewards`, if present, says where: one float32 array
-    (T,) a segment.
+    `text` is the decoded sampled text. `earned_reward` is the sum of the rewards that an agent earned during the
+    episode. `token_rewards`, if present, assigns them to tokens: one float32 array (T,) per segment.
     """
 
     trajectory_id: int
@@ -122,9 +121,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
-    """A trajectory with either a reward or the reason why it has none (never a number in place of a reason).
+    """A trajectory with either a reward or the reason why it has none.
 
-    `reward` is what the trajectory earned and its score; what of it fell on tokens stays in `trajectory.token_rewards`.
+    `reward` is the sum of the earned reward and the score. Rewards of single tokens stay in `trajectory.token_rewards`.
     """
 
     trajectory: Trajectory
@@ -140,14 +139,15 @@ class ScoredTrajectory:
 
     @property
     def token_rewards(self) -> tuple[NDArray[np.float32], ...] | None:
-        """One float32 array (T,) a segment, if rewards fell on tokens."""
+        """One float32 array (T,) per segment; None without token rewards."""
         return self.trajectory.token_rewards
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The unit that travels: one prompt and its trajectories (none yet at `prompts`, plain at `generated`, scored at
-    `scored`).
+    """The unit that services exchange: one prompt and its trajectories.
+
+    It has no trajectories at stage `prompts`, trajectories without scores at `generated`, and scored ones at `scored`.
     """
 
     prompt: Prompt
@@ -164,7 +164,7 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class RowHeader:
-    """What planning needs to know of one segment, without its payload."""
+    """The fields of one segment that planning needs, without its payload."""
 
     group_id: str
     trajectory_id: int
@@ -179,12 +179,12 @@ class RowHeader:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the policy sampled it and it has a reward, so that it takes part in advantages."""
+        """Whether the policy sampled the segment and it has a reward. Only such segments take part in advantages."""
         return self.role == "policy" and self.reward is not None
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is scored and has a loss token."""
+        """Whether the segment is scored and has a loss token."""
         return self.is_scored and self.num_loss_tokens > 0
 
 
@@ -199,7 +199,7 @@ def scored_trajectories(headers: Iterable[RowHeader]) -> dict[tuple[str, int], l
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
-    """Where one segment is trained: optimizer step, rank, micro-batch, and its place inside the micro-batch."""
+    """Optimizer step, rank, micro-batch, and position in the micro-batch at which one segment is trained."""
 
     group_id: str
     trajectory_id: int
@@ -211,8 +211,9 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """P groups and the plan that cuts their rows over optimizer steps, ranks and micro-batches. Training it yields
-    `policy_version`.
+    """P groups and the plan that splits their rows into optimizer steps, ranks and micro-batches.
+
+    Training the batch yields `policy_version`.
     """
 
     policy_version: int
@@ -223,13 +224,12 @@ class TrainBatch:
     num_micro_batches: tuple[int, ...]
     """Per optimizer step, the same on every rank; ranks with fewer rows pad with zero-weight micro-batches."""
     packing: Packing = "padded"
-    """How the rows of a micro-batch lie: each in a line of its own, padded to the longest, or end to end in one line.
-    """
+    """Layout of a micro-batch: one line per row, padded to the longest row, or all rows concatenated in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What training one batch gave. `changed` is False when every optimizer step was skipped."""
+    """Result of training one batch. `changed` is False if every optimizer step was skipped."""
 
     policy_version: int
     optimizer_step: int
@@ -250,9 +250,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One broadcast: a flat uint8 tensor that holds `tensors`, and the hex digest of its bytes ("" until it was
-    sent).
-    """
+    """One broadcast: a flat uint8 tensor that holds `tensors`. `digest`: hex digest of its bytes, "" until sent."""
 
     num_bytes: int
     tensors: tuple[TensorSpec, ...]
@@ -261,8 +259,10 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What the buckets of an adapter-only version are: two factors of each adapted matrix W, `W.lora_A` (rank, in) and
-    `W.lora_B` (out, rank). The weights are W + scaling·B·A, and the rest of the base as it is.
+    """Describes an adapter-only version, whose buckets hold two factors of each adapted matrix W.
+
+    The factors are `W.lora_A` (rank, in) and `W.lora_B` (out, rank). The adapted weights are W + scaling·B·A; the other
+    base weights are unchanged.
     """
 
     rank: int
@@ -270,26 +270,26 @@ class AdapterSpec:
     base: tuple[BucketSpec, ...]
     """The base weights with their digests."""
     brings_base: bool = False
-    """The base travels, too: its buckets come first, for a sampler that lacks them."""
+    """The base buckets are sent first, for a sampler that lacks the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What one version's broadcast consists of. No buckets: the version equals the one before it."""
+    """Contents of the broadcast of one version. Without buckets, the version equals the previous one."""
 
     incarnation: int
     policy_version: int
     backend: str
     buckets: tuple[BucketSpec, ...]
     location: str = ""
-    """`disk`: the folder that holds the safetensors files; `ipc`: the handles, encoded; else empty."""
+    """`disk`: the folder of the safetensors files. `ipc`: the encoded handles. Otherwise empty."""
     adapters: AdapterSpec | None = None
-    """None: the buckets hold whole weights."""
+    """None: the buckets hold full weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightGroupAddress:
-    """Where the ranks of a weight group connect: the sender's store, and the group's name in it."""
+    """Address at which the ranks of a weight group connect: the sender's store, and the group's name in that store."""
 
     host: str
     port: int

@@ -1,11 +1,11 @@
-"""Both ends of a weight transfer: rendezvous of one bare process group, flat buckets, digests. The one module of
-`protos` with torch.
+"""Sender and receiver of weight transfers: rendezvous of a bare process group, flat buckets, digests.
 
-A bucket travels as one broadcast of its bytes followed by a 32-byte digest of them, so data and check arrive together
-or not at all. The digest is computed on the device that holds the bytes, in integer arithmetic that every device does
-alike, and only 32 KiB of it ever cross to the host: about 1 GB/s on one CPU core, memory speed on a GPU. It guards
-against faults (a bucket cut short, swapped, stale or damaged), not against an adversary: a weight group lives on the
-trusted network of the run.
+This is the only module of `protos` that imports torch.
+
+A bucket is sent as one broadcast of its bytes followed by their 32-byte digest, so data and digest arrive together. The
+digest is computed on the device that holds the bytes, in integer arithmetic with the same result on every device, and
+only 32 KiB of it are copied to the host: about 1 GB/s on one CPU core, memory speed on a GPU. It detects faults (a
+truncated, swapped, stale or damaged bucket), not an adversary: a weight group uses the trusted network of the run.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from tandem.protos.types import BucketSpec, WeightGroupAddress
 
 DIGEST_BYTES = 32
 _COLUMNS = 4096
-_MULTIPLIER = -7046029254386353131  # 2^64/φ as a signed number: neighbouring rows get unrelated multipliers
+_MULTIPLIER = -7046029254386353131  # 2^64/φ as a signed number, so neighbouring rows get unrelated multipliers
 _OFFSET = 0x5851F42D4C957F2D
 _ROWS_AT_ONCE = {"cpu": 16}  # 512 KiB stays in the cache of a core
 _ROWS_AT_ONCE_ELSEWHERE = 2048
 
 
 def bucket_digest(data: torch.Tensor) -> bytes:
-    """32 bytes that stand for the contents of a flat uint8 tensor whose length is a multiple of 8, alike on every
-    device.
-    """
+    """Computes a 32-byte digest of a flat uint8 tensor whose length is a multiple of 8. All devices agree on it."""
     assert data.dtype == torch.uint8 and data.dim() == 1 and data.numel() % 8 == 0
     words = data.view(torch.int64)
     num_rows = words.numel() // _COLUMNS
@@ -48,7 +46,7 @@ def bucket_digest(data: torch.Tensor) -> bytes:
     for first in range(0, num_rows, step):
         rows = table[first : first + step]
         multipliers = (torch.arange(first, first + len(rows), device=data.device) * _MULTIPLIER) ^ _OFFSET | 1
-        mixed = (rows >> 32) & 0xFFFFFFFF  # high bits into low ones: a product alone would only move them out
+        mixed = (rows >> 32) & 0xFFFFFFFF  # moves high bits into low ones; a product alone would discard them
         mixed ^= rows
         mixed *= multipliers[:, None]
         sums += mixed.sum(0)
@@ -59,16 +57,16 @@ def bucket_digest(data: torch.Tensor) -> bytes:
 
 
 def empty_bucket(spec: BucketSpec, device: torch.device) -> torch.Tensor:
-    """Room for a bucket and its digest: uint8 (num_bytes + 32,)."""
+    """Allocates a buffer for a bucket and its digest: uint8 (num_bytes + 32,)."""
     return torch.empty(spec.num_bytes + DIGEST_BYTES, dtype=torch.uint8, device=device)
 
 
 def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> str:
-    """Copies the tensors of a bucket into its buffer and seals it with the digest, which is returned in hex."""
+    """Copies the tensors of a bucket into its buffer and appends the digest. Returns the digest in hex."""
     data = buffer[: spec.num_bytes]
     end = 0
     for tensor in spec.tensors:
-        data[end : tensor.offset] = 0  # what alignment leaves open must not differ between two runs
+        data[end : tensor.offset] = 0  # alignment gaps must be equal in all runs
         end = tensor.offset + tensor.num_bytes
         value = tensors[tensor.name].detach()
         if tuple(value.shape) != tensor.shape or value.dtype != getattr(torch, tensor.dtype):
@@ -84,10 +82,10 @@ def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: t
 
 
 def check_bucket(spec: BucketSpec, buffer: torch.Tensor, *, place: str) -> str:
-    """The digest in hex of a bucket that arrived.
+    """Checks the digest of a received bucket and returns it in hex.
 
     Raises:
-        WeightTransferError: the bytes are not those the digest was made of, or not those the manifest names.
+        WeightTransferError: the bytes do not match the digest that was sent with them, or the digest in the manifest.
     """
     sent = bytes(buffer[spec.num_bytes :].cpu().numpy())
     found = bucket_digest(buffer[: spec.num_bytes])
@@ -100,13 +98,14 @@ def check_bucket(spec: BucketSpec, buffer: torch.Tensor, *, place: str) -> str:
 
 
 def view_as(data: torch.Tensor, offset: int, num_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """A part of a flat uint8 tensor as a tensor of the given type and shape, without a copy."""
+    """Views a part of a flat uint8 tensor as a tensor of the given type and shape, without a copy."""
     return data[offset : offset + num_bytes].view(getattr(torch, dtype)).view(tuple(shape))
 
 
 def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """base + scaling·B·A, rounded once, to the base's dtype. Trainer and samplers merge by it, so their weights are the
-    same bits.
+    """Returns base + scaling·B·A, rounded once, to the base's dtype.
+
+    Trainer and samplers both use this function, so their weights are bit-identical.
     """
     dtype = torch.promote_types(base.dtype, torch.float32)
     merged = lora_b.to(dtype) @ lora_a.to(dtype)
@@ -116,14 +115,15 @@ def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
 
 
 def bucket_tensors(spec: BucketSpec, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and views of the tensors inside a bucket."""
+    """Yields the names and views of the tensors in a bucket."""
     for tensor in spec.tensors:
         yield tensor.name, view_as(buffer, tensor.offset, tensor.num_bytes, tensor.dtype, tensor.shape)
 
 
 def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:
-    """JSON-able handle of a flat uint8 CUDA tensor. The exporter keeps the tensor until every importer has let go of
-    it.
+    """Returns a JSON-serialisable handle of a flat uint8 CUDA tensor.
+
+    The exporter must keep the tensor until every importer has released it.
     """
     torch.cuda.current_stream(buffer.device).synchronize()
     fields = dict(zip(_IPC_FIELDS, reduce_tensor(buffer)[1], strict=True))
@@ -133,9 +133,7 @@ def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:
 
 
 def import_cuda_bucket(handle: Mapping[str, Any], device: torch.device) -> torch.Tensor:
-    """The exporter's memory of `export_cuda_bucket`, mapped into this process on the same GPU. Raises
-    WeightTransferError.
-    """
+    """Maps the exporter's memory into this process on the same GPU. Raises WeightTransferError."""
     if handle["gpu"] != _gpu_name(device):
         raise WeightTransferError(
             f"CUDA IPC memory lies on GPU {handle['gpu']}, this engine is on {_gpu_name(device)}; use nccl"
@@ -160,7 +158,7 @@ def import_cuda_bucket(handle: Mapping[str, Any], device: torch.device) -> torch
 
 
 def _gpu_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)  # indices differ between processes, this does not
+    return str(torch.cuda.get_device_properties(device).uuid)  # unlike the index, the same in all processes
 
 
 # The arguments of torch's rebuild_cuda_tensor, in the order in which reduce_tensor gives them.
@@ -196,7 +194,7 @@ _IPC_NUMBERS = (
 
 
 class WeightGroupStore:
-    """The sender's store. It listens from its creation on, so the address can be told before anybody connects."""
+    """The sender's store. It listens from its creation on, so its address can be sent before any rank connects."""
 
     def __init__(self, host: str, group_name: str, world_size: int, backend: str, timeout_seconds: float) -> None:
         try:
@@ -208,7 +206,7 @@ class WeightGroupStore:
         self.address = WeightGroupAddress(host, self.store.port, group_name, world_size, backend)
 
     def connect(self, device: torch.device, timeout_seconds: float) -> WeightGroup:
-        """Rank 0's end; blocks until every other rank has come. Raises WeightTransferError at the deadline."""
+        """Returns rank 0's group once every other rank has connected. Raises WeightTransferError at the deadline."""
         return WeightGroup(self.address, 0, device, timeout_seconds, self.store)
 
 
@@ -216,8 +214,8 @@ class WeightGroup:
     """One bare process group, outside torch's global state. Rank 0 sends, every other rank receives.
 
     Raises:
-        WeightTransferError: some rank did not come before the deadline.
-        EnvironmentLackError: this torch has no such backend.
+        WeightTransferError: a rank did not connect before the deadline.
+        EnvironmentLackError: this torch build lacks the backend.
     """
 
     def __init__(
@@ -245,8 +243,9 @@ class WeightGroup:
             ) from error
 
     def broadcast(self, buffer: torch.Tensor, timeout_seconds: float) -> None:
-        """Sends (rank 0) or receives (the others) one buffer in place. Raises WeightTransferError; the group is then
-        useless.
+        """Sends (rank 0) or receives (other ranks) one buffer in place.
+
+        Raises WeightTransferError, after which the group cannot be used.
         """
         assert buffer.device.type == self.device.type, (
             f"a {self.address.backend} group carries {self.device.type} tensors"
@@ -267,7 +266,7 @@ class WeightGroup:
             ) from error
 
     def close(self) -> None:
-        """Ends the group; peers still inside a broadcast get an error at once instead of at their deadline."""
+        """Ends the group. Peers still in a broadcast get an error at once instead of at their deadline."""
         if self._group is not None:
             self._group.abort()
         self._group = None
@@ -292,13 +291,13 @@ def _process_group(
             options._timeout = timeout
             with torch.cuda.device(device):
                 group = dist.ProcessGroupNCCL(store, rank, address.world_size, options)
-                group.eager_connect_single_device(device)  # else the first broadcast would connect, without a deadline
+                group.eager_connect_single_device(device)  # otherwise the first broadcast connects, without a deadline
         return group
     raise EnvironmentLackError(f"weights.backend {address.backend} has no process group; gloo and nccl have")
 
 
 def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:
-    # NCCL's own watchdog ends the whole process at a timeout; a sampler must outlive its sender, so the wait is ours.
+    # NCCL's watchdog ends the process at a timeout. A sampler must outlive its sender, so the wait is done here.
     deadline = time.monotonic() + timeout_seconds
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -309,8 +308,9 @@ def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:
 
 
 def _local_address(host: str, port: int) -> str:
-    """This machine's address on the way to the sender: gloo would resolve the host name, which containers often
-    lack.
+    """Returns this machine's address on the route to the sender.
+
+    Gloo would resolve the host name, which often fails in containers.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent
         probe.connect((host, port))
@@ -333,4 +333,4 @@ def _environment(**values: str) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].split(". This is typically")[0]  # gloo adds advice that points away from the cause
+    return text.splitlines()[0].split(". This is typically")[0]  # gloo appends misleading advice

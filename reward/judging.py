@@ -1,5 +1,6 @@
-"""Runs one scorer on the items of one call, wherever the scorer runs. Items without a score when the call is cancelled
-are `CANCELLED`.
+"""Runs one scorer on the items of one call: in this thread, in worker processes, or remotely.
+
+When a call is cancelled, items without a score become `CANCELLED`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def judge_each(
     cancellation: CancellationToken | None,
     scheduler: InterpreterScheduler | None,
 ) -> list[Score]:
-    """Judges in this thread, in time slices by priority; without a scheduler at once."""
+    """Judges in this thread, in time slices by priority. Without a scheduler, judges at once."""
 
     def judge_wanted(item: ScoreItem) -> Score:
         return CANCELLED if cancellation is not None and cancellation.cancelled else judge(item)
@@ -38,7 +39,7 @@ def judge_each(
 def judge_together(
     judge: BatchJudge, items: Sequence[ScoreItem], priority: Priority, scheduler: InterpreterScheduler | None
 ) -> list[Score]:
-    """The same for a judge that compares the items: all of them in one time slice."""
+    """Judges all items in one time slice, for a judge that compares them."""
     return (
         judge.judge_batch(items) if scheduler is None else scheduler.run_each(priority, judge.judge_batch, [items])[0]
     )
@@ -63,16 +64,16 @@ def judge_remotely(
 
 
 def wait_aside(judging: Future[list[Score]], cancellation: CancellationToken, number: int) -> list[Score]:
-    """Waits for `judge_remotely` in another thread. `number`: how many items it has."""
+    """Waits for a `judge_remotely` of `number` items that runs in another thread."""
     try:
-        with cancellation.on_cancel(judging.cancel):  # if no thread has begun it; else it ends by itself
+        with cancellation.on_cancel(judging.cancel):  # only if no thread has begun it; otherwise it ends by itself
             return judging.result()
     except CancelledError:
         return [CANCELLED if cancellation.cancelled else CLOSING] * number
 
 
 def _cut(scores: Sequence[Score], items: Sequence[ScoreItem], grouped: bool) -> list[Score]:
-    """Cancels what the judge gave up, and the rest of those groups: a rank among fewer answers is another rank."""
+    """Cancels the items that the judge gave up, and the rest of their groups if `grouped`: ranks need all answers."""
     closed = [isinstance(score, Unscored) and score.reason == CLOSING.reason for score in scores]
     groups = {item.group for item, gone in zip(items, closed, strict=True) if gone} if grouped else set()
     return [

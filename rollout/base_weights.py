@@ -1,8 +1,8 @@
 """The base weights that adapter-only versions are merged into. They come from the model folder or from the trainer.
 
-Every version is merged into the unchanged base, so rounding errors do not add up. Weights that the folder holds in the
-run's dtype are memory-mapped: they take no memory of their own, and all workers of a machine share them. Weights in
-another dtype, or received ones, are a copy in host memory.
+Every version is merged into the unchanged base, so rounding errors do not accumulate. Weights that the folder holds in
+the run's dtype are memory-mapped and shared by all workers of a machine. Weights in another dtype and received weights
+are copied to host memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.protos.weight_group import empty_bucket, fill_bucket, merge_adapter
 
 
 class BaseWeights:
-    """At most one base at a time. `folder`: what the model was loaded from, None if that is not here."""
+    """Holds at most one base. `folder`: folder that the model was loaded from; None if it is not on this machine."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -32,10 +32,10 @@ class BaseWeights:
     def merged(
         self, adapters: AdapterSpec, arrived: Mapping[str, torch.Tensor], device: torch.device
     ) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors of the whole model on `device`, from the checked tensors of a version's buckets.
+        """Returns names and tensors of the full model on `device`, from the checked tensors of a version's buckets.
 
         Raises:
-            MissingBaseWeightsError: the base was not sent, is not held, and is not in the folder.
+            MissingBaseWeightsError: the base was neither sent nor held, and is not in the folder.
         """
         if adapters.brings_base:
             self._tensors = {t.name: arrived[t.name].cpu() for spec in adapters.base for t in spec.tensors}
@@ -48,7 +48,7 @@ class BaseWeights:
                 lora_a, lora_b = (arrived[name + end].to(device) for end in (LORA_A, LORA_B))
                 whole.append((name, merge_adapter(base.to(device), lora_a, lora_b, adapters.scaling)))
             else:
-                whole.append((name, base.to(device, copy=True)))  # a model may write into what it loads
+                whole.append((name, base.to(device, copy=True)))  # a model may write to the tensors it loads
         if device.type == "cuda":  # they are used on another stream than this thread's
             torch.cuda.current_stream(device).synchronize()
         return whole
@@ -57,7 +57,7 @@ class BaseWeights:
         return self._specs == specs and all(_state(file) == state for file, state in self._files.items())
 
     def _find(self, specs: tuple[BucketSpec, ...], device: torch.device) -> None:
-        """Holds the folder's weights, if they are the base bit for bit."""
+        """Holds the folder's weights if they are bit-identical to the base."""
         self._specs, self._tensors, self._files = (), {}, {}
         files = {file: _state(file) for file in sorted(self._folder.glob("*.safetensors"))} if self._folder else {}
         try:
@@ -92,12 +92,12 @@ def check_factors(manifest: WeightManifest) -> None:
 
 
 def local_folder(model: str) -> Path | None:
-    """The folder of a model's files, which may be a downloaded hub model; None if they are not on this machine."""
+    """Returns the folder of a local model or of a downloaded hub model; None if it is not on this machine."""
     if Path(model).is_dir():
         return Path(model)
     try:
         return Path(huggingface_hub.snapshot_download(model, local_files_only=True))
-    except Exception:  # no name of a hub's model, or not in its cache
+    except Exception:  # not the name of a hub model, or not in the cache
         return None
 
 
@@ -110,7 +110,7 @@ def _map_files(files: Mapping[Path, object]) -> dict[str, torch.Tensor]:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """Changes when the file does: then what was mapped is not what was checked any more."""
+    """Returns a value that changes with the file. If it changed, the mapped weights are no longer the checked ones."""
     try:
         found = file.stat()
     except OSError:
@@ -119,7 +119,7 @@ def _state(file: Path) -> tuple[int, ...]:
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes by name of what the model was loaded from; None if that is no local folder with safetensors files."""
+    """Returns the shapes of a checkpoint's tensors by name; None if the folder has no safetensors files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
         with safe_open(file, framework="pt") as opened:

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 
 def engine_names() -> tuple[str, ...]:
-    """Every engine there is: the folders beside this file that hold an `engine.py`."""
+    """Returns all engine names: the folders beside this file that hold an `engine.py`."""
     return tuple(sorted(file.parent.name for file in Path(__file__).parent.glob("*/engine.py")))
 
 
@@ -20,8 +20,8 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     engine: str = "vllm"
-    """What samples: `vllm`, or `transformers`, which is slower and runs where vLLM has no wheel and for models it
-    lacks.
+    """Sampling engine: `vllm`, or `transformers`, which is slower but runs on machines and models that vLLM does not
+    support.
     """
     num_replicas: Annotated[int, Field(ge=0)] = 1
     """Samplers that `tandem run` starts; 0 if they are started by hand with `tandem serve rollout`."""
@@ -34,17 +34,17 @@ class RolloutConfig(BaseModel):
     stop: tuple[str, ...] = ()
     """Strings that end an answer, besides the model's own end token."""
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
-    """GPUs a sampler spreads its model over."""
+    """GPUs over which a sampler splits its model."""
     max_groups_in_flight: Annotated[int, Field(ge=1)] = 16
-    """Groups a sampler holds under lease at once."""
+    """Maximum number of groups that a sampler leases at once."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     """Memory of the KV cache on CPUs, or on a GPU shared with the trainer."""
     gpu_memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
-    """Share of a GPU of its own that an engine may take."""
+    """Share of a dedicated GPU that an engine may take."""
     lease_seconds: Annotated[float, Field(gt=0.0)] = 60.0
-    """How long a claimed group stays this sampler's without a renewal (renewed at a third of it)."""
+    """Lifetime of a sampler's lease on a group without a renewal. It is renewed after a third of it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """gRPC port of the first replica (the others count up); 0 picks free ones."""
+    """gRPC port of the first replica; the others use the following ports. 0 picks free ports."""
 
     @field_validator("engine")
     @classmethod

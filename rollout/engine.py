@@ -23,37 +23,37 @@ from tandem.rollout.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class SamplerArguments:
-    """What a sampler is started with."""
+    """Arguments with which a sampler is started."""
 
     config: RolloutConfig
     model_path: str
     dtype: Literal["float32", "bfloat16"]
     max_model_tokens: int
-    """Longest prompt and answer together."""
+    """Maximum length of prompt plus answer."""
     seed: int
     shares_gpu: bool = False
-    """The trainer lives on the same GPU, so the KV cache takes `config.kv_cache_bytes` only."""
+    """The trainer uses the same GPU, so the KV cache takes only `config.kv_cache_bytes`."""
     rows_per_group: int = 0
-    """Trajectories of a group that are sampled side by side; 0: `config.samples_per_prompt`."""
+    """Trajectories of a group that are sampled at the same time. 0: `config.samples_per_prompt`."""
 
     @property
     def max_rows(self) -> int:
-        """Trajectories that the service asks for at once."""
+        """Maximum number of trajectories that the service requests at once."""
         return self.config.max_groups_in_flight * (self.rows_per_group or self.config.samples_per_prompt)
 
 
 class Engine(ABC):
-    """What Tandem asks of an engine without loading its library."""
+    """Interface of an engine that works without loading the engine's library."""
 
     name: ClassVar[str]
     library: ClassVar[str]
-    """Import name of the package the engine is made of."""
+    """Import name of the engine's package."""
     install: ClassVar[str]
     """The command that installs it."""
 
     @abstractmethod
     def known_architectures(self) -> frozenset[str]:
-        """Names in `config.json` of the causal language models it samples; empty if that cannot be told."""
+        """Architecture names (`config.json`) of the causal language models it supports; empty if unknown."""
 
     @abstractmethod
     async def start(self, arguments: SamplerArguments) -> Sampler:
@@ -65,11 +65,11 @@ class Engine(ABC):
         """
 
     def check(self, config: RolloutConfig) -> None:
-        """Refuses what can be told before a start.
+        """Checks the configuration before a start.
 
         Raises:
             EnvironmentLackError: the library is not installed.
-            ConfigError: the engine cannot do what is configured.
+            ConfigError: the engine does not support the configuration.
         """
         if not self.installed:
             others = [name for name in engine_names() if name != self.name and find_engine(name).installed]
@@ -79,13 +79,14 @@ class Engine(ABC):
             )
 
     def core_environment(self, cores: Sequence[int]) -> Mapping[str, str]:
-        """Environment that puts each worker of a sampler on one of these cores, where the engine does not share them
-        by itself.
+        """Returns environment variables that pin each worker of a sampler to one of these cores.
+
+        Empty if the engine distributes the cores by itself.
         """
         return {}
 
     def remove_leftovers(self) -> None:  # noqa: B027 (most engines leave nothing)
-        """Removes what killed samplers of any run left on this machine; nothing of one that lives."""
+        """Removes files that killed samplers of any run left on this machine. Live samplers keep theirs."""
 
     @property
     def installed(self) -> bool:
@@ -93,27 +94,27 @@ class Engine(ABC):
 
 
 def find_engine(name: str) -> Engine:
-    """The engine of that name, one of `engine_names()`."""
+    """Returns the engine of that name, one of `engine_names()`."""
     engine: Engine = importlib.import_module(f"tandem.rollout.{name}.engine").ENGINE
     return engine
 
 
 def usable_engine() -> str:
-    """The engine that recipes have by default; where its library is not installed, the first one whose library is."""
+    """Returns the default engine of recipes or, if its library is not installed, the first engine whose library is."""
     preferred = RolloutConfig().engine
     return next((name for name in (preferred, *engine_names()) if find_engine(name).installed), preferred)
 
 
 def remove_leftovers() -> None:
-    """Removes what killed samplers of every engine left on this machine; nothing of one that lives."""
+    """Removes files that killed samplers of all engines left on this machine. Live samplers keep theirs."""
     for name in engine_names():
         find_engine(name).remove_leftovers()
 
 
 def class_names_in(package: str, file: str, variable: str) -> frozenset[str]:
-    """The class names in a constant of an installed package's source; empty if there is none.
+    """Returns the class names in a constant in the source of an installed package; empty if there is no such constant.
 
-    Reading the source takes 0.1 s at most. Importing these packages takes seconds, which every `tandem run` would wait
+    Reading the source takes at most 0.1 s. Importing the package would delay every `tandem run` by seconds
     (`model_check_seconds` of benchmarks/startup.py).
     """
     spec = importlib.util.find_spec(package)
@@ -129,7 +130,7 @@ def class_names_in(package: str, file: str, variable: str) -> frozenset[str]:
 
 
 def check_model_folder(arguments: SamplerArguments) -> None:
-    """Raises ModelError if the model's path is a folder that is not there."""
+    """Raises ModelError if the model's path is a missing folder."""
     path = arguments.model_path
     if not Path(path).is_dir() and (Path(path).is_absolute() or path.startswith((".", "~"))):
         raise ModelError(f"model folder {path} does not exist; set model.path to a Hugging Face folder")
@@ -158,7 +159,7 @@ def check_memory(arguments: SamplerArguments, engine_bytes: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The telling line of an exception's text (pydantic wraps it into several)."""
+    """Returns the informative line of an exception's text, which pydantic wraps into several lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if line.startswith("Value error, ")] or lines or [type(error).__name__]
     return telling[0].removeprefix("Value error, ").partition(" [type=")[0][:300]

@@ -1,7 +1,7 @@
-"""What every engine's sampler does for the rollout service. Loads neither torch nor an engine's library.
+"""Base class of the engines' samplers. Loads neither torch nor an engine's library.
 
-A sampler answers prompts with trajectories and takes new weights while it samples. An engine implements the abstract
-methods; tests/rollout/contract/ states what they must do, and runs over every engine.
+A sampler answers prompts with trajectories and receives new weights while it samples. Each engine implements the
+abstract methods. The tests in tests/rollout/contract/ specify them and run on every engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST_POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What one weight update took. `stall_seconds`: how long the engine made no step because of it."""
+    """Durations of one weight update. `stall_seconds`: how long it kept the engine from making steps."""
 
     digests: tuple[str, ...]
     transfer_seconds: float
@@ -68,8 +68,9 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A sampled answer, its end token included, with one log-prob a token: that of the distribution it was drawn from.
-    The spans count from the first sampled token.
+    """A sampled answer, including its end token, with one log-prob per token.
+
+    A log-prob is that of the distribution the token was drawn from. Spans count from the first sampled token.
     """
 
     token_ids: Sequence[int]
@@ -79,7 +80,7 @@ class Completion:
 
 
 class TransferProgress(TypedDict):
-    """How far a weight transfer is on one worker. `error`: class name and message of what ended it early."""
+    """Progress of a weight transfer on one worker. `error`: class name and message of the error that ended it."""
 
     done: bool
     seconds: float
@@ -88,7 +89,7 @@ class TransferProgress(TypedDict):
 
 
 class Tokenizer(Protocol):
-    """What a sampler needs of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that a sampler uses."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
@@ -114,11 +115,11 @@ class Sampler(ABC):
 
     @abstractmethod
     async def check(self) -> None:
-        """Raises UnavailableError unless the engine still makes steps: it may be alive and yet hang."""
+        """Raises UnavailableError unless the engine still makes steps, because a live engine may hang."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine and removes what it kept on disk."""
+        """Ends the engine and removes its files."""
 
     @abstractmethod
     async def _generate(self, request: SamplingRequest) -> Completion:
@@ -131,16 +132,17 @@ class Sampler(ABC):
 
     @abstractmethod
     async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
-        """Calls `StagedReceiver.start_<kind>` on every worker; the transfer goes on beside the engine's steps."""
+        """Calls `StagedReceiver.start_<kind>` on every worker. The transfer runs in parallel to the engine's steps."""
 
     @abstractmethod
     async def _transfer_progress(self) -> Sequence[TransferProgress]:
-        """`StagedReceiver.progress` of every worker."""
+        """Returns `StagedReceiver.progress` of every worker."""
 
     @abstractmethod
     async def _apply_staged_weights(self, incarnation: int, policy_version: int) -> float:
-        """Loads what is staged and changes the version of the tokens sampled from here on, between two steps. Running
-        requests keep their KV cache. Returns the seconds the engine stood still.
+        """Loads the staged weights and changes the version of later tokens, both between the same two steps.
+
+        Running requests keep their KV cache. Returns for how many seconds the engine made no step.
         """
 
     @property
@@ -153,7 +155,7 @@ class Sampler(ABC):
         return self._version[1]
 
     def figures(self) -> SamplerFigures:
-        """The sums as of now."""
+        """Returns the current sums."""
         running = time.monotonic() - self._busy_since if self._in_flight else 0.0
         return replace(self._figures, busy_seconds=self._figures.busy_seconds + running)
 
@@ -165,7 +167,7 @@ class Sampler(ABC):
         *,
         key: str = "",
     ) -> tuple[Trajectory, ...]:
-        """The trajectories 0 … num_samples − 1 of one prompt; see `sample_one`."""
+        """Samples the trajectories 0 … num_samples − 1 of one prompt; see `sample_one`."""
         rows = (self.sample_one(prompt_ids, sampling, trajectory_id=number, key=key) for number in range(num_samples))
         return tuple(await asyncio.gather(*rows))
 
@@ -177,10 +179,11 @@ class Sampler(ABC):
         trajectory_id: int,
         key: str = "",
     ) -> Trajectory:
-        """One trajectory. With a `key` (a group's id) or a seed in `sampling`, its random numbers depend on nothing but
-        the run's seed, those two and `trajectory_id`.
+        """Samples one trajectory.
 
-        A trajectory is one request: it ends, is saved and is aborted alone, and has its own spans.
+        With a `key` (a group's id) or a seed in `sampling`, its random numbers depend only on the run's seed, those two
+        and `trajectory_id`. Each trajectory is a separate request with its own spans; it ends, is saved and is aborted
+        independently of the others.
 
         Raises:
             DataError: the prompt does not fit the model, or the sampling parameters cannot be used.
@@ -204,23 +207,22 @@ class Sampler(ABC):
         return Trajectory(trajectory_id, "policy", (segment,), completion.finish_reason, text, sampling)
 
     async def join_weight_group(self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> None:
-        """Enters a weight group as ranks `first_rank` …, one a tensor-parallel worker; leaves the one before.
+        """Joins a weight group with one rank per tensor-parallel worker, from `first_rank` on; leaves the previous one.
 
         Raises:
-            WeightTransferError: the group did not come together before the deadline.
+            WeightTransferError: not all ranks connected before the deadline.
         """
         arguments = {"address": asdict(address), "first_rank": first_rank, "timeout_seconds": timeout_seconds}
         async with self._update_lock:
             await self._transfer("join", arguments, timeout_seconds)
 
     async def update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
-        """Receives a version beside generation and applies it between two engine steps. Running requests keep their KV.
+        """Receives a version during generation and applies it between two engine steps. Running requests keep their KV.
 
-        Goes on to its end even if the caller is cancelled, so that the stamp never differs from the weights.
+        Finishes even if the caller is cancelled, so that the version stamp always matches the weights.
 
         Raises:
-            WeightTransferError: a bucket did not come before the deadline or is damaged; the engine keeps the weights
-                it has.
+            WeightTransferError: a bucket is damaged or did not arrive in time. The engine keeps its weights.
             UnavailableError: the engine has ended.
         """
         return await asyncio.shield(asyncio.ensure_future(self._update_weights(manifest, group_name, timeout_seconds)))
@@ -242,8 +244,8 @@ class Sampler(ABC):
     async def _transfer(
         self, kind: Literal["join", "receive"], arguments: Mapping[str, object], timeout_seconds: float
     ) -> Sequence[TransferProgress]:
-        """Starts a transfer on every worker and waits for all."""
-        # The workers' own deadline names the cause, so it comes first.
+        """Starts a transfer on every worker and waits for all of them."""
+        # A worker's error names the cause, so the workers' deadline comes first.
         deadline = time.monotonic() + timeout_seconds + 1.0
         await self._start_transfer(kind, arguments)
         pause = 0.001

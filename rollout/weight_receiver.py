@@ -1,7 +1,6 @@
-"""The receiving end of a weight update. A thread receives and checks a version while the engine samples; then the
-engine applies it at once.
+"""Receiver of weight updates. A thread receives and checks a version while the engine samples; then it is applied.
 
-Staging takes memory for one copy of the weights on the worker's device (none for `ipc`, which reads the trainer's).
+Staging takes memory for one copy of the weights on the worker's device. `ipc` needs none and reads the trainer's.
 When only adapters are sent, the thread merges them into the base weights and stages the result.
 """
 
@@ -38,7 +37,7 @@ _Arrivals = Iterator[tuple[BucketSpec, torch.Tensor]]
 
 @dataclass
 class _Transfer:
-    """One join or receive in its thread."""
+    """A thread that joins a group or receives a version."""
 
     deadline: float
     previous: threading.Thread | None
@@ -56,10 +55,9 @@ class _Transfer:
 class StagedReceiver:
     """Joins one weight group at a time and stages one version at a time.
 
-    A version whose bucket fails its digest, or whose sender is gone, is dropped whole. `expected` maps the names of the
-    model's parameters to their shapes; a manifest with other ones is refused before anything is received. None skips
-    that check.
-    `folder` is where the base of adapters may lie.
+    If a bucket fails its digest or the sender is gone, the whole version is dropped. `expected` maps the names of the
+    model's parameters to their shapes; a manifest with other tensors is refused before any bucket is received. None
+    skips that check. `folder` may hold the base of adapters.
     """
 
     def __init__(
@@ -80,24 +78,25 @@ class StagedReceiver:
         self._staged: list[tuple[str, torch.Tensor]] = []
 
     def start_join(self, address: Mapping[str, Any], first_rank: int, timeout_seconds: float) -> None:
-        """Enters a group as rank `first_rank` + this worker's; the group before it is left. `address` holds the fields
-        of a `WeightGroupAddress`.
+        """Starts to join a group as rank `first_rank` + this worker's rank, and leaves the previous group.
+
+        `address` holds the fields of a `WeightGroupAddress`.
         """
         group, rank = WeightGroupAddress(**address), first_rank + self._rank
         self._start(timeout_seconds, lambda transfer: self._join(transfer, group, rank))
 
     def start_receive(self, manifest: bytes, group_name: str, timeout_seconds: float) -> None:
-        """Stages a version; the one staged before, if it was never applied, is dropped."""
+        """Starts to stage a version. A staged version that was not applied is dropped."""
         self._start(timeout_seconds, lambda transfer: self._receive(transfer, decode_manifest(manifest), group_name))
 
     def progress(self) -> TransferProgress:
-        """How far the newest transfer is."""
+        """Returns the progress of the newest transfer."""
         transfer = self._transfer
         assert transfer is not None, "progress is asked for after a start"
         return transfer.progress
 
     def take(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors of the staged version, which the receiver forgets."""
+        """Returns names and tensors of the staged version and drops its references to them."""
         staged, self._staged = self._staged, []
         return staged
 
@@ -117,7 +116,7 @@ class StagedReceiver:
                     work(transfer)
             except TandemError as error:
                 transfer.progress["error"] = (type(error).__name__, str(error))
-            except Exception as error:  # a bug: it must reach the caller, who waits, and not die with this thread
+            except Exception as error:  # a bug: report it to the waiting caller instead of losing it with this thread
                 transfer.progress["error"] = ("WeightTransferError", f"{type(error).__name__}: {error}")
             finally:
                 transfer.previous = None
@@ -151,13 +150,13 @@ class StagedReceiver:
             try:
                 transfer.progress["digests"].append(check_bucket(spec, buffer, place=place))
             except WeightTransferError as error:
-                fault = fault or error  # go on receiving: a member that stops reading fails the group for all others
+                fault = fault or error  # keep receiving: a member that stops reading breaks the group for all others
             arrived += bucket_tensors(spec, buffer if manifest.adapters else buffer.to(self._device))
         if fault is not None:
             raise fault
         if manifest.adapters is not None:
             arrived = self._base.merged(manifest.adapters, dict(arrived), self._device)
-        if self._transfer is transfer:  # else a newer transfer took over meanwhile
+        if self._transfer is transfer:  # otherwise a newer transfer has replaced it
             self._staged = arrived
 
     def _check_names(self, manifest: WeightManifest) -> None:

@@ -34,8 +34,8 @@ from tandem.reward.text.verdict import NoVerdictError
 T = TypeVar("T")
 
 _LARGEST_PROMPT_BYTES = 4 << 20
-_BYTES_PER_TOKEN = 3  # for rates: near the truth in most languages, on the safe side in English
-_MESSAGE_TOKENS = 32  # what a chat template writes around a message, generously
+_BYTES_PER_TOKEN = 3  # for rate estimates: realistic in most languages, overestimates the tokens of English
+_MESSAGE_TOKENS = 32  # upper bound for the tokens that a chat template adds to a message
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "max_tokens", "max_completion_tokens"})
 
 
@@ -47,12 +47,12 @@ class EndpointSession:
     limiter: RateLimiter
     meter: SpendMeter
     slots: PrioritySemaphore
-    """One slot per question under way."""
+    """One slot per running question."""
     priority: Priority = "calls"
     """Priority of the caller."""
 
     def of(self, priority: Priority) -> EndpointSession:
-        """The same session with another priority."""
+        """Returns the same session with another priority."""
         return replace(self, priority=priority)
 
     def waiting(self, priority: Priority) -> int:
@@ -66,20 +66,20 @@ class Quote:
 
     body: bytes
     tokens: int
-    """Expected number, prompt and answer together."""
+    """Expected tokens of prompt plus answer."""
     highest_price: float
 
 
 class ChatEndpoint(Scorer):
-    """Base class of judges behind a chat endpoint: their common parameters, and how they ask.
+    """Base class of judges behind a chat endpoint: their common parameters and requests.
 
-    Limits, spending and connections belong to the object: build it once and share it.
+    The object owns limits, spending and connections, so build it once and share it.
     """
 
     ISOLATION = "remote"
 
     base_url: str
-    """Up to `/chat/completions`, which is added: e.g. `http://127.0.0.1:8000/v1`."""
+    """URL of the API without `/chat/completions`, e.g. `http://127.0.0.1:8000/v1`."""
     model: Annotated[str, Field(min_length=1)]
     """The model's name at the endpoint."""
     api_key_env: str = ""
@@ -89,13 +89,13 @@ class ChatEndpoint(Scorer):
     temperature: float = 0.0
     """Sampling temperature of the judge; -1: the endpoint's own (some models accept no other)."""
     max_tokens: Annotated[int, Field(ge=1)] = 1024
-    """Longest answer of the judge in tokens, its thoughts included."""
+    """Longest answer of the judge in tokens, including its reasoning."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """What the endpoint calls that."""
+    """Name of that field in the endpoint's API."""
     extra_body: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """More fields of the request, e.g. `{reasoning_effort = "low"}`."""
     max_concurrent: Annotated[int, Field(ge=1)] = 16
-    """Requests under way at once."""
+    """Maximum number of concurrent requests."""
     requests_per_minute: Annotated[int, Field(ge=0)] = 0
     """Most requests in any minute, every attempt counted; they are spread evenly. 0: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=0)] = 0
@@ -142,17 +142,15 @@ class ChatEndpoint(Scorer):
         return scores
 
     async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
-        """Stores each item's result in `scores` as soon as there is one. If the portal closes first, the others stay as
-        they are.
-        """
+        """Stores each item's result in `scores` once it is known. If the portal closes first, the rest is unchanged."""
         raise NotImplementedError("every judge defines this")
 
     def close(self) -> None:
-        """Ends running questions. They, and all later ones, are unscored (`infrastructure`)."""
+        """Ends running questions. They and all later ones are unscored (`infrastructure`)."""
         self._portal.close()
 
     def figures(self) -> dict[str, float]:
-        """Requests sent and money spent since the start, and the questions that wait now."""
+        """Returns requests sent and money spent since the start, and the number of waiting questions."""
         session = self._portal.session
         return {
             "judge_requests": 0.0 if session is None else float(session.client.num_requests),
@@ -178,9 +176,9 @@ class ChatEndpoint(Scorer):
     async def ask(
         self, session: EndpointSession, messages: Sequence[Message], read: Callable[[str], T]
     ) -> T | Unscored:
-        """The endpoint's answer as `read` understands it; unscored if there is none. `read` raises NoVerdictError.
+        """Returns the endpoint's answer as parsed by `read`, or Unscored. `read` raises NoVerdictError.
 
-        Waits by priority for a slot first, then for the spend cap and the rate limits.
+        Waits by priority, first for a slot, then for the spend cap and the rate limits.
         """
         if fault := await wait_in_queue("a place at the judge", session.slots.acquire(session.priority)):
             return fault.unscored
@@ -219,7 +217,7 @@ class ChatEndpoint(Scorer):
         return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
 
     async def _ask_admitted(self, session: EndpointSession, quote: Quote, read: Callable[[str], T]) -> T | Fault:
-        """Asks until there is an answer. The deadline runs from the first admission on."""
+        """Asks until there is an answer. The deadline starts with the first admission."""
         clock = asyncio.get_running_loop().time
         if fault := await session.client.wait_until_open(clock() + self.deadline_seconds):
             return fault
@@ -236,7 +234,7 @@ class ChatEndpoint(Scorer):
         return await with_retries(attempt, max_attempts=self.max_attempts, deadline=deadline)
 
     async def _admit(self, session: EndpointSession, quote: Quote, *, again: bool) -> list[Taken] | Fault:
-        """Reserves the highest price and takes from the rate limits; `_send` settles both."""
+        """Reserves the highest price and takes the estimate from the rate limits. `_send` settles both."""
         if not await session.meter.reserve(quote.highest_price, session.priority, again=again):
             spent = f"{session.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
             return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
@@ -259,7 +257,7 @@ class ChatEndpoint(Scorer):
         self, session: EndpointSession, quote: Quote, read: Callable[[str], T], taken: Sequence[Taken], deadline: float
     ) -> T | Fault:
         """Sends one admitted request and settles its cost."""
-        # Without a reply, also because of cancellation, the highest cost counts: the request may have been billed.
+        # Without a reply, e.g. after cancellation, the highest cost counts, because the request may have been billed.
         tokens, price = quote.tokens, quote.highest_price
         try:
             data = await session.client.post(quote.body, deadline)
@@ -278,7 +276,7 @@ class ChatEndpoint(Scorer):
         return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]
 
     def _used(self, reply: object, quote: Quote) -> tuple[int, float]:
-        """Tokens and price by the reply's `usage`; the estimate if it has none."""
+        """Returns tokens and price according to the reply's `usage`, or the estimate without one."""
         usage = reply.get("usage") if isinstance(reply, dict) else None
         counts = [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")] if isinstance(usage, dict) else []
         numbers = [count for count in counts if isinstance(count, int) and 0 <= count < 1 << 40]

@@ -1,8 +1,8 @@
 """JSON over HTTP to one endpoint, with typed faults, retries with jitter, and a deadline for every request.
 
-A failed request gives a `Fault` with the reason that the item gets:
+A failed request returns a `Fault` with the reason for the unscored item:
 
-| what happened | reason | tried again |
+| failure | reason | retried |
 |---|---|---|
 | no connection, connection cut, an unusable answer | infrastructure | yes |
 | 408, 425, 429, 5xx | infrastructure | yes, not before `Retry-After` |
@@ -39,8 +39,9 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 LARGEST_REPLY_BYTES = 16 << 20
 MAX_QUEUE_SECONDS = 3600.0
-"""Longest wait for admission to an endpoint. It does not count towards the deadline of an item, so requests of a
-higher priority cost the others none of their time.
+"""Longest wait for admission to an endpoint.
+
+It does not count towards an item's deadline, so requests of a higher priority do not use up the time of others.
 """
 _LONGEST_RETRY_AFTER_SECONDS = 86400.0
 _DETAIL_CHARACTERS = 200
@@ -56,11 +57,11 @@ class Fault:
     detail: str
     retry: bool = True
     not_before_seconds: float = 0.0
-    """The endpoint asked to wait that long."""
+    """Wait that the endpoint requested."""
     perhaps_done: bool = False
-    """The request was sent but not answered: the endpoint may have done the work, and may bill it."""
+    """The request was sent but not answered, so the endpoint may have processed and billed it."""
     by_content: bool = False
-    """The content of the request may be the cause: another request might succeed."""
+    """The content of the request may be the cause, so other requests might succeed."""
 
     @property
     def unscored(self) -> Unscored:
@@ -83,10 +84,10 @@ def check_url(name: str, url: str) -> None:
 
 
 def read_key(variable: str) -> str:
-    """The secret in the environment variable, empty for no variable.
+    """Returns the secret in the environment variable; empty if no variable is named.
 
     Raises:
-        ValueError: it is not set, or cannot stand in a header.
+        ValueError: the variable is not set, or its value is not allowed in a header.
     """
     if not variable:
         return ""
@@ -106,22 +107,23 @@ class HttpClient:
         self._url = url
         self._key = key
         self._attempt_seconds = attempt_seconds
-        self._closed_until = 0.0  # by the loop's clock, from Retry-After
+        self._closed_until = 0.0  # from Retry-After, on the loop's clock
         self.num_requests = 0
 
     async def wait_until_open(self, deadline: float) -> Fault | None:
-        """Waits as long as the endpoint's last `Retry-After` asks for; a fault if that is past the deadline (by the
-        loop's clock).
+        """Waits as the endpoint's last `Retry-After` requests. Returns a fault if that ends past the deadline.
+
+        The deadline is a time of the loop's clock.
         """
         loop = asyncio.get_running_loop()
         while (wait := self._closed_until - loop.time()) > 0.0:
             if self._closed_until >= deadline:
                 return Fault("infrastructure", f"the endpoint asked to wait for {wait:.0f} s", retry=False)
-            await asyncio.sleep(wait + random.uniform(0.0, min(1.0, 0.1 * wait)))  # not all at the same moment
+            await asyncio.sleep(wait + random.uniform(0.0, min(1.0, 0.1 * wait)))  # spreads the retries
         return None
 
     async def post(self, body: bytes, deadline: float) -> bytes | Fault:
-        """One attempt: the reply's body, or the fault."""
+        """Makes one attempt. Returns the reply's body or the fault."""
         import httpx
 
         loop = asyncio.get_running_loop()
@@ -160,15 +162,16 @@ class HttpClient:
         return Fault("infrastructure", detail, retry=False)
 
     def _clean(self, text: str) -> str:
-        """The text as one short line without the API key."""
+        """Returns the text as one short line without the API key."""
         line = " ".join(text[: 20 * _DETAIL_CHARACTERS].split())
         return (line.replace(self._key, "***") if self._key else line)[:_DETAIL_CHARACTERS]
 
 
 @asynccontextmanager
 async def open_client(url: str, *, key: str, max_connections: int, attempt_seconds: float) -> AsyncIterator[HttpClient]:
-    """A client whose connections are closed with the block. Redirects are not followed; proxies are taken from the
-    environment.
+    """Opens a client and closes its connections at the end of the block.
+
+    Redirects are not followed. Proxies are taken from the environment.
     """
     import httpx
 
@@ -181,7 +184,7 @@ async def open_client(url: str, *, key: str, max_connections: int, attempt_secon
 
 
 async def wait_in_queue(what: str, wait: Awaitable[T]) -> T | Fault:
-    """The result of `wait`; a fault if there is none within MAX_QUEUE_SECONDS."""
+    """Returns the result of `wait`, or a fault after MAX_QUEUE_SECONDS."""
     try:
         async with asyncio.timeout(MAX_QUEUE_SECONDS):
             return await wait
@@ -192,11 +195,11 @@ async def wait_in_queue(what: str, wait: Awaitable[T]) -> T | Fault:
 async def with_retries(
     attempt: Callable[[float], Awaitable[T | Fault]], *, max_attempts: int, deadline: float
 ) -> T | Fault:
-    """Attempts until one succeeds or fails for good, `max_attempts` failed, or the next would begin past the deadline.
+    """Repeats the attempt until one succeeds or fails permanently, `max_attempts` failed, or the deadline is too near.
 
-    Every attempt gets the deadline (by the loop's clock) and keeps it. Pauses double from half a second to 30 s; the
-    second half of each is random, so that many requests that failed together do not come back together. A longer
-    `Retry-After` takes the place of the first half.
+    Every attempt gets the deadline (on the loop's clock) and must keep it. Pauses double from 0.5 s to 30 s. The second
+    half of each is random, so that requests that failed together are not retried together. A longer `Retry-After`
+    replaces the first half.
     """
     clock = asyncio.get_running_loop().time
     fixed = wait_exponential(multiplier=FIRST_PAUSE_SECONDS / 2, max=LONGEST_PAUSE_SECONDS / 2)
@@ -232,7 +235,7 @@ async def with_retries(
 
 
 def retry_after(value: str) -> float:
-    """Seconds that a `Retry-After` header asks for, at most a day. It holds a number or a date; 0 if neither."""
+    """Returns the seconds that a `Retry-After` header (a number or a date) requests, at most a day; 0 if invalid."""
     value = value.strip()
     seconds = 0.0
     if value.isascii() and value.isdigit():
@@ -246,7 +249,7 @@ def retry_after(value: str) -> float:
 
 
 def read_json(data: bytes) -> object:
-    """The value; None if the bytes are not JSON or nested too deeply."""
+    """Returns the value; None if the bytes are not JSON or too deeply nested."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -254,7 +257,7 @@ def read_json(data: bytes) -> object:
 
 
 async def _body(response: httpx.Response) -> bytes | Fault:
-    """The body as it was sent. A compressed answer is refused: none was asked for, and it may expand without limit."""
+    """Returns the raw body. A compressed one is refused: none was requested, and it may expand without limit."""
     if response.headers.get("content-encoding", "identity") != "identity":
         return Fault("infrastructure", "the endpoint compressed its answer, unasked", retry=False)
     parts: list[bytes] = []

@@ -1,7 +1,7 @@
 """Rate limits of an endpoint: requests and tokens per minute.
 
-Own code instead of aiolimiter, whose leaky bucket has no priorities, allows bursts, and cannot
-correct an estimated cost once the true one is known.
+aiolimiter is not used, because its leaky bucket has no priorities, allows bursts, and cannot correct an estimated cost
+once the true cost is known.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tandem.reward.scheduling.priority_queue import Priority
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """An admission. `amount` is corrected once the true number is known."""
+    """An admission. `amount` is corrected once the true amount is known."""
 
     at: float
     amount: int
     counts: bool = True
-    """False once it is older than the window."""
+    """False once the admission is older than the window."""
 
 
 class RateLimit:
     """At most `most` units in any half-open window of `window_seconds`, spread evenly.
 
-    A token bucket that refills while it is emptied admits up to twice its size in one window. This one has no burst:
-    each admission is followed by a pause in proportion to its size. It also remembers the admissions of the last
-    window, which makes the bound exact for units of any size; the full rate can still be used. It reads no clock:
-    callers pass `now` in seconds, which must not decrease.
+    A token bucket, which refills while it is emptied, admits up to twice its size in one window. This limit has no
+    bursts: a pause proportional to its size follows each admission. The admissions of the last window are kept, so the
+    bound is exact for amounts of any size, and the full rate can be used. It reads no clock: callers pass `now` in
+    seconds, which must not decrease.
     """
 
     def __init__(self, most: int, window_seconds: float = 60.0) -> None:
@@ -49,7 +49,7 @@ class RateLimit:
         """Seconds until `amount` can be admitted; 0: now.
 
         Raises:
-            ValueError: it exceeds the limit.
+            ValueError: the amount exceeds the limit.
         """
         if amount > self.most:
             raise ValueError(f"{amount} at once is more than {self.most} in {self.window_seconds:g} s")
@@ -72,7 +72,7 @@ class RateLimit:
         return taken
 
     def settle(self, taken: Taken, amount: int) -> None:
-        """Corrects an estimate: excess is freed, a shortfall delays later requests."""
+        """Corrects an estimate: an excess is returned, a shortfall delays later requests."""
         if taken.counts:
             self._used += amount - taken.amount
             self._next_at += (amount - taken.amount) * self._seconds_a_unit
@@ -86,8 +86,9 @@ class RateLimit:
 
 
 class RateLimiter:
-    """Several limits at once, in order of arrival within a priority. Used by the coroutines of one event loop, whose
-    clock it reads.
+    """Several limits at once. Requests are admitted by priority, then in order of arrival.
+
+    Used by the coroutines of one event loop, whose clock it reads.
     """
 
     def __init__(self, limits: Sequence[RateLimit]) -> None:
@@ -104,7 +105,7 @@ class RateLimiter:
         Args:
             amounts: the amount for each limit.
             priority: decides who is next, see `tandem.reward.scheduling.admission_queue`.
-            again: a further attempt goes before the others of its priority.
+            again: whether this is a further attempt, which goes before the others of its priority.
 
         Raises:
             ValueError: an amount exceeds its limit.
@@ -123,7 +124,7 @@ class RateLimiter:
                 taken.extend(limit.take(amount, now) for limit, amount in wanted)
             return seconds
 
-        delay(clock())  # refuses here what exceeds a limit, not when its turn comes
+        delay(clock())  # refuses an amount over the limit at once, not when its turn comes
         await self._queue.acquire(priority, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
         return taken
 

@@ -1,4 +1,4 @@
-"""The remote judges of a service: built once, asked by priority, with figures named by judge."""
+"""The remote judges of a service. They are built once and asked by priority, and report figures by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.reward.rubric.rubric import Rubric
 from tandem.reward.scheduling.cancellation import CancellationToken
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 
-_THREADS = 32  # per priority; they wait for further remote scorers of a rubric, the caller waits for the first
+_THREADS = 32  # per priority; callers wait for a rubric's first remote scorer, these threads for the others
 
 
 class RemoteJudges:
@@ -24,7 +24,7 @@ class RemoteJudges:
     def __init__(self) -> None:
         self._judges: dict[str, RemoteJudge] = {}
         self._names: dict[str, str] = {}
-        # One pool per priority, so that jobs cannot use up the threads that the ring needs.
+        # One pool per priority, so that jobs cannot use up the threads of the ring.
         self._threads = {priority: ThreadPoolExecutor(_THREADS, f"remote-scorer-{priority}") for priority in PRIORITIES}
         self._closing = False
 
@@ -32,10 +32,10 @@ class RemoteJudges:
         return spec.key in self._judges
 
     def add(self, spec: ScorerSpec, name: str, *, start: bool) -> None:
-        """Builds and starts a judge. `name` identifies it in figures; if it is taken, a number is appended.
+        """Builds and starts a judge. `name` identifies it in figures; a number is appended if the name is taken.
 
         Raises:
-            ScorerError: it cannot be started. It is closed with the others.
+            ScorerError: the judge cannot be started. It is closed with the others.
         """
         taken = set(self._names.values())
         names = [name, *(f"{name}-{number}" for number in range(2, len(taken) + 2))]
@@ -53,7 +53,7 @@ class RemoteJudges:
         *,
         aside: bool,
     ) -> Callable[[], list[Score]]:
-        """Returns a function that waits for the scores. `aside`: another thread starts waiting for them now."""
+        """Returns a function that waits for the scores. With `aside`, another thread asks the judge at once."""
         judge_all = partial(judge_remotely, self._judges[spec.key], items, priority, cancellation, spec.grouped)
         if aside and not self._closing:
             return partial(wait_aside, self._threads[priority].submit(judge_all), cancellation, len(items))
@@ -79,7 +79,7 @@ class RemoteJudges:
 
 
 def named_specs(rubric: Rubric, within: str = "") -> Iterator[tuple[str, ScorerSpec]]:
-    """The scorers of a rubric by their names in the breakdown; a single scorer by its own name."""
+    """Yields the scorers of a rubric with their names in the breakdown; a single scorer with its own name."""
     for component in rubric.components:
         name = within + component.name
         if isinstance(component.source, Rubric):

@@ -1,5 +1,6 @@
-"""The event loop of a scorer that waits for many answers at once, for callers in threads: anyio's blocking portal with
-one session on it.
+"""Event loop with one session, for threads that call a scorer with many concurrent requests.
+
+It is built on anyio's blocking portal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 Session = TypeVar("Session")
 
 CLOSING = Unscored("infrastructure", "the scorer is closing")
-"""Result of items that `close`, or the cancellation of their call, ended."""
+"""Result of items that were ended by `close` or by the cancellation of their call."""
 
 
 class ClosedError(Exception):
@@ -28,8 +29,9 @@ class ClosedError(Exception):
 
 
 class SessionPortal(Generic[Session]):
-    """Runs coroutines on an event loop in a thread of its own. The thread starts, and `open_session` is entered there,
-    with the first call of `run`. Thread-safe.
+    """Runs coroutines on an event loop in a separate thread. Thread-safe.
+
+    The first call of `run` starts the thread and enters `open_session` there.
     """
 
     def __init__(self, name: str, open_session: Callable[[], AbstractAsyncContextManager[Session]]) -> None:
@@ -47,9 +49,9 @@ class SessionPortal(Generic[Session]):
         If the caller's cancellation token is cancelled first, so is the coroutine.
 
         Raises:
-            ClosedError: that, or `close` was called.
+            ClosedError: the token was cancelled, or `close` was called.
         """
-        with self._lock:  # so that `close` finds every future, and nothing is handed to a loop that ends
+        with self._lock:  # so that `close` finds every future, and no work reaches a loop that is ending
             if self._closed:
                 raise ClosedError
             portal, session = self._start()
@@ -65,13 +67,14 @@ class SessionPortal(Generic[Session]):
 
     @property
     def session(self) -> Session | None:
-        """What the coroutines share; None before the first call. It belongs to the loop: other threads may only read
-        plain numbers in it.
+        """The session of the coroutines; None before the first call.
+
+        It belongs to the loop. Other threads may only read plain numbers in it.
         """
         return self._started[1] if self._started is not None else None
 
     def close(self) -> None:
-        """Cancels what runs, closes the session and ends the thread. May be called again."""
+        """Cancels running coroutines, closes the session and ends the thread. May be called again."""
         with self._lock:
             self._closed = True
             if self._finalizer is not None:

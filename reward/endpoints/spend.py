@@ -8,35 +8,36 @@ from typing import Literal
 from tandem.reward.scheduling.admission_queue import AdmissionQueue
 from tandem.reward.scheduling.priority_queue import Priority
 
-_NANO = 10**9  # sums of whole billionths do not drift
+_NANO = 10**9  # amounts are whole billionths, so sums have no rounding errors
 
 
 class SpendMeter:
-    """Counts money, in the currency of the prices, since the process started. Before a request its highest possible
-    price is reserved, after it the true price is charged, so spending never exceeds `most`.
+    """Counts the money spent since the process started, in the currency of the prices.
 
-    Used by the coroutines of one event loop.
+    The highest possible price of a request is reserved before it, and the true price is charged after it, so spending
+    never exceeds `most`. Used by the coroutines of one event loop.
     """
 
     def __init__(self, most: float | None) -> None:
-        self._most = None if most is None else round(most * _NANO)  # None: it only counts
+        self._most = None if most is None else round(most * _NANO)  # None: no cap
         self._spent = 0
         self._reserved = 0
         self._queue = AdmissionQueue()
 
     @property
     def spent(self) -> float:
-        """Charged so far."""
+        """Money charged so far."""
         return self._spent / _NANO
 
     @property
     def reserved(self) -> float:
-        """Reserved for requests under way."""
+        """Money reserved for running requests."""
         return self._reserved / _NANO
 
     def offer(self, highest: float) -> Literal["granted", "later", "never"]:
-        """Reserves the price (`granted`). `later`: it may fit once requests under way are charged. `never`: it exceeds
-        the cap.
+        """Reserves the price if it fits (`granted`).
+
+        `later`: it may fit once running requests are charged. `never`: it exceeds the cap.
         """
         price = _up(highest)
         if self._most is not None:
@@ -48,9 +49,9 @@ class SpendMeter:
         return "granted"
 
     async def reserve(self, highest: float, priority: Priority = "calls", *, again: bool = False) -> bool:
-        """Sets the price aside, in order of arrival within a priority; False: it exceeds the cap.
+        """Reserves the price, by priority and then in order of arrival. Returns False if it exceeds the cap.
 
-        The caller's time-out bounds the wait. `again`: for a further attempt, before the others of its priority.
+        The caller's time-out bounds the wait. `again`: a further attempt goes before the others of its priority.
         """
         granted = False
 
@@ -68,7 +69,7 @@ class SpendMeter:
         return granted
 
     def charge(self, reserved: float, price: float) -> None:
-        """Ends a reservation, and charges what the request cost."""
+        """Ends a reservation and charges the request's price."""
         self._reserved -= _up(reserved)
         self._spent += _up(price)
         self._queue.wake()

@@ -20,7 +20,7 @@ class Catalogue:
 
     @classmethod
     def of(cls, config: RewardConfig) -> Catalogue:
-        """The catalogue of a recipe. Raises ScorerError if a declared scorer is unknown or its arguments are wrong."""
+        """Builds a recipe's catalogue. Raises ScorerError for an unknown declared scorer or wrong arguments."""
         declared = {}
         for name, one in config.scorers.items():
             place = f"reward.scorers.{printable(name)}"
@@ -31,11 +31,11 @@ class Catalogue:
         return cls(declared)
 
     def restricted(self) -> Catalogue:
-        """The same catalogue for clients."""
+        """Returns the same catalogue with the restrictions for clients."""
         return Catalogue(self.declared, for_clients=True)
 
     def spec(self, scorer: str, arguments: Mapping[str, object], place: str) -> ScorerSpec:
-        """The scorer behind a name, checked.
+        """Returns the checked specification of the scorer with this name.
 
         Raises:
             ScorerError: the name is unknown, the arguments are wrong, or a client may not use them.

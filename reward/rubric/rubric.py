@@ -25,9 +25,7 @@ from tandem.reward.rubric.catalogue import Catalogue
 
 MAX_TEXT_BYTES = 64 << 10
 MAX_SCORERS = 256
-"""Maximum number of scorers for one item, with those of nested rubrics. Without a limit, a short text could ask for
-millions.
-"""
+"""Maximum number of scorers per item, including nested rubrics. Otherwise a short text could request millions."""
 
 MAX_DEPTH = 16
 """Maximum nesting of rubrics."""
@@ -55,7 +53,7 @@ class Component:
         return self.data_sources is None or any(fnmatchcase(data_source, one) for one in self.data_sources)
 
     def normalised(self, value: float) -> float:
-        """The value mapped to the component's scale."""
+        """Maps the value to the component's scale."""
         if self.scale is not None:
             (low, high), (new_low, new_high) = self.scale
             share = (value - low) / (high - low)
@@ -72,24 +70,24 @@ class Rubric:
 
     @classmethod
     def parse(cls, text: str, *, allowed: Catalogue) -> Rubric:
-        """The rubric of a TOML text.
+        """Parses a rubric from TOML text.
 
         Raises:
-            ScorerError: one line with the place and, where there is one, the nearest known name.
+            ScorerError: the rubric is invalid. The message names the place and, if any, the nearest known name.
         """
         return _Parser(_read(text), allowed).rubric((), "")
 
     @classmethod
     def alone(cls, spec: ScorerSpec) -> Rubric:
-        """A rubric of one scorer, whose scores stay unchanged."""
+        """Returns a rubric of one scorer, whose scores stay unchanged."""
         return cls((Component("", spec),))
 
     def combine(self, scores: Sequence[Score | None], data_source: str = "") -> Score:
-        """Σ weight · score of the components for this data source, with every component's score as the breakdown.
+        """Σ weight · score of the components for this data source. The breakdown has every component's score.
 
-        `scores` has one entry a component, None where it did not run. Components after a gate that was not passed count
-        as 0. An unscored component makes the whole item unscored with its reason; if it is optional, it is left out. If
-        no component is left, there is no reward.
+        `scores` has one entry per component, None if it did not run. Components after a failed gate count as 0. An
+        unscored component makes the whole item unscored with its reason, except that an optional one is left out. If no
+        component is left, there is no reward.
         """
         terms: list[float] = []
         breakdown: dict[str, float] = {}
@@ -116,7 +114,7 @@ class Rubric:
         return _sum(terms, breakdown, self.clip)
 
     def stages(self) -> list[list[int]]:
-        """The indices of the components that may run at the same time. A gate ends a stage."""
+        """Returns the indices of the components that may run concurrently, by stage. A gate ends a stage."""
         stages: list[list[int]] = [[]]
         for number, component in enumerate(self.components):
             stages[-1].append(number)
@@ -125,7 +123,7 @@ class Rubric:
         return [stage for stage in stages if stage]
 
     def specs(self) -> Iterator[ScorerSpec]:
-        """Every scorer of the rubric and of the rubrics in it."""
+        """Yields every scorer of the rubric and of its nested rubrics."""
         for component in self.components:
             if isinstance(component.source, Rubric):
                 yield from component.source.specs()
@@ -162,8 +160,6 @@ def _sum(terms: list[float], breakdown: dict[str, float], clip: Range | None) ->
 def _clipped(value: float, clip: Range | None) -> float:
     return value if clip is None else min(max(value, clip[0]), clip[1])
 
-
-# ---- reading ----
 
 _Pair = Annotated[list[float], Len(2, 2)]
 
@@ -207,7 +203,7 @@ def _read(text: str) -> _File:
 
 
 class _Parser:
-    """Turns tables into rubrics, starting with the rubrics that components name."""
+    """Parses tables into rubrics, starting with the rubrics that components refer to."""
 
     def __init__(self, file: _File, allowed: Catalogue) -> None:
         self._file = file
@@ -215,7 +211,7 @@ class _Parser:
         self._made: dict[str, tuple[Rubric, int]] = {}
 
     def rubric(self, path: tuple[str, ...], place: str) -> Rubric:
-        """The rubric at the end of a path of names; the rubric of the file itself for the empty path."""
+        """Parses the rubric at a path of names. The empty path is the rubric of the file itself."""
         table = self._file.rubrics[path[-1]] if path else self._file
         components: list[Component] = []
         number_of_scorers = 0

@@ -1,4 +1,4 @@
-"""Sandboxes made by bubblewrap: it builds the root either once, for a zygote, or anew for every sandbox."""
+"""Sandboxes made by bubblewrap, which builds the root either once for a zygote or for every sandbox."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ enter(int(sys.argv[2]), sys.argv[3:])
 
 
 def find_bubblewrap() -> str:
-    """`bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError if missing."""
+    """Finds `bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError."""
     beside = os.path.join(sys.prefix, "bin")
     found = shutil.which("bwrap") or shutil.which("bwrap", path=beside)
     if found is None:
@@ -41,10 +41,10 @@ def find_bubblewrap() -> str:
 
 
 class BubblewrapLauncher(ZygoteLauncher):
-    """One zygote in a root that bubblewrap built; it forks every sandbox into further namespaces.
+    """Runs one zygote in a root built by bubblewrap. The zygote forks every sandbox into further namespaces.
 
     Raises:
-        SandboxError: there is no bubblewrap, it does not work here, or its children may not create namespaces.
+        SandboxError: bubblewrap is missing or does not work here, or its children may not create namespaces.
     """
 
     name: IsolationName = "bubblewrap"
@@ -63,8 +63,9 @@ class BubblewrapLauncher(ZygoteLauncher):
 
 
 class BubblewrapEachLauncher:
-    """Starts a new Python under bubblewrap for every sandbox: for machines on which bubblewrap may create namespaces,
-    but its children may not.
+    """Starts a new Python under bubblewrap for every sandbox.
+
+    For machines on which bubblewrap may create namespaces but its children may not.
     """
 
     name: IsolationName = "bubblewrap"
@@ -84,15 +85,15 @@ class BubblewrapEachLauncher:
             raise SandboxError(str(error)) from None
 
     def close(self) -> None:
-        """Holds nothing: every sandbox has its own process."""
+        """Does nothing, because every sandbox has its own process."""
 
 
 def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[str]:
-    """The options that make bubblewrap build the layout. Their order matters: later mounts cover earlier ones.
+    """Returns bubblewrap's options for the layout. Their order matters: later mounts cover earlier ones.
 
     `disk_bytes`: size of the working folder; None: only the mount point is created.
     """
-    # Under root, processes inside would be root outside as well, and exempt from process limits: see `_entry`.
+    # With root, processes inside would be root outside too, and exempt from process limits: see `_entry`.
     user = [] if os.geteuid() == 0 else ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
     arguments = [*user, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
     arguments += ["--as-pid-1"]
@@ -116,19 +117,20 @@ def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[
 
 
 def _entry(proc: int) -> list[str]:
-    """For root: enters a user namespace first, in which zygotes and guests can become nobody."""
+    """For root: the command that first enters a user namespace, in which zygotes and guests can become nobody."""
     return [*PYTHON, _ENTER, REWARD_FOLDER, str(proc)] if os.geteuid() == 0 else []
 
 
 def _folders_above(targets: Sequence[str]) -> list[str]:
-    """All parent folders, top down. Those that bubblewrap creates by itself only its own user may enter."""
+    """Returns all parent folders, top down. Only bubblewrap's own user may enter folders that it creates implicitly."""
     above = {str(folder) for target in targets for folder in PurePosixPath(target).parents}
     return sorted(above - {"/"})
 
 
 def _interpreter_binds(layout: Layout) -> list[tuple[str, str]]:
-    """The interpreter's own files, if the layout lacks them. (Our own zygote has loaded them before it builds its
-    root.)
+    """Returns binds for the interpreter's own files if the layout lacks them.
+
+    A zygote that builds its own root does not need them, because it has loaded them before.
     """
     files = [EXECUTABLE]
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):

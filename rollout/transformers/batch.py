@@ -1,4 +1,4 @@
-"""Rows that are sampled side by side: one forward pass gives each row its next token.
+"""Batches of rows: one forward pass samples the next token of each row.
 
 Shapes: `B` rows, `T` tokens in the KV cache (prompts are padded on the left), `V` vocabulary.
 """
@@ -27,12 +27,12 @@ from tandem.protos.errors import ModelError
 from tandem.protos.types import FinishReason, VersionSpan
 from tandem.rollout.sampler import Completion, SamplingRequest
 
-_SILENT_TOKENS = 16  # special tokens, which decode to nothing, that may lie between the parts of a stop string
+_SILENT_TOKENS = 16  # special tokens (decoded to "") that may lie between the parts of a stop string
 
 
 @dataclass(eq=False)
 class Row:
-    """One request and what was sampled of it so far."""
+    """One request and the tokens sampled so far."""
 
     request: SamplingRequest
     future: Future[Completion] = field(default_factory=Future)
@@ -83,12 +83,12 @@ class LanguageModel:
         return logits_BV
 
     def finish_reason(self, row: Row) -> FinishReason | None:
-        """Why the row ends with its newest token; None if it goes on."""
+        """Returns why the row ends with its newest token; None if it continues."""
         sampling = row.request.sampling
         if row.token_ids[-1] in self._end_ids:
             return "stop"
         if sampling.stop:
-            # Every token that decodes to something has at least one byte of the string.
+            # Every token that does not decode to "" covers at least one byte of the string.
             newest = max(len(text.encode()) for text in sampling.stop) + _SILENT_TOKENS
             text = self.tokenizer.decode(row.token_ids[-newest:], skip_special_tokens=True)
             if any(stop in text for stop in sampling.stop):
@@ -119,7 +119,7 @@ class Batch:
 
     @property
     def is_mergeable(self) -> bool:
-        """Whether its cache can be padded. Sliding windows and recurrent states cannot: such batches stay apart."""
+        """Whether its cache can be padded. Batches with sliding windows or recurrent states cannot be merged."""
         return all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     def step(self, version: tuple[int, int]) -> None:
@@ -129,7 +129,7 @@ class Batch:
         self._sample(self._language_model.next_token_logits(newest, self._mask_BT, self._cache), version)
 
     def remove_ended(self) -> list[Row]:
-        """Takes out the rows that have finished or were cancelled, and returns them."""
+        """Removes and returns the rows that have finished or were cancelled."""
         ended = [row for row in self.rows if row.finish_reason is not None or row.future.cancelled()]
         if ended:
             kept = [number for number, row in enumerate(self.rows) if row not in ended]
@@ -140,7 +140,7 @@ class Batch:
         return ended
 
     def merge(self, other: Batch) -> None:
-        """Takes over the rows of a batch; both must be mergeable."""
+        """Adds the rows of another batch. Both must be mergeable."""
         num_tokens = max(self._num_needed_tokens(), other._num_needed_tokens())
         self._mask_BT = torch.cat([_last(batch._mask_BT, num_tokens, dim=1) for batch in (self, other)])
         for mine, theirs in zip(self._cache.layers, other._cache.layers, strict=True):
@@ -172,7 +172,7 @@ class Batch:
 
 
 def _truncated(row: Row, scores_V: Tensor) -> Tensor:
-    """The scores after repetition penalty, top-k and top-p, in this order, as vLLM has them."""
+    """Applies repetition penalty, top-k and top-p in vLLM's order."""
     sampling = row.request.sampling
     scores = scores_V[None]
     input_ids = torch.tensor([[*row.request.prompt_ids.tolist(), *row.token_ids]], device=scores.device)
@@ -186,7 +186,7 @@ def _truncated(row: Row, scores_V: Tensor) -> Tensor:
 
 
 def _last(tensor: Tensor, num_tokens: int, *, dim: int) -> Tensor:
-    """The last tokens along `dim`, with zeros before them where there are fewer."""
+    """Returns the last `num_tokens` along `dim`, padded with zeros on the left if there are fewer."""
     present = tensor.shape[dim]
     if present >= num_tokens:
         return tensor.narrow(dim, present - num_tokens, num_tokens)

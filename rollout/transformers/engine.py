@@ -1,4 +1,4 @@
-"""The engine `transformers`: what can be asked of it without loading it."""
+"""Description of the engine `transformers`, available without loading its library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.rollout.sampler import Sampler
 
 
 class TransformersEngine(Engine):
-    """A transformers model in a thread of the sampler's process: slower than vLLM, and runs wherever torch does."""
+    """A transformers model in a thread of the sampler's process: slower than vLLM, but runs wherever torch runs."""
 
     name = "transformers"
     library = "transformers"

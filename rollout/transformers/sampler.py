@@ -26,10 +26,10 @@ from tandem.rollout.sampler import NO_VERSION, Completion, Sampler, SamplingRequ
 from tandem.rollout.transformers.batch import Batch, LanguageModel, Row
 from tandem.rollout.weight_receiver import StagedReceiver
 
-_ENGINE_BYTES = 500 << 20  # what torch and transformers take besides weights and KV cache
-_ANSWER_SECONDS = 120.0  # a thread that makes no step for so long hangs
+_ENGINE_BYTES = 500 << 20  # memory of torch and transformers without weights and KV cache
+_ANSWER_SECONDS = 120.0  # a thread that makes no step for this long hangs
 _CLOSE_SECONDS = 10.0
-_PROMPTS_AT_ONCE = 16  # read in one forward pass
+_PROMPTS_AT_ONCE = 16  # per forward pass
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -52,8 +52,9 @@ class _Call(Generic[T]):
 
 
 class TransformersSampler(Sampler):
-    """The thread owns the model. It takes rows and calls from an inbox between two steps, so weights and version change
-    together.
+    """A sampler whose thread owns the model.
+
+    The thread takes rows and calls from an inbox between two steps, so weights and version change together.
     """
 
     def __init__(self, arguments: SamplerArguments) -> None:
@@ -77,7 +78,7 @@ class TransformersSampler(Sampler):
         self._waiting: deque[Row] = deque()
         self._batches: list[Batch] = []
         self._inbox: queue.SimpleQueue[Row | _Call[Any] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of `_ended`: nothing enters the inbox afterwards
+        self._lock = threading.Lock()  # guards `_ended`, after which nothing enters the inbox
         self._ended = ""
         self._thread = threading.Thread(target=self._run, args=(language_model,), daemon=True)
         self._thread.start()
@@ -112,7 +113,7 @@ class TransformersSampler(Sampler):
         def apply() -> float:
             started = time.perf_counter()
             for name, tensor in self._receiver.take():
-                if name in self._parameters:  # the head that is tied to the embedding may be sent too
+                if name in self._parameters:  # a head tied to the embedding may be sent too
                     self._parameters[name].copy_(tensor)
             self._stamp = (incarnation, policy_version)
             return time.perf_counter() - started
@@ -158,8 +159,9 @@ class TransformersSampler(Sampler):
                 item.future.set_exception(UnavailableError(ended))
 
     def _read_inbox(self) -> bool:
-        """Runs the calls and queues the rows that came since the last step; waits if there is nothing to sample. False
-        when the sampler is closed.
+        """Runs the calls and queues the rows that arrived since the last step. Waits if there is nothing to sample.
+
+        Returns False when the sampler is closed.
         """
         while True:
             try:
@@ -174,7 +176,7 @@ class TransformersSampler(Sampler):
                 self._waiting.append(item)
 
     def _start_waiting(self, language_model: LanguageModel) -> None:
-        """Reads the prompts of as many waiting rows as the cache has room for, and samples their first tokens."""
+        """Reads the prompts of as many waiting rows as fit the cache, and samples their first tokens."""
         room = self._max_rows - sum(len(batch.rows) for batch in self._batches)
         prompts: set[bytes] = set()
         rows: list[Row] = []
@@ -195,7 +197,7 @@ class TransformersSampler(Sampler):
             self._batches.remove(batch)
 
     def _hand_out(self) -> None:
-        """Answers the rows that have ended and drops those that were cancelled."""
+        """Completes the rows that have ended and drops those that were cancelled."""
         for row in [row for batch in self._batches for row in batch.remove_ended()]:
             if row.future.set_running_or_notify_cancel():
                 row.future.set_result(row.completion())
@@ -210,7 +212,7 @@ def _load(arguments: SamplerArguments) -> tuple[transformers.PreTrainedModel, tr
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, arguments.dtype))
         tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # whatever it trips over in a folder: json, struct, safetensors …
+    except Exception as error:  # errors of json, struct, safetensors … for a bad folder
         raise ModelError(f"model {path} cannot be sampled: {one_line(error)}") from error
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and arguments.max_model_tokens > longest:

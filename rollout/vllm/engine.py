@@ -1,4 +1,4 @@
-"""The engine `vllm`: what can be asked of it without loading it."""
+"""Description of the engine `vllm`, available without loading its library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.rollout.vllm.engine_folder import sweep_engine_folders
 
 
 class VllmEngine(Engine):
-    """vLLM in a process of its own, one worker a GPU."""
+    """vLLM in a separate process, with one worker per GPU."""
 
     name = "vllm"
     library = "vllm"
@@ -20,7 +20,7 @@ class VllmEngine(Engine):
         return class_names_in("vllm", "model_executor/models/registry.py", "_TEXT_GENERATION_MODELS")
 
     def core_environment(self, cores: Sequence[int]) -> Mapping[str, str]:
-        # Left to itself, vLLM puts the workers of every sampler on core 0.
+        # By default, vLLM puts the workers of every sampler on core 0.
         return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))}
 
     def remove_leftovers(self) -> None:

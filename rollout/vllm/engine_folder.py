@@ -1,4 +1,4 @@
-"""Where an engine keeps its sockets and temporary files, so that none is left behind whichever way it ends."""
+"""Folder for an engine's sockets and temporary files, so that they are removed even if the engine is killed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from pathlib import Path
 from tandem.protos.scratch_folder import ScratchFolder, remove, sweep
 
 _KIND = "vllm"
-_LONGEST_SOCKET_PATH = 107  # bytes: `sun_path` less its end
+_LONGEST_SOCKET_PATH = 107  # bytes: `sun_path` without its terminator
 _SOCKET_NAME = 1 + 36  # vLLM's: a slash and a UUID
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 class EngineFolder(ScratchFolder):
-    """The folder of one engine. Making it removes those of engines that have ended."""
+    """The folder of one engine. Its creation removes the folders of engines that have ended."""
 
     def __init__(self) -> None:
         super().__init__(_KIND, longest_path=_LONGEST_SOCKET_PATH - _SOCKET_NAME, clear=_remove_engine_folder)
 
     @contextmanager
     def given_to_children(self) -> Iterator[None]:
-        """Processes started or forked inside, and vLLM's part in this one, put into the folder what they would put into
-        /tmp.
-        """
+        """Redirects temporary files of vLLM in this process, and of child processes started inside, to the folder."""
         names = ("TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR")
         variables, place = {name: os.environ.get(name) for name in names}, tempfile.gettempdir()
-        # Compiled kernels are for the next engine, too.
+        # Compiled kernels are kept for the next engine.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(place, f"torchinductor_{os.getuid()}"))
         os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = str(self.path)
         try:
@@ -45,13 +43,14 @@ class EngineFolder(ScratchFolder):
 
 
 def sweep_engine_folders() -> None:
-    """Removes what engines that were killed left on this machine; nothing of one that lives."""
+    """Removes the folders that killed engines left on this machine. Live engines keep theirs."""
     sweep(_KIND, clear=_remove_engine_folder)
 
 
 def name_shared_memory() -> None:
-    """In a process that lives in an engine's folder: Python's shared memory is named for the folder from here on. By
-    the names that Python makes up, what a killed engine leaves could not be told from that of others.
+    """Names this process's later shared memory after its engine folder, if it has one.
+
+    With Python's random names, the shared memory of a killed engine could not be told from that of other processes.
     """
     place = Path(tempfile.gettempdir())
     if place.name.startswith(f"tandem-{_KIND}-"):
@@ -59,13 +58,14 @@ def name_shared_memory() -> None:
 
 
 def _own_name(folder: Path) -> str:
-    """What no other folder's name ends with."""
+    """Returns the unique suffix of the folder's name."""
     return folder.name.rpartition("-")[2]
 
 
 def _remove_engine_folder(folder: Path) -> None:
-    """The folder, and the shared memory of its tensor-parallel workers: it is named for the folder, or for the file in
-    it by which they met.
+    """Removes the folder and the shared memory of its tensor-parallel workers.
+
+    That shared memory is named after the folder, or after the workers' rendezvous file in it.
     """
     names = [f"{_own_name(folder)}[0-9a-f][0-9a-f][0-9a-f][0-9a-f]"]
     names += [f"{meeting.name}-*" for meeting in folder.glob("vllm_dist_*")]

@@ -1,4 +1,4 @@
-"""Starts vLLM's engine the way a sampler needs it: stamped log-probs, staged weights, and on CPUs in seconds."""
+"""Starts vLLM's engine with version stamps and staged weights, and with a fast start on CPUs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_ENGINE_BYTES = 700 << 20  # what vLLM takes besides weights and KV cache
-_PREFILL_TOKENS = 4096  # read in one step at most, on CPUs
+_ENGINE_BYTES = 700 << 20  # memory of vLLM without weights and KV cache
+_PREFILL_TOKENS = 4096  # maximum per step on CPUs
 
 
 def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
-    """Loads the model into an engine process of its own; on CPUs forked, so before this process has threads. Its
-    sockets and temporary files are in `folder`.
+    """Loads the model in a new engine process, whose sockets and temporary files are in `folder`.
+
+    On CPUs the process is forked, so this must be called before this process has threads.
 
     Raises:
         ModelError: vLLM cannot use the model.
@@ -47,22 +48,22 @@ def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
         tensor_parallel_size=config.tensor_parallel_size,
         enforce_eager=on_cpu,
         max_num_seqs=max_sequences,
-        # On CPUs a prompt is never read in parts: vLLM would turn back the random numbers of a part whose token is
-        # discarded, which a CPU's generator cannot, and the engine would die of a seeded request that was preempted.
+        # Chunked prefill is off on CPUs. For a chunk whose token is discarded, vLLM rewinds the random generator, which
+        # a CPU generator does not support, so a preempted seeded request would crash the engine.
         enable_chunked_prefill=False if on_cpu else None,
         max_num_batched_tokens=max(arguments.max_model_tokens, max_sequences, _PREFILL_TOKENS) if on_cpu else None,
         kv_cache_memory_bytes=config.kv_cache_bytes if fixed_cache else None,
         gpu_memory_utilization=config.gpu_memory_fraction,
         logprobs_mode="processed_logprobs",
-        async_scheduling=False,  # a step scheduled before an update but finished after it would get the wrong stamp
+        async_scheduling=False,  # a step scheduled before but finished after an update would get the wrong stamp
         worker_extension_cls="tandem.rollout.vllm.worker_extension.WeightReceiver",
         disable_log_stats=True,
     )
     try:
         vllm_config = engine_args.create_engine_config()
-    except Exception as error:  # whatever it trips over in a folder: json, struct, safetensors, pydantic …
+    except Exception as error:  # errors of json, struct, safetensors, pydantic … for a bad folder
         raise ModelError(f"model {arguments.model_path} cannot be sampled: {one_line(error)}") from error
-    if fixed_cache:  # the engine's process would find this too, but only its log would say it
+    if fixed_cache:  # the engine's process checks this too, but reports it only in its log
         check_cache(arguments, _bytes_per_sequence(vllm_config, arguments.dtype))
     if on_cpu:
         check_memory(arguments, _ENGINE_BYTES)
@@ -78,8 +79,8 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
     extend_engine_core()
     method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
     if fork:
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # not earlier: creating the configuration resets it
-        gc.freeze()  # the engine collects garbage several times as it starts; what it inherits is none
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # set here because creating the configuration resets it
+        gc.freeze()  # the engine collects garbage several times at its start; inherited objects are excluded
     try:
         return AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True, enable_log_requests=False)
     except (RuntimeError, ValueError) as error:
@@ -99,17 +100,15 @@ def _vllm_is_for_cpus() -> bool:
 
 
 def _prepare_environment(on_cpu: bool) -> None:
-    """What vLLM and OpenMP read when they are imported. On CPUs it makes the difference between 45 and 8 seconds of
-    start.
-    """
+    """Sets variables that vLLM and OpenMP read at import. On CPUs they shorten the start from 45 to 8 seconds."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if on_cpu:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling one small kernel would take 19 s
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker lives in the engine's process
-        # Threads that share cores with the trainer's spin against it: two on two busy cores give a tenth of one's
-        # tokens.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the worker runs in the engine's process
+        # OpenMP threads spin while they share cores with the trainer: two threads on two busy cores sample a tenth of
+        # the tokens of one thread.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 4)))
 
 

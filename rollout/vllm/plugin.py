@@ -4,8 +4,8 @@ vLLM calls `register`, the entry point `tandem` of the group `vllm.general_plugi
 the engine is forked, rollout/vllm/launch.py calls `extend_engine_core` before the fork, so a checkout that is not
 installed works too.
 
-Why a plugin: a worker call that applies weights and a second call that sets the version would be two messages. Between
-them the engine could make a step, whose tokens would carry the wrong stamp. Here one message does both.
+One message changes both. With one worker call for the weights and another for the version, the engine could make a step
+in between, and its tokens would carry the wrong stamp.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ _EXTENDED = "_tandem_extended"
 
 
 def register() -> None:
-    """Entry point. In a process that vLLM started, also ties its life to its parent's, even when that is killed by -9,
-    and names its shared memory.
+    """Entry point of the plugin.
+
+    A process that vLLM started also ends with its parent from here on, even after kill -9, and names its shared memory.
     """
     if multiprocessing.parent_process() is not None:
         _die_with_parent()
         name_shared_memory()
-    if "vllm.v1.engine.core" in sys.modules:  # importing it where no engine lives would only cost time
+    if "vllm.v1.engine.core" in sys.modules:  # importing it in a process without an engine only takes time
         extend_engine_core()
 
 
 def extend_engine_core() -> None:
-    """Gives this process's `EngineCore` class, and every process forked from here, the methods below. May be called
-    twice.
-    """
+    """Adds the methods below to `EngineCore` in this process and its forks. May be called twice."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     if hasattr(EngineCore, _EXTENDED):
@@ -66,7 +65,7 @@ def extend_engine_core() -> None:
         try:
             run(*args, **kwargs)
         finally:
-            # the interpreter's last look through all objects would take longer than all the rest of the end
+            # the interpreter's final garbage collection would take longer than the rest of the exit
             gc.freeze()
 
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)  # type: ignore[method-assign]
@@ -77,23 +76,21 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it died before we asked to be told
+        os._exit(1)  # the parent ended before this process asked for the signal
 
 
 def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, object]) -> None:
-    """Starts a transfer on every worker; it goes on in threads beside the engine's steps."""
+    """Starts a transfer on every worker. It runs in threads, in parallel to the engine's steps."""
     core.collective_rpc(f"tandem_start_{kind}", kwargs=arguments)
 
 
 def _weight_transfer_progress(core: EngineCore) -> Sequence[TransferProgress]:
-    """How far the transfer is on each worker."""
+    """Returns the progress of the transfer on each worker."""
     return core.collective_rpc("tandem_progress")
 
 
 def _apply_staged_weights(core: EngineCore, stamp: str) -> float:
-    """Loads what every worker has staged and changes the stamp, between two steps. Returns the seconds the engine stood
-    still.
-    """
+    """Loads the staged weights on every worker and changes the stamp, between two steps. Returns the duration."""
     if core.batch_queue:
         raise RuntimeError("steps are in flight: outputs sampled before the update would get the new stamp")
     started = time.perf_counter()
@@ -101,14 +98,14 @@ def _apply_staged_weights(core: EngineCore, stamp: str) -> float:
     core.set_weight_version(stamp)
     for request in core.scheduler.requests.values():  # type: ignore[attr-defined]
         if request.num_computed_tokens == 0:
-            request.skip_reading_prefix_cache = True  # its salt names the version before
+            request.skip_reading_prefix_cache = True  # its salt names the previous version
     return time.perf_counter() - started
 
 
 def _collecting_once_started(init: Any) -> Any:
     @functools.wraps(init)
     def start(core: EngineCore, *args: Any, **kwargs: Any) -> None:
-        gc.disable()  # what is imported here stays, and vLLM freezes it at the end of this
+        gc.disable()  # the objects imported here stay, and vLLM freezes them afterwards
         try:
             init(core, *args, **kwargs)
         finally:
@@ -120,7 +117,7 @@ def _collecting_once_started(init: Any) -> Any:
 def _salted(add_request: Any) -> Any:
     @functools.wraps(add_request)
     def add(core: EngineCore, request: Request, *args: Any) -> None:
-        # A request salted with one version and queued while the next was applied must not read blocks of the first.
+        # A request salted with the previous version must not read that version's blocks after an update.
         if request.cache_salt != core.get_weight_version():
             request.skip_reading_prefix_cache = True
         add_request(core, request, *args)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _SHUTDOWN_SECONDS = 3.0
-# An engine that makes no step for so long hangs; applying weights is the longest of what it is asked.
+# An engine that makes no step for this long hangs. Its longest operation is applying weights.
 _ANSWER_SECONDS = 120.0
 
 
@@ -33,7 +33,7 @@ async def start_sampler(arguments: SamplerArguments) -> Sampler:
         raise
     sampler = VllmSampler(llm, folder, max_model_tokens=arguments.max_model_tokens, seed=arguments.seed)
     try:
-        # Nothing is staged: this stamps the weights as no version of ours, and shows whether the plugin is there.
+        # Nothing is staged. This stamps the weights as NO_VERSION and fails if the plugin is missing.
         await sampler._apply_staged_weights(*NO_VERSION)
     except TandemError as error:
         sampler.close()
@@ -63,7 +63,7 @@ class VllmSampler(Sampler):
             self._llm.shutdown(timeout=_SHUTDOWN_SECONDS)
         finally:
             self._folder.close()
-        # its __del__ calls it again, when the interpreter is half gone
+        # its __del__ calls it again during the interpreter's shutdown
         self._llm.shutdown = _nothing  # type: ignore[method-assign]
 
     async def _generate(self, request: SamplingRequest) -> Completion:
@@ -88,7 +88,7 @@ class VllmSampler(Sampler):
         await self._core("start_weight_transfer", kind, arguments)
 
     async def _transfer_progress(self) -> Sequence[TransferProgress]:
-        """A call costs the engine some 0.2 ms between two steps."""
+        """See `Sampler`. A call takes the engine about 0.2 ms between two steps."""
         progress: Sequence[TransferProgress] = await self._core("weight_transfer_progress")
         return progress
 
@@ -107,7 +107,7 @@ class VllmSampler(Sampler):
             raise UnavailableError(
                 "the engine's process is gone; its last lines are above or in the sampler's log"
             ) from error
-        except Exception as error:  # vLLM raises a bare Exception for whatever went wrong inside the engine
+        except Exception as error:  # vLLM raises a bare Exception for any error in the engine
             raise WeightTransferError(f"{method} failed inside the engine: {error}") from error
 
 
@@ -126,9 +126,9 @@ def _sampling_params(request: SamplingRequest) -> SamplingParams:
             seed=request.seed,
             stop=list(sampling.stop),
             repetition_penalty=sampling.repetition_penalty,
-            logprobs=0,  # the sampled token's only
+            logprobs=0,  # only the sampled token's
             flat_logprobs=True,
-            detokenize=bool(sampling.stop),  # vLLM must read along only to find stop strings
+            detokenize=bool(sampling.stop),  # needed only to find stop strings
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
     except (VLLMValidationError, ValueError) as error:

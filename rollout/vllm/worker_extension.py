@@ -1,4 +1,4 @@
-"""vLLM's worker extension: one weight receiver a tensor-parallel worker, and how staged weights enter the model."""
+"""vLLM's worker extension: a weight receiver in each tensor-parallel worker, which loads staged weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.rollout.weight_receiver import StagedReceiver
 
 
 class WeightReceiver:
-    """vLLM's worker extension: its methods become methods of the worker, one a tensor-parallel rank."""
+    """vLLM's worker extension. vLLM adds its methods to the worker of each tensor-parallel rank."""
 
     def tandem_start_join(self: Any, **arguments: Any) -> None:
         """See `StagedReceiver.start_join`."""
@@ -29,8 +29,9 @@ class WeightReceiver:
         return _receiver_of(self).progress()
 
     def tandem_apply(self: Any) -> None:
-        """Loads the staged version into the running model; called by EngineCore between two steps. No staged buckets:
-        no change.
+        """Loads the staged version into the running model. Without staged buckets nothing changes.
+
+        EngineCore calls it between two steps.
         """
         staged = _receiver_of(self).take()
         if staged:
@@ -56,12 +57,11 @@ def _receiver_of(worker: Any) -> StagedReceiver:
 
 
 def load_into_running_model(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], vllm_config: Any) -> None:
-    """Loads a full set of Hugging Face tensors in place: what kernels and CUDA graphs point at keeps its address."""
+    """Loads a full set of Hugging Face tensors in place: addresses used by kernels and CUDA graphs stay valid."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    # It warns of layers without weights of their own (rotary embeddings, a tied head); what must come was checked by
-    # name.
+    # It warns of layers without own weights (rotary embeddings, a tied head). Required tensors were checked by name.
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     with set_current_vllm_config(vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
@@ -72,8 +72,7 @@ def load_into_running_model(model: torch.nn.Module, tensors: list[tuple[str, tor
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
-    # A tied head shares the embedding's tensor, so the reload passes it by, and on CPUs it would keep its old packed
-    # weights.
+    # The reload skips a tied head, which shares the embedding's tensor. On CPUs it would keep its old packed weights.
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():

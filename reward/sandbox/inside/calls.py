@@ -4,10 +4,10 @@ The answer's side (`Answering`) cannot forge a verdict: what it sends becomes pl
 code, and the statements of the test run where it has no access.
 
 Requests and replies are one line of JSON each:
-{"get": [object or null, name]}                      an attribute, or with null a name of the answer's module
-{"call": object, "args": […], "kwargs": {…}}          calls it
+{"get": [object or null, name]}                      reads an attribute, or with null a name of the answer's module
+{"call": object, "args": […], "kwargs": {…}}          calls the object
 {"function": name, "args": […]}                      calls that function, or that method of a new `Solution()`
-{"items": object}                                    everything it iterates over
+{"items": object}                                    lists the object's items
 → {"value": …}, with "args" if the call changed its arguments; or {"error": class, "message": …}
 """
 
@@ -28,7 +28,7 @@ _MESSAGE_CHARACTERS = 500
 
 
 class Answering:
-    """The answer's end: runs requests on the module of the answer. `given`: what the prelude defined in it before."""
+    """The answer's end: runs requests on the answer's module. `given`: names that the prelude defined in it."""
 
     def __init__(self, module: ModuleType, given: dict[str, object]) -> None:
         self._module = module
@@ -37,7 +37,7 @@ class Answering:
         self._numbers: dict[int, int] = {}
 
     def serve(self, line: socket.socket) -> None:
-        """Until the other end closes."""
+        """Serves requests until the other end closes."""
         with line.makefile("rb") as requests:
             for request in requests:
                 line.sendall(self._reply(json.loads(request)))
@@ -70,7 +70,7 @@ class Answering:
         return reply if after == sent else {**reply, "args": after}
 
     def _own(self, name: str) -> object:
-        """A name that the answer itself defined, not the prelude. Raises KeyError."""
+        """Returns the value of a name that the answer, not the prelude, defined. Raises KeyError."""
         value = vars(self._module)[name]
         if name in self._given and self._given[name] is value:
             raise KeyError(name)
@@ -145,7 +145,7 @@ class Calling:
 
 
 class Remote:
-    """An object of the answer as the test sees it. It can be called, its attributes read, its items listed; no more."""
+    """Proxy of an answer's object in the test. It supports only calls, attribute reads and iteration."""
 
     __slots__ = ("_calling", "number_", "type_")
 
@@ -187,7 +187,7 @@ def _refuse(value: object) -> dict[str, object]:
 
 
 def _exception(name: object) -> type[Exception]:
-    """The builtin exception of that name, RuntimeError for others. StopIteration could end a loop silently."""
+    """Returns the builtin exception of that name, or RuntimeError. StopIteration could end a loop silently."""
     kind = getattr(builtins, str(name), None)
     if (
         isinstance(kind, type)

@@ -1,9 +1,8 @@
-"""The first process of a sandbox: it runs programs one after another, each in a fresh process with limits, and reports
+"""The first process of a sandbox. It runs programs one after another, each in a new process with limits, and reports
 how they ended.
 
-It trusts no program: its reports come from the kernel (exit status, times) and from pipes that it made. A program can
-neither signal it (it is the init of its process namespace), nor read its memory (it is not dumpable), nor outlive its
-run.
+It trusts no program: its reports come from the kernel (exit status, times) and from its own pipes. A program cannot
+signal it (it is the init of its process namespace), read its memory (it is not dumpable), or outlive its run.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from typing import Any, NoReturn
 from tandem.reward.sandbox.inside import kernel, program, seccomp, wire
 
 _CHUNK_BYTES = 1 << 16
-_TAIL_BYTES = 4096  # kept of a program's standard error
+_TAIL_BYTES = 4096  # of a program's standard error that are kept
 _STACK_BYTES = 64 << 20
 _MIN_WAIT_SECONDS = 0.01
-_LAST_WAIT_MILLISECONDS = 10  # for a program that ends, or is killed, just as it is stopped
+_LAST_WAIT_MILLISECONDS = 10  # for a program that ends or is killed while it is being stopped
 _BEGUN = "begun"
 
 
 def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> NoReturn:
-    """Serves the scorer until it closes the channel, then ends this process, and with it the sandbox.
+    """Serves the scorer until it closes the channel, then ends this process and thus the sandbox.
 
     Args:
         channel: to the scorer.
         apart: whether this process is the init of its own process namespace.
-        proc: the machine's /proc, which no program gets; None: what is at /proc, if anything.
+        proc: the machine's /proc, to which programs have no access. None: use /proc, if it exists.
     """
     status = 1
     try:
-        # A first process gets only the signals that it handles from inside, so it must not handle SIGINT.
+        # Processes inside can send init only the signals that it handles, so it must not handle SIGINT.
         signal.signal(signal.SIGINT, signal.SIG_DFL if apart else signal.SIG_IGN)
         kernel.prctl(kernel.SET_DUMPABLE, 0)
         kernel.drop_capabilities()
@@ -59,11 +58,11 @@ def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> No
 
 
 def tell(channel: socket.socket, error: str) -> None:
-    """Reports why there is no sandbox."""
+    """Reports why the sandbox could not start."""
     try:
         wire.send(channel, {"error": error})
     except OSError:
-        return  # the scorer has ended: that was the error
+        return  # the scorer has ended, which caused the error
 
 
 def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc: int | None) -> None:
@@ -119,7 +118,7 @@ class _Run:
             os.set_blocking(descriptor, False)
 
     def watch(self, channel: socket.socket) -> None:
-        """Waits until it ends, exceeds a limit, or the scorer stops it."""
+        """Waits until the program ends, exceeds a limit, or is stopped by the scorer."""
         limits = self.message.header["limits"]
         deadline = self._started + limits["wall_seconds"]
         clock = (~self._process << 3) | 2  # its processor time, see clock_getcpuclockid(3)
@@ -147,7 +146,7 @@ class _Run:
                 return
 
     def end(self) -> None:
-        """Kills what is left of it and reads the rest of its pipes."""
+        """Kills the program's remaining processes and reads the rest of its pipes."""
         if not self._process:
             return
         _kill_all(self._process, self.apart)
@@ -159,7 +158,7 @@ class _Run:
         _kill_strays()
         out, err, begun = self._descriptors[:3]
         said = _read_some(begun).decode(errors="replace")
-        if said != _BEGUN and self.stopped in ("", "time"):  # on a machine too busy to begin it, the latter
+        if said != _BEGUN and self.stopped in ("", "time"):  # "time": the machine was too busy to begin it
             self.fault = said or "it ended, or its time did, before it began"
         for descriptor in (out, err):
             while self.stopped != "output" and self._read(descriptor):
@@ -213,8 +212,8 @@ def _become_program(
 
 def _prefer_oom_kill(proc: int | None) -> None:
     """Makes the kernel kill programs before any other process when the machine runs out of memory."""
-    kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc belong to root
-    with suppress(OSError):  # there is no /proc
+    kernel.prctl(kernel.SET_DUMPABLE, 1)  # otherwise its files in /proc belong to root
+    with suppress(OSError):  # no /proc
         adjustment = os.open(
             "self/oom_score_adj" if proc is not None else "/proc/self/oom_score_adj", os.O_WRONLY, dir_fd=proc
         )
@@ -224,7 +223,7 @@ def _prefer_oom_kill(proc: int | None) -> None:
 
 
 def _limit(limits: dict[str, Any], apart: bool) -> None:
-    seconds = int(limits["cpu_seconds"]) + 2  # `watch` is exact; this also holds for processes of the program
+    seconds = int(limits["cpu_seconds"]) + 2  # `watch` is exact; this also limits child processes
     wanted = {
         resource.RLIMIT_CPU: seconds,
         resource.RLIMIT_AS: limits["memory_bytes"],
@@ -236,7 +235,7 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,
     }
-    if apart:  # else all processes of the user would count
+    if apart:  # otherwise all processes of the user would count
         wanted[resource.RLIMIT_NPROC] = limits["processes"] + limits["threads"] + 2  # two keep the sandbox
     for kind, most in wanted.items():
         hard = resource.getrlimit(kind)[1]
@@ -245,7 +244,7 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
 
 
 def _sealed(data: bytes) -> int:
-    """Descriptor of a read-only file in memory that holds the data."""
+    """Returns the descriptor of a sealed in-memory file with this data."""
     descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
@@ -275,7 +274,7 @@ def _is_empty(folder: str) -> bool:
 
 
 def _kill_all(process: int, apart: bool) -> None:
-    """Kills everything but this process; without a process namespace, the program and its session."""
+    """Kills all processes but this one; without a process namespace, only the program and its session."""
     try:
         os.kill(process, signal.SIGKILL)
         if apart and os.getpid() == 1:
@@ -287,7 +286,7 @@ def _kill_all(process: int, apart: bool) -> None:
 
 
 def _kill_strays() -> None:
-    """Kills and reaps the orphans that became children of this process: they may have left the program's session."""
+    """Kills and reaps orphans that became children of this process. They may have left the program's session."""
     try:
         while True:
             with suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as children:

@@ -1,7 +1,7 @@
-"""The system calls that a sandbox is made of, by ctypes: Python 3.11 offers none of them.
+"""System calls for sandboxes, by ctypes, because Python 3.11 lacks them.
 
-Everything in this folder runs inside the sandbox or makes it. It uses the standard library only, and nothing else of
-Tandem. Only `wire` and `plain` are used on both sides.
+The modules of this folder run in the sandbox or create it. They import only the standard library and each other. Only
+`wire` and `plain` are used on both sides.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def unshare(flags: int) -> None:
-    """Moves the caller into new namespaces; into a process namespace only its children."""
+    """Moves the caller into new namespaces. Only its children enter a new process namespace."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
@@ -59,7 +59,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def restrict_mount(path: str, *, devices: bool) -> None:
-    """Forbids writing, set-user-id and, without `devices`, device files on a mount and all below. Needs Linux 5.12."""
+    """Forbids writing, set-user-id and, unless `devices`, device files on a mount tree. Needs Linux 5.12."""
     wanted = MS_RDONLY | MS_NOSUID | (0 if devices else MS_NODEV)
     attributes = _MountAttributes(set=wanted)  # the first bits of mount_setattr(2) are those of mount(2)
     arguments = (ctypes.c_int(_AT_FDCWD), os.fsencode(path), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(attributes))
@@ -88,7 +88,7 @@ def prctl_pointer(option: int, value: int, pointer: ctypes.Structure) -> None:
 
 
 def drop_capabilities() -> None:
-    """Gives up every capability; with no_new_privs this cannot be undone."""
+    """Drops all capabilities. With no_new_privs this cannot be undone."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     none = (ctypes.c_uint32 * 6)()
     _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")

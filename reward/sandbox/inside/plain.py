@@ -1,9 +1,9 @@
 """Values as plain data, for calls between a test and an answer. Plain data carries no behaviour; nothing is pickled.
 
-A value is JSON where JSON has it; every JSON object is a tag: {"tuple": […]}, {"set": […]}, {"frozenset": […]},
-{"dict": [[key, value], …]}, {"bytes": text}, {"complex": [real, imaginary]}, {"int": hexadecimal} (of many digits),
-{"object": number, "type": name}. Subclasses become their base class. An object that is not data stays where it
-is; only a number for it is sent.
+Values that JSON supports are sent as JSON. Every JSON object is a tag: {"tuple": […]}, {"set": […]},
+{"frozenset": […]}, {"dict": [[key, value], …]}, {"bytes": text}, {"complex": [real, imaginary]}, {"int": hexadecimal}
+(for long integers), {"object": number, "type": name}. Subclasses become their base class. An object that is not data
+stays in its process; only a number is sent for it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-_LONG_INT_BITS = 4096  # Python refuses to write much longer decimals
+_LONG_INT_BITS = 4096  # Python refuses to convert much longer integers to decimals
 
 
 def dumps(value: object) -> bytes:
-    """One line of JSON: an encoded value, or a message that contains one."""
+    """Returns an encoded value, or a message that contains one, as one line of JSON."""
     return json.dumps(value).encode() + b"\n"
 
 
 def encode(value: object, keep: Callable[[object], dict[str, object]]) -> object:
-    """The value as JSON can hold it. `keep` gives the tag of an object that is not data, or raises TypeError.
+    """Converts the value to JSON types. `keep` returns the tag of an object that is not data, or raises TypeError.
 
     Raises:
-        RecursionError: it is nested too deeply, or contains itself.
+        RecursionError: the value is nested too deeply, or contains itself.
     """
     if value is None or isinstance(value, bool | str | float):
         return value
@@ -47,10 +47,10 @@ def encode(value: object, keep: Callable[[object], dict[str, object]]) -> object
 
 
 def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value that was encoded. `find` gives what stands for an object's tag.
+    """Decodes the output of `encode`. `find` returns the object for a tag.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: it was not made by `encode`.
+        ValueError, TypeError, KeyError, RecursionError: the value was not encoded by `encode`.
     """
     if isinstance(value, list):
         return [decode(one, find) for one in value]

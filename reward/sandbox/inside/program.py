@@ -1,4 +1,4 @@
-"""The program of a run, in a process of its own behind all limits: a script, an answer, or a test that calls one."""
+"""The program of a run: a script, an answer, or a test that calls one. It runs in a separate process with limits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from tandem.reward.sandbox.inside.calls import Answering, Calling
 LINE = 3
 """Descriptor of the socket between a test and the answer that it calls."""
 PASSED, FAILED, RAISED, UNUSABLE = 0, 1, 2, 3
-"""Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile. The answer runs in
-another process and cannot choose among them.
+"""Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile.
+
+The answer runs in another process, so it cannot choose the exit code.
 """
 
-# As in LiveCodeBench's evaluation. Python's own frames take no stack of C, so this depth is safe.
+# As in LiveCodeBench's evaluation. Python frames do not use the C stack, so this depth is safe.
 _RECURSION_LIMIT = 50_000
 _INTEGER_DIGITS = 50_000
 
@@ -52,7 +53,7 @@ def main(kind: str, texts: list[str]) -> NoReturn:
 
 
 def _reset_interpreter() -> None:
-    """Looks like a Python that was just started with a file: own streams, and no module of ours."""
+    """Makes the interpreter look newly started with a file: new streams, and no modules of Tandem."""
     sys.stdin = sys.__stdin__ = _stream(0, "r", "surrogateescape")  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _stream(1, "w", "surrogateescape")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _stream(2, "w", "backslashreplace", buffering=1)  # type: ignore[misc]
@@ -81,7 +82,7 @@ def _answer(prelude: str, code: str) -> None:
 
 
 def _check(prelude: str, test: str, entry_point: str) -> int:
-    """PASSED only if the test and every check that it defines run to their ends."""
+    """Returns PASSED only if the test and every check that it defines run to the end."""
     try:
         code = compile(test, "test.py", "exec")
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -92,7 +93,7 @@ def _check(prelude: str, test: str, entry_point: str) -> int:
     try:
         found = _names_for(code, entry_point, calling)
         vars(module).update(found)
-        sys.modules["solution"] = _module("solution", found)  # which some collections of tests import from
+        sys.modules["solution"] = _module("solution", found)  # some test collections import from this name
         exec(code, vars(module))
         return _run_checks(module, set(_names_in(code)), entry_point)
     except AssertionError:
@@ -131,9 +132,9 @@ def _module(name: str, content: dict[str, object]) -> ModuleType:
 def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, object]:
     """Resolves the names that the test neither imports nor defines.
 
-    Names of built-ins and standard modules keep their meaning, so that no answer can replace `abs` in a test; other
-    names are the answer's, before those of the prelude. Only if the test uses nothing else of the answer, as in
-    `assert sum(10, 15) == 6`, may the name of a module or built-in be the answer's.
+    Names of built-ins and standard modules keep their meaning, so that no answer can replace `abs` in a test. Other
+    names are looked up in the answer, then in the prelude. If the test uses no other name of the answer, as in
+    `assert sum(10, 15) == 6`, the name of a module or built-in may be the answer's.
     """
     named = _names_in(code)
     found: dict[str, object] = {}
@@ -182,8 +183,9 @@ def _exit_status(end: SystemExit) -> int:
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends like an interpreter: waits for threads, runs exit functions, flushes streams and files left open. Only the
-    destruction of objects is left out.
+    """Ends the process like an interpreter: waits for threads, runs exit functions, flushes streams and open files.
+
+    Only the destruction of objects is skipped.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -199,8 +201,8 @@ def _leave(status: int) -> NoReturn:
 
 
 def _flush_what_is_open() -> None:
-    """Flushes files that were never closed (`open(1, "w")`), as an interpreter does. Like it, ignores errors."""
+    """Flushes files that were never closed (`open(1, "w")`) and ignores errors, as an interpreter does."""
     for one in gc.get_objects():
-        if issubclass(type(one), io.IOBase):  # not isinstance, which asks the object
+        if issubclass(type(one), io.IOBase):  # isinstance would call the object's `__class__`
             with suppress(Exception):
                 one.flush()

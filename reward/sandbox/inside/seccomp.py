@@ -1,8 +1,8 @@
-"""A filter of system calls (seccomp) for the code in a sandbox, as a small program for the kernel's classic BPF.
+"""A seccomp filter of system calls for the code in a sandbox, as a program for the kernel's classic BPF.
 
-It lists refused calls, not allowed ones: the namespaces isolate, the filter removes calls that could attack the kernel
-and resources that process limits do not bound (shared memory, anonymous files, further processes). The numbers are from
-the kernel's unistd tables. An architecture without a column here has no filter, and `tandem doctor` reports that.
+It lists refused calls, not allowed ones. Namespaces isolate; the filter removes calls that could attack the kernel, and
+resources that process limits do not bound (shared memory, anonymous files, further processes). The numbers are from the
+kernel's unistd tables. An architecture without a column here has no filter, which `tandem doctor` reports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.reward.sandbox.inside import kernel
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _NEWEST = 462  # calls with higher numbers are newer than this list; the filter answers "not implemented"
 
-# What is always refused: name, number on x86_64, number on aarch64 (- where it has none).
+# Calls that are always refused: name, number on x86_64, number on aarch64 (- if there is none).
 _TABLE = """
 the network (of it only a pair of connected sockets can be had, which asyncio needs):
 socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242
@@ -70,8 +70,7 @@ _ITSELF = 0x7FFFFFF1  # placeholder: no process has this id
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000
 
-# Instructions of classic BPF and what the kernel gives it to look at: number, architecture, arguments (`struct
-# seccomp_data`).
+# Instructions of classic BPF, and offsets of number, architecture and arguments in `struct seccomp_data`.
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL_PROCESS, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -94,7 +93,7 @@ def install(*, processes: bool) -> None:
     """Filters the calling process and its children permanently. Needs no_new_privs.
 
     Args:
-        processes: whether it may start processes; threads are always allowed.
+        processes: whether they may start processes. Threads are always allowed.
 
     Raises:
         OSError: the kernel does not support filters.
@@ -106,7 +105,7 @@ def install(*, processes: bool) -> None:
 
 @cache
 def assembled(*, processes: bool) -> bytes:
-    """The instructions of the filter, with a placeholder for the process id. Computed once, before forking."""
+    """Returns the filter's instructions with a placeholder for the process id. Computed once, before forking."""
     return b"".join(struct.pack("=HBBI", *one) for one in _rules(os.uname().machine, processes))
 
 
@@ -149,6 +148,6 @@ def _unless(test: tuple[int, int], verdict: int) -> list[_Instruction]:
 
 
 def _argument(number: int, rules: list[_Instruction]) -> list[_Instruction]:
-    """Rules on the first argument of one call."""
+    """Applies rules to the first argument of one call."""
     body: list[_Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), *rules, _end(_ALLOW)]
     return [(_EQUAL, 0, len(body), number), *body]

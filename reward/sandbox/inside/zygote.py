@@ -1,12 +1,12 @@
 """Makes sandboxes from namespaces: lives in their root, and forks a process into new namespaces for each.
 
-It never runs untrusted code itself. Its forks, in namespaces of their own, become the first processes of sandboxes
-(`guest`). So a sandbox costs two forks instead of a start of Python, and untrusted code never touched its memory.
+It never runs untrusted code itself. Its forks enter new namespaces and become the first processes of sandboxes
+(`guest`). A sandbox thus takes two forks instead of a start of Python, and untrusted code never touches its memory.
 
-    service ── zygote ── keeper ── first process of the sandbox ── the program, one a run
+    service ── zygote ── keeper ── first process of the sandbox ── the program, one per run
                root      new user, process, mount, network, ipc and host name namespaces; an empty working folder
 
-The root is built by the zygote itself, or by bubblewrap, which then starts it in there.
+Either the zygote builds the root, or bubblewrap builds it and starts the zygote in it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 from tandem.reward.sandbox.inside import guest, kernel, seccomp, wire
 
 USER = 65534
-"""User and group in the sandbox, and outside too where the service is root."""
+"""User and group in the sandbox, and also outside if the service runs as root."""
 WORK_FOLDER = "/tmp"
 
 _ALL_NEW = kernel.NEW_USER | kernel.NEW_PID | kernel.NEW_MOUNTS | kernel.NEW_NET | kernel.NEW_IPC | kernel.NEW_UTS
 _MOST_FILES = 4096
 
-# Modules that contest programs import: loaded once here instead of in every run. Missing ones are skipped.
+# Modules that contest programs import. They are loaded once here instead of in every run. Missing ones are skipped.
 _WARM = """
 array bisect cmath collections contextlib copy ctypes dataclasses datetime decimal enum fractions functools hashlib
 heapq io itertools
@@ -49,10 +49,10 @@ def main(descriptor: int, proc: int) -> None:
 
 
 def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = None) -> None:
-    """Opens a sandbox for every message, which brings the channel to it, until the other end closes.
+    """Opens a sandbox for every message until the other end closes. The message carries the sandbox's channel.
 
     Args:
-        proc: the machine's /proc, which no program gets.
+        proc: the machine's /proc, to which programs have no access.
         layout: the root to build; None: this process is already in it.
     """
     try:
@@ -84,8 +84,9 @@ def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoR
 
 
 def enter(proc: int, command: Sequence[str]) -> NoReturn:
-    """For root: runs a command in a user namespace that maps root and nobody. Its children can become nobody, even if
-    bubblewrap needs root to read the files that it shows.
+    """For root: runs a command in a user namespace that maps root and nobody.
+
+    Its children can become nobody, even if bubblewrap needs root to read the files that it mounts.
     """
     try:
         _enter_namespaces(proc)
@@ -97,7 +98,7 @@ def enter(proc: int, command: Sequence[str]) -> NoReturn:
 def warm_up() -> None:
     """Loads the modules that programs use, and leaves the interpreter in the state of `python -I` after `site`."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # the scorer's limit per item must not hold here
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # the scorer's limit per item must not apply here
     for name in _WARM.split():
         try:
             import_module(name)
@@ -114,7 +115,7 @@ def warm_up() -> None:
 
 
 def _enter_namespaces(proc: int) -> None:
-    """Enters a user namespace that will own the root. Root maps itself and nobody, another user only itself."""
+    """Enters a user namespace that will own the root. Root maps itself and nobody; another user maps only itself."""
     owner, group = os.geteuid(), os.getegid()
     read, write = os.pipe()
     mapper = os.fork() if owner == 0 else 0
@@ -138,7 +139,7 @@ def _map(proc: int, process: str, users: str, groups: str, *, deny_groups: bool 
 
 
 def _write(proc: int, path: str, text: str) -> bool:
-    """Writes a file of the machine's /proc; False if that failed."""
+    """Writes a file of the machine's /proc. Returns False on failure."""
     try:
         descriptor = os.open(path, os.O_WRONLY, dir_fd=proc)
     except OSError:
@@ -191,14 +192,14 @@ def _bind(source: str, target: str, *, device: bool = False) -> None:
 
 
 def _become_nobody() -> None:
-    """Gives up the service's user. If only that one could be mapped it stays, but sees none of its files."""
+    """Becomes nobody. If only the service's user could be mapped, it stays that user, but sees none of its files."""
     try:
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
     except OSError:
         return
-    kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its forks' files in /proc would be root's, and they could not map users
+    kernel.prctl(kernel.SET_DUMPABLE, 1)  # otherwise root owns its forks' files in /proc, and they cannot map users
 
 
 def _open_sandbox(channel: socket.socket, proc: int, parent: int, disk_bytes: int) -> NoReturn:
@@ -206,15 +207,15 @@ def _open_sandbox(channel: socket.socket, proc: int, parent: int, disk_bytes: in
     try:
         kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(1)  # it ended before the line above
+            os._exit(1)  # the parent ended before the line above
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         user, group = os.geteuid(), os.getegid()
-        kernel.prctl(kernel.SET_DUMPABLE, 1)  # else its files in /proc belong to root, and it could not map itself
+        kernel.prctl(kernel.SET_DUMPABLE, 1)  # otherwise its files in /proc belong to root, and it cannot map itself
         kernel.unshare(_ALL_NEW)
         if not _map(proc, "self", f"{USER} {user} 1", f"{USER} {group} 1", deny_groups=True):
             raise OSError("no user can be mapped into a nested user namespace")
         kernel.prctl(kernel.SET_DUMPABLE, 0)
-        _write(proc, "sys/user/max_user_namespaces", "0")  # where that is allowed; seccomp forbids them as well
+        _write(proc, "sys/user/max_user_namespaces", "0")  # best effort; seccomp forbids them as well
         options = f"size={disk_bytes},nr_inodes={_MOST_FILES},mode=700,uid={USER},gid={USER}"
         kernel.mount("work", WORK_FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
         os.chdir(WORK_FOLDER)
