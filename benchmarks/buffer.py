@@ -1,10 +1,10 @@
-"""What one group costs the buffer from admission to publication, with an embedded Redis.
+"""Measures the buffer's cost per group, from admission to publication, with an embedded Redis.
 
     python -m benchmarks.buffer
 
-Prints, for payloads of 4 KB and 64 KB, the milliseconds of every verb per group, for one client that handles groups one
-by one and one that claims P at once; then the groups a second that samplers complete side by side (they share one
-fsync). Twice: with every write fsynced, as runs have it (the disk's time), and without (the buffer's own time).
+For payloads of 4 KB and 64 KB, prints the milliseconds of every verb per group, for a client that handles single groups
+and one that claims P at once; then the groups per second that concurrent samplers complete (they share one fsync).
+Everything is measured twice: with every write fsynced as in runs, and without, which leaves out the disk's time.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Stopwatch:
 
 
 def headers_of(group_id: str) -> str:
-    """Headers as a group of eight short answers has them."""
+    """The headers of a group of eight short answers."""
     spans = (VersionSpan(0, 1, 0),)
     rows = [RowHeader(group_id, i, 0, "policy", 120, 60, 1.0, spans, "stop", 1.0) for i in range(ROWS_PER_GROUP)]
     return encode_headers(rows)
 
 
 def new_run(url: str, staleness_budget: int = 0) -> Buffer:
-    """A fresh run with one sampler LIVE at version 0."""
+    """A new run with one sampler LIVE at version 0."""
     buffer = Buffer(url, f"benchmark-{uuid.uuid4().hex[:8]}")
     buffer.create(
         groups_per_batch=GROUPS_PER_BATCH,
@@ -67,7 +67,7 @@ def new_run(url: str, staleness_budget: int = 0) -> Buffer:
 
 
 def cycle(url: str, payload_bytes: int, at_once: int) -> dict[str, float]:
-    """Milliseconds a verb, per group: `at_once` groups are claimed with one call."""
+    """Milliseconds per group for each verb, if one call claims `at_once` groups."""
     buffer, incarnation = new_run(url), 1
     payload, watch = b"x" * payload_bytes, Stopwatch()
     for version in range(1, NUM_BATCHES + 1):
@@ -101,7 +101,7 @@ def cycle(url: str, payload_bytes: int, at_once: int) -> dict[str, float]:
 
 
 def side_by_side(url: str, payload_bytes: int, num_workers: int) -> float:
-    """Groups a second that threads claim and complete at stage `prompts`."""
+    """Groups per second that concurrent threads claim and complete at stage `prompts`."""
     total = GROUPS_PER_BATCH * NUM_BATCHES
     buffer = new_run(url, staleness_budget=NUM_BATCHES - 1)
     assert buffer.admit([(f"0-{i}", b"x" * 1024) for i in range(total)], total) == total
@@ -121,7 +121,7 @@ def side_by_side(url: str, payload_bytes: int, num_workers: int) -> float:
 
 
 def report(url: str) -> None:
-    """Prints the tables of one server."""
+    """Prints the tables for one server."""
     columns = [(size, at_once) for size in (4 << 10, 64 << 10) for at_once in (1, GROUPS_PER_BATCH)]
     results = [cycle(url, size, at_once) for size, at_once in columns]
     print(f"{'ms per group':20}" + "".join(f"{size >> 10:>6} KB ×{at_once:<3}" for size, at_once in columns))

@@ -1,13 +1,13 @@
-"""Peak memory of log-probs and their gradients, in chunks and the naive way, each in a process of its own. Writes JSON.
+"""Measures peak memory of log-probs and their gradients, chunked and naive, each in its own process. Writes JSON.
 
     python benchmarks/chunked_logprobs.py [--tokens 4096] [--vocabulary 151936] [--hidden 256 896] [--output …]
 
-Hidden sizes: a small one, of which little but logits is to be held, and that of Qwen2.5-0.5B.
+The default hidden sizes are a small one, with which logits take nearly all memory, and that of Qwen2.5-0.5B.
 
-Memory is the process's highest resident set during one forward and backward pass (getrusage's ru_maxrss) minus its
-resident set just before, when inputs and libraries are there: so logits, softmax and all gradients, that of the head's
-weight included. The naive way is what a model's own head and torch.nn.functional.cross_entropy do. Exit code 1 if at
-any hidden size the chunks take more than a quarter of its memory, or a log-prob differs by more than 1e-5. One thread.
+Memory is the peak resident set during one forward and backward pass (getrusage's ru_maxrss) minus the resident set
+before it, which includes inputs and libraries. It covers logits, softmax and all gradients, including the head's. The
+naive way is the model's head followed by torch.nn.functional.cross_entropy. Uses one thread. The exit code is 1 if, at
+any hidden size, chunks need more than a quarter of the naive memory or a log-prob differs by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tandem.trainer.models.token_logprobs import token_statistics  # noqa: E402
 
 WAYS = ("naive", "chunked", "chunked_with_entropy")
 COPIES = 4
-"""Of all logits, that the naive way may have alive at once: refused where there is no room for them."""
+"""Copies of all logits that the naive way may hold at once. The benchmark refuses to run without memory for them."""
 MAX_RATIO, MAX_ERROR = 0.25, 1e-5
 
 
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _row(hidden: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The three ways at one hidden size, and how far the chunks are from the naive way."""
+    """Measures the three ways at one hidden size, and the differences between chunked and naive results."""
     with tempfile.TemporaryDirectory(prefix="tandem-logprobs-") as folder:
         found = {way: _measured(way, hidden, Path(folder), arguments) for way in WAYS}
         chunked, naive = (torch.load(Path(folder) / f"{way}.pt", weights_only=True) for way in ("chunked", "naive"))

@@ -1,11 +1,11 @@
-"""What do advantages cost? Each estimator against a hand-vectorised dense torch expression of the same formula, on one
-thread.
+"""Compares each advantage estimator's time with that of a hand-vectorised dense torch expression, on one thread.
 
     python benchmarks/estimator_cost.py [--repeats 9] [--output benchmarks/records/estimator_cost.json]
 
-`equal`: 4,096 rows of 1,024 tokens, no mask in the dense expression. `ragged`: lognormal lengths of at most 1,024,
-padded and masked there. Ours takes flat columns through `estimate`, all checks included; both give the same numbers, or
-the benchmark fails. Medians of the repeats, the two taking turns. The requirement is a ratio of at most 1.5 on `equal`.
+`equal`: 4,096 rows of 1,024 tokens, without a mask in the dense expression. `ragged`: lognormal lengths of at most
+1,024, which the dense expression pads and masks. Ours passes flat columns through `estimate`, including all checks. The
+benchmark fails if the results differ. Figures are medians over alternating repeats. The ratio on `equal` must be at
+most 1.5.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GAMMA, LAM = 0.99, 0.95
 
 @dataclass(frozen=True)
 class Dense:
-    """The padded columns of a batch. `mask_RT` is None where no row is padded."""
+    """The padded columns of a batch. `mask_RT` is None if no row is padded."""
 
     rewards_RT: Tensor
     values_RT: Tensor
@@ -71,7 +71,7 @@ class Dense:
         return values_RT if self.mask_RT is None else values_RT * self.mask_RT
 
     def discounted(self, values_RT: Tensor, decay: float) -> Tensor:
-        # The fastest way by hand that we found: columns become rows, and the loop works in place.
+        # The fastest hand-written form we found: transpose, then loop in place.
         sums_TR = values_RT.t().contiguous()
         for column in range(LONGEST - 2, -1, -1):
             sums_TR[column].add_(sums_TR[column + 1], alpha=decay)
@@ -137,7 +137,7 @@ def dense_pkpo(d: Dense) -> Tensor:
 def dense_gae(d: Dense) -> Tensor:
     next_RT = torch.cat([d.values_RT[:, 1:], d.values_RT.new_zeros(ROWS, 1)], 1)
     advantages_RT = d.discounted(d.masked(d.rewards_RT + GAMMA * next_RT - d.values_RT), GAMMA * LAM)
-    _ = advantages_RT + d.values_RT  # the critic's returns, which ours computes too
+    _ = advantages_RT + d.values_RT  # ours also computes the critic's returns
     return d.whiten(advantages_RT)
 
 
@@ -155,7 +155,7 @@ def dense_token_baseline(d: Dense) -> Tensor:
     to_go_RT = d.to_go()
     baselines_PT = d.group_sums(to_go_RT * weight_RT) / (d.group_sums(weight_RT) + 1e-8)
     if d.mask_RT is not None:
-        # Where one row alone is left, it has no baseline.
+        # A single remaining row has no baseline.
         baselines_PT = baselines_PT.masked_fill(d.group_sums(d.mask_RT) == 1, 0.0)
     return d.masked(to_go_RT - baselines_PT[d.group_R])
 
@@ -213,7 +213,7 @@ def _measure(shape: str, names: list[str], repeats: int) -> dict[str, dict[str, 
         del got_N, want_N, want_RT
         ours, theirs = [], []
         for _ in range(repeats):
-            # A fresh batch: what it remembers of itself is part of the cost.
+            # A new batch each time, because filling its caches is part of the cost.
             ours.append(_seconds(lambda options=options: estimate(_copy(batch), options)))
             theirs.append(_seconds(lambda by_hand=by_hand: by_hand(dense)))
         row = {"seconds": statistics.median(ours), "dense_seconds": statistics.median(theirs)}

@@ -1,14 +1,13 @@
-"""What does it cost that rows are flat and losses general? Seconds of forward and backward of every policy loss,
-against dense torch.
+"""Compares the forward and backward time of every policy loss on flat rows with that of a dense torch formula.
 
     python benchmarks/loss_cost.py [--repeats 15] [--sequences 4096] [--length 1024] [--output
     benchmarks/records/loss_cost.json]
 
-One thread, float32, processor time, the least of the repeats; memory that is freed stays with the process, or page
-faults would outweigh arithmetic. The other side of a ratio is the same formula written by hand for a (sequences,
-length) matrix without padding, mask or marks; it must give the same gradient. Ours is timed with rows of that one
-length (`equal`) and with rows of 1 to twice that length and as many tokens in all (`ragged`). Selections over the whole
-batch (clip_cov, kl_cov, m2po) are timed apart, as `select`. Fails above `LIMIT`.
+Uses one thread and float32. Figures are the minimum processor time over the repeats. The process keeps freed memory,
+since page faults would otherwise take more time than arithmetic. The dense formula is written by hand for a (sequences,
+length) matrix without padding or masks and must give the same gradient. Ours is timed on rows of one length (`equal`)
+and on rows of 1 to twice that length with the same number of tokens (`ragged`). Selections over the whole batch
+(clip_cov, kl_cov, m2po) are timed separately as `select`. Fails if a ratio exceeds `LIMIT`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_THRESHOLD_
 
 @dataclass(frozen=True)
 class Dense:
-    """(B, T) each; c current, p proximal, b behavior log-probs, a advantages, w weights, chosen (bool)."""
+    """(B, T) each: c current, p proximal and b behavior log-probs, a advantages, w weights, chosen (bool)."""
 
     c: Tensor
     p: Tensor
@@ -141,7 +140,7 @@ def _tokens(lengths_B: Tensor) -> LossTokens:
 
 
 def _ragged(equal_B: Tensor) -> Tensor:
-    """As many rows and tokens, but each pair of rows cut anew."""
+    """The same numbers of rows and tokens, with each pair of rows split at another place."""
     length = int(equal_B[0])
     first = torch.randint(1, 2 * length, (len(equal_B) // 2,), generator=torch.Generator().manual_seed(1))
     return torch.stack([first, 2 * length - first], 1).flatten()

@@ -1,18 +1,17 @@
-"""How much of the time do sampling and training overlap? Runs one recipe at S = 0, 1, 2, 4 and writes JSON.
+"""Measures how much sampling and training overlap. Runs one recipe at S = 0, 1, 2, 4 and writes JSON.
 
     python benchmarks/overlap.py [--batches 30] [--repeats 3] [--output benchmarks/records/overlap.json]
 
-First the balance is measured: at S = 0 nothing overlaps, so a batch's wait for scored groups is its generation time and
-the rest is its training time. The number of answers a prompt is raised (an engine's step costs little more with more
-sequences in it, training's does) until the two are equal within 10 %. Then all budgets are run in turn, `--repeats`
-times over, and the medians of the repeats give
+First, generation and training time are balanced. At S = 0 nothing overlaps, so a batch's wait for scored groups is its
+generation time and the rest is its training time. The number of answers per prompt is raised until the two times are
+equal within 10 %: more sequences slow training down but hardly an engine's step. Then all budgets are run in turn,
+`--repeats` times, and the medians give
 
     ideal = 1 / max(generation, training)    efficiency = steps per minute / ideal steps per minute
 
-The first workload has answers of one length, the second lognormal ones (a per-row limit,
-`extra_info.max_response_tokens`). Exit code 1 if S = 2 is not 1.5 times as fast as S = 0, its efficiency is below 0.8,
-or the two phases, measured once more over all runs at S = 0, have come to differ by more than a quarter; the last lines
-say which.
+The first workload has answers of one length, the second lognormal lengths, set by `extra_info.max_response_tokens` of
+each row. The exit code is 1 if S = 2 is less than 1.5 times as fast as S = 0, its efficiency is below 0.8, or the two
+times, measured again over all runs at S = 0, differ by more than a quarter. The last lines name the requirement.
 """
 
 from __future__ import annotations
@@ -124,16 +123,14 @@ def _workload(folder: Path, shape: str, batches: int, repeats: int) -> dict[str,
 
 
 def _phases(lines: list[dict[str, Any]]) -> tuple[float, float]:
-    """(generation, training) of a batch in seconds, from a run at S = 0: waiting for scored groups, and all the
-    rest.
-    """
+    """(generation, training) seconds of a batch in a run at S = 0: its wait for scored groups, and the rest."""
     steady = lines[WARM_UP_BATCHES:]
     generation = statistics.median(line["trainer_idle_seconds"] for line in steady)
     return generation, statistics.median(line["seconds_total"] - line["trainer_idle_seconds"] for line in steady)
 
 
 def _balance(folder: Path, shape: str) -> int:
-    """The answers a prompt at which training takes as long as generation."""
+    """The number of answers per prompt with which training takes as long as generation."""
     low, high, samples = 2, 64, 14
     tried: dict[int, float] = {}
     while samples not in tried:
@@ -151,7 +148,7 @@ def _balance(folder: Path, shape: str) -> int:
 
 
 def _figures(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Steady state: the warm-up's batches are left out."""
+    """Figures of the steady state, without the warm-up batches."""
     steady, before = lines[WARM_UP_BATCHES:], lines[WARM_UP_BATCHES - 1]
     seconds = sum(line["seconds_total"] for line in steady)
     busy = steady[-1]["sampler_busy_seconds"] - before["sampler_busy_seconds"]

@@ -1,17 +1,15 @@
-"""How much of a micro-batch is padding, whether any exceeds its budget, and how even ranks are. Prints a table;
---output writes JSON.
+"""Measures padding and budgets of micro-batches and the balance of ranks. Prints a table; --output writes JSON.
 
     python benchmarks/packing.py [--batches 1000] [--output benchmarks/records/packing.json]
 
 Random batches of lognormal lengths (σ 0.3 to 1.0, median 200 to 2,000 tokens, cut at the budget), 64 to 1,024 rows,
-budgets of 8,192 to 32,768 tokens, 1 to 8 ranks. `padded` are the rectangles of `trainer.packing.pack`, whose efficiency
-is real tokens/tokens computed;
-`flat` the bins of `pack_flat`, where nothing is padding and what counts is how full they are. Exit code 1 if a
-micro-batch exceeds its budget, or if the efficiency of a batch of half a budget and more (a smaller one may be one
-loose micro-batch) is below 0.95.
+budgets of 8,192 to 32,768 tokens, 1 to 8 ranks. `padded` are the rectangles of `trainer.batch.packing.pack`, with
+efficiency real tokens/tokens computed. `flat` are the bins of `pack_flat`, which have no padding; their efficiency is
+how full they are. The exit code is 1 if a micro-batch exceeds its budget or if the efficiency of a batch of at least
+half a budget is below 0.95. A smaller batch may be a single, partly filled micro-batch.
 
-Imbalance: the largest rank's work over the mean one's, of the padded bins dealt by Karmarkar-Karp and, for comparison,
-    there and back.
+Imbalance is the largest rank's work over the mean. Padded bins are assigned to ranks by Karmarkar-Karp and, for
+comparison, in snake order (0, 1, …, n, n, …, 1, 0).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ asyncio.run(main())
 
 def measure_calls() -> dict[str, Any]:
     """Medians of rates (items per second) and of their ratios over rounds in which echo and service alternate, and
-    medians of latencies over windows. A moment in which the machine stalls affects one window only.
+    medians of latencies over windows. A short stall of the machine affects only one window.
     """
     rng = random.Random(0)
     texts = [" ".join(f"word{rng.randrange(1000)}" for _ in range(60)) + f"\n{n}" for n in range(BATCH)]
@@ -106,8 +106,8 @@ async def _seconds(call: Callable[..., Awaitable[Any]], request: Any, number: in
 
 
 async def _half_load(address: str, batch: reward_pb2.ScoreRequest, rate: float) -> list[list[float]]:
-    """Latencies in seconds of calls that start at a fixed rate, whether or not earlier ones have ended; by window,
-    without the first.
+    """Latencies in seconds, by window without the first, of calls that start at a fixed rate without waiting for
+    earlier ones.
     """
     windows: list[list[float]] = [[] for _ in range(WINDOWS + 1)]
     async with connect_async(address) as channel:

@@ -1,10 +1,9 @@
-"""How long until the ring turns? Seconds from `tandem run` to the first trained batch, and until a sampler started
-alone is ready.
+"""Measures the seconds from `tandem run` to the first trained batch, and until a sampler started alone is ready.
 
     python benchmarks/startup.py [--repeats 3] [--output benchmarks/records/startup.json]
 
-The model is the demo's (0.66 M parameters). Medians over the repeats; run it on an otherwise idle machine. Exit code 1
-if one is over what the project allows; the last lines say which.
+Uses the demo's model (0.66 M parameters) and takes medians over the repeats. Run it on an otherwise idle machine. The
+exit code is 1 if a time exceeds the project's limit; the last lines name it.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def main() -> int:
 
 
 def _model_check() -> dict[str, float]:
-    """Seconds to learn which architectures vLLM knows: from its source, as preflight does, and by importing it."""
+    """Seconds to list the architectures that vLLM supports: from its source, as preflight does, and by importing it."""
     started = time.perf_counter()
     assert find_engine("vllm").known_architectures()
     read = time.perf_counter() - started
@@ -100,7 +99,7 @@ def _prepare(folder: Path) -> Path:
 
 
 def _whole_run(folder: Path, recipe: Path) -> tuple[float, float]:
-    """(seconds to the first line of metrics.jsonl, mean stall of a weight update)."""
+    """(seconds to the first line of metrics.jsonl, mean stall per weight update)."""
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     command = [sys.executable, "-m", "tandem.services.cli", "run", str(recipe)]
@@ -111,7 +110,7 @@ def _whole_run(folder: Path, recipe: Path) -> tuple[float, float]:
 
 
 def _sampler_alone(folder: Path) -> float:
-    """Seconds from the start of `tandem serve rollout` to its own line that it is ready."""
+    """Seconds from the start of `tandem serve rollout` until it prints that it is ready."""
     run = folder / "alone"
     shutil.rmtree(run, ignore_errors=True)
     values = json.loads((folder / "recipe.json").read_text())

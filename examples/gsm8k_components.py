@@ -1,6 +1,4 @@
-"""GSM8K's reward in two components, for estimators that normalise each by itself (`gdpo`): is it right, and does it end
-as asked?
-"""
+"""GSM8K's reward in two components, correctness and format, for estimators that normalise them separately (`gdpo`)."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ _LAST_LINE = re.compile(r"(?:\A|\n)#### -?[0-9][0-9.,]*\s*\Z")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """`right` as examples/gsm8k_reward.py has it; `format` 1.0 if the answer's last line is `####` and a number, else
+    """`right` is the score of examples/gsm8k_reward.py; `format` is 1.0 if the last line is `####` and a number, else
     0.0.
 
-    `score` is `right` alone: it is what is reported, and what accuracy is read from.
+    `score` equals `right`; reports and accuracy use it.
     """
     end = solution_str[-300:]
     found = _ANSWER.findall(end)

@@ -1,4 +1,4 @@
-"""GSM8K's rule as a reward function with verl's signature: the number behind the last `####` must be the right one."""
+"""GSM8K's rule as a reward function with verl's signature: the number after the last `####` must be correct."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def compute_score(
     *,
     wrong: float = 0.0,
 ) -> float:
-    """1.0 for the right number, `wrong` for another one or none (a recipe's `reward.arguments` may make it −1).
+    """Returns 1.0 for the correct number, else `wrong`, which a recipe may set to e.g. −1 in `reward.arguments`.
 
-    Only the last 300 characters count, as in verl's rule.
+    As in verl's rule, only the last 300 characters count.
     """
     found = _ANSWER.findall(solution_str[-300:])
     right = bool(found) and found[-1].replace(",", "").rstrip(".") == ground_truth

@@ -1,9 +1,8 @@
-"""GSM8K in verl's schema: `python examples/prepare_gsm8k.py FOLDER_WITH_GSM8K OUTPUT_FOLDER`.
+"""Converts GSM8K to verl's schema: `python examples/prepare_gsm8k.py FOLDER_WITH_GSM8K OUTPUT_FOLDER`.
 
-The input folder holds the data set as it is published: `train` and `test` as .jsonl or .parquet files with the columns
-`question` and
-`answer` (for instance the `main` folder of the hub's openai/gsm8k, or grade_school_math/data of the original
-repository).
+The input folder holds the published data set: `train` and `test` as .jsonl or .parquet files with the columns
+`question` and `answer`, e.g. the `main` folder of the hub's openai/gsm8k, or grade_school_math/data of the original
+repository.
 """
 
 from __future__ import annotations

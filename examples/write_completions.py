@@ -1,5 +1,5 @@
-"""Completions to try the reward service on: `python examples/write_completions.py OUTPUT.jsonl` writes nine, two of
-them bad.
+"""Writes nine completions, two of them malformed, for trying the reward service:
+`python examples/write_completions.py OUTPUT.jsonl`.
 """
 
 from __future__ import annotations

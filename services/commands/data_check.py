@@ -41,16 +41,16 @@ class Report:
     roles: Counter[str] = field(default_factory=Counter)
     data_sources: Counter[str] = field(default_factory=Counter)
     prompt_lengths: list[int] = field(default_factory=list)
-    """Tokens of every prompt that was tokenised; empty without a model."""
+    """Length in tokens of every tokenised prompt; empty without a model."""
 
     @property
     def counts(self) -> Counter[str]:
-        """Rows by fault."""
+        """Number of rows by fault."""
         return Counter(fault.reason for fault in self.faults)
 
     @property
     def num_usable(self) -> int:
-        """Rows a run would train on."""
+        """Number of rows that a run would train on."""
         return self.num_rows - sum(
             number for reason, number in self.counts.items() if reason not in ("duplicate", "contradiction")
         )
@@ -59,11 +59,11 @@ class Report:
 def check_file(
     path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
 ) -> Report:
-    """Checks every row. Lengths are counted only with a model, whose tokenizer and chat template they depend on.
+    """Checks every row. Measures lengths only if a model is given, with its tokenizer and chat template.
 
     Raises:
-        DataError: the file cannot be read at all.
-        ModelError: tokenizer or chat template are missing or broken.
+        DataError: the file cannot be read.
+        ModelError: the tokenizer or the chat template is missing or broken.
     """
     if max_prompt_tokens is not None and model_path is None:
         raise DataError("a limit of prompt tokens needs a model to count them with; add --model FOLDER")
@@ -111,8 +111,8 @@ def _measure(row: Row, report: Report, encoder: ChatEncoder, max_prompt_tokens: 
 def run(
     path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
 ) -> int:
-    """Prints the report of a file. Returns 0 if every row is fine, 1 if some are not, 2 if the file or the model cannot
-    be read.
+    """Checks a file and prints the report. Returns 0 if every row is fine, 1 if some are faulty, 2 if the file or the
+    model cannot be read.
     """
     try:
         report = check_file(
@@ -126,7 +126,7 @@ def run(
 
 
 def show(report: Report, console: Console) -> None:
-    """The report as tables: the file, the faulty rows (the first twenty), the sums."""
+    """Prints the report as tables: the file, the first twenty faulty rows, and the totals."""
     console.print(_overview(report))
     if report.faults:
         console.print(_rows(report))

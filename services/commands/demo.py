@@ -1,6 +1,4 @@
-"""`tandem demo`: makes its own data and model, warms the model up, runs the whole ring on it, and shows what came of
-it.
-"""
+"""`tandem demo`: generates data and a model, warms the model up, trains it in a whole run, and shows the results."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from tandem.trainer.checkpoints.durable import atomic_folder, disk_full_error
 
 RECIPE = Path(__file__).resolve().parents[2] / "examples" / "recipes" / "arithmetic.toml"
 WARM_UP_DEADLINE_SECONDS = 900.0
-BASE_MODEL = "base"  # beside the data, in the run folder
+BASE_MODEL = "base"  # in the run folder, beside the data
 USER_ERROR = 2
 
 
@@ -38,8 +36,8 @@ def main(seed: int, overrides: list[str]) -> int:
     """Runs the demo in `runs/demo` (or the overridden `run.folder`). Returns the exit code of the run.
 
     Raises:
-        RunExistsError: another run is under way in that folder, or Redis holds one of that id.
-        UserError: other bad input; nothing was moved then.
+        RunExistsError: another run is active in that folder, or Redis holds a run with that id.
+        UserError: other bad input. An earlier demo is then not moved.
     """
     if not RECIPE.is_file():
         raise ConfigError(
@@ -82,9 +80,7 @@ def main(seed: int, overrides: list[str]) -> int:
 
 
 def demo_settings(seed: int, overrides: list[str]) -> list[str]:
-    """What is changed in the demo's recipe: data and models lie in the run folder, wherever that is; the user has the
-    last word.
-    """
+    """Overrides of the demo's recipe: data and models are in the run folder. The user's overrides come last."""
     given = [f"run.seed={seed}", *overrides]
     folder = load_recipe(RECIPE, given).folder
     places = {
@@ -103,7 +99,7 @@ def _quoted(path: Path) -> str:
 
 
 def _check_redis(recipe: Recipe) -> None:
-    """A Redis that several runs share has none of this id: after the warm-up it would be late to say so."""
+    """Checks, before the warm-up, that a shared Redis holds no run with this id."""
     url, run_id = external_redis_url(recipe), recipe.run.run_id
     if not url:
         return
@@ -119,24 +115,22 @@ def _check_redis(recipe: Recipe) -> None:
 
 
 def _set_aside(folder: Path, console: Console) -> None:
-    """An earlier demo, finished or not, is the user's: it is kept under the next free number, never overwritten.
+    """Renames the folder of an earlier demo, finished or not, to the next free number, so that it is not overwritten.
 
     Raises:
-        RunExistsError: it is not over.
+        RunExistsError: the earlier demo is still running.
         ConfigError: the folder holds something else.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG_FILE).exists() and not (folder / LOCK_FILE).exists():
         raise ConfigError(f"{folder} is not empty and holds no run; move it away, or choose another run.folder")
-    with RunLock(folder):  # whoever runs there holds it, from the first line of a demo on
+    with RunLock(folder):  # a running demo holds the lock from its start
         number = 1
         while (target := folder.with_name(f"{folder.name}.{number}")).exists():
             number += 1
         config = folder / CONFIG_FILE
-        if (
-            config.exists()
-        ):  # what it says of its own folder must stay true, or a replay would start from the next demo's model
+        if config.exists():  # its paths must follow the move, or a replay would start from the next demo's model
             values = read_values(config)
             write_text(config, json.dumps(_moved(values, values["run"]["folder"], str(target)), indent=2) + "\n")
         folder.rename(target)
@@ -144,7 +138,7 @@ def _set_aside(folder: Path, console: Console) -> None:
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """A configuration in which every path of the old folder is one of the new."""
+    """A configuration with every path in the old folder changed to the new folder."""
     if isinstance(value, dict):
         return {key: _moved(inner, old, new) for key, inner in value.items()}
     if isinstance(value, list):
@@ -158,8 +152,7 @@ def _make_task_and_model(recipe: Recipe, seed: int) -> int:
     data = Path(recipe.data.train_file).parent
     with disk_full_error(data):
         write_task(data, seed)
-    # In a process of its own: torch is needed for two seconds, and would stay in the supervisor's memory for the whole
-    # run.
+    # Runs in its own process: imported here, torch would stay in the supervisor's memory for the whole run.
     return _child(
         [sys.executable, "-m", "tandem.services.commands.demo", str(recipe.folder / BASE_MODEL), str(seed)],
         "making the model",
@@ -172,13 +165,13 @@ def _warm_up(recipe: Recipe, settings: list[str]) -> int:
 
 
 def _child(command: list[str], what: str) -> int:
-    """0, or 2 if something is wrong that the user can mend: the child has said it in its one line.
+    """Runs a child process. Returns 0, or 2 after an error of the user, which the child has printed.
 
     Raises:
-        TandemError: it failed otherwise.
+        TandemError: the child failed otherwise.
     """
     try:
-        # One thread: for a model this small a second one gains little, and loses a lot on a busy machine.
+        # One thread: a second one helps a model this small little and slows it down on a busy machine.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         done = subprocess.run(
             command, timeout=WARM_UP_DEADLINE_SECONDS, env=environment, check=False, preexec_fn=die_with_parent
@@ -198,9 +191,7 @@ def _show(folder: Path, seconds: float, console: Console) -> None:
 
     def figure(name: str, form: str, scale: float = 1.0) -> str:
         value = summary[name]
-        return (
-            "–" if value is None else format(scale * value, form)
-        )  # in a run of an instant not everything was measured
+        return "–" if value is None else format(scale * value, form)  # a very short run may lack some figures
 
     def pair(name: str, form: str) -> str:
         return f"{figure(f'sampler_{name}', form)} · {figure(f'trainer_{name}', form)}"
@@ -233,7 +224,7 @@ def _show(folder: Path, seconds: float, console: Console) -> None:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Writes the random model that the warm-up starts from.
+    """Writes the randomly initialised model that the warm-up starts from.
 
     Raises:
         EnvironmentLackError: the disk is full.

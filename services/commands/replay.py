@@ -1,6 +1,4 @@
-"""`tandem replay`: a run's recorded batches are trained again from its first model, and must give the same weights, bit
-for bit.
-"""
+"""`tandem replay`: retrains a run's recorded batches from its initial model and compares the weights bit for bit."""
 
 from __future__ import annotations
 
@@ -35,12 +33,11 @@ EQUAL, DIFFERENT = 0, 1
 
 
 def main(folder: Path) -> int:
-    """Replays a run with as many ranks as trained it. Returns 0 if every weight is the same, 1 at the first version
-    that differs.
+    """Replays a run with its number of ranks. Returns 0 if all weights are the same, 1 at the first version that
+    differs.
 
     Raises:
-        UserError: the folder holds no run, or no batches; or the model it began with, or its export, cannot be read any
-            more.
+        UserError: the folder holds no run or no batches, or its initial model or its export can no longer be read.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
     check_models(recipe)
@@ -50,14 +47,12 @@ def main(folder: Path) -> int:
         return _run_ranks(folder, num_ranks)
     if num_ranks == 1:
         os.environ.update(single_rank_environment())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the supervisor starts the trainer: sums depend on it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the run's trainer: the number of threads affects sums
     return Replay(folder, recipe).run()
 
 
 def _check_export(folder: Path) -> None:
-    """What the replay is compared with can be read; before anything is trained, and before there are ranks to wait for
-    one another.
-    """
+    """Checks that the run's export can be read, before any rank starts."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -67,7 +62,7 @@ def _check_export(folder: Path) -> None:
 
 
 def _run_ranks(folder: Path, num_ranks: int) -> int:
-    """All ranks as processes of this machine, whatever machines they ran on."""
+    """Runs all ranks as processes on this machine, even if the run used several machines."""
     shared = {**os.environ, **single_rank_environment(), "WORLD_SIZE": str(num_ranks)}
     ranks = [
         subprocess.Popen(
@@ -77,7 +72,7 @@ def _run_ranks(folder: Path, num_ranks: int) -> int:
         for rank in range(num_ranks)
     ]
     try:
-        return max(rank.wait() for rank in ranks)  # every collective inside has its deadline
+        return max(rank.wait() for rank in ranks)  # every collective operation has a deadline
     finally:
         for rank in ranks:
             rank.kill()
@@ -114,7 +109,7 @@ class Replay:
         )
 
     def run(self) -> int:
-        """Trains every batch and compares; the exit code."""
+        """Trains every batch, compares the weights, and returns the exit code."""
         began = time.monotonic()
         compared = 0
         self._digest(0, changed=True)
@@ -138,7 +133,7 @@ class Replay:
         return EQUAL
 
     def _train(self, version: int) -> str:
-        """Trains one recorded batch; its weights' digest (rank 0)."""
+        """Trains one recorded batch. Returns the digest of the weights on rank 0."""
         batch, payloads = read_record(self._folder, version)
         check_world_size(batch, self._learner.world_size)
         own = groups_of_rank(batch, self._learner.rank)
@@ -146,12 +141,12 @@ class Replay:
         return self._digest(version, changed=result.changed)
 
     def _digest(self, version: int, *, changed: bool) -> str:
-        # Without a group nothing is sent: every rank gathers, rank 0 keeps the copy that the digest is made of.
+        # Without a process group nothing is sent. All ranks gather the weights, and rank 0 keeps a copy to digest.
         self._sender.broadcast(self._sender.manifest(0, version, "gloo", changed=changed), timeout_seconds=60.0)
         return copy_digest(self._sender) if self._learner.rank == 0 else ""
 
     def _compare_export(self) -> list[str]:
-        """Names of the parameters that differ from the run's export; none if it was never written."""
+        """Names of the parameters that differ from the run's export; none if the run has no export."""
         weights = collect_weights(self._learner.parameter_specs(), self._learner.gather, keep=self._learner.rank == 0)
         differing = differing_tensors(self._folder / HF_FOLDER, weights) if self._learner.rank == 0 else []
         return list(self._learner.broadcast_object(differing))
@@ -162,9 +157,7 @@ class Replay:
 
 
 def differing_tensors(folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
-    """Names whose bytes in the folder's safetensors files are not those of `weights`; [] if the folder does not
-    exist.
-    """
+    """Names of tensors that differ between the folder's safetensors files and `weights`; [] without the folder."""
     if not folder.exists():
         return []
     stored = dict(_stored_tensors(folder))

@@ -1,4 +1,4 @@
-"""`tandem reward …`: scoring from the command line. Imports nothing heavy up here: `--help` answers at once."""
+"""`tandem reward …`: scoring from the command line. Heavy imports are local, so that `--help` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tandem reward` prints: scores, sums, lists in columns, and how far a job has got."""
+"""The output of `tandem reward`: scores, totals, tables, and the progress of jobs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tandem.services.command_line import print_error
 from tandem.services.data.completions import CompletionFile
 
 PLAIN_SECONDS = 10.0
-"""Between two lines of progress where there is no terminal."""
+"""Interval between lines of progress without a terminal."""
 _MOST_FAULTS_TOLD = 20
 
 
 def score_line(index: int, score: Score) -> str:
-    """A result on one line: its number, its reward and the parts of it, or its reason."""
+    """A result in one line: its index and either its reward with the breakdown or its reason."""
     if isinstance(score, Scored):
         parts = [f"{plain(name)}={number(value)}" for name, value in sorted(score.breakdown.items())]
         return "  ".join([str(index), number(score.value), *parts])
@@ -29,12 +29,12 @@ def score_line(index: int, score: Score) -> str:
 
 
 def plain(text: str) -> str:
-    """A text of others on one line, without what would command a terminal."""
+    """Untrusted text in one line, without terminal control characters."""
     return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
 
 
 def number(value: float) -> str:
-    """Whole numbers whole, six digits of others."""
+    """An integer without decimals; any other number with six significant digits."""
     return f"{value:,.0f}" if abs(value) < 1e15 and value.is_integer() else f"{value:.6g}"
 
 
@@ -44,7 +44,7 @@ def counted(how_many: int, what: str) -> str:
 
 
 def sum_line(num_scored: int, mean: float, num_unscored: Mapping[str, int], num_waiting: int = 0) -> str:
-    """How many have a score, what it is in the mean, and why the others have none."""
+    """The number of scored items, their mean, and why the others have no score."""
     unscored = sum(num_unscored.values())
     parts = [f"{num_scored:,} scored" + (f" (mean {number(mean)})" if num_scored else "")]
     if unscored:
@@ -56,14 +56,14 @@ def sum_line(num_scored: int, mean: float, num_unscored: Mapping[str, int], num_
 
 
 def job_line(job: Job) -> str:
-    """A job on one line."""
+    """A job in one line."""
     return (
         f"job {job.job_id} {job.state}: {sum_line(job.num_scored, job.mean_value, job.num_unscored, job.num_waiting)}"
     )
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the cells below one another; the last column is as wide as it is."""
+    """Lines of a table with aligned columns. The last column is not padded."""
     table = [head, *rows]
     widths = [max(len(row[n]) for row in table) for n in range(len(head) - 1)]
     return [
@@ -72,26 +72,26 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def moment(seconds: float) -> str:
-    """A Unix time as this machine's clock has it; – for none."""
+    """A Unix time as local time; – for none."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "–"
 
 
 class Faults:
-    """Tells of the rows of a file that cannot be judged, the first twenty one by one."""
+    """Reports the rows of a file that cannot be scored: the first twenty singly, then their number."""
 
     def __init__(self, completions: CompletionFile) -> None:
         self._completions = completions
         self.number = 0
 
     def tell(self, index: int, fault: Unscored) -> None:
-        """Names file, row and field; the row is not scored."""
+        """Reports file, row and field of a row that is not scored."""
         self.number += 1
         if self.number <= _MOST_FAULTS_TOLD:
             row = "" if fault.detail.startswith(f"row {index}:") else f"row {index}: "
             print_error(f"{self._completions.name} {row}{fault.detail}")
 
     def close(self) -> None:
-        """The rest in one line, and what may be a fault."""
+        """Reports the remaining rows in one line, and rows without a ground truth."""
         completions = self._completions
         if self.number > _MOST_FAULTS_TOLD:
             print_error(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
@@ -104,9 +104,7 @@ class Faults:
 
 
 class JobProgress:
-    """Context manager: shows how far something has got, as a bar on a terminal, as a line every ten seconds
-    elsewhere.
-    """
+    """Context manager that shows progress: a bar on a terminal, elsewhere a line every ten seconds."""
 
     def __init__(self, console: Console, doing: str) -> None:
         self._doing = doing
@@ -136,7 +134,7 @@ class JobProgress:
             self._bar.stop()
 
     def show(self, done: int, total: int | None, more: str = "") -> None:
-        """So many of so many items; None: nobody knows how many there are."""
+        """Shows that `done` of `total` items are done. None: the total is unknown."""
         words = f"{done:,}/{total:,}" if total is not None else f"{done:,}"
         words = f"{words}  {more}" if more else words
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""What the commands of `tandem reward` do. Each returns its exit code; docs/reward.md lists them."""
+"""Implements the commands of `tandem reward`. Each returns its exit code; docs/reward.md lists the codes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from tandem.services.data.completions import CompletionFile, Fields
 from tandem.services.data.score_file import ScoreFile, check_out, row_of
 
 MOST_ROWS_AT_ONCE = 10_000
-"""Rows of a file that `tandem reward score` takes; larger ones are jobs."""
-_MOST_NAME_BYTES = 200  # of a job's name, for every service
+"""Maximum number of rows for `tandem reward score`. Larger files are submitted as jobs."""
+_MOST_NAME_BYTES = 200  # limit of every service for a job's name
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which service is asked, and how it is to score."""
+    """The service to use and how it scores."""
 
     address: str = ""
     rubric: Path | None = None
@@ -52,7 +52,7 @@ class Choice:
     arguments: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The rubric as TOML; empty: the service's own.
+        """The rubric as TOML; empty for the service's default.
 
         Raises:
             UserError: the file cannot be read, or the options contradict one another.
@@ -82,7 +82,7 @@ def _read_rubric(file: Path) -> str:
 
 
 def _argument(text: str) -> str:
-    """`name=value` as a line of TOML; what is no TOML value is text."""
+    """`name=value` as a line of TOML. A value that is not valid TOML becomes a string."""
     name, sign, value = text.partition("=")
     if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise UserError(f"--argument {text!r}: write NAME=VALUE, e.g. tolerance=0.01")
@@ -95,7 +95,7 @@ def _argument(text: str) -> str:
 
 
 def _connect(address: str) -> RewardClient:
-    """A client of the service. Raises UnavailableError at once if nothing listens at any of its addresses."""
+    """Connects to the service. Raises UnavailableError immediately if none of its addresses answers."""
     check_listening(named_addresses(address))
     return RewardClient(address)
 
@@ -126,7 +126,7 @@ def score_single(
 def score_file(
     choice: Choice, file: str | None, fields: Fields, *, out: Path | None, as_json: bool, strict: bool
 ) -> int:
-    """Scores a small file at once."""
+    """Scores a small file without a job."""
     if file is None:
         raise UserError("name a FILE to score (- for standard input), or give --solution")
     if out is not None:
@@ -195,7 +195,7 @@ def submit_file(
     out: Path | None,
     strict: bool,
 ) -> int:
-    """Submits a file as a job and, if asked to, stays until it has ended."""
+    """Submits a file as a job and, with `watch` or `out`, waits for its end."""
     if out is not None:
         check_out(out, file)
     if str(file) == "-":
@@ -208,7 +208,7 @@ def submit_file(
         with JobProgress(console, "submitting") as progress:
 
             def on_progress(job: Job) -> None:
-                replies[1:] = [job.state]  # the first, and the last
+                replies[1:] = [job.state]  # keeps the first and the last reply
                 progress.show(job.num_items, completions.num_rows)
 
             try:
@@ -244,18 +244,18 @@ def submit_file(
 
 
 def _name_of(file: Path) -> str:
-    """The file's name as that of a job: text, and no longer than one may be."""
+    """The file's name as the name of a job: valid text, cut to the maximum length."""
     return file.name.encode(errors="replace")[:_MOST_NAME_BYTES].decode(errors="ignore")
 
 
 def file_key(completions: CompletionFile, rubric: str, priority: int) -> str:
-    """The idempotency key of a file: the same bytes, columns, rubric and priority always have the same."""
+    """The idempotency key of a file. It depends on the file's bytes, the columns, the rubric and the priority."""
     words = json.dumps([completions.digest(), rubric, priority])
     return f"file-{hashlib.sha256(words.encode()).hexdigest()}"
 
 
 def fetch_results(address: str, job_id: str, console: Console, *, out: Path | None, strict: bool) -> int:
-    """Waits for a job's end, and writes its scores."""
+    """Waits for a job to end and writes its scores."""
     if out is not None:
         check_out(out)
     with _connect(address) as client:
@@ -294,7 +294,7 @@ def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None
 
 
 def _overtaken(error: JobError) -> int:
-    """For a job that was cancelled, or gave up its results, meanwhile; what else a job is refused for is raised."""
+    """Reports a job that was cancelled or whose results expired meanwhile. Raises any other error."""
     if type(error) is not JobError:
         raise error
     print_error(str(error))
@@ -302,7 +302,7 @@ def _overtaken(error: JobError) -> int:
 
 
 def _expired(job: Job) -> int:
-    """Says what became of its results."""
+    """Reports that the results of the job have expired."""
     print_error(
         f"the results of job {job.job_id} were given up for those of later jobs "
         "(limit max_result_bytes); to have them anew, "
@@ -340,7 +340,7 @@ def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
 
 
 def cancel_job(address: str, job_id: str) -> int:
-    """Cancels a job; says so if it had ended before."""
+    """Cancels a job, or reports that it had already ended."""
     with _connect(address) as client:
         print(job_line(client.cancel(job_id)))
     return 0
@@ -354,7 +354,7 @@ def delete_job(address: str, job_id: str) -> int:
 
 
 def list_scorers(address: str, name: str | None) -> int:
-    """Prints the scorers, or the parameters of one."""
+    """Prints the list of scorers, or the parameters of one scorer."""
     with _connect(address) as client:
         told = client.scorers()
     if name is None:
@@ -383,10 +383,10 @@ def _print_lines(lines: Iterable[str]) -> None:
 def serve_alone(
     arguments: Sequence[str], *, host: str, port: int | None, redis_url: str, folder: Path, name: str
 ) -> None:
-    """Runs the service that stands alone until it is told to stop.
+    """Runs a standalone service until it is stopped.
 
     Raises:
-        UserError: configuration, scorers, port or Redis cannot be used.
+        UserError: the configuration, a scorer, the port or Redis cannot be used.
     """
     from tandem.services.config import load_service_config
     from tandem.services.process import starting

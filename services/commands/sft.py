@@ -1,4 +1,4 @@
-"""`tandem sft`: a supervised warm start on a dataset in verl's columns, validated by the recipe's own scorer."""
+"""`tandem sft`: a supervised warm start on a dataset with verl's columns, validated by the recipe's scorer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def main(recipe: Recipe) -> int:
     """Trains `model.path` on `sft.train_file`, writes `sft.output`, and prints the figures. Returns the exit code.
 
     Raises:
-        ConfigError: a key of `[sft]` that is needed is missing, or its output is there already.
+        ConfigError: a required key of `[sft]` is missing, or the output already exists.
         EnvironmentLackError: the output cannot be written.
-        DataError: no row can be used.
+        DataError: the training file has no usable row.
     """
     for key in ("train_file", "output"):
         if not getattr(recipe.sft, key):
@@ -60,9 +60,9 @@ def main(recipe: Recipe) -> int:
 
 
 def _check_output(output: Path) -> None:
-    """The output is new and can be written: known before the training, not after it.
+    """Checks before the training that the output does not exist and can be written.
 
-    An earlier one is never replaced: a run that started from it could no longer be replayed.
+    An existing model is not replaced, because a run that started from it could no longer be replayed.
     """
     empty = output.is_dir() and not any(output.iterdir())
     if output.exists() and not empty:
@@ -106,7 +106,7 @@ def _load_rows(recipe: Recipe) -> list[SftRow]:
 
 
 def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
-    """Samples at the recipe's temperature, as reinforcement learning will, and lets the recipe's scorer judge."""
+    """Samples at the recipe's temperature, as reinforcement learning does, and scores with the recipe's scorer."""
     sampling = SamplingParameters(temperature=recipe.rollout.temperature, max_tokens=recipe.rollout.max_response_tokens)
     loaded = load_prompts(
         recipe.data.eval_file,

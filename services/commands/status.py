@@ -1,4 +1,4 @@
-"""`tandem status` and `tandem ledger`: what a run is doing, or did, and whether its groups add up."""
+"""`tandem status` and `tandem ledger`: the state of a run, and whether the counts in its ledger add up."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ServiceStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run as its supervisor and its services describe it."""
+    """The state of a run, from its supervisor and its services."""
 
     run_id: str
     services: tuple[ServiceStatus, ...] = ()
@@ -46,7 +46,7 @@ class RunStatus:
 
 
 def show_status(folder: Path, console: Console) -> int:
-    """Prints a running run's services and groups, or a stopped run's summary. Returns 0; 1 if the run's supervisor does
+    """Prints a running run's services and groups, or a stopped run's summary. Returns 0, or 1 if the supervisor does
     not answer.
     """
     address = running(folder)
@@ -88,7 +88,7 @@ def show_status(folder: Path, console: Console) -> int:
 
 
 def ask_supervisor(address: RunAddress) -> RunStatus:
-    """Status and ledger from the run's supervisor, and Info from each of its services.
+    """Gets status and ledger from the run's supervisor, and Info from each of its services.
 
     Raises:
         UnavailableError: the supervisor does not answer.
@@ -105,7 +105,7 @@ def ask_supervisor(address: RunAddress) -> RunStatus:
 
 
 def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
-    """Prints the count of every state and whether they add up. Returns 1 if they do not."""
+    """Prints the count of each state and whether the counts add up. Returns 1 if they do not."""
     with ledger_of(folder) as buffer:
         counts, violations = buffer.counts(), buffer.verify()
     if as_json:
@@ -121,12 +121,11 @@ def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
 
 @contextmanager
 def ledger_of(folder: Path) -> Iterator[Buffer]:
-    """The ledger of a run folder: the one in use if the run is running, else the embedded server is started on what it
-    left.
+    """Opens the ledger of a run folder. For a stopped run, starts an embedded server on its files.
 
     Raises:
-        EnvironmentLackError: it left none; or its Redis cannot be reached, also while the ledger is read, or holds no
-            such run.
+        EnvironmentLackError: the run left no Redis files, or its Redis does not hold the run or cannot be reached, even
+            while the ledger is read.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
     with ExitStack() as stack, _reached():
@@ -137,7 +136,7 @@ def ledger_of(folder: Path) -> Iterator[Buffer]:
                 raise EnvironmentLackError(
                     f"{folder} holds no Redis data; its run never started, or used another Redis: set TANDEM_REDIS_URL"
                 )
-            stack.enter_context(RunLock(folder))  # no supervisor may start on the same files meanwhile
+            stack.enter_context(RunLock(folder))  # so that no supervisor starts on the same files
             server = start_redis(folder)
             stack.callback(server.stop)
             url = server.url
@@ -152,9 +151,7 @@ def ledger_of(folder: Path) -> Iterator[Buffer]:
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Nobody waits for that Redis to come back: what cannot be read now is for the user to mend, and is no fault of the
-    ledger.
-    """
+    """Converts an unreachable Redis to a user error, because no one restarts it and the ledger itself may be fine."""
     try:
         yield
     except UnavailableError as error:
