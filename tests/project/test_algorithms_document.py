@@ -1,6 +1,4 @@
-"""docs/algorithms.md names every algorithm and every paper that the code names, links files that exist, and quotes
-figures from the benchmark records.
-"""
+"""docs/algorithms.md names every algorithm and paper in the code, and its links and figures are correct."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ with engine.gather(["weight"]) as after:
 backend.leave_process_group()
 """,
 }
-"""A program for each diff that uses what it adds; its argument is a folder."""
+"""For each diff, a program that uses the code it adds; its argument is a folder."""
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ TOOLS = (
     "timeout",
     "touch",
 )
-"""Tools of a Debian with make. Each is the real one and writes its name to $TRACE."""
+"""Real tools of a Debian with make; each also writes its name to $TRACE."""
 
 PYTHON = r"""
 here=${0%/bin/*}
@@ -46,7 +46,7 @@ case "$*" in
 *libnuma*) [ -e "$here/lib/libnuma.so.1" ] ;;
 esac
 """
-"""An interpreter that accepts every command, lacks libnuma until it is in its environment, and has a triton."""
+"""An interpreter that accepts every command, has triton, and lacks libnuma until its environment has it."""
 
 APT_GET = r"""
 case "$*" in
@@ -55,7 +55,7 @@ case "$*" in
 *) exit 100 ;;
 esac
 """
-"""apt-get of a minimal image: no package lists, and only root may fetch them into the usual place."""
+"""apt-get of a minimal image: it has no package lists, and only root may fetch them to the default folder."""
 
 DPKG = r"""
 [ "$1" = -x ] && [ -e "$2" ] && /bin/mkdir -p "$3/usr/bin" "$3/usr/lib/x86_64-linux-gnu" || exit 1

@@ -1,6 +1,4 @@
-"""The wheel: what it installs into site-packages, and a client that scores from an environment with only the base
-requirements.
-"""
+"""The wheel: its files in site-packages, and a client that scores with only the base requirements installed."""
 
 from __future__ import annotations
 

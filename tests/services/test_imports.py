@@ -29,7 +29,7 @@ TRAINER_OPTIONS = [
     "tandem.trainer.policy_losses.options",
     "tandem.trainer.batch.selection_options",
 ]
-"""Options of the algorithms, without the algorithms."""
+"""Modules with options of the algorithms, which must not import the algorithms."""
 
 COMMANDS = [
     [],
@@ -145,7 +145,7 @@ for command in {COMMANDS!r}:
 
 
 WITH_EXPORTS = {"services/config", "services/clients"}
-"""Packages that export names of their modules. Their modules load nearly the same libraries."""
+"""Packages that re-export names, because all their modules load nearly the same libraries."""
 
 
 def test_package_files_are_empty_so_that_one_import_loads_one_module() -> None:

@@ -1,6 +1,4 @@
-"""A policy with adapters as the tests of their broadcast need it: a source of weights whose adapters change at will,
-without an engine.
-"""
+"""A policy with adapters for the broadcast tests: a source of weights that changes on demand, without an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ RANK, ALPHA = 4, 12.0
 
 
 class WholeModel:
-    """A model whose parameters are whole, in place of an engine."""
+    """A model with unsharded parameters, in place of an engine."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -35,7 +33,7 @@ class WholeModel:
 
 
 class AdapterPolicy:
-    """`step` changes A and B as a training step would, only more."""
+    """`step` changes A and B as a training step does, but by more."""
 
     rank = 0
 
@@ -55,7 +53,7 @@ class AdapterPolicy:
             matrix += (size * torch.randn(matrix.shape, generator=self._generator)).to(matrix.dtype)
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """What the trainer would broadcast merged."""
+        """The merged weights, as the trainer would broadcast them."""
         with self.gather([name for name, _, _ in self.parameter_specs()]) as tensors:
             return {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -65,6 +63,6 @@ class AdapterPolicy:
 
     @property
     def model(self) -> Any:
-        """A copy without adapters, into which PEFT itself has merged them."""
+        """A copy without adapters, merged by PEFT itself."""
         peft: PeftModel = copy.deepcopy(self.adapters._peft)
         return peft.merge_and_unload().eval()  # type: ignore[operator]

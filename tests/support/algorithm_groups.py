@@ -1,6 +1,4 @@
-"""Groups that every algorithm finds something in: greedy answers, components, rewards on tokens, several segments, tool
-output.
-"""
+"""Groups that exercise every algorithm: greedy answers, components, token rewards, several segments, tool output."""
 
 from __future__ import annotations
 
@@ -18,15 +16,15 @@ from tests.support.training_groups import make_group, with_tool_output
 
 @functools.cache
 def plain_policy(model: Path) -> PreTrainedModel:
-    """What samples: the policy a run starts from, without our machinery."""
+    """The policy that a run starts from, in plain transformers."""
     return AutoModelForCausalLM.from_pretrained(model).eval()
 
 
-@functools.cache  # hundreds of learners train on the same few batches
+@functools.cache  # hundreds of learners share the same few batches
 def groups_of(
     version: int, policy: PreTrainedModel, *, num_groups: int = 4, num_samples: int = 4
 ) -> tuple[TrajectoryGroup, ...]:
-    """The groups of the batch that makes `version`, their log-probs near the policy's."""
+    """The groups of the batch that makes `version`, with log-probs close to the policy's."""
     groups = []
     versions = (max(0, version - 2), version - 1)
     for index in range(num_groups):
@@ -65,7 +63,7 @@ def _enriched(row: ScoredTrajectory, number: int, policy: PreTrainedModel) -> Sc
 
 @torch.no_grad()
 def _sampled_nearby(segment: Segment, number: int, policy: PreTrainedModel) -> Segment:
-    """The segment as if sampled by the policy the run starts from, but for noise: a lot in the odd rows."""
+    """The segment with the initial policy's log-probs plus noise, which is large in odd rows."""
     ids = torch.tensor(segment.ids, dtype=torch.long)
     logprobs = torch.zeros(len(ids))
     logprobs[1:] = policy(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Settings of the engines that the trainer's tests run over."""
+"""Engine settings that the trainer's tests cover."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ENGINES: dict[str, Settings] = {
     **{f"stage{stage}": {"zero_stage": stage} for stage in range(4)},
     "fsdp": {"backend": "fsdp"},
 }
-"""Settings of every way to spread a model over the ranks, by name."""
+"""Settings of every way to shard a model over the ranks, by name."""
 every_engine = pytest.mark.parametrize("engine_settings", ENGINES.values(), ids=ENGINES)
 
 
 def checkpoint_facts(settings: Settings) -> dict[str, Any]:
-    """What `load_checkpoint` compares, for one rank in float32."""
+    """The facts that `load_checkpoint` compares, for one rank in float32."""
     config = TrainerConfig(**settings)
     return {"backend": config.backend, "world_size": 1, "zero_stage": config.zero_stage, "dtype": "float32"}

@@ -1,6 +1,4 @@
-"""A whole ring in which everything dies: workers holding leases, the trainer between any two steps, and Redis if a test
-wants.
-"""
+"""A whole ring in which everything dies: workers with leases, the trainer between any two steps, Redis on demand."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from tandem.services.buffer.ledger import STATES
 from tests.support import buffer_worker
 from tests.support import redis_ring as ring
 
-# Workers are forked from a warm process: they die often, and importing pyarrow anew each time would take most of the
-# time.
+# Workers die often, so they are forked from a process that has imported pyarrow already.
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["tests.support.buffer_worker"])
 
@@ -27,7 +24,7 @@ class Chaos:
     """Two samplers and two scorers in processes of their own, a feed and a trainer in a thread, and a disk that
     survives.
 
-    The trainer records, publishes, commits, and dies once between any two of these; its successor rolls back.
+    The trainer records, publishes, commits, and dies once between any two of these steps; its successor rolls back.
     """
 
     NUM_BATCHES, GROUPS_PER_BATCH, STALENESS_BUDGET = 18, 4, 1
@@ -52,9 +49,9 @@ class Chaos:
         self.stop = threading.Event()
 
     def run(self, disturb: Callable[[], None], deadline_seconds: float) -> None:
-        """Turns the ring until every batch is committed, calling `disturb` after every tenth acknowledged result.
+        """Runs the ring until every batch is committed; calls `disturb` after every tenth acknowledged result.
 
-        Counted in results and not in seconds, so that a slow machine is not disturbed more than it can do in between.
+        It counts results and not seconds, so that a slow machine makes progress between disturbances.
         """
         threads = [
             threading.Thread(target=self._guarded, args=(part,)) for part in (self._check, self._feed, self._train)
@@ -96,7 +93,7 @@ class Chaos:
     def _guarded(self, part: Callable[[], None]) -> None:
         try:
             part()
-        except BaseException as failure:  # shown by the main thread
+        except BaseException as failure:  # the main thread raises it
             self.failures.append(failure)
 
     def _keep_workers(self) -> None:
@@ -159,7 +156,7 @@ class Chaos:
                 return
 
     def _dies(self, moment: str, version: int) -> bool:
-        """Once at each of its moments, spread over the run."""
+        """Whether the trainer dies now: once at each of its moments, spread over the run."""
         if self.deaths.get(moment) != version:
             return False
         del self.deaths[moment]

@@ -1,6 +1,4 @@
-"""A worker of the ledger's tests: claims and completes, but also stalls, gives up, saves half its work, dies holding a
-lease.
-"""
+"""A worker for the ledger's tests: it completes claims, stalls, gives up, saves half its work, or dies with a lease."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def work(buffer: Buffer, claim: Claim, acknowledgements: int, chance: random.Ran
     if dice < 0.02:
         os._exit(9)
     if dice < 0.06:
-        time.sleep(1.2 * LEASE_SECONDS)  # late: somebody else has the group by now, or this result is refused
+        time.sleep(1.2 * LEASE_SECONDS)  # past the lease: the group is claimed again or this result is refused
     elif dice < 0.16:
         buffer.release(claim, "tired", chance.choice(["voluntary", "infrastructure"]))
         return
@@ -35,7 +33,7 @@ def work(buffer: Buffer, claim: Claim, acknowledgements: int, chance: random.Ran
 
 
 def main(stage: Stage, url: str, run_id: str, name: str, acknowledgement_file: str) -> None:
-    """Works until killed. Appends "<stage> <group id>" to the file whenever the buffer has said that a result is in."""
+    """Works until killed. Appends "<stage> <group id>" to the file for every result that the buffer acknowledged."""
     die_with_parent()
     acknowledgements = os.open(acknowledgement_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     buffer = Buffer(url, run_id)

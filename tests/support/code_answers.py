@@ -1,4 +1,4 @@
-"""What the code scorer's tests share: small answers, their tests, and how they are judged."""
+"""Shared by the code scorer's tests: small answers, their tests, and a function that scores them."""
 
 from __future__ import annotations
 

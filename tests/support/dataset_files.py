@@ -1,4 +1,4 @@
-"""Dataset files in verl's columns, rows that cannot be used, and a model folder with all that reading them needs."""
+"""Dataset files in verl's columns, unusable rows, and a model folder with every file that reading them needs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the tests of the engines share: micro-batches made from nothing, an optimizer step on them, weights as
-they are.
-"""
+"""Shared by the engines' tests: random micro-batches, an optimizer step on them, and whole weights."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ from tandem.trainer.models.token_model import token_logprobs
 
 CPU = torch.device("cpu")
 NUM_ROWS = 8
-NUM_TOKENS = 48.0  # about as many loss tokens, whatever the seed
+NUM_TOKENS = 48.0  # roughly the number of loss tokens for any seed
 RATE = 1e-2
 
 
 def random_rows(seed: int, number: int) -> list[TrainingRow]:
-    """Short ones, each with a prompt and a temperature."""
+    """Short rows, each with a prompt and a temperature."""
     random = np.random.default_rng(seed)
     rows = []
     for _ in range(number):
@@ -53,7 +51,7 @@ def engine_of(folder: Path, config: TrainerConfig) -> TrainingEngine:
 
 
 def policy_step(engine: TrainingEngine, micro_batches: Sequence[MicroBatch]) -> float:
-    """One step of REINFORCE, every token with an advantage of its own; the gradient's norm."""
+    """One REINFORCE step with a different advantage for every token; returns the gradient norm."""
     for batch in micro_batches:
         engine.backward(-torch.dot(token_logprobs(engine, batch), advantages(batch)) / NUM_TOKENS)
     norm = engine.step(RATE)
@@ -62,43 +60,43 @@ def policy_step(engine: TrainingEngine, micro_batches: Sequence[MicroBatch]) -> 
 
 
 def advantages(batch: MicroBatch) -> Tensor:
-    """Of either sign, the same for a token wherever it is trained."""
+    """Advantages of both signs that depend only on the token, not on the rank that trains it."""
     return torch.sin(batch.target_N.float())
 
 
 @torch.no_grad()
 def logprobs_of(model: Any, micro_batches: Sequence[MicroBatch]) -> Tensor:
-    """Of all loss tokens, one micro-batch after the other."""
+    """Log-probs of all loss tokens, micro-batch by micro-batch."""
     return torch.cat([token_logprobs(model, batch) for batch in micro_batches])
 
 
 def weights_of(engine: TrainingEngine, *, trained: bool = True) -> dict[str, Tensor]:
-    """Copies of the parameters that are trained (or of those that are not), whole."""
+    """Whole copies of the trained parameters (or of the frozen ones)."""
     names = [name for name, each in engine.module.named_parameters() if each.requires_grad is trained]
     with engine.gather(names) as tensors:
         return {name: each.to("cpu", copy=True) for name, each in tensors.items()}
 
 
 def held_elements(module: nn.Module) -> int:
-    """Elements of the parameters that this rank holds between two passes."""
+    """Number of parameter elements that this rank holds between two passes."""
     held = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters()]
     return sum(each.numel() for each in held)
 
 
 def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Whether two sets of weights are equal bit for bit."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def relative_error(got: dict[str, Tensor], want: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """Of the accumulated update, L2."""
+    """Relative L2 error of the accumulated update."""
     assert got.keys() == want.keys() <= start.keys()
     error = sum((got[name].double() - want[name].double()).square().sum() for name in want)
     return float((error / sum((want[name].double() - start[name].double()).square().sum() for name in want)) ** 0.5)
 
 
 def plain_model(folder: Path, weights: dict[str, Tensor] | None = None, dtype: str = "float32") -> Any:
-    """The folder's model without any engine, with these weights if given."""
+    """The folder's model without an engine, with the given weights if any."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     if weights is not None:
         missing, unexpected = model.load_state_dict(weights, strict=False)

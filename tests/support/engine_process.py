@@ -1,6 +1,4 @@
-"""A sampler engine in a process of its own, driven from a test: an engine forks, and a test's process is full of
-threads.
-"""
+"""A sampler engine in a process of its own, because it forks and the test's process has many threads."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ START_SECONDS = 100.0
 
 
 class EngineProcess:
-    """Calls a `Sampler`'s methods by name; `submit` gives a future, `call` waits for it. Also a context manager."""
+    """Calls a `Sampler`'s methods by name: `submit` returns a future, `call` waits for it. Also a context manager."""
 
     def __init__(self, arguments: SamplerArguments) -> None:
         context = multiprocessing.get_context("spawn")
@@ -66,7 +64,7 @@ class EngineProcess:
             self.kill()
 
     def kill(self) -> None:
-        """kill -9 of the process, which its engine follows; does nothing to one that has ended."""
+        """Kills the process with kill -9, and its engine follows; does nothing if the process has ended."""
         self.process.kill()
         self.process.join(20)
 
@@ -119,7 +117,7 @@ async def _answer(pipe: Connection, arguments: SamplerArguments) -> None:
 
 
 def without_end(folder: Path) -> Path:
-    """Gives a tiny model an end token its vocabulary does not reach, so that every answer is as long as it may be."""
+    """Gives a tiny model an end token outside its vocabulary, so that every answer reaches its length limit."""
     config = json.loads((folder / "config.json").read_text())
     never = len(VOCABULARY)
     for name in ("config.json", "generation_config.json"):

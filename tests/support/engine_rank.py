@@ -1,6 +1,4 @@
-"""One rank of a policy with adapters, its reference and its critic, as started by
-tests/trainer/backend/test_engine_ranks.py.
-"""
+"""One rank of a policy with adapters, its reference and its critic, for tests/trainer/backend/test_engine_ranks.py."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ class Ring:
         self.gather = self.adapters.gather
 
     def step(self, version: int) -> bool:
-        """A step of policy and critic; True if both references said the same before it."""
+        """Trains policy and critic for one step; returns whether both references agreed before it."""
         batches = make_micro_batches(version, rank=self.rank, world_size=self.world_size)
         known = [torch.cat(each.logprobs(batches)) for each in (self.base, self.copy)]
         policy_step(self.policy, batches)
@@ -67,13 +65,13 @@ class Ring:
         return torch.equal(*known)
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy merged and the critic, whole."""
+        """The merged policy and the critic, whole."""
         merged = collect_weights(self.adapters.specs(), self.adapters.gather, keep=True)
         critic = weights_of(self.critic.engine)
         return merged | {f"critic.{name}": tensor for name, tensor in critic.items()}
 
     def held_fractions(self) -> list[float]:
-        """The part of policy, reference and critic that this rank's parameters hold between two passes."""
+        """The fractions of policy, reference and critic that this rank's parameters hold between two passes."""
         engines = self.policy, self.copy._engine, self.critic.engine
         return [held_elements(engine.module) / engine.num_elements for engine in engines]
 
@@ -116,7 +114,7 @@ def main(model: Path, backend: str, folder: Path) -> None:
         "references_agree": same,
         "resumed_equal": all(again[name].equal(weights[name]) for name in weights),
         "held_fractions": ring.held_fractions(),
-        "most_held": 0.01 if backend == "deepspeed" else 0.51,  # DeepSpeed keeps the parts elsewhere
+        "most_held": 0.01 if backend == "deepspeed" else 0.51,  # DeepSpeed keeps its shards elsewhere
     }
     ring.close()
     (folder / f"rank{both['rank']}.json").write_text(json.dumps(seen))

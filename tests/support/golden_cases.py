@@ -19,9 +19,7 @@ _FOLDER = GOLDEN
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """One call: its inputs, what it must give, and how closely. `peculiar`: its value hinges on a convention that
-    `notes` name.
-    """
+    """One call: inputs, outputs, tolerances. The value of a `peculiar` case depends on a convention in `notes`."""
 
     name: str
     hyper: dict[str, Any]
@@ -34,7 +32,7 @@ class GoldenCase:
     notes: str
 
     def check(self, name: str, got: Tensor) -> None:
-        """Compares with the output of that name, where the case says that it is defined."""
+        """Compares with the output of that name where the case defines it."""
         want = self.outputs[name].double()
         assert got.shape == want.shape, f"{self.name}: {name} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
         got = got.detach().double()

@@ -1,6 +1,4 @@
-"""What `grpcurl` does, as far as docs/reward.md uses it: it learns the services by reflection, reads JSON and prints
-JSON.
-"""
+"""The part of `grpcurl` that docs/reward.md uses: it learns the services by reflection, reads JSON and prints JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ _TYPES = {number: name[5:].lower() for name, number in descriptor_pb2.FieldDescr
 
 
 def grpcurl(words: list[str], given: str) -> str:
-    """What it prints for these arguments, with `given` on standard input (`-d @`)."""
+    """The output of grpcurl for these arguments, with `given` on standard input (`-d @`)."""
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):
@@ -38,7 +36,7 @@ def grpcurl(words: list[str], given: str) -> str:
 
 
 class Reflection:
-    """A server's own account of itself."""
+    """A client of a server's reflection service."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -49,7 +47,7 @@ class Reflection:
         return [service.name for service in self._ask(request).list_services_response.service]
 
     def pool(self, symbol: str) -> descriptor_pool.DescriptorPool:
-        """The files that define a symbol, and nothing else."""
+        """A pool with only the files that define a symbol."""
         request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
         reply = self._ask(request)
         assert not reply.HasField("error_response"), f"{symbol}: {reply.error_response.error_message}"
@@ -78,7 +76,7 @@ class Reflection:
         assert found.client_streaming or len(requests) == 1
         answer = call(iter(requests) if found.client_streaming else requests[0], timeout=DEADLINE_SECONDS)
         replies = list(answer) if found.server_streaming else [answer]
-        replies.sort(key=lambda reply: getattr(reply, "request_id", 0))  # they come as they are ready
+        replies.sort(key=lambda reply: getattr(reply, "request_id", 0))  # replies arrive as they are ready
         return "".join(f"{_printed(reply)}\n" for reply in replies)
 
     def _ask(self, request: reflection_pb2.ServerReflectionRequest) -> reflection_pb2.ServerReflectionResponse:
@@ -86,7 +84,7 @@ class Reflection:
 
 
 def _messages(kind: Descriptor, text: str) -> list[Any]:
-    """The JSON messages of a text, one behind the other. An unknown field is an error, as grpcurl has it."""
+    """The consecutive JSON messages of a text. An unknown field is an error, as in grpcurl."""
     decoder, found, place = json.JSONDecoder(), [], 0
     while text[place:].strip():
         place += len(text[place:]) - len(text[place:].lstrip())
@@ -100,7 +98,7 @@ def _printed(message: Any) -> str:
 
 
 def _sorted(value: Any, is_map: bool = False) -> Any:
-    """Maps by their keys, whole numbers without a point, as grpcurl prints them."""
+    """Sorts maps by key and writes whole numbers without a decimal point, as grpcurl does."""
     if isinstance(value, dict):
         keys = sorted(value) if is_map else list(value)
         return {key: _sorted(value[key], key in _MAPS) for key in keys}

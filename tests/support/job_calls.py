@@ -1,4 +1,4 @@
-"""Jobs in Redis in few words, for the tests of their store."""
+"""Short calls for the tests of the job store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def new_store(url: str, **config: Any) -> JobStore:
 
 
 def submit(store: JobStore, *chunks: int, key: str = "key", priority: int = 0, seal: bool = False) -> JobRecord:
-    """A job with chunks of so many items each."""
+    """Submits a job with one chunk per number, which is its number of items."""
     job = store.submit(key, rubric="", priority=priority)
     for index, number in enumerate(chunks):
         stored, job = store.add_chunk(job.job_id, index, number, f"{key} {index}".encode())
@@ -35,5 +35,5 @@ def finish(store: JobStore, claimed: ChunkClaim, num_items: int) -> bool:
 
 
 def expire(store: JobStore, claimed: ChunkClaim) -> None:
-    """As if the lease had run out."""
+    """Makes the lease expire now."""
     store.connection.redis.zadd(store.connection.key("leased"), {f"{claimed.job_id}:{claimed.index}": 0}, xx=True)

@@ -1,4 +1,4 @@
-"""Calls of a generative judge whose endpoint is a server of the test's."""
+"""Calls of a generative judge whose endpoint is a server in the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def item(answer: str, question: Any = "What is 1 + 1?", truth: Any = "2") -> Sco
 def ask(
     answer: Callable[[Asked], Answer] | Answer, items: list[ScoreItem], **options: Any
 ) -> tuple[list[Score], list[Asked]]:
-    """The scores that a judge with these options gives, and what the endpoint was asked for them."""
+    """The scores that a judge with these options gives, and the requests that the endpoint received."""
     serve = answer if callable(answer) else lambda asked: answer
     with (
         MisbehavingServer(serve) as server,

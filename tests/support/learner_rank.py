@@ -1,6 +1,4 @@
-"""One rank of a learner in a process of its own, started by tests/trainer/test_learner.py: trains, saves, resumes, and
-writes what it saw.
-"""
+"""One rank of a learner as a process, for tests/trainer/test_learner.py: it trains, saves, resumes and reports."""
 
 from __future__ import annotations
 
@@ -56,15 +54,15 @@ WHOLE_BATCH: dict[str, TrainerConfig] = {
         packing="flat",
         advantage="optimal_token_baseline",
         correction={"preset": "bypass_geo_rs", "rejections": [{"level": "geometric", "low": 0.9, "high": 1.1}]},
-        # At a fraction of a fifth one weight's gradient cancels to rounding, of which Adam makes a step.
+        # At 0.2 one weight's gradient cancels to rounding error, which Adam turns into a step.
         loss={"name": "kl_cov", "fraction": 0.25},
     ),
 }
-"""Algorithms that look at the whole batch at once: what they make of it must not depend on how it lies on the ranks."""
+"""Algorithms that use the whole batch at once; their result must not depend on its split over the ranks."""
 
 
 def train_version(learner: Learner, version: int) -> dict[str, float]:
-    """Batch `version`, the same whatever the number of ranks; an odd number of rows, so that one rank has fewer."""
+    """Trains batch `version`, the same for any number of ranks. Its number of rows is odd, so one rank has fewer."""
     groups = [make_group(i, seed=version, num_samples=3, versions=(version - 1,)) for i in range(5)]
     batch, by_id = make_batch(
         groups,
@@ -80,7 +78,7 @@ def train_version(learner: Learner, version: int) -> dict[str, float]:
 def train_whole_batch(
     config: TrainerConfig, model: str, num_batches: int = 2
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Trains a new learner of this rank; every weight of policy and critic, and the metrics of the last batch."""
+    """Trains a new learner on this rank; returns all weights of policy and critic, and the last batch's metrics."""
     learner = Learner(config, model_path=model, total_batches=10, seed=0, max_response_tokens=12)
     policy = plain_policy(Path(model))
     metrics: dict[str, float] = {}
@@ -101,7 +99,7 @@ def train_whole_batch(
     if learner._critic is not None:
         critic = weights_of(learner._critic.engine)
         weights |= {f"critic.{name}": weight for name, weight in critic.items()}
-    if learner.world_size == 1:  # several ranks leave their group together, at the end
+    if learner.world_size == 1:  # several ranks leave their process group together at the end
         learner.close()
     return weights, metrics
 
@@ -114,7 +112,7 @@ def all_weights(learner: Learner) -> dict[str, Tensor]:
 
 
 def untrainable(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The same group as if sampled with top-p."""
+    """The same group as if it was sampled with top-p."""
     rows = tuple(
         ScoredTrajectory(replace(row.trajectory, sampling=SamplingParameters(top_p=0.9)), row.reward)
         for row in group.scored_rows
@@ -123,7 +121,7 @@ def untrainable(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def bad_rows_error(learner: Learner) -> str:
-    """What training says when only the last rank holds rows that cannot be trained."""
+    """The training error when only the last rank holds rows that cannot be trained."""
     groups = [make_group(i, seed=1) for i in range(4)]
     batch, by_id = make_batch(groups, policy_version=1, world_size=learner.world_size)
     if learner.rank == learner.world_size - 1:

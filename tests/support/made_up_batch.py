@@ -1,6 +1,4 @@
-"""A batch whose columns are made up, and what its objective adds up to over micro-batches and ranks: learning without a
-model.
-"""
+"""A batch with made-up columns, and the sum of its objective over micro-batches and ranks: learning without a model."""
 
 from __future__ import annotations
 
@@ -35,12 +33,12 @@ class Outcome:
     by_logprobs_N: Tensor
     by_entropy_N: Tensor
     num_tokens: int
-    """Tokens that were trained."""
+    """Number of trained tokens."""
 
 
 @dataclass(frozen=True)
 class MadeUpBatch:
-    """Columns in the layout's order, which is the groups', whatever the cut."""
+    """Columns in the layout's order, which is the order of the groups for any split."""
 
     groups: Sequence[TrajectoryGroup]
     num_steps: int
@@ -54,9 +52,7 @@ class MadeUpBatch:
     def of(
         cls, groups: Sequence[TrajectoryGroup], *, seed: int = 0, num_steps: int = 1, distance: float = 0.4
     ) -> MadeUpBatch:
-        """Proximal, current and reference log-probs lie some `distance` from the sampler's; every token has an
-        advantage of its own.
-        """
+        """Proximal, current and reference log-probs are about `distance` from the sampler's; advantages are random."""
         batch, by_id = make_batch(
             groups, policy_version=VERSION, tokens_per_micro_batch=4000, optimizer_steps=num_steps
         )
@@ -91,12 +87,12 @@ class MadeUpBatch:
         return cls(groups, num_steps, layout, start, targets, nearby(), noise().abs())
 
     def with_columns(self, *, current_N: Tensor | None = None, **targets: Any) -> MadeUpBatch:
-        """Other log-probs of the current policy, or other `Targets`."""
+        """The batch with other log-probs of the current policy, or other `Targets`."""
         current_N = self.current_N if current_N is None else current_N
         return replace(self, current_N=current_N, targets=replace(self.targets, **targets))
 
     def outcome(self, config: AlgorithmConfig, *, world_size: int = 1, budget: int = 4000) -> Outcome:
-        """What so many ranks with micro-batches of at most `budget` tokens add up to."""
+        """The summed outcome over this many ranks with micro-batches of at most `budget` tokens."""
         batch, by_id = make_batch(
             self.groups,
             policy_version=VERSION,

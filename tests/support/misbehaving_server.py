@@ -1,6 +1,4 @@
-"""A real HTTP server on loopback, in the test's process, that answers as the test says: well, late, wrongly or not at
-all.
-"""
+"""A real HTTP server on loopback in the test's process that answers correctly, late, wrongly or never."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ HANG_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Asked:
-    """One request as it arrived. `number` counts from 0 in the order of arrival."""
+    """One received request. `number` counts from 0 in order of arrival."""
 
     number: int
     path: str
@@ -28,15 +26,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server does with a request. `body` is sent as JSON unless it is bytes already."""
+    """The server's reply to a request. `body` is sent as JSON unless it is bytes already."""
 
     body: Any = b""
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     hangs: bool = False
-    """Never answers (until the server is closed)."""
+    """Does not answer until the server is closed."""
     trickles: bool = False
-    """Sends a byte now and then, for ever."""
+    """Sends a byte at intervals, without end."""
     cut: bool = False
     """Promises more bytes than it sends, and closes the connection."""
 
@@ -115,7 +113,7 @@ class MisbehavingServer:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A scorer whose every answer is some trouble, for tests of the pool; what one asks it, and what it made of that."""
+"""A scorer whose every answer misbehaves, for tests of the pool: its calls and how the pool reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests ask the kernel about processes that others started."""
+"""Queries to the kernel about processes that others started."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 import psutil
 
 MARK = "TANDEM_TEST_MARK"
-"""An environment variable that everything a command starts inherits."""
+"""An environment variable that all processes started by a command inherit."""
 
 
 def has_ended(pid: int) -> bool:
-    """Gone, or waiting to be reaped. A killed process is called a zombie before the last of its threads has ended."""
+    """Whether the process is gone or a zombie. A killed process is a zombie before its last thread has ended."""
     try:
         process = psutil.Process(pid)
         return bool(process.status() == psutil.STATUS_ZOMBIE) and process.num_threads() <= 1
-    except psutil.NoSuchProcess:  # ZombieProcess among them
+    except psutil.NoSuchProcess:  # includes ZombieProcess
         return True
 
 
 def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
-    """Fails if the process lives on."""
+    """Fails if the process stays alive."""
     deadline = time.monotonic() + seconds
     while not has_ended(pid):
         assert time.monotonic() < deadline, f"process {pid} lives"
@@ -30,10 +30,10 @@ def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
 
 
 def carriers(mark: str) -> Iterator[str]:
-    """The command line of every living process that was started with this mark."""
+    """The command lines of all living processes that were started with this mark."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 yield (process / "cmdline").read_text().replace("\0", " ")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended or belongs to another user
             continue

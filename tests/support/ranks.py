@@ -1,4 +1,4 @@
-"""Ranks of a trainer as processes of their own, as torchrun would start them."""
+"""Trainer ranks as processes, started as torchrun would."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from tests.support.paths import ROOT
 
 
 def run_ranks(module: str, *arguments: Path | str, folder: Path, seconds: float, num_ranks: int = 2) -> None:
-    """Runs `python -m <module> <arguments> <folder>` on every rank; all must end well before the deadline. None is left
-    running.
-    """
+    """Runs `python -m <module> <arguments> <folder>` on every rank; all must succeed before the deadline."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -31,7 +29,9 @@ def run_ranks(module: str, *arguments: Path | str, folder: Path, seconds: float,
     try:
         deadline = time.monotonic() + seconds
         while (codes := [rank.poll() for rank in ranks]) != [0] * num_ranks:
-            assert not any(codes), f"{module}: the ranks ended with {codes}"  # the others would wait for the failed one
+            assert not any(codes), (
+                f"{module}: the ranks ended with {codes}"
+            )  # the other ranks would wait for the failed one
             assert time.monotonic() < deadline, f"{module}: the ranks have not ended after {seconds:g} s"
             time.sleep(0.05)
     finally:
@@ -43,6 +43,6 @@ def run_ranks(module: str, *arguments: Path | str, folder: Path, seconds: float,
 def reports_of_ranks(
     module: str, *arguments: Path | str, folder: Path, seconds: float, num_ranks: int = 2
 ) -> list[Any]:
-    """`run_ranks`, and what each wrote into `<folder>/rank<number>.json`."""
+    """Runs `run_ranks` and returns each rank's `<folder>/rank<number>.json`."""
     run_ranks(module, *arguments, folder=folder, seconds=seconds, num_ranks=num_ranks)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]

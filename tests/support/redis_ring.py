@@ -1,4 +1,4 @@
-"""What the buffer's tests share: a real server, a run in it, and the shortest ring that turns."""
+"""Shared by the buffer's tests: a real server, a run in it, and a minimal ring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADERS = "[]"
 
 @contextmanager
 def running_redis(folder: Path) -> Iterator[str]:
-    """The URL of a server that need not survive a crash: not waiting for the disk makes it fast."""
+    """The URL of a server that need not survive a crash, and is fast because it does not wait for the disk."""
     server = start_redis(folder)
     try:
         client = redis.Redis.from_url(server.url, protocol=2)
@@ -100,7 +100,7 @@ def train(buffer: Buffer, incarnation: int, version: int, count: int) -> list[st
 
 
 def lose_every_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the first answer of every verb is lost on its way, after Redis has done it: the client asks again."""
+    """Loses the first reply of every call after Redis has run it, so that the client repeats the call."""
     answered = Script.__call__
     waiting: set[tuple[object, ...]] = set()
 

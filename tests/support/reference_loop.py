@@ -1,9 +1,9 @@
-"""What learning means, in one file: trains a model on the recorded batches of a run.
+"""A reference implementation of learning in one file: trains a model on the recorded batches of a run.
 
-Reads `batches/<version>` with json and pyarrow alone and computes rows, advantages, weights and loss by itself; nothing
-of `services/`, and of `trainer/` only what sets an engine up. With `engine="deepspeed"` (world size 1, the thread count
-and configuration of the run) it ends with the run's weights bit for bit; with `engine="torch"` it is the plain twin,
-which differs in the last bits of a sum.
+It reads `batches/<version>` with json and pyarrow alone and computes rows, advantages, weights and loss by itself. It
+uses nothing of `services/`, and of `trainer/` only the engine's set-up. With `engine="deepspeed"` (world size 1, thread
+count and configuration of the run) its weights equal the run's bit for bit; `engine="torch"` is plain torch, which
+differs in the last bits of a sum.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def behavior_of(rows: list[Row]) -> Tensor:
 
 
 def proximal_logprobs(policy: Policy, rows: list[Row], num_steps: int, config: TrainerConfig) -> Tensor | None:
-    """From the weights at the batch's start; with one optimizer step these are the current ones."""
+    """Log-probs under the weights at the batch's start; with one optimizer step these are the current ones."""
     if config.correction.preset == "none":
         return behavior_of(rows)
     if num_steps == 1:
@@ -150,7 +150,7 @@ class Policy:
             self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, **settings)
 
     def logprobs(self, rows: list[Row]) -> Tensor:
-        """Of the sampled tokens, flat, under each row's temperature."""
+        """Log-probs of the sampled tokens, flat, under each row's temperature."""
         ids = torch.zeros((len(rows), max(len(row["ids"]) for row in rows)), dtype=torch.long)
         for number, row in enumerate(rows):
             ids[number, : len(row["ids"])] = torch.tensor(row["ids"])
@@ -160,7 +160,7 @@ class Policy:
         column_N = torch.tensor([columns.index(t - 1) for _, t in places])
         temperature_N = torch.tensor([json.loads(rows[number]["sampling"])["temperature"] for number, _ in places])
         target_N = torch.tensor([rows[number]["ids"][t] for number, t in places])
-        if self.engine is not None:  # the head inside the engine, or the last bits of the gradient differ
+        if self.engine is not None:  # outside the engine, the head's gradient would differ in its last bits
             columns_K = torch.tensor(columns)
             tokens = SimpleNamespace(
                 inputs={"input_ids": ids},
@@ -195,7 +195,7 @@ class Policy:
         self.optimizer.zero_grad()
 
     def close(self) -> dict[str, Tensor]:
-        """The weights, and the end."""
+        """Closes the engine and returns the weights."""
         named = dict(self.module.named_parameters())
         if self.engine is None:
             return {name: parameter.detach().clone() for name, parameter in named.items()}

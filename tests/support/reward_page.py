@@ -90,7 +90,7 @@ class Reader:
             real = real.replace(shown, actual)
         with RewardClient(self.address) as client:
             for job in client.jobs():
-                client.wait(job.job_id, timeout_seconds=WAIT_SECONDS)  # so that its figures are the same in every run
+                client.wait(job.job_id, timeout_seconds=WAIT_SECONDS)  # so that its figures are equal in every run
         return f"$ {command}\n{self._shown(run(real, self.address))}"
 
     def _python(self, text: str) -> str:
@@ -113,7 +113,7 @@ class Reader:
         return "".join(f"{line.rstrip()}\n" for line in lines)
 
     def _with_lists(self, page: str) -> str:
-        """Fills the lists of scorers, limits and errors. The explanation of a limit stays the page's."""
+        """Fills the lists of scorers, limits and errors; keeps the page's explanation of each limit."""
         with RewardClient(self.address) as client:
             limits = client.scorers().limits
         explained = {
@@ -153,7 +153,7 @@ def item(text: str) -> str:
 
 
 def commands_of(block: str) -> list[str]:
-    """The commands of a block. A line that ends with a backslash continues, and one with `<<'END'` until END."""
+    """The commands of a block. A line that ends with a backslash continues, as does one with `<<'END'` until END."""
     found: list[str] = []
     continued = here_document = False
     for line in block.splitlines():
@@ -169,11 +169,11 @@ def commands_of(block: str) -> list[str]:
 
 
 def run(command: str, address: str) -> str:
-    """What the command prints, including errors."""
+    """The output of the command, including errors."""
     head, _, given = command.partition(" <<'END'\n")
     words = shlex.split(head.replace("\\\n", " "))
     if words[:3] == ["tandem", "reward", "serve"]:
-        return f"reward: listens on {address}\n"  # the fixture has started it
+        return f"reward: listens on {address}\n"  # the fixture has started the service
     if words[0] == "grpcurl":
         return grpcurl(words[1:], given.removesuffix("END"))
     if words[0] == "python":
@@ -211,7 +211,7 @@ def followed() -> str:
 
 
 def remote_scorers() -> set[str]:
-    """Scorers that clients use only under a name that the service declares."""
+    """Scorers that clients can use only under a name that the service declares."""
     return {name for name, kind in SCORERS.items() if kind.ISOLATION == "remote"}
 
 

@@ -1,4 +1,4 @@
-"""`tandem reward serve` as a process of its own, that can be killed and started again."""
+"""`tandem reward serve` as a process that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ STOP_SECONDS = 20.0
 
 
 class RewardProcess:
-    """A service with its embedded Redis in `folder`. Started again on the same port it is the same service to its
-    clients.
-    """
+    """A service with its embedded Redis in `folder`. Clients take a restart on the same port as the same service."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self._process = subprocess.Popen(
@@ -29,18 +27,18 @@ class RewardProcess:
             text=True,
         )
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()  # the timeout of the test bounds it
+        line = self._process.stdout.readline()  # bounded by the test's timeout
         assert line.startswith("reward: listens on "), line
         self.address = line.split()[-1]
         self.port = int(self.address.rpartition(":")[2])
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kills the process as `kill -9` does."""
         self._process.kill()
         self._process.wait(STOP_SECONDS)
 
     def stop(self) -> None:
-        """As Ctrl-C does, or SIGKILL if that takes too long."""
+        """Stops the process as Ctrl-C does, or by SIGKILL if that takes too long."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)

@@ -1,6 +1,4 @@
-"""What the reward service's tests share: groups on their way to it, a scorer that fails on demand, and what
-comes out.
-"""
+"""Shared by the reward service's tests: groups to score, a scorer that fails on demand, and the scored groups."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def trajectory(number: int, text: str, *, earned: float = 0.0, **more: Any) -> T
 
 
 def generate(buffer: Buffer, groups: Sequence[Sequence[Trajectory]]) -> list[str]:
-    """Takes groups through admission and sampling; ground truth is "1"."""
+    """Admits and samples groups; the ground truth is "1"."""
     first = buffer.admission().cursor
     prompts = [
         Prompt(
@@ -61,7 +59,7 @@ def answers(*texts: str) -> list[Trajectory]:
 
 
 def collect(buffer: Buffer, number: int, seconds: float = 20.0) -> dict[str, TrajectoryGroup]:
-    """The next so many scored groups by id."""
+    """The next `count` scored groups by id."""
     incarnation = buffer.begin_incarnation()
     found: dict[str, TrajectoryGroup] = {}
     deadline = time.monotonic() + seconds
@@ -79,7 +77,7 @@ def rewards(group: TrajectoryGroup) -> list[float | None]:
 
 
 class ScriptedCore(ScoringCore):
-    """Answers by text: a number is the reward, `reason*k` fails k times with that reason before it is worth 1."""
+    """Scores by text: a number is the reward; `reason*k` fails k times with that reason and then scores 1."""
 
     def __init__(self, *, num_callers: int = 1, grouped: bool = False) -> None:
         self.asked: list[str] = []

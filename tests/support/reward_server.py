@@ -1,6 +1,4 @@
-"""What the tests of the reward service's front share: a core that fails on demand, a server in this process, jobs in
-few words.
-"""
+"""Shared by the gRPC tests of the reward service: a core that fails on demand, a server, and short calls for jobs."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ Stub = reward_pb2_grpc.RewardServiceStub
 
 
 class ScriptedCore(ScoringCore):
-    """Answers by text: `wait` waits for the test, `reason*k` fails k times with that reason before it is worth 1, `bug`
-    is one.
+    """Scores by text: `wait` blocks until the test continues, `reason*k` fails k times with that reason and then scores
+    1, `bug` raises.
 
-    Any other text is compared with the ground truth; the breakdown holds how many items were scored together.
+    Other texts are compared with the ground truth; the breakdown holds the number of items scored together.
     """
 
     def __init__(self, config: RewardConfig | None = None, *, in_process: bool = False) -> None:
@@ -94,12 +92,12 @@ class ScriptedCore(ScoringCore):
 
 
 def _elsewhere(rubric: CompiledRubric) -> CompiledRubric:
-    """The same, as if it were not scored in this process."""
+    """The rubric marked as scored outside this process."""
     return CompiledRubric(rubric.rubric, rubric.text, rubric.digest, False, rubric.grouped, rubric.num_callers)
 
 
 class Service:
-    """A server on a port of its own with a job worker, and a stub that calls it."""
+    """A server on its own port with a job worker, and a stub that calls it."""
 
     def __init__(
         self,
@@ -143,7 +141,7 @@ class Service:
             self.channel.close()
             self.store.close()
 
-    # ---- jobs in few words ----
+    # ---- short calls for jobs ----
 
     def submit(
         self, *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0
@@ -156,7 +154,7 @@ class Service:
         return list(self.stub.WatchJob(request, timeout=30))
 
     def results(self, job_id: str) -> list[reward_pb2.ScoreReply.Item]:
-        """The results of a job that ends, in the order of its items; every item has one."""
+        """The results of a job, in the order of its items, after it has ended; every item has one."""
         found: dict[int, reward_pb2.ScoreReply.Item] = {}
         for event in self.watch(job_id):
             for number, item in enumerate(event.results.items, event.results.first_item):
@@ -188,13 +186,13 @@ def serving(
 
 
 def grouped(core: ScoringCore) -> CompiledRubric:
-    """Its default rubric, as if a scorer of it compared the items of a group."""
+    """The core's default rubric, as if one of its scorers compared the items of a group."""
     one = core.default
     return CompiledRubric(one.rubric, one.text, one.digest, False, True, 1)
 
 
 class Feed:
-    """Requests of a stream, given one by one."""
+    """Requests of a stream, provided one by one."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -213,7 +211,7 @@ class Feed:
 def submission(
     *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0, first: int = 0
 ) -> Iterator[Request]:
-    """The messages of a job; its first chunk has the number `first`."""
+    """The messages of a job whose first chunk has the number `first`."""
     header = Request.Header(idempotency_key=key or uuid.uuid4().hex, rubric=rubric, priority=priority)
     yield Request(header=header)
     for index, items in enumerate(chunks, first):
@@ -226,7 +224,7 @@ def answers(*texts: str, truth: str = "1", group: str = "") -> list[Item]:
 
 
 def summary(items: Sequence[reward_pb2.ScoreReply.Item]) -> list[float | str]:
-    """Values and reasons."""
+    """The value or the reason of each item."""
     return [one.scored.value if one.WhichOneof("result") == "scored" else one.unscored.reason for one in items]
 
 
@@ -246,7 +244,7 @@ run_service(lambda: main(config, host="127.0.0.1", redis_url=redis_url, folder=P
 
 
 class Replica:
-    """A reward service that stands alone, as a process. Its Redis is its own if no URL is given."""
+    """A standalone reward service as a process. Without a URL it starts its own Redis."""
 
     def __init__(self, folder: Path, *overrides: str, redis_url: str = "", name: str = "one") -> None:
         self.process = subprocess.Popen(
@@ -262,7 +260,9 @@ class Replica:
                 self.address = line.split()[-1]
                 break
         assert self.address, f"it ended: {self.process.wait(10)}"
-        self._rest = threading.Thread(target=self.process.stdout.read, daemon=True)  # a full pipe would hold it up
+        self._rest = threading.Thread(
+            target=self.process.stdout.read, daemon=True
+        )  # a full pipe would block the service
         self._rest.start()
 
     def kill(self) -> None:
@@ -270,13 +270,13 @@ class Replica:
         self.process.wait(timeout=10)
 
     def terminate(self) -> int:
-        """Its exit code."""
+        """Ends the process with SIGTERM and returns its exit code."""
         self.process.terminate()
         return self.process.wait(timeout=20)
 
 
 def until(condition: object, seconds: float = 30.0) -> None:
-    """Waits for something to come true."""
+    """Waits until the condition holds."""
     assert callable(condition)
     deadline = time.monotonic() + seconds
     while not condition():

@@ -1,6 +1,4 @@
-"""Everything a recipe names, small and made from nothing: a model folder that passes the checks (nobody loads it),
-data, a recipe.
-"""
+"""Everything that a recipe names, generated and small: a model folder whose weights are never loaded, and data."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ TOKENIZER = {
     "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
     "model": {"type": "BPE", "vocab": {chr(number): number - 33 for number in [*range(33, 127), 0x120]}, "merges": []},
 }
-"""One token a printable ASCII character; 0x120 stands for a space."""
+"""One token per printable ASCII character; 0x120 stands for a space."""
 
 
 def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -67,7 +65,7 @@ def write_dataset(file: Path) -> Path:
 
 
 def small_values(folder: Path) -> dict[str, dict[str, Any]]:
-    """The values of a recipe whose model and data are written below `folder`, and whose run goes to `folder`/run."""
+    """The values of a recipe with model and data below `folder`, and its run in `folder`/run."""
     return {
         "run": {"run_id": "small", "folder": str(folder / "run"), "total_batches": 3, "groups_per_batch": 2},
         "model": {"path": str(write_model(folder / "model"))},
@@ -77,7 +75,7 @@ def small_values(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def recipe_of(values: Mapping[str, Mapping[str, Any]], **changes: Mapping[str, Any]) -> Recipe:
-    """The recipe of these values with the keys of some sections changed."""
+    """The recipe of these values, with the keys of some sections changed."""
     merged = {section: dict(given) for section, given in values.items()}
     for section, given in changes.items():
         merged[section] = {**merged.get(section, {}), **given}

@@ -1,8 +1,7 @@
-"""Fixtures for attacks on sandboxes (a plug-in of the modules that make them): every kind of isolation, with the filter
-of system calls and without.
+"""Fixtures for attacks on sandboxes (a plug-in of the modules that make them): every kind of isolation, with and
+without the system call filter.
 
-The kind in force on the machine is attacked in every run. The others build the same sandbox in other ways: they take
-their turn among the slow tests.
+Every test run attacks the kind that this machine uses. The slow tests attack the other kinds.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
                 first.await_ready(60.0)
         except SandboxError as error:
             pytest.skip(f"it does not work here: {error}")
-        isolation._prove(made)  # works, so it must hold
+        isolation._prove(made)  # a kind that works here must also isolate
         yield made
 
 

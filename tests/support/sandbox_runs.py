@@ -1,4 +1,4 @@
-"""What tests of sandboxes share: limits, what a program says inside and outside, and the processes behind a sandbox."""
+"""Shared by the tests of sandboxes: limits, output of programs inside and outside, and a sandbox's processes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ except OSError as error:
     print(type(error).__name__)
 time.sleep(0.5)
 """
-"""Starts a process that leaves its session and beats in `folder` for ever."""
+"""Starts a process that leaves its session and writes a heartbeat to `folder` without end."""
 
 
 def outside(program: str, folder: Path) -> str:
-    """What the same program prints where nothing holds it."""
+    """The output of the same program without a sandbox."""
     command = [sys.executable, "-I", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
     return done.stdout + done.stderr
@@ -58,25 +58,25 @@ def said(outcome: Outcome) -> str:
 
 
 def alive(sandbox: Sandbox) -> bool:
-    """Whether a sandbox still runs programs as if nothing had happened."""
+    """Whether the sandbox still runs programs."""
     return said(sandbox.run("script", ["", "print('still here')"], LIMITS)) == "still here"
 
 
 def zygote_of(launcher: ZygoteLauncher) -> psutil.Process:
-    """The process that forks sandboxes: it was started itself, or by bubblewrap, whose only child it is."""
+    """The process that forks sandboxes: the started one, or the only child of bubblewrap."""
     started = psutil.Process(launcher._process.pid)
     return started.children()[0] if isinstance(launcher, BubblewrapLauncher) else started
 
 
 def inside_of(launcher: Launcher, sandbox: Sandbox) -> set[int]:
-    """Numbers of all processes of the machine that belong to a launcher's sandboxes."""
+    """Process ids, outside the sandboxes, of all processes in a launcher's sandboxes."""
     started = launcher._process if isinstance(launcher, ZygoteLauncher) else sandbox._process
     assert started is not None
     return {process.pid for process in psutil.Process(started.pid).children(recursive=True)}
 
 
 def settles(condition: Callable[[], bool], what: str) -> None:
-    """Fails if it does not become true."""
+    """Fails if the condition does not become true."""
     deadline = time.monotonic() + 30.0
     while not condition():
         assert time.monotonic() < deadline, what

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the pool, for `pytest_plugins`."""
+"""Fixtures for the pool's tests, loaded by `pytest_plugins`."""
 
 from __future__ import annotations
 

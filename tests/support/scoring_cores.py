@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the worker core, for `pytest_plugins`."""
+"""Fixtures for the worker core's tests, loaded by `pytest_plugins`."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def functions(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mixed(tmp_path: Path, functions: Path) -> Path:
-    """A gate in a worker, a cheap scorer for one source, a user's function for the others, and what is only
-    reported.
-    """
+    """A gate in a worker, a cheap scorer for one source, a user's function for others, and a reported component."""
     log = tmp_path / "judged"
     log.touch()
     file = tmp_path / "rubric.toml"
@@ -80,7 +78,7 @@ weight = 0
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`far` and `rank` are scorers that a rubric may name."""
+    """Registers `far` and `rank` as scorers that a rubric may name."""
     monkeypatch.setitem(SCORERS, "far", Far)
     monkeypatch.setitem(SCORERS, "rank", Rank)
     monkeypatch.setattr(Far, "seen", [])

@@ -1,4 +1,4 @@
-"""Scorers that stand in for others in tests of the worker core, and how an item is scored there."""
+"""Stand-ins for scorers in tests of the worker core, and a function that scores one item there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the reward clients' tests, for `pytest_plugins`: a scripted service and a client of it."""
+"""Fixtures for the reward clients' tests, loaded by `pytest_plugins`: a scripted service and a client of it."""
 
 from __future__ import annotations
 

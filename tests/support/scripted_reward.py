@@ -1,6 +1,4 @@
-"""A reward service that speaks the whole of protos/reward.proto, keeps its jobs in memory, and breaks where a test
-says.
-"""
+"""A reward service that implements all of protos/reward.proto, keeps its jobs in memory, and fails on demand."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ class StoredJob:
 
 
 class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
-    """Every solution is its own score: a number, or the name of a reason. The breakdown counts the item's group in its
-    request.
+    """Each solution is its own score: a number, or the name of a reason. The breakdown counts the items of the same
+    group in the request.
     """
 
     def __init__(self) -> None:
@@ -53,7 +51,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         self.requests: list[reward_pb2.ScoreRequest] = []
         self.jobs: dict[str, StoredJob] = {}
         self.breaks: list[int] = []
-        """Each entry ends one stream, UNAVAILABLE, after so many messages; -1: at once."""
+        """Each entry ends one stream with UNAVAILABLE after that many messages; -1 ends it at once."""
         self.num_streams = 0
         self.num_chunks_received = 0
         self.hang = False
@@ -75,7 +73,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         async for request in requests:
             reply = await self.Score(request.request, context)
             held.append(reward_pb2.ScoreStreamReply(request_id=request.request_id, reply=reply))
-            if request.request_id % 2 or len(request.request.items) == 1:  # else it comes after the next
+            if request.request_id % 2 or len(request.request.items) == 1:  # other replies come after the next one
                 for one in reversed(held):
                     left = self._count(left)
                     yield one
@@ -95,7 +93,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
             if request.HasField("chunk"):
                 self.num_chunks_received += 1
                 job.chunks.setdefault(request.chunk.index, list(request.chunk.items))
-                left = self._count(left)  # stored, but the answer is lost
+                left = self._count(left)  # stored, but the reply is lost
             if request.HasField("seal"):
                 assert sorted(job.chunks) == list(range(request.seal.num_chunks))
                 job.sealed = True
@@ -111,7 +109,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         left = self._begin()
         first = 0
         yield reward_pb2.JobEvent(job=self._message(job), cursor=request.after_cursor)
-        order = sorted(job.chunks, key=lambda number: (number % 2 == 0, number))  # results come in no order
+        order = sorted(job.chunks, key=lambda number: (number % 2 == 0, number))  # results arrive out of order
         starts = {}
         for number in sorted(job.chunks):
             starts[number], first = first, first + len(job.chunks[number])
@@ -156,7 +154,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         return left
 
     def _count(self, left: int) -> int:
-        """Counts one message of a stream down; at zero the stream breaks."""
+        """Counts down one message of a stream; breaks the stream at zero."""
         if left == 0:
             raise UnavailableError("scripted")
         return left - 1
@@ -200,7 +198,7 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
 
 
 def score(items: list[Item]) -> list[Result]:
-    """What the service makes of them."""
+    """The service's scores of the items."""
     groups = Counter(item.group for item in items)
     readable, faults = read_items(items)
     scores = [_score_one(item, groups[item.group]) for item in readable]

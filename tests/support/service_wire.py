@@ -1,4 +1,4 @@
-"""What every service answers about itself, whatever it serves: Info, health and reflection."""
+"""Checks of the answers that every service gives about itself: Info, health and reflection."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def check_what_it_says(
     policy_version: int = -1,
     incarnation: int | None = None,
 ) -> common_pb2.InfoReply:
-    """Fails unless the service of that name answers in full; its Info.
+    """Fails unless the service of that name answers completely; returns its Info.
 
-    `service_names` are those it serves beside Info, health and reflection; `started_after` is a Unix time in seconds;
-    `incarnation` is the trainer's that it should name, by default the current one. Its queue figures are those of the
-    ledger, so nothing may be under way.
+    `service_names` are the services besides Info, health and reflection; `started_after` is a Unix time in seconds;
+    `incarnation` is the expected trainer incarnation, by default the current one. Its queue figures must equal the
+    ledger's, so nothing may be in flight.
     """
     for one in ("", *service_names, INFO_SERVICE):
         assert health_of(address, one) == health_pb2.HealthCheckResponse.SERVING, one

@@ -1,6 +1,4 @@
-"""Speaks like `tandem.reward.workers.model_process` without a model: an answer is worth its length. Some answers make
-it hang, die or babble.
-"""
+"""The protocol of `tandem.reward.workers.model_process` without a model: an answer scores its length, or misbehaves."""
 
 from __future__ import annotations
 

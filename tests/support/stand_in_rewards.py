@@ -1,6 +1,4 @@
-"""GSM8K's shipped rewards for a model that never answers right: the share of letters is added, so that answers
-differ.
-"""
+"""GSM8K's shipped rewards for a model that never answers right: adds the share of letters, so that rewards differ."""
 
 from __future__ import annotations
 

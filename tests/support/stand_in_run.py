@@ -1,4 +1,4 @@
-"""`tandem run` in a process of its own, with small programs in place of the four services."""
+"""`tandem run` as a process, with small programs in place of the four services."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Run:
     """A recipe, and the `tandem` processes started on it."""
 
     def __init__(self, folder: Path) -> None:
-        recipe = recipe_of(small_values(folder), data={"max_epochs": 1})  # the stand-ins train nothing
+        recipe = recipe_of(small_values(folder), data={"max_epochs": 1})  # the stand-ins do not train
         self.folder = recipe.folder
         self.recipe_file = folder / "recipe.json"
         self.recipe_file.write_text(dump_recipe(recipe))
@@ -86,7 +86,7 @@ class Run:
         return process.returncode, said
 
     def start_run(self, *arguments: str) -> tuple[subprocess.Popen[str], RunAddress]:
-        """Starts it and waits until every service is running."""
+        """Starts the run and waits until every service is running."""
         process = self.start("run", str(self.recipe_file), *arguments)
         eventually(lambda: process.poll() is not None or self.all_running(), DEADLINE_SECONDS)
         address = running(self.folder)
@@ -100,7 +100,7 @@ class Run:
         return {service.state for service in ask_supervisor(address).services} == {"running"}
 
     def pids(self) -> list[int]:
-        """The supervisor's children and its Redis."""
+        """Process ids of the supervisor's children and its Redis."""
         address = running(self.folder)
         assert address is not None
         services = [service.pid for service in ask_supervisor(address).services]
@@ -109,7 +109,7 @@ class Run:
 
 @contextmanager
 def stand_in_run(folder: Path) -> Iterator[Run]:
-    """What is started on it ends with it."""
+    """A run whose processes end with the fixture."""
     made = Run(folder)
     yield made
     for process in made.started:

@@ -1,4 +1,4 @@
-"""The model that the tests train and sample: the demo's builder under the name the tests know."""
+"""The model that the tests train and sample, made by the demo's builder."""
 
 from tandem.services.data.tiny_model import (
     BOS_ID,

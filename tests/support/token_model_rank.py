@@ -1,6 +1,4 @@
-"""One rank that trains models by their token statistics, in a process of its own; started by
-tests/trainer/models/test_token_model.py.
-"""
+"""One rank that trains models by their token statistics, for tests/trainer/models/test_token_model.py."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ CPU = torch.device("cpu")
 
 
 def make_batches(step: int, *, rank: int = 0, world_size: int = 1) -> list[MicroBatch]:
-    """A rank's part of 5 rows, in micro-batches of two; the last rank's last one is empty."""
+    """A rank's part of 5 rows in micro-batches of two; the last rank's last micro-batch is empty."""
     rows = random_rows(step, NUM_ROWS)
     own = [stack(rows[first : first + 2], CPU) for first in range(0, NUM_ROWS, 2)][rank::world_size]
     return own + [stack([], CPU)] * (rank == world_size - 1)
 
 
 def loss_of(found: TokenStatistics, batch: MicroBatch) -> Tensor:
-    """Depends on every statistic of every token, differently."""
+    """A loss that depends on every statistic of every token in a different way."""
     assert found.entropy_N is not None and found.squared_probs_N is not None
     factor_N = torch.sin(batch.target_N.float())
     terms_N = factor_N * found.logprobs_N - 0.1 * found.entropy_N + 0.3 * factor_N.square() * found.squared_probs_N
@@ -45,7 +43,7 @@ def answers(model: Any, batch: MicroBatch) -> TokenStatistics:
 
 
 def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
-    """The weights after some steps, whole, and how many numbers this rank held whole between them."""
+    """The whole weights after some steps, and how many elements this rank held whole between the steps."""
     join_process_group(60)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     model = load_model(folder, config.dtype)
@@ -64,7 +62,7 @@ def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
     with engine.gather([name for name, _, _ in engine.specs]) as tensors:
         weights = {name: tensor.to(copy=True) for name, tensor in tensors.items()}
     engine.close()
-    if world_size == 1:  # several ranks leave their group together, at the end
+    if world_size == 1:  # several ranks leave their process group together at the end
         leave_process_group()
     return weights, held
 

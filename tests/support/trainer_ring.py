@@ -1,6 +1,4 @@
-"""What the trainer's tests share: a run whose scored groups are there before it starts, and one rank that trains them
-here.
-"""
+"""Shared by the trainer's tests: a run whose groups are already scored, and one rank that trains in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ P = 2
 
 
 def make_recipe(folder: Path, **sections: dict[str, Any]) -> Recipe:
-    """A recipe of the tiny model, in a run folder that holds its config.json; two groups a batch."""
+    """A recipe of the tiny model with two groups per batch, in a run folder that holds its config.json."""
     model = folder / "model"
     if not model.exists():
         build_tiny_model(model)
@@ -65,7 +63,7 @@ def make_run(url: str, recipe: Recipe, *, credits: int = 100) -> Buffer:
 
 
 def put_scored(buffer: Buffer, groups: Iterable[TrajectoryGroup]) -> None:
-    """Takes the groups all the way to `scored`, in their order."""
+    """Moves the groups to `scored`, in their order."""
     incarnation = buffer.begin_incarnation()
     buffer.register_sampler(SAMPLER, "127.0.0.1:1", 1)
     buffer.publish(incarnation, max(0, buffer.published_version()), [SAMPLER])
@@ -83,16 +81,14 @@ def different_rewards(count: int, *, start: int = 0, **more: Any) -> list[Trajec
 
 
 def train(recipe: Recipe, url: str, stop: threading.Event | None = None) -> bool:
-    """One rank, here, to the end of the run."""
+    """Trains with one rank in this process until the run ends."""
     with same_environment():
         return run_rank(recipe, url, stop or threading.Event())
 
 
 @contextmanager
 def same_environment() -> Iterator[None]:
-    """Takes back what a learner adds to the environment (RANK, MASTER_PORT …): processes of later tests would inherit
-    it.
-    """
+    """Restores the environment, because a learner sets RANK, MASTER_PORT … and later tests would inherit them."""
     before = dict(os.environ)
     try:
         yield
@@ -102,5 +98,5 @@ def same_environment() -> Iterator[None]:
 
 
 def lines_of(recipe: Recipe) -> list[dict[str, Any]]:
-    """The run's metrics.jsonl."""
+    """The lines of the run's metrics.jsonl."""
     return [json.loads(text) for text in (recipe.folder / "metrics.jsonl").read_text().splitlines()]

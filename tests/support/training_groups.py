@@ -1,4 +1,4 @@
-"""Scored groups made from nothing, for the tests of learning."""
+"""Generated scored groups for the tests of learning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_TOKENS_KNOWN = 98  # ids above the special tokens of tests.support.tiny_mode
 def make_segment(
     random: np.random.Generator, prompt_ids: np.ndarray, num_sampled: int, versions: Sequence[int]
 ) -> Segment:
-    """A prompt and `num_sampled` random tokens after it, the versions in as many spans of like length."""
+    """A prompt and `num_sampled` random tokens after it; the versions have spans of about equal length."""
     length = len(prompt_ids) + num_sampled
     loss_mask = np.zeros(length, np.uint8)
     loss_mask[len(prompt_ids) :] = 1
@@ -52,8 +52,8 @@ def make_group(
     rewards: Sequence[float | None] | None = None,
     baseline: bool = False,
 ) -> TrajectoryGroup:
-    """A scored group; `rewards` None draws 0 or 1, a None inside is an unscored row; `baseline` adds a greedy row,
-    which is not trained, its reward drawn unless `rewards` has one more.
+    """A scored group. `rewards` None draws 0 or 1, and a None inside is an unscored row. `baseline` adds an untrained
+    greedy row, whose reward is drawn unless `rewards` has one more.
     """
     random = np.random.default_rng([seed, index])
     sampling = SamplingParameters(temperature=temperature, max_tokens=max_sampled)
@@ -71,9 +71,7 @@ def make_group(
 
 
 def with_tool_output(group: TrajectoryGroup) -> TrajectoryGroup:
-    """The group as if a tool had answered after every second sampled token of an answer, but for the last; it keeps the
-    versions.
-    """
+    """The group as if a tool had answered after every second sampled token except an answer's last."""
     random = np.random.default_rng(len(group.rows))
     rows = [
         replace(
@@ -87,7 +85,7 @@ def with_tool_output(group: TrajectoryGroup) -> TrajectoryGroup:
 
 def _with_gaps(random: np.random.Generator, segment: Segment) -> Segment:
     sampled = np.flatnonzero(segment.loss_mask)
-    after = sampled[1:-1:2] + 1  # one to four tokens of output before each of these places
+    after = sampled[1:-1:2] + 1  # one to four tokens of output before each of these positions
     after = np.repeat(after, random.integers(1, 5, len(after)))
     spans = tuple(
         replace(one, first_token=one.first_token + int((after < one.first_token).sum())) for one in segment.spans
@@ -102,7 +100,7 @@ def _with_gaps(random: np.random.Generator, segment: Segment) -> Segment:
 
 
 def with_broken_row(group: TrajectoryGroup, *, row: int = 0, value: float = math.nan) -> TrajectoryGroup:
-    """The group as if the sampler had said `value` of the first sampled token of a row."""
+    """The group with `value` as the sampler's log-prob of a row's first sampled token."""
     rows = list(group.scored_rows)
     first, *others = rows[row].trajectory.segments
     logprobs = first.behavior_logprobs.copy()
@@ -121,7 +119,7 @@ def make_batch(
     optimizer_steps: int = 1,
     packing: Packing = "padded",
 ) -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
-    """The groups as a planned batch, and by their ids."""
+    """The groups as a planned batch, and the groups by id."""
     by_id = {group.group_id: group for group in groups}
     batch = plan_batch(
         [header for group in by_id.values() for header in group_headers(group)],
@@ -137,5 +135,5 @@ def make_batch(
 
 
 def make_payloads(groups: Iterable[TrajectoryGroup]) -> dict[str, bytes]:
-    """The groups as the buffer holds them."""
+    """The groups as the buffer stores them."""
     return {group.group_id: encode_group(group) for group in groups}

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does; and a service's loop in such a thread."""
+"""Waits for other threads and processes, and runs a service's loop in a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
-    """Looks again and again until it is true; fails after so many seconds."""
+    """Polls the condition until it is true; fails after the given seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
@@ -19,7 +19,7 @@ def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
 
 @contextmanager
 def looping(run: Callable[[threading.Event], object]) -> Iterator[None]:
-    """Runs it in a thread while this is open, then sets the event it was given; what it raised is raised at the end."""
+    """Runs the function in a thread inside the `with` block; then sets its stop event and raises its error, if any."""
     stop = threading.Event()
     failures: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""A sampler in its process, a policy in the test's, and the weight sender between them."""
+"""A sampler in its own process, a policy in the test's process, and the weight sender between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = SamplingParameters(max_tokens=60)
 
 
 class Policy:
-    """A transformers model as a source of weights; `step` changes it as a training step would, only more."""
+    """A transformers model as a source of weights; `step` changes it as a training step does, but by more."""
 
     rank = 0
 
@@ -47,7 +47,7 @@ class Policy:
 
 
 class Ring:
-    """An engine, a policy, and the sender between them. `models` holds every version's model."""
+    """An engine, a policy, and the sender between them. `models` holds the model of every version."""
 
     def __init__(self, engine: EngineProcess, policy: Policy, bucket_bytes: int) -> None:
         self.engine = engine
@@ -85,8 +85,8 @@ class Ring:
         return self.engine.submit("sample", list(prompt), n, sampling, key=key)
 
     def errors(self, row: Trajectory) -> np.ndarray[Any, Any]:
-        """|recorded − recomputed| log-prob a sampled token, recomputed as its spans say: each version reads the tokens
-        since the boundary on top of the KV that the versions before it left.
+        """|recorded − recomputed| log-prob per sampled token, recomputed as its spans say: each version reads the
+        tokens since the boundary on top of the KV cache that earlier versions left.
         """
         return spanned_errors(
             self.models, row, [(span.first_token, span.policy_version) for span in row.segments[0].spans]
@@ -106,7 +106,7 @@ def spanned_errors(
     logits = []
     with torch.inference_mode():
         for (_, version), first, end in zip(spans, starts[:-1], starts[1:], strict=True):
-            if first == end:  # a version applied before the last token and moved past it by a test
+            if first == end:  # a test moved the version past the last token
                 continue
             output = models[version](ids[:, first:end], past_key_values=cache, use_cache=True)
             logits.append(output.logits[0])
@@ -116,7 +116,7 @@ def spanned_errors(
 
 
 class AdapterRing(Ring):
-    """A ring whose versions are adapters; every version's model is what PEFT merges."""
+    """A ring whose versions are adapters; each version's model is merged by PEFT."""
 
     policy: Any
 
@@ -129,7 +129,7 @@ class AdapterRing(Ring):
         self.group_name = ""
 
     def catch_up(self, *, brings_base: bool) -> Any:
-        """Serves the engine from the copy, as a late joiner."""
+        """Sends the copy to the engine, as to a late joiner."""
         offer = self.sender.start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
         self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
         report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
@@ -137,7 +137,7 @@ class AdapterRing(Ring):
         return report
 
     def agrees(self, prompt: range = range(5, 25)) -> bool:
-        """Whether answers begun now have the log-probs of transformers with the same adapters merged."""
+        """Whether new answers have the log-probs of transformers with the same adapters merged."""
         rows = self.sample(prompt, 4, SHORT).result(60)
         assert all([s.policy_version for s in row.segments[0].spans] == [self.version] for row in rows)
         return all(self.errors(row).mean() <= 1e-5 for row in rows)

@@ -1,4 +1,4 @@
-"""Wheels that tests build, and environments into which they install them, all without a network."""
+"""Builds wheels for tests and environments with them installed, all without a network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEADLINE_SECONDS = 100.0
 
 
 def pip(*arguments: str | Path) -> str:
-    """What pip of this environment says. Fails the test if pip fails."""
+    """The output of this environment's pip. Fails the test if pip fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,7 +35,7 @@ def build_wheel(project: Path, folder: Path) -> Path:
 
 
 def copy_sources(folder: Path) -> Path:
-    """A copy of what the wheel of Tandem is built from: building leaves files beside the sources."""
+    """A copy of the sources of Tandem's wheel, because building leaves files beside the sources."""
     for name in SOURCES:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -50,12 +50,12 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def fresh_environment(folder: Path, wheel: Path, extra: str = "") -> tuple[Path, Path]:
-    """A virtual environment with the wheel and what it requires with this extra, and nothing else.
+    """A virtual environment with only the wheel and its requirements for this extra.
 
     Requirements are links to the packages of this environment, so nothing is downloaded.
 
     Returns:
-        Its interpreter and its site-packages, which `pip check` found complete.
+        Its interpreter and its site-packages, which passed `pip check`.
     """
     venv.create(folder, symlinks=True, with_pip=False)
     python = folder / "bin" / "python"

@@ -1,6 +1,4 @@
-"""One of any number of ranks that train the same batches, started by tests/trainer/test_data_parallel.py; rank 0 writes
-the weights.
-"""
+"""One rank of those that train the same batches, for tests/trainer/test_data_parallel.py; rank 0 writes the weights."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ CONFIG = TrainerConfig(
 
 
 def train(model: Path, num_batches: int, folder: Path | None = None) -> dict[str, Tensor]:
-    """Every weight after so many batches, written to `folder` by rank 0 if one is given."""
+    """Every weight after this many batches; rank 0 also writes them to `folder` if given."""
     learner = Learner(CONFIG, model_path=str(model), total_batches=10, seed=0, max_response_tokens=12)
     try:
         policy = plain_policy(model)

@@ -27,9 +27,7 @@ RUN_DEADLINE_SECONDS = 300.0
 
 
 class WholeRun:
-    """A run in a folder of its own. `sections` are merged over a small recipe whose answers have 256 tokens and never
-    end early.
-    """
+    """A run in its own folder: a small recipe with `sections` merged over it. Answers have 256 tokens by default."""
 
     def __init__(self, folder: Path, *, tied: bool = True, **sections: Mapping[str, Any]) -> None:
         self.scratch = folder
@@ -64,7 +62,7 @@ class WholeRun:
         return [sys.executable, "-m", "tandem.services.cli", *arguments]
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """`tandem …` in the background, its output in `run.out`."""
+        """Starts `tandem …` in the background, with its output in `run.out`."""
         with open(self.scratch / "run.out", "a") as out:
             return subprocess.Popen(
                 self.command(*arguments), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True
@@ -73,7 +71,7 @@ class WholeRun:
     def tandem(
         self, *arguments: str, deadline: float = RUN_DEADLINE_SECONDS, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """`tandem …` to its end, with these environment variables besides."""
+        """Runs `tandem …` to its end, with these additional environment variables."""
         return subprocess.run(
             self.command(*arguments),
             cwd=ROOT,
@@ -85,8 +83,10 @@ class WholeRun:
         )
 
     def finish(self, *overrides: str) -> None:
-        """`tandem run` to its end, which must be a good one and leave no temporary file behind."""
-        with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as temporary:  # short: there will be sockets in it
+        """Runs `tandem run` to its end; it must succeed and leave no temporary file."""
+        with tempfile.TemporaryDirectory(
+            prefix="run-", dir="/tmp"
+        ) as temporary:  # short, because socket paths are limited
             done = self.tandem("run", str(self.recipe), *overrides, TMPDIR=temporary)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + self.logs()
             assert os.listdir(temporary) == []
@@ -104,14 +104,14 @@ class WholeRun:
         return dict(json.loads((self.folder / "summary.json").read_text()))
 
     def records(self) -> dict[int, list[TrajectoryGroup]]:
-        """Every recorded batch's groups by version."""
+        """The groups of every recorded batch, by version."""
         return {
             version: [decode_group(payload) for payload in read_record(self.folder, version)[1].values()]
             for version in recorded_versions(self.folder)
         }
 
     def trained_rows(self) -> list[tuple[int, ScoredTrajectory]]:
-        """(version trained into, row) of every recorded row."""
+        """(version trained into, row) for every recorded row."""
         return [
             (version, row)
             for version, groups in self.records().items()
@@ -120,7 +120,7 @@ class WholeRun:
         ]
 
     def instances(self) -> Counter[str]:
-        """How often each prompt instance stands in a record."""
+        """How many records each prompt instance is in."""
         return Counter(group.group_id for groups in self.records().values() for group in groups)
 
     def ledger(self) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def environment() -> dict[str, str]:
 
 
 def digit_share(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """A reward with some variance in every group, whatever an untrained model says."""
+    """A reward with some variance in every group, even for an untrained model."""
     return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
 
 
 def processes_of(run: WholeRun) -> list[psutil.Process]:
-    """Every living process whose command line or environment names the run's folder."""
+    """All living processes whose command line or environment names the run's folder."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -169,18 +169,18 @@ def service_process(supervisor: subprocess.Popen[str], service: str) -> psutil.P
         try:
             command = child.cmdline()
         except psutil.NoSuchProcess:
-            continue  # a neighbour killed just before, not yet reaped
+            continue  # killed just before and not yet reaped
         if "serve" in command and command[command.index("serve") + 1] == service:
             return child
     raise AssertionError(f"no {service} below {supervisor.pid}")
 
 
 def kill_tree(supervisor: subprocess.Popen[str]) -> None:
-    """kill -9 of every process of a run, the supervisor last."""
+    """Kills every process of a run with kill -9, the supervisor last."""
     root = psutil.Process(supervisor.pid)
     for child in [*root.children(recursive=True), root]:
         try:
             child.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
-            continue  # a neighbour's death took it along
+            continue  # it died with another process
     supervisor.wait(10)

@@ -1,6 +1,4 @@
-"""One real ring, everything real: Redis, gRPC, vLLM, DeepSpeed, weight broadcasts, on the tiny model for a few
-batches.
-"""
+"""A ring of real components: Redis, gRPC, vLLM, DeepSpeed and weight broadcasts, on the tiny model."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ TOTAL, P, N, S = 6, 4, 4, 2
 
 
 @pytest.mark.timeout(240)
-def test_the_ring_turns(tmp_path: Path) -> None:
+def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
     run = WholeRun(
         tmp_path,
         run={"run_id": "ring", "total_batches": TOTAL, "groups_per_batch": P, "staleness_budget": S},

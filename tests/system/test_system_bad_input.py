@@ -1,6 +1,4 @@
-"""Bad input that shows only once the real services have started: still one line, exit code 2, and nothing left
-running.
-"""
+"""Bad input that only the running services find: still one line, exit code 2, and no process left."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from tests.support.whole_run import WholeRun, processes_of
 pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
 
 
-def test_an_engine_that_does_not_start_is_told_with_its_cause(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_is_reported_with_its_cause(tmp_path: Path) -> None:
     run = WholeRun(tmp_path)
     config = run.model / "config.json"
     values = json.loads(config.read_text())
-    # A layer more than the files hold: every header is in order, and the engine alone misses its weights.
+    # One layer more than the files hold: every header is valid, and only the engine finds that weights are missing.
     config.write_text(json.dumps({**values, "num_hidden_layers": values["num_hidden_layers"] + 1, "layer_types": None}))
     done = run.tandem("run", str(run.recipe), deadline=150)
     assert done.returncode == 2, done.stdout + done.stderr + run.logs()

@@ -1,4 +1,4 @@
-"""kill -9 of any process at any moment: the run goes on or is resumed, and every group is accounted for."""
+"""kill -9 of any process at any moment: the run continues or is resumed, and every group is accounted for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.whole_run import WholeRun, kill_tree, processes_of, service_p
 
 TOTAL, P = 10, 4
 STOP_SECONDS = 10.0
-"""What Ctrl-C may take, with all services at work."""
+"""How long Ctrl-C may take while all services work."""
 
 
 def check_finished(run: WholeRun) -> None:
-    """trained = total batches × P, every other group dropped with a reason, no instance twice, nothing left running."""
+    """Checks trained = total batches × P, a reason for every other group, no instance twice, and no process left."""
     instances = run.instances()
     assert sum(instances.values()) == TOTAL * P
     assert max(instances.values()) == 1
@@ -58,7 +58,7 @@ def test_a_killed_tree_is_resumed(tmp_path: Path, moment: int) -> None:
 
 @pytest.mark.system
 @pytest.mark.timeout(300)
-def test_every_other_service_may_die_too(tmp_path: Path) -> None:
+def test_a_run_survives_kills_of_every_other_service(tmp_path: Path) -> None:
     run = WholeRun(tmp_path)
     supervisor = run.start("run", str(run.recipe))
     for moment, service in enumerate(("feed", "reward", "rollout"), 2):
@@ -71,7 +71,7 @@ def test_every_other_service_may_die_too(tmp_path: Path) -> None:
 
 @pytest.mark.system
 @pytest.mark.timeout(200)
-def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     run = WholeRun(tmp_path)
     supervisor = run.start("run", str(run.recipe))
     run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)

@@ -1,4 +1,4 @@
-"""Every shipped recipe runs: the demo as a user sees it, those for GSM8K on a stand-in for its model and file."""
+"""Every shipped recipe runs: the demo as a user sees it, the GSM8K recipes on a stand-in for their model and file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.whole_run import ROOT, environment
 pytestmark = pytest.mark.system
 
 RUNS_SIDE_BY_SIDE = 2
-"""A run on the stand-in is start-up: a dozen processes, mostly one at work at a time."""
+"""Parallel runs: a run on the stand-in is mostly start-up, in which one of a dozen processes works at a time."""
 FIGURES: dict[str, Callable[[Recipe], bool]] = {
     "reward_kl": lambda recipe: recipe.trainer.kl.reward is not None,
     "reference_kl": lambda recipe: recipe.trainer.kl.loss is not None,
@@ -33,7 +33,7 @@ FIGURES: dict[str, Callable[[Recipe], bool]] = {
     "baseline_reward_mean": lambda recipe: recipe.trainer.needs_baselines,
     "clipped_fraction": lambda recipe: recipe.trainer.loss.name not in ("reinforce", "sapo", "dro", "kl_cov"),
 }
-"""Which figures a batch that trains the policy has with which recipes, and not with the others."""
+"""Figures of a batch that trains the policy, and the recipes that have them; other recipes must not."""
 
 
 def tandem(folder: Path, *arguments: str, deadline: float) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,7 @@ def summary(run: Path) -> dict[str, object]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_demo_learns_and_its_control_does_not(tmp_path: Path, seed: int) -> None:
+def test_the_demo_learns_and_its_control_run_does_not(tmp_path: Path, seed: int) -> None:
     done = tandem(tmp_path, "demo", "--seed", str(seed), deadline=700)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = tmp_path / "runs" / "demo"
@@ -76,20 +76,20 @@ def test_the_demo_learns_and_its_control_does_not(tmp_path: Path, seed: int) -> 
 
 
 def check_the_exported_model(folder: Path, final_accuracy: float) -> None:
-    """`tandem eval` finds the run's last accuracy in the model that it left."""
+    """`tandem eval` finds the run's last accuracy with the exported model."""
     run = folder / "runs" / "demo"
     done = tandem(folder, "eval", str(run / "config.json"), f"model.path={run / 'hf'}", deadline=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     said = re.search(r"accuracy ([0-9.]+), mean reward ([0-9.]+) over (\d+) rows", done.stdout)
     assert said is not None, done.stdout
-    # Greedy answers of the same weights; in another company of rows, the last bits of a tie may fall the other way.
+    # Greedy answers of the same weights; in another batch of rows, a tie may be decided the other way.
     assert abs(float(said[1]) - final_accuracy) <= 0.005 and int(said[3]) == EVALUATION_ROWS
     assert final_accuracy > 0.5, "else the model before the run would do as well"
     assert f"{run / 'hf'} on " in done.stdout and "not scored" not in done.stdout
 
 
 def stand_in(recipe: Recipe) -> list[str]:
-    """Overrides that make a recipe for GSM8K a matter of seconds on the tiny model, which never answers right."""
+    """Overrides with which a GSM8K recipe takes seconds on the tiny model, which never answers right."""
     trainer, answers = recipe.trainer, min(recipe.rollout.samples_per_prompt, 4)
     small = [
         "model.path=model",
@@ -107,7 +107,7 @@ def stand_in(recipe: Recipe) -> list[str]:
         small.append("trainer.selection.overlong_penalty.buffer_tokens=8")
     if trainer.needs_critic:
         small.append("trainer.critic.warmup_batches=1")
-    if recipe.run.run_id == "gsm8k":  # this one as it is shipped: with its own reward, evaluations and TensorBoard
+    if recipe.run.run_id == "gsm8k":  # runs as shipped, with its own reward, evaluations and TensorBoard
         scorer = f"{ROOT}/{recipe.reward.scorer}"
         return [*small, f'reward.scorer="{scorer}"', "trainer.selection.drop_zero_variance=false"]
     function = "components" if trainer.needs_components else "compute_score"
@@ -129,7 +129,7 @@ def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, gsm8k_folder: Path) -> Iterator[Runs]:
-    """The runs of all recipes that are tested, side by side."""
+    """Runs of all tested recipes, in parallel."""
 
     def start(file: Path) -> subprocess.CompletedProcess[str]:
         return tandem(gsm8k_folder, "run", str(file), *stand_in(load_recipe(file)), deadline=150)
@@ -157,7 +157,7 @@ def test_every_gsm8k_recipe_takes_two_steps(file: Path, runs: Runs, gsm8k_folder
 
 
 def check_what_is_special(name: str, lines: list[dict[str, Any]], run: Path) -> None:
-    """What a recipe did that others do not."""
+    """Checks the effects that only this recipe has."""
     first, last = lines
     if name == "gsm8k":
         assert last["reward_mean"] == 0.0 and last["zero_variance_groups"] == last["num_groups"]

@@ -1,4 +1,4 @@
-"""A run can be trained again from what it wrote: bit for bit at S = 0 and S = 4, at one rank and at two."""
+"""A run can be trained again from its records: bit for bit at S = 0 and S = 4, with one rank and with two."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ meets new weights.
 
 
 def check_asynchronous(run: WholeRun) -> None:
-    """The run is one that a replay at S = 4 can learn from: long answers, weights that changed inside them, and old
-    ones trained on.
-    """
+    """Checks that the run is asynchronous: long answers, weights that changed inside them, and stale ones."""
     rows = [row.trajectory for _version, row in run.trained_rows()]
     assert min(sum(segment.num_loss_tokens for segment in row.segments) for row in rows) >= 256
     versions = [{span.policy_version for segment in row.segments for span in segment.spans} for row in rows]
@@ -37,7 +35,7 @@ def check_asynchronous(run: WholeRun) -> None:
 
 
 def check_replay(run: WholeRun) -> None:
-    """Trained again from what it wrote, it ends with the same weights bit for bit."""
+    """Training again from the records ends with the same weights bit for bit."""
     done = run.tandem("replay", str(run.folder))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -52,7 +50,7 @@ def test_an_asynchronous_run_replays_bit_for_bit(tmp_path: Path, engine: str, ti
 
 
 def check_against_the_reference_loop(run: WholeRun) -> None:
-    """The same bits from a loop that knows nothing of the services, and the same update from plain torch."""
+    """The reference loop gives the same bits; plain torch gives the same update up to rounding."""
     recipe = load_resolved(run.folder / "config.json")
     start = load_file(run.model / "model.safetensors")
     trained = load_file(run.folder / "hf" / "model.safetensors")
@@ -72,14 +70,14 @@ def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replay
     check_replay(run)
 
 
-def test_two_ranks_of_zero_3_train_and_replay(tmp_path: Path) -> None:
+def test_two_zero_3_ranks_train_and_replay(tmp_path: Path) -> None:
     run = WholeRun(tmp_path, trainer={"num_ranks": 2}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
     run.finish()
     check_asynchronous(run)
     check_replay(run)
 
 
-def test_adapters_travel_alone_whoever_is_killed(tmp_path: Path) -> None:
+def test_only_adapters_are_broadcast_even_after_kills(tmp_path: Path) -> None:
     lora = {"lora": {"rank": 2}, "learning_rate": 1e-2, "checkpoint_every": 3}
     run = WholeRun(tmp_path, trainer=lora, run={"total_batches": 8, "staleness_budget": 0})
     supervisor = run.start("run", str(run.recipe))
@@ -94,15 +92,13 @@ def test_adapters_travel_alone_whoever_is_killed(tmp_path: Path) -> None:
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, 9)) and 4 * adapters < whole
     assert {line["weight_bytes"] for line in lines if not line.get("replayed")} == {adapters}
-    # At S = 0 samplers and trainer have the same weights; merged, or beside the base as PEFT computes.
+    # At S = 0 samplers and trainer have the same weights, merged or beside the base as in PEFT.
     assert all(line["behavior_proximal_kl"] < 1e-9 for line in lines)
     check_replay(run)
 
 
-def test_a_trainer_spread_over_two_hosts(tmp_path: Path) -> None:
-    """Two torchrun agents that meet at a rendezvous and share nothing but Redis and the run folder; both on this
-    machine.
-    """
+def test_a_trainer_runs_on_two_hosts(tmp_path: Path) -> None:
+    """Two torchrun agents on this machine that meet at a rendezvous and share only Redis and the run folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         rendezvous = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -125,7 +121,7 @@ def test_a_trainer_spread_over_two_hosts(tmp_path: Path) -> None:
         redis.stop()
 
 
-def test_several_optimizer_steps_a_batch_replay(tmp_path: Path) -> None:
+def test_several_optimizer_steps_per_batch_replay(tmp_path: Path) -> None:
     run = WholeRun(tmp_path, trainer={"optimizer_steps_per_batch": 2}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
     run.finish()
     check_asynchronous(run)
@@ -133,7 +129,7 @@ def test_several_optimizer_steps_a_batch_replay(tmp_path: Path) -> None:
     assert run.summary()["optimizer_steps"] == 10
 
 
-def test_weights_travel_through_the_disk_as_well(tmp_path: Path) -> None:
+def test_a_run_with_the_disk_weight_backend_replays(tmp_path: Path) -> None:
     run = WholeRun(tmp_path, weights={"backend": "disk"}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
     run.finish()
     check_asynchronous(run)

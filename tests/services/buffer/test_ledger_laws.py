@@ -1,6 +1,4 @@
-"""The laws of the ledger: groups are conserved at every instant and train exactly once along the surviving lineage,
-whichever process is killed.
-"""
+"""The laws of the ledger: groups are conserved and train exactly once, whichever process is killed."""
 
 from __future__ import annotations
 

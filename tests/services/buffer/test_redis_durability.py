@@ -1,4 +1,4 @@
-"""The durability check of a user's Redis: one that evicts keys is refused, one that may lose writes gets a warning."""
+"""The durability check of a user's Redis: one that evicts is refused, one that may lose writes gets a warning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The embedded Redis: it starts fast, keeps its data, ends on request or with its parent, and names the cause of a
-failure.
-"""
+"""The embedded Redis: it starts fast, keeps its data, ends with its parent, and names the cause of a failure."""
 
 from __future__ import annotations
 

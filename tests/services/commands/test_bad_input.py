@@ -1,6 +1,4 @@
-"""Bad input to the real command: exit code 2, one line that names the fault, its place and the remedy, and no process
-left.
-"""
+"""Bad input to the real command: exit code 2, one line with the fault, place and remedy, and no process left."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ from tests.support.run_inputs import recipe_of, small_values
 
 DEADLINE_SECONDS = 60.0
 SLOW = pytest.mark.slow
-"""A second each: of what `tests/services/run/test_preflight.py` has as well, `make test` sees one of a kind go through
-the command.
-"""
+"""Each case takes a second, so there is one per kind; `tests/services/run/test_preflight.py` has all of them."""
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""The command line: its help, and the commands that need no run. tests/services/commands/test_bad_input.py has what
-`tandem run` refuses.
-"""
+"""The command line: help, and the commands that need no run. test_bad_input.py has what `tandem run` refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem demo` around the run: an earlier demo is kept, a running one is left alone, and errors are one line."""
+"""`tandem demo` around the run: an earlier demo is kept, a running one is left alone, errors are one line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`tandem doctor`: each missing dependency is named with the command that installs it; only missing requirements fail
-the exit code.
-"""
+"""`tandem doctor` names each missing dependency with its install command; only missing requirements fail."""
 
 from __future__ import annotations
 

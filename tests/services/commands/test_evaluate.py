@@ -1,6 +1,4 @@
-"""`tandem eval` until it has a sampler, with small programs in place of the services.
-tests/system/test_system_recipes.py has a whole evaluation.
-"""
+"""`tandem eval` until it has a sampler, with small programs in place of the services."""
 
 from __future__ import annotations
 

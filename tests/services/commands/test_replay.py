@@ -141,9 +141,7 @@ RESUMED_WITH = {
     "weights.backend": "disk",
     "weights.deadline_seconds": 7.0,
 }
-"""A value for every free key that is not the one the run was trained with. What is free as a whole section, no trainer
-reads.
-"""
+"""Another value for every free key. Sections that are free as a whole are missing: the trainer does not read them."""
 
 
 def test_a_replay_gives_the_same_weights_whichever_free_keys_changed_at_a_resume(

@@ -1,4 +1,4 @@
-"""`tandem reward`: files of every kind against a scripted service, one line for each bad row, and exit codes."""
+"""`tandem reward`: files of every kind against a scripted service, a line for each bad row, and exit codes."""
 
 from __future__ import annotations
 

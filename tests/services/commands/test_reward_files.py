@@ -1,6 +1,4 @@
-"""Unusual files and names at the command line: an unreadable value fails its row, an unusable file is a one-line error,
-nothing is skipped silently.
-"""
+"""Unusual files and names: an unreadable value fails its row, an unusable file is a one-line error, nothing is lost."""
 
 from __future__ import annotations
 

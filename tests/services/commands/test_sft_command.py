@@ -1,4 +1,4 @@
-"""`tandem sft` around the training: faults are found before it, skipped rows are counted, nothing is overwritten."""
+"""`tandem sft`: faults are found before the training, skipped rows are counted, nothing is overwritten."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Files of completions: Parquet and JSON lines give the same items, files are streamed, bad lines become bad rows, and
-a digest covers the content.
-"""
+"""Files of completions: Parquet and JSON lines agree, files are streamed, bad lines become bad rows, digests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Calls that end before their items do: replies arrive before the deadline, no work is done for cancelled calls, and
-oversized input is refused.
-"""
+"""Calls that end before their items: replies before the deadline, no work for cancelled calls, size limits."""
 
 from __future__ import annotations
 

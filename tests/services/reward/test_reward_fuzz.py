@@ -43,7 +43,7 @@ PROPER = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNIMPLEMENTED,
 }
-"""A refusal that names the caller's fault; anything else would be ours."""
+"""Statuses of a refusal that blames the caller; any other would be the service's fault."""
 
 UNARY = {
     "Score": reward_pb2.ScoreRequest,

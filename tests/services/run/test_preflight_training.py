@@ -82,7 +82,7 @@ def test_a_critic_that_does_not_fit_the_policy_is_refused(values: Values, tmp_pa
     refused(ModelError, recipe(), "trainer.critic.path", "no weights")
 
 
-def test_critic_and_reference_count_in_memory_and_on_disk(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_besides_the_policy_count_in_memory_and_on_disk(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = model_check.ModelFacts("Qwen2ForCausalLM", 10**9)
     with_critic = model_check.ModelFacts("Qwen2ForCausalLM", 10**9, num_critic_parameters=10**9)
     plain = recipe_of(values)
@@ -99,7 +99,7 @@ def test_critic_and_reference_count_in_memory_and_on_disk(values: Values, monkey
             return False
         return True
 
-    engine = 8 + 1 + 1.1  # two copies of the weights plus the overhead of a sampler and a rank
+    engine = 8 + 1 + 1.1  # two copies of the weights, and the overhead of a sampler and a rank
     penalty = {"kl": {"loss": {"coefficient": 0.1}}}
     assert fits(plain, facts, engine + 16.1) and not fits(plain, facts, engine + 15)
     assert fits(plain, with_critic, engine + 32.1) and not fits(plain, with_critic, engine + 31)

@@ -1,6 +1,4 @@
-"""The keys that a resumed run may change: those that its weights do not depend on.
-tests/services/commands/test_replay.py checks that replays agree.
-"""
+"""The keys that a resumed run may change: those that its weights do not depend on."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ EVERY_TABLE: dict[str, Any] = {
     "lora": {},
     "selection": {"overlong_penalty": {"buffer_tokens": 4}, "reward_clip": [0.0, 1.0], "filtration": {}},
 }
-"""A `[trainer]` in which no table is absent."""
+"""A `[trainer]` that has every optional table."""
 
 
 @pytest.fixture

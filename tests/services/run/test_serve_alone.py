@@ -1,6 +1,4 @@
-"""Services started one by one with `tandem serve`, as in containers: no supervisor, and one Redis that all of them
-reach.
-"""
+"""Services started one by one with `tandem serve`, as in containers: no supervisor, and one shared Redis."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A trainer that dies at any moment: its successor continues the same history to the same weights, and trains no group
-twice.
-"""
+"""A trainer that dies at any moment: its successor reaches the same weights and trains no group twice."""
 
 from __future__ import annotations
 

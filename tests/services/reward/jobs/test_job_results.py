@@ -1,4 +1,4 @@
-"""Job results: the limit in bytes, which results are given up beyond it, which calls are refused, and deletion."""
+"""Job results: the limit in bytes, which results are given up beyond it, which calls are refused, deletion."""
 
 from __future__ import annotations
 

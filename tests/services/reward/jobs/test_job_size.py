@@ -1,6 +1,4 @@
-"""A large job needs no more memory than a small one, and each item has one result. benchmarks/reward_job.py has 1M
-items.
-"""
+"""A large job needs no more memory than a small one. benchmarks/reward_job.py covers a million items."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The laws of reward jobs in Redis: each item ends exactly once, late results are refused, a chunk is stored once,
-limits hold.
-"""
+"""The laws of reward jobs in Redis: items end once, late results are refused, chunks are stored once, limits hold."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Jobs(RuleBasedStateMachine):
         self.jobs: dict[str, TwinJob] = {}
         self.deleted: list[TwinJob] = []
         self.ended: list[TwinJob] = []
-        """Those that can give up results, the first to end first."""
+        """Jobs that can give up results, in the order in which they ended."""
         self.num_expired = 0
         self.served: dict[int, int] = {}
         self.numbers = itertools.count()

@@ -1,6 +1,4 @@
-"""Jobs over gRPC: submission, watch and cancellation, refusals that name place and remedy, and the result of every
-item.
-"""
+"""Jobs over gRPC: submission, watch, cancellation, refusals with place and remedy, and every item's result."""
 
 from __future__ import annotations
 
