@@ -210,7 +210,7 @@ def _scored(trajectory: Trajectory, plain: Mapping[str, list[Any]], start: int) 
     )
 
 
-def _list_array(arrays: Sequence[NDArray[Any]], dtype: type[np.generic]) -> pa.ListArray:
+def _list_array(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> pa.ListArray:
     offsets = np.zeros(len(arrays) + 1, np.int32)
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
     values = np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)

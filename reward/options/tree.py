@@ -25,7 +25,7 @@ class Shape:
     `chooser`.
     """
 
-    annotation: Any
+    annotation: object
     models: Mapping[str, type[BaseModel]] = field(default_factory=dict)
     chooser: str = ""
     bare: BareName | None = None
@@ -73,7 +73,7 @@ def shape_at(root: type[BaseModel], keys: Sequence[str]) -> Shape | None:
     return shape
 
 
-def _shape(annotation: Any, rules: tuple[Any, ...], chooser: str) -> Shape:
+def _shape(annotation: Any, rules: tuple[object, ...], chooser: str) -> Shape:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         for rule in annotation.__metadata__:
@@ -101,16 +101,16 @@ def _shape(annotation: Any, rules: tuple[Any, ...], chooser: str) -> Shape:
     return Shape(annotation, rules=rules)
 
 
-def _bare_name(rules: tuple[Any, ...]) -> BareName | None:
+def _bare_name(rules: tuple[object, ...]) -> BareName | None:
     functions = [rule.func for rule in rules if isinstance(rule, BeforeValidator)]
     return next((function for function in functions if isinstance(function, BareName)), None)
 
 
-def _text(discriminator: Any) -> str:
+def _text(discriminator: object) -> str:
     return discriminator if isinstance(discriminator, str) else ""
 
 
-def _names_in(member: Any, chooser: str) -> Sequence[str]:
+def _names_in(member: object, chooser: str) -> Sequence[str]:
     """The names under which a member of a union is chosen; none if it is not chosen by name."""
     if not chooser or not isinstance(member, type) or not issubclass(member, BaseModel):
         return ()
@@ -128,7 +128,7 @@ class Table:
     model: type[BaseModel]
     shape: Shape
     choice: str = ""
-    default: Any = None
+    default: object = None
     """What stands in its place if a recipe says nothing."""
 
     @property
@@ -264,6 +264,6 @@ def _words(annotation: Any, length: int = 0) -> str:
     return _NAMES.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def _plural(annotation: Any) -> str:
+def _plural(annotation: object) -> str:
     words = _words(annotation)
     return f"{words}s" if words in ("integer", "number", "table") else words

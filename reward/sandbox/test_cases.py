@@ -121,7 +121,7 @@ def _paired(inputs: Sequence[object], outputs: Sequence[object], function: objec
     return [_call(name, *pair, place) if name else _script(*pair, place) for place, pair in pairs]
 
 
-def _case(case: Any, function: Any) -> Test:
+def _case(case: Any, function: object) -> Test:
     match case:
         case {"input": given, "output": wanted, "testtype": "functional"}:
             metadata = case.get("metadata")

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,9 @@ from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
 from tandem.reward.text.extraction import last_code_block, last_tagged
 from tandem.reward.text.ground_truth import unusable
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 _MAX_DEPTH = 100
 _MAX_DIGITS = 4000
@@ -84,7 +87,7 @@ class JsonSchema(Scorer):
             return Scored(0.0, {"json": 0.0})
         return self._validated(validator, value)
 
-    def _validated(self, validator: Any, value: Any) -> Score:
+    def _validated(self, validator: Validator, value: object) -> Score:
         from jsonschema.exceptions import SchemaError
         from referencing.exceptions import Unresolvable
 
@@ -120,7 +123,7 @@ def _schema_text(ground_truth: object) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def _validator(text: str) -> object:
+def _validator(text: str) -> Validator:
     """A validator of the schema with this JSON text. Raises ValueError if it is no schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tandem.rollout.sampler import TransferProgress
@@ -59,7 +59,7 @@ def extend_engine_core() -> None:
     run = EngineCoreProc.run_engine_core
 
     @functools.wraps(run)
-    def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    def run_engine_core(*args: object, **kwargs: object) -> None:
         _die_with_parent()
         name_shared_memory()
         try:
@@ -102,9 +102,9 @@ def _apply_staged_weights(core: EngineCore, stamp: str) -> float:
     return time.perf_counter() - started
 
 
-def _collecting_once_started(init: Any) -> Any:
+def _collecting_once_started(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def start(core: EngineCore, *args: Any, **kwargs: Any) -> None:
+    def start(core: EngineCore, *args: object, **kwargs: object) -> None:
         gc.disable()  # the objects imported here stay, and vLLM freezes them afterwards
         try:
             init(core, *args, **kwargs)
@@ -114,9 +114,9 @@ def _collecting_once_started(init: Any) -> Any:
     return start
 
 
-def _salted(add_request: Any) -> Any:
+def _salted(add_request: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(add_request)
-    def add(core: EngineCore, request: Request, *args: Any) -> None:
+    def add(core: EngineCore, request: Request, *args: object) -> None:
         # A request salted with the previous version must not read that version's blocks after an update.
         if request.cache_salt != core.get_weight_version():
             request.skip_reading_prefix_cache = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,23 +12,27 @@ from tandem.rollout.base_weights import checkpoint_shapes, local_folder
 from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase
+
 
 class WeightReceiver:
     """vLLM's worker extension. vLLM adds its methods to the worker of each tensor-parallel rank."""
 
-    def tandem_start_join(self: Any, **arguments: Any) -> None:
+    def tandem_start_join(self: WorkerBase, **arguments: Any) -> None:
         """See `StagedReceiver.start_join`."""
         _receiver_of(self).start_join(**arguments)
 
-    def tandem_start_receive(self: Any, **arguments: Any) -> None:
+    def tandem_start_receive(self: WorkerBase, **arguments: Any) -> None:
         """See `StagedReceiver.start_receive`."""
         _receiver_of(self).start_receive(**arguments)
 
-    def tandem_progress(self: object) -> TransferProgress:
+    def tandem_progress(self: WorkerBase) -> TransferProgress:
         """See `StagedReceiver.progress`."""
         return _receiver_of(self).progress()
 
-    def tandem_apply(self: Any) -> None:
+    def tandem_apply(self: WorkerBase) -> None:
         """Loads the staged version into the running model. Without staged buckets nothing changes.
 
         EngineCore calls it between two steps.
@@ -40,7 +44,7 @@ class WeightReceiver:
                 torch.cuda.synchronize(self.device)
 
 
-def _receiver_of(worker: Any) -> StagedReceiver:
+def _receiver_of(worker: WorkerBase) -> StagedReceiver:
     receiver: StagedReceiver | None = getattr(worker, "_tandem_receiver", None)
     if receiver is None:
         tied = _is_tied(worker.vllm_config)
@@ -56,7 +60,9 @@ def _receiver_of(worker: Any) -> StagedReceiver:
     return receiver
 
 
-def load_into_running_model(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], vllm_config: Any) -> None:
+def load_into_running_model(
+    model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]], vllm_config: VllmConfig
+) -> None:
     """Loads a full set of Hugging Face tensors in place: addresses used by kernels and CUDA graphs stay valid."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -80,5 +86,5 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _is_tied(vllm_config: Any) -> bool:
+def _is_tied(vllm_config: VllmConfig) -> bool:
     return bool(getattr(vllm_config.model_config.hf_text_config, "tie_word_embeddings", False))

@@ -54,7 +54,7 @@ class Shutdown:
         self.check()
         seconds = LONGEST_CALL_SECONDS if seconds is None else seconds
         future = asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
-        closing: asyncio.Future[Any] = asyncio.ensure_future(self.closing.wait())
+        closing: asyncio.Future[bool] = asyncio.ensure_future(self.closing.wait())
         either: set[asyncio.Future[Any]] = {future, closing}
         try:
             await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from google.protobuf.message import Message
 
 from tandem.protos import reward_pb2
 from tandem.protos.errors import (
@@ -31,7 +33,7 @@ _CAUSES: dict[type[TandemError], str] = {
     DataError: "invalid_request",
 }
 
-Handler = TypeVar("Handler", bound=Callable[..., AsyncGenerator[Any]])
+Handler = TypeVar("Handler", bound=Callable[..., AsyncGenerator[Message]])
 
 
 def error_message(error: UserError) -> reward_pb2.StreamError:
@@ -51,12 +53,12 @@ def error_of(message: reward_pb2.StreamError) -> TandemError:
     return kind(message.message)
 
 
-def ends_with_error(reply: Callable[..., object]) -> Callable[[Handler], Handler]:
+def ends_with_error(reply: Callable[..., Message]) -> Callable[[Handler], Handler]:
     """For a handler that streams replies: a UserError is sent as a last `reply(error=...)` and then raised."""
 
     def decorate(handler: Handler) -> Handler:
         @wraps(handler)
-        async def call(*arguments: object) -> AsyncGenerator[Any]:
+        async def call(*arguments: object) -> AsyncGenerator[Message]:
             async with aclosing(handler(*arguments)) as replies:
                 try:
                     async for one in replies:

@@ -8,7 +8,7 @@ protobuf refused are read this way, so the others pay nothing (part `calls` of b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError, Message
@@ -35,7 +35,7 @@ _POOL = _bytes_pool()
 
 def _reader(kind: type[MessageT]) -> Callable[[bytes], MessageT]:
     """Reads the message of the same name in which texts are bytes. Raises DecodeError."""
-    message: Any = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(kind.DESCRIPTOR.full_name))
+    message: type[Message] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName(kind.DESCRIPTOR.full_name))
     return cast("Callable[[bytes], MessageT]", message.FromString)
 
 

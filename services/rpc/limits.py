@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,6 +22,10 @@ ERROR_KEY = "tandem-error"
 _MAX_DETAIL_BYTES = 4000  # a status travels in headers, for which clients accept 8 KiB
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+_Call: TypeAlias = Callable[[Any, _Context], Any]
+"""What serves a call: takes a request, or an iterator of them; returns a reply, or an iterator of them."""
+_Reader: TypeAlias = Callable[[bytes], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class RpcLimits:
     """Of one message. A larger one ends its call before it is read."""
     max_calls: int = MAX_CALLS
     """At a time, not counting health, reflection and Info. A call beyond that is UNAVAILABLE; clients try again."""
-    readers: Mapping[str, Callable[[bytes], object]] = field(default_factory=dict)
+    readers: Mapping[str, _Reader] = field(default_factory=dict)
     """By the path of a method: a second deserializer, for bytes that its own refuses. Raises DecodeError."""
 
 
@@ -92,7 +96,7 @@ class LimitedServer:
     def _end_call(self, _task: asyncio.Task[object]) -> None:
         self._num_calls -= 1
 
-    async def _refuse(self, _requests: object, context: object) -> None:
+    async def _refuse(self, _requests: object, context: _Context) -> None:
         most = self._limits.max_calls
         await _end(context, UnavailableError(f"{most} calls are being served, the most this server takes; try again"))
 
@@ -117,7 +121,7 @@ class _LimitedHandler(grpc.GenericRpcHandler):
         return enter()
 
 
-def _wrapped(handler: Handler, reader: Callable[[bytes], Any] | None) -> Handler:
+def _wrapped(handler: Handler, reader: _Reader | None) -> Handler:
     read, write = _reading(handler, reader), handler.response_serializer
     # The stubs type a handler's context as grpc.ServicerContext; it is an aio one in truth.
     inner: Any
@@ -136,10 +140,8 @@ def _wrapped(handler: Handler, reader: Callable[[bytes], Any] | None) -> Handler
     return call
 
 
-def _unary(
-    inner: Callable[[Any, Any], Awaitable[Any]], checked: Callable[[Any], Any]
-) -> Callable[[Any, Any], Awaitable[Any]]:
-    async def call(request: Any, context: Any) -> Any:
+def _unary(inner: _Call, checked: Callable[[Any], object]) -> _Call:
+    async def call(request: object, context: _Context) -> object:
         try:
             return await inner(checked(request), context)
         except TandemError as error:
@@ -148,11 +150,11 @@ def _unary(
     return call
 
 
-def _streaming(inner: Callable[[Any, Any], Any], checked: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+def _streaming(inner: _Call, checked: Callable[[Any], object]) -> _Call:
     if not inspect.isasyncgenfunction(inner):  # it writes to the context itself, as some of gRPC's services do
         return _unary(inner, checked)
 
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+    async def call(request: object, context: _Context) -> AsyncIterator[object]:
         try:
             async with aclosing(inner(checked(request), context)) as replies:  # it may hold tasks
                 async for reply in replies:
@@ -163,7 +165,7 @@ def _streaming(inner: Callable[[Any, Any], Any], checked: Callable[[Any], Any]) 
     return call
 
 
-def _reading(handler: Handler, reader: Callable[[bytes], object] | None) -> Callable[[bytes], object] | None:
+def _reading(handler: Handler, reader: _Reader | None) -> _Reader | None:
     """Tries the handler's deserializer, then the reader. Returns _Malformed instead of raising."""
     deserialize = handler.request_deserializer
     if deserialize is None:
@@ -193,7 +195,7 @@ async def _checked_stream(requests: AsyncIterable[object]) -> AsyncIterator[obje
         yield _checked(request)
 
 
-async def _end(context: Any, error: TandemError) -> None:
+async def _end(context: _Context, error: TandemError) -> NoReturn:
     context.set_trailing_metadata(((ERROR_KEY, type(error).__name__),))
     text = str(error).encode(errors="backslashreplace")[:_MAX_DETAIL_BYTES].decode(errors="ignore")
     await context.abort(getattr(grpc.StatusCode, error.grpc_code), text)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -221,7 +222,7 @@ def payload_figures(payloads: Iterable[bytes]) -> Line:
     return lengths | {name: float(np.mean(found[name])) for name in sorted(found)}
 
 
-def percentile_99(counts: Sequence[int] | np.ndarray[Any, Any]) -> int:
+def percentile_99(counts: Sequence[int] | NDArray[np.generic]) -> int:
     """The smallest k such that 99 % of the observations are ≤ k, where `counts[k]` observations have the value k."""
     cumulative = np.cumsum(counts)
     return int(np.searchsorted(cumulative, 0.99 * cumulative[-1]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,7 +122,7 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
     if not len(columns_K):
         columns_K = np.zeros(1, np.int64)
 
-    def per_token(values: Sequence[NDArray[Any]]) -> Tensor:
+    def per_token(values: Sequence[NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.concatenate(values)).to(device)
 
     return MicroBatch(

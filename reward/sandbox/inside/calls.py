@@ -17,7 +17,7 @@ import builtins
 import itertools
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +33,7 @@ class Answering:
     def __init__(self, module: ModuleType, given: dict[str, object]) -> None:
         self._module = module
         self._given = given
-        self._objects: list[object] = []
+        self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
 
     def serve(self, line: socket.socket) -> None:
@@ -48,7 +48,7 @@ class Answering:
         except Exception as error:
             return dumps({"error": type(error).__name__, "message": str(error)[:_MESSAGE_CHARACTERS]})
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, request: dict[str, Any]) -> dict[str, object]:
         match request:
             case {"get": [None, name]}:
                 return {"value": self._encode(self._own(name))}
@@ -62,7 +62,7 @@ class Answering:
                 return self._call(self._objects[number], sent, named)
         raise ValueError("not a request")
 
-    def _call(self, function: Any, sent: list[Any], named: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, function: Callable[..., object], sent: list[object], named: dict[str, object]) -> dict[str, object]:
         arguments = self._decode(sent)
         value = function(*arguments, **{name: self._decode(one) for name, one in named.items()})
         reply = {"value": self._encode(value)}
@@ -76,7 +76,7 @@ class Answering:
             raise KeyError(name)
         return value
 
-    def _function(self, name: str) -> object:
+    def _function(self, name: str) -> Any:
         solution = getattr(self._module, "Solution", None)
         if solution is not None and hasattr(solution, name):
             return getattr(solution(), name)
@@ -112,7 +112,7 @@ class Calling:
             raise TypeError("no items came")
         return found
 
-    def call(self, remote: Remote, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, remote: Remote, arguments: tuple[object, ...], named: dict[str, object]) -> object:
         sent = [self._encode(one) for one in arguments]
         request = {"call": remote.number_, "args": sent, "kwargs": {name: self._encode(v) for name, v in named.items()}}
         reply = self._ask(request)

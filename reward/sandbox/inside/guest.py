@@ -72,7 +72,7 @@ def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc:
         run.watch(channel)
     finally:
         run.end()
-    header: dict[str, Any] = {
+    header: dict[str, object] = {
         "stopped": run.stopped,
         "code": run.code,
         "cpu": run.cpu_seconds,

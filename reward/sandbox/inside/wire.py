@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
@@ -27,7 +27,7 @@ class Message:
         self.descriptors = descriptors
 
 
-def send(channel: socket.socket, header: dict[str, Any], *parts: bytes, descriptors: Sequence[int] = ()) -> None:
+def send(channel: socket.socket, header: Mapping[str, object], *parts: bytes, descriptors: Sequence[int] = ()) -> None:
     """Sends one message. Raises OSError (TimeoutError among them, if the channel has a time-out)."""
     text = json.dumps({**header, "sizes": [len(part) for part in parts]}).encode()
     frame = memoryview(b"".join((_LENGTH.pack(len(text)), text, *parts)))
