@@ -1,4 +1,4 @@
-"""Claims, selects and plans a batch of scored groups on rank 0; reads each rank's payloads."""
+"""Claims, selects and plans a batch of scored groups on rank 0, and reads each rank's payloads."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SelectionRules:
-    """Which scored groups may train. `hard_staleness_cap` 0 is off; `needs_baseline`: rewards are compared with the
-    greedy answer's.
+    """Rules for which scored groups may be trained. `hard_staleness_cap` 0 is off; `needs_baseline`: rewards are
+    compared with the greedy answer's.
     """
 
     min_rows: int
@@ -33,7 +33,7 @@ class SelectionRules:
     needs_baseline: bool = False
 
     def rejection(self, headers: Sequence[RowHeader], start_version: int) -> str | None:
-        """Why the group cannot be part of a batch that starts from this version, or None if it can."""
+        """The reason why the group cannot be part of a batch that starts from this version, or None if it can."""
         rows = list(scored_trajectories(headers).values())
         if len(rows) < self.min_rows:
             return "too_few_scored_rows"
@@ -48,8 +48,8 @@ class SelectionRules:
 
 
 def selection_rules(recipe: Recipe) -> SelectionRules:
-    """The rules of a recipe. Where answers are compared with one another, a single scored one teaches nothing; some
-    need more.
+    """The rules of a recipe. An estimator that compares answers needs at least two scored ones per group, some need
+    more.
     """
     return SelectionRules(
         min_rows=max(2 if recipe.trainer.advantage.compares_answers else 1, recipe.trainer.min_group_size),
@@ -60,10 +60,10 @@ def selection_rules(recipe: Recipe) -> SelectionRules:
 
 
 class BatchSource:
-    """Claims scored groups in order of completion until P survive selection, and plans them as the next batch.
+    """Claims scored groups in order of completion until P pass selection, and plans them as the next batch.
 
     A rejected group is dropped at once, so its credit returns before the batch is full. Claims belong to the trainer's
-    incarnation: those of a batch that never came to be are given back by the next incarnation's rollback.
+    incarnation; the next incarnation's rollback returns those of an unfinished batch.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class BatchSource:
 
     @property
     def num_survivors(self) -> int:
-        """Groups claimed so far for the next batch."""
+        """Number of groups claimed so far for the next batch."""
         return len(self._survivors)
 
     def poll(self, version: int, seconds: float) -> TrainBatch | None:
-        """The batch that follows `version`; None if it did not fill in time, at a stop, or because no group is left.
+        """The batch that follows `version`; None if it did not fill in time, on stop, or because no group is left.
 
-        Once the feed is exhausted and every outstanding group is claimed, a smaller batch is returned; when not even
-        one group is left, None with `exhausted` set.
+        Once the feed is exhausted and every outstanding group is claimed, it returns a smaller batch; if no group is
+        left, None, and `exhausted` is set.
 
         Raises:
-            ScorerError: too many groups in a row were dropped because they could not be sampled or scored.
-            SelectionError: too many groups in a row were rejected.
+            ScorerError: too many consecutive groups were dropped because they could not be sampled or scored.
+            SelectionError: too many consecutive groups were rejected.
             FencedError: another incarnation took over.
         """
         deadline = time.monotonic() + seconds
@@ -113,15 +113,15 @@ class BatchSource:
                 return None
             self._check_drops()
             if not self._claim(version, patience) and self._buffer.exhausted():
-                # What was completed between the two looks is still there, and nothing comes after it.
+                # Claims once more: groups completed between the two checks are still there, and no more will follow.
                 self.exhausted = not self._claim(version, 0.0)
         if not self._survivors:
             return None
         return self._plan(version + 1)
 
     def take_rejections(self) -> dict[str, float]:
-        """Groups rejected since the last call, and the mean sampled tokens of their trajectories (a bias against long
-        ones shows).
+        """Counts of groups rejected since the last call, and the mean number of sampled tokens of their trajectories,
+        which shows a bias against long ones.
         """
         figures: dict[str, float] = {"rejected_groups": self._rejected.total()}
         figures |= {f"rejected_{reason}": number for reason, number in self._rejected.items()}
@@ -193,7 +193,7 @@ class BatchSource:
 
 
 class Ranks(Protocol):
-    """What reading needs of the learner: its rank, and one yes or no over all ranks."""
+    """The learner's interface for reading: its rank and a yes/no agreement over all ranks."""
 
     rank: int
 
@@ -201,7 +201,7 @@ class Ranks(Protocol):
 
 
 def groups_of_rank(batch: TrainBatch, rank: int) -> list[str]:
-    """The groups whose rows this rank trains, in the batch's order; rank 0 reads all of them, because it writes the
+    """The groups whose rows this rank trains, in the batch's order. Rank 0 reads all groups, because it writes the
     record.
     """
     if rank == 0:
@@ -211,8 +211,7 @@ def groups_of_rank(batch: TrainBatch, rank: int) -> list[str]:
 
 
 def read_payloads(buffer: Buffer, batch: TrainBatch, ranks: Ranks) -> Mapping[str, bytes]:
-    """This rank's payloads of the batch. All ranks agree that each has read its own, or all try once more, or all
-    raise.
+    """This rank's payloads of the batch. If any rank fails to read its own, all ranks retry once and then all raise.
 
     Raises:
         UnavailableError: on every rank, if any rank failed twice.

@@ -25,7 +25,7 @@ from tandem.services.rpc.client import connect, translated
 log = logging.getLogger(__name__)
 
 ROWS_PER_CALL = 64
-CALLS_PER_SAMPLER = 2  # the next chunk is queued in the engine while the last answers of the one before are decoded
+CALLS_PER_SAMPLER = 2  # the next chunk waits in the engine while the previous one's last answers are decoded
 ATTEMPTS = 3
 DEADLINE_SECONDS = 900.0
 _POLL_SECONDS = 0.25
@@ -34,7 +34,7 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of `num_rows` rows. `unscored` counts rows without a reward by reason; means leave them out."""
+    """One evaluation of `num_rows` rows. `unscored` counts rows without a reward by reason; the means exclude them."""
 
     version: int | None
     accuracy: float | None
@@ -51,7 +51,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEndpoints:
-    """Addresses of the samplers that answer and of the reward service that scores."""
+    """Addresses of the samplers and of the reward service."""
 
     samplers: Sequence[str]
     reward: str
@@ -67,11 +67,12 @@ class _Results:
 
 
 def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: EvaluationEndpoints) -> Evaluation:
-    """Has every prompt answered once, greedily, spread over the samplers; with `version` None by any weights.
+    """Answers every prompt once, greedily, distributed over the samplers; with `version` None by samplers of any
+    version.
 
     A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A
-    chunk whose call fails goes to another sampler, three times at most; then its rows count as unscored and are not
-    part of the means.
+    chunk whose call fails is sent to another sampler, at most three times; then its rows count as unscored and are
+    excluded from the means.
     """
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
@@ -180,8 +181,8 @@ def _left(deadline: float) -> float:
 def wait_for_endpoints(
     buffer: Buffer, recipe: Recipe, version: int | None, seconds: float, stop: threading.Event
 ) -> EvaluationEndpoints | None:
-    """The samplers that carry `version` (None: any that is alive) and the reward service, once there are some; None at
-    the deadline.
+    """Waits for samplers with the `version` (None: any live sampler) and for the reward service; returns None at the
+    deadline.
     """
     started = time.monotonic()
     silent = True
@@ -204,9 +205,7 @@ def wait_for_endpoints(
 
 
 class BackgroundEvaluation:
-    """Evaluates a published version beside the training of the next batch; the next publication waits until it is
-    `over`.
-    """
+    """Evaluates a published version while the next batch is trained. The next publication waits until it is `over`."""
 
     def __init__(
         self, buffer: Buffer, recipe: Recipe, stop: threading.Event, done: Callable[[Evaluation], None]
@@ -220,7 +219,7 @@ class BackgroundEvaluation:
         self._error: BaseException | None = None
 
     def start(self, version: int, patience_seconds: float) -> None:
-        """Begins; gives up, saying so, if no sampler carries the version within the patience."""
+        """Starts an evaluation, which gives up and logs it if no sampler has the version within the patience."""
         assert self._thread is None, "one evaluation at a time"
         self._thread = threading.Thread(
             target=self._run, args=(version, patience_seconds), name="evaluation", daemon=True
@@ -228,7 +227,9 @@ class BackgroundEvaluation:
         self._thread.start()
 
     def over(self, timeout_seconds: float) -> bool:
-        """Waits for the evaluation under way, or a stop; True if there is none any more. Raises what ended it."""
+        """Waits until the running evaluation ends or is stopped; True if none is running. Raises the error that ended
+        it.
+        """
         if self._thread is None:
             return True
         deadline = time.monotonic() + timeout_seconds
@@ -256,7 +257,7 @@ class BackgroundEvaluation:
 
 
 def load_evaluation_prompts(recipe: Recipe) -> Sequence[Prompt]:
-    """The usable prompts of `data.eval_file`; skipped rows are counted in the log. Raises DataError, ModelError."""
+    """The usable prompts of `data.eval_file`; logs the number of skipped rows. Raises DataError, ModelError."""
     loaded = load_prompts(
         recipe.data.eval_file,
         model_path=recipe.model.path,

@@ -1,4 +1,4 @@
-"""`tandem serve trainer`: this process as the only rank, or as torchrun's agent over several ranks and machines."""
+"""`tandem serve trainer`: runs this process as the only rank, or as torchrun's agent for several ranks and machines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RESTARTS_ACROSS_MACHINES = 5
 
 
 def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
-    """Runs this rank if torchrun started us; else the single rank here, or all of this machine's ranks through
-    torchrun.
+    """Runs this rank if torchrun started this process. Otherwise runs the single rank here, or starts all of this
+    machine's ranks through torchrun.
 
-    `recipe_arguments` are what the ranks are started with: the recipe's file and overrides.
+    `recipe_arguments` are passed on to the ranks: the recipe's file and overrides.
     """
     if "RANK" not in os.environ:
         if recipe.trainer.num_ranks * recipe.trainer.num_nodes > 1:
@@ -32,7 +32,7 @@ def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str])
 
 
 def single_rank_environment() -> Mapping[str, str]:
-    """What torchrun would have set for a world of one."""
+    """The variables that torchrun sets for a world of one."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,8 +40,8 @@ def single_rank_environment() -> Mapping[str, str]:
 
 
 def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[str]:
-    """Arguments of torchrun on this machine. On one machine the supervisor restarts the trainer whole; across machines
-    nobody else could bring all of them back together, so torchrun does.
+    """Arguments of torchrun on this machine. On one machine the supervisor restarts the whole trainer. Across machines
+    only torchrun can restart all ranks together, so it does.
     """
     trainer = recipe.trainer
     several = trainer.num_nodes > 1
@@ -59,7 +59,7 @@ def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[
         "--rdzv-id",
         recipe.run.run_id,
         "--log-dir",
-        os.devnull,  # else torchrun makes folders in /tmp for logs it does not write
+        os.devnull,  # else torchrun creates log folders in /tmp that it does not use
         "--module",
         "tandem.services.cli",
         "serve",
@@ -69,13 +69,13 @@ def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[
 
 
 def run_ranks(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
-    """Becomes torchrun's agent and ends with the exit code of the rank that failed first, so that a user's error stays
-    one.
+    """Runs torchrun's agent and exits with the code of the rank that failed first, which keeps a user error a user
+    error.
     """
     os.environ.update(
         TANDEM_REDIS_URL=redis_url,
-        TANDEM_PARENT_PID=str(os.getpid()),  # the ranks die with this agent
-        # Restarted ranks would find their predecessors' addresses in a store shared with the rendezvous.
+        TANDEM_PARENT_PID=str(os.getpid()),  # the ranks exit with this agent
+        # With a store shared with the rendezvous, restarted ranks would read their predecessors' addresses.
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )
 
@@ -89,5 +89,5 @@ def run_ranks(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -
         _rank, failure = error.get_first_failure()
         log.error("a rank ended with exit code %d", failure.exitcode)
         sys.exit(2 if failure.exitcode == 2 else 1)
-    except SignalException as stopped:  # its ranks have ended by now
+    except SignalException as stopped:  # its ranks have already exited
         sys.exit(128 + stopped.sigval)

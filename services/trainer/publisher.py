@@ -1,6 +1,4 @@
-"""Publishing a version, on rank 0: it broadcasts the weights to the samplers, and catches up those that come late or
-failed.
-"""
+"""Publishes versions on rank 0: broadcasts the weights to the samplers, and updates late and failed samplers."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ _CHECK_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What publishing a version took. Seconds are the slowest sampler's; None if no sampler acknowledged any.
+    """Measurements of one publication. Seconds are the slowest sampler's; None if no sampler acknowledged any.
 
-    `num_bytes` is the version's size as it travels, 0 if the weights are those of the one before.
+    `num_bytes` is the number of bytes sent for the version, 0 if the weights did not change.
     """
 
     acknowledged: int
@@ -42,7 +40,7 @@ class Publication:
     weights_digest: str
 
     def figures(self) -> dict[str, float | str | None]:
-        """By name of metrics.jsonl."""
+        """The measurements by their names in metrics.jsonl."""
         return {
             "samplers_acknowledged": self.acknowledged,
             "weight_bytes": self.num_bytes,
@@ -53,10 +51,10 @@ class Publication:
 
 
 class Publisher:
-    """Publishes versions to every sampler that can take part. A thread catches up those that cannot or that come late.
+    """Publishes versions to every available sampler. A thread updates those that are unavailable or late.
 
     A sampler takes part if it is alive, did not fail its last update and is not being caught up. One that fails is
-    STALE from that publication on and leaves the weight group; it comes back through the thread, or by starting again.
+    STALE from that publication on and leaves the weight group; it returns through the thread or by restarting.
     """
 
     def __init__(self, buffer: Buffer, sender: WeightSender, recipe: Recipe, incarnation: int) -> None:
@@ -70,7 +68,7 @@ class Publisher:
         self._lock = threading.Lock()
         self._links: dict[str, SamplerLink] = {}
         self._group: frozenset[SamplerLink] = frozenset()
-        """Who is in the sender's open group."""
+        """Members of the sender's open group."""
         self._group_name = ""
         self._newest: WeightManifest | None = None
         self._ended = threading.Event()
@@ -79,10 +77,10 @@ class Publisher:
         self._thread.start()
 
     def publish(self, version: int, *, changed: bool) -> Publication:
-        """Brings a version to the samplers and retires the credits of what was trained for it. All ranks are inside
+        """Sends a version to the samplers and retires the credits of what was trained for it. All ranks are in
         `broadcast` meanwhile.
 
-        Not `changed`: only the version's number goes out, to the samplers that carry the version before.
+        If not `changed`, only the version's number is sent, to the samplers that have the previous version.
 
         Raises:
             FencedError: another trainer took over.
@@ -112,7 +110,7 @@ class Publisher:
         )
 
     def close(self) -> None:
-        """Ends the thread, the group and the channels."""
+        """Stops the thread and closes the group and the channels."""
         self._ended.set()
         self._thread.join(timeout=_CHECK_SECONDS + 1.0)
         self._sender.close()
@@ -122,7 +120,7 @@ class Publisher:
             self._links.clear()
 
     def _link(self, sampler: Sampler) -> SamplerLink:
-        """The link of this start of the sampler. The caller holds the lock."""
+        """The link of the sampler's current start. The caller holds the lock."""
         link = self._links.get(sampler.id)
         if link is None or link.sampler.generation != sampler.generation:
             if link is not None:
@@ -132,9 +130,8 @@ class Publisher:
         return link
 
     def _begin(self, version: int, changed: bool) -> list[SamplerLink]:
-        """The samplers that take part; the thread leaves them alone until the publication is over."""
-        # A version without changes is a bare number: it means nothing to a sampler that is not LIVE, with other
-        # weights.
+        """The samplers that take part; the thread does not touch them until the publication is over."""
+        # An unchanged version is only a number. A sampler that is not LIVE has other weights, so it cannot use it.
         samplers = [s for s in self._buffer.samplers() if s.alive and (changed or s.state == "LIVE")]
         with self._lock:
             links = [self._link(sampler) for sampler in samplers]
@@ -146,7 +143,7 @@ class Publisher:
         return taking_part
 
     def _gather_group(self, links: list[SamplerLink]) -> list[SamplerLink]:
-        """Makes the open group consist of these samplers and the sender. One that does not join is left out."""
+        """Makes the open group consist of these samplers and the sender. Samplers that do not join are left out."""
         with self._lock:
             if self._group == frozenset(links):
                 return links
@@ -163,7 +160,7 @@ class Publisher:
         return []
 
     def _open_group(self, links: Sequence[SamplerLink], timeout_seconds: float) -> list[SamplerLink]:
-        """Opens a group of all these samplers; returns those that joined. If that is all of them, the group is open."""
+        """Opens a group for all these samplers and returns those that joined. The group is open only if all joined."""
         world_size = 1 + sum(link.sampler.tensor_parallel_size for link in links)
         address = self._sender.prepare(self._host, world_size, self._backend, timeout_seconds)
         self._group_name = address.group_name
@@ -186,7 +183,7 @@ class Publisher:
     def _broadcast(
         self, version: int, links: Sequence[SamplerLink], changed: bool
     ) -> list[tuple[SamplerLink, rollout_pb2.UpdateWeightsReply]]:
-        """Sends the version; returns who acknowledged every digest. The others have failed."""
+        """Sends the version and returns the samplers that acknowledged every digest. The others have failed."""
         seconds = self._deadline_seconds
         location = str(self._folder / f"{version:06d}") if self._backend == "disk" else ""
         manifest = self._sender.manifest(self._incarnation, version, self._backend, changed=changed, location=location)
@@ -197,7 +194,7 @@ class Publisher:
             calls = [link.update(manifest, seconds, self._group_name) for link in links]
             try:
                 manifest = self._sender.broadcast(manifest, seconds)
-            except WeightTransferError as error:  # the copy is whole all the same, and so is its manifest
+            except WeightTransferError as error:  # the copy and its manifest are still complete
                 log.warning("weights: version %d: %s", version, error, extra={"version": version})
                 assert self._sender.copy is not None
                 manifest = self._sender.copy.manifest
@@ -217,24 +214,24 @@ class Publisher:
         self._sender.close()
 
     def _forget_folders(self) -> None:
-        """Keeps the two newest folders of the `disk` backend: a late joiner may still read the one before."""
+        """Deletes all but the two newest `disk` folders; a late joiner may still read the older one."""
         for folder in sorted(self._folder.glob("[0-9]*"))[:-2] if self._backend == "disk" else ():
             shutil.rmtree(folder, ignore_errors=True)
 
     def _catch_up_samplers(self) -> None:
-        """The thread."""
+        """The loop of the thread."""
         try:
             while not self._ended.wait(_CHECK_SECONDS):
                 try:
                     for sampler in self._outdated_samplers():
                         self._catch_up(sampler)
-                except UnavailableError as error:  # Redis is restarting; the loop meets the same and decides
+                except UnavailableError as error:  # Redis is restarting; the trainer's loop handles it
                     log.warning("weights: %s", error)
-        except BaseException as error:  # a bug, or a fence: `publish` raises it
+        except BaseException as error:  # a bug or a fence; `publish` raises it
             self._error = error
 
     def _outdated_samplers(self) -> list[Sampler]:
-        """Samplers that are alive and do not carry the published version, while no publication is under way."""
+        """Live samplers without the published version; none during a publication."""
         newest = self._newest
         if newest is None or newest.policy_version != self._buffer.published_version():
             return []
@@ -245,7 +242,7 @@ class Publisher:
         ]
 
     def _catch_up(self, sampler: Sampler) -> None:
-        """Gives one sampler the newest version beside the training, over a connection of its own, and admits it."""
+        """Sends the newest version to one sampler over a separate connection during training, and admits it."""
         with self._lock:
             link = self._link(sampler)
             if link.busy or not link.may_retry:
@@ -262,12 +259,12 @@ class Publisher:
                 link.note_catch_up(manifest is not None)
         if manifest is None:
             return
-        # Refused if a newer version came out meanwhile; the sampler takes part in the next publication then.
+        # Refused if a newer version has been published meanwhile; the sampler then takes part in the next publication.
         if self._buffer.admit_sampler(self._incarnation, sampler, manifest.policy_version):
             log.info("weights: sampler %s caught up with version %d", sampler.id, manifest.policy_version)
 
     def _send_newest(self, link: SamplerLink) -> WeightManifest | None:
-        """The manifest that the sampler acknowledged, or None. If it lacks the adapters' base, that goes with them."""
+        """The manifest that the sampler acknowledged, or None. A sampler without the adapters' base gets it too."""
         if not _answering([link]):
             return None
         for brings_base in (False, True):
@@ -299,13 +296,13 @@ class Publisher:
 
 
 def _answering(links: Sequence[SamplerLink]) -> list[SamplerLink]:
-    """Those that answer a ping; the others have failed."""
+    """The samplers that answer a ping; the others have failed."""
     calls = [link.ping() for link in links]
     return [link for link, call in zip(links, calls, strict=True) if link.reply(call, "does not answer") is not None]
 
 
 def copy_digest(sender: WeightSender) -> str:
-    """The digest of the newest version's weights; it stays the same over versions that changed nothing."""
+    """The digest of the newest version's weights; unchanged versions keep it."""
     assert sender.copy is not None, "a version was broadcast"
     return weights_digest(sender.copy.manifest)
 

@@ -1,4 +1,4 @@
-"""What rank 0 does besides learning: it claims, records, publishes, measures, evaluates and serves gRPC."""
+"""Rank 0's work besides learning: it claims, records, publishes, measures, evaluates and serves gRPC."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tandem.trainer.weight_sender import WeightSender
 log = logging.getLogger(__name__)
 
 Order = dict[str, Any]
-"""What every rank does next: `{"do": "train", "batch": …}`, `wait`, `checkpoint`, `end` or `stop`."""
+"""The next action of every rank: `{"do": "train", "batch": …}`, `wait`, `checkpoint`, `end` or `stop`."""
 
 _FIRST_PATIENCE_SECONDS = 600.0  # engines of large models take minutes to start
 _PATIENCE_SECONDS = 30.0
-_RANKS_WAIT_SECONDS = 15.0  # other ranks sit in a collective meanwhile, whose deadline is minutes
+_RANKS_WAIT_SECONDS = 15.0  # meanwhile the other ranks wait in a collective, whose deadline is minutes
 
 
 class RankZero:
@@ -61,7 +61,7 @@ class RankZero:
         self._front.__enter__()
 
     def next_order(self, version: int) -> Order:
-        """What all ranks do next. `wait` if there is nothing yet, so that no rank stays in a collective for long."""
+        """The next action of all ranks; `wait` if there is none, so that no rank stays in a collective for long."""
         if self._stop.is_set():
             return {"do": "stop"}
         if self._checkpoint_request.open:
@@ -86,13 +86,13 @@ class RankZero:
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-        """Writes the batch to disk, then takes its payloads out of the ledger. A replaced trainer fails there."""
+        """Writes the batch to disk, then removes its payloads from the ledger. Fails if another trainer took over."""
         self.check()
         write_record(self._recipe.folder, batch, payloads)
         self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
 
     def publish(self, sender: WeightSender, version: int, *, changed: bool) -> Publication:
-        """Brings the version to the samplers and retires the credits of what was trained for it."""
+        """Sends the version to the samplers and retires the credits of what was trained for it."""
         if self._publisher is None:
             self._publisher = Publisher(self._buffer, sender, self._recipe, self.incarnation)
         with self.state.doing(f"publishes version {version}"):
@@ -108,7 +108,7 @@ class RankZero:
         seconds: Mapping[str, float],
         publication: Publication | None,
     ) -> None:
-        """Adds the batch's line to metrics.jsonl. Without a publication: a recorded batch that was trained again."""
+        """Writes the batch's line to metrics.jsonl. Without a publication, the batch was retrained from its record."""
         line: Line = {
             "step": result.policy_version,
             "optimizer_step": result.optimizer_step,
@@ -141,12 +141,12 @@ class RankZero:
         return "stopped" if self._stop.is_set() else "waits"
 
     def checkpointed(self, version: int, folder: Path) -> None:
-        """Commits what a written checkpoint contains to the ledger, and answers the callers that asked for one."""
+        """Commits the batches of a written checkpoint to the ledger, and answers the callers that requested one."""
         self._buffer.commit(self.incarnation, version)
         self._checkpoint_request.grant(version, folder)
 
     def finish(self) -> None:
-        """Ends the run: drops what was not trained, with a reason, and writes the summary."""
+        """Ends the run: drops untrained groups with a reason, and writes the summary."""
         self._buffer.drop_outstanding(self.incarnation, "run_ended")
         wall_seconds = time.time() - self.state.started_at + self._earlier_seconds
         write_summary(self._recipe, self._buffer.counts(), wall_seconds)

@@ -1,8 +1,8 @@
-"""How a trainer begins: a new incarnation, the last checkpoint, and the recorded batches that came after it.
+"""Trainer start: a new incarnation, the last checkpoint, and the batches recorded after it.
 
-The checkpoint on disk is the truth. The ledger follows it: what the checkpoint contains is committed, the batches
-recorded after it are trained again in their recorded order and plan, and groups that were claimed without a record wait
-again.
+The checkpoint on disk is authoritative and the ledger is set to match it: batches in the checkpoint are committed,
+batches recorded after it are retrained in their recorded order and plan, and groups that were claimed without a record
+become claimable again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a new incarnation starts: the checkpoint's folder ("" for the initial model, version 0) and the recorded
-    batches to train again.
+    """The starting point of a new incarnation: the checkpoint's folder ("" for the initial model, version 0) and the
+    recorded batches to retrain.
     """
 
     checkpoint: str
@@ -38,7 +38,7 @@ class ResumePoint:
 
     @property
     def last_version(self) -> int:
-        """The version after the recorded batches were trained again."""
+        """The version after the recorded batches are retrained."""
         return self.recorded[-1] if self.recorded else self.checkpoint_version
 
     def to_json(self) -> dict[str, Any]:
@@ -47,12 +47,12 @@ class ResumePoint:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> ResumePoint:
-        """The resume point of `to_json`'s value."""
+        """The inverse of `to_json`."""
         return ResumePoint(values["checkpoint"], values["checkpoint_version"], tuple(values["recorded"]))
 
 
 def find_resume_point(folder: Path) -> ResumePoint:
-    """The resume point that the run folder holds.
+    """Finds the resume point in the run folder.
 
     Raises:
         LedgerError: a record between the checkpoint and the last recorded batch is missing.
@@ -72,10 +72,10 @@ def find_resume_point(folder: Path) -> ResumePoint:
 
 
 def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
-    """Begins a new incarnation, which fences every earlier one, and sets the ledger to what the run folder holds."""
+    """Begins a new incarnation, which fences every earlier one, and sets the ledger to match the run folder."""
     incarnation = buffer.begin_incarnation()
     resume_point = find_resume_point(folder)
-    # Includes batches that the checkpoint contains: if Redis lost writes, their groups must not be trained twice.
+    # Includes batches in the checkpoint: if Redis lost writes, their groups must not be trained twice.
     recorded = {version: record_group_ids(folder, version) for version in recorded_versions(folder)}
     buffer.rollback(incarnation, resume_point.checkpoint_version, recorded)
     return incarnation, resume_point
@@ -85,7 +85,7 @@ def check_world_size(batch: TrainBatch, world_size: int) -> None:
     """Refuses a recorded plan that needs more ranks than there are.
 
     Raises:
-        ConfigError: with the number of ranks to use.
+        ConfigError: names the number of ranks to use.
     """
     needed = 1 + max((row.rank for row in batch.plan), default=0)
     if needed > world_size:
@@ -97,10 +97,10 @@ def check_world_size(batch: TrainBatch, world_size: int) -> None:
 
 
 class TrainerLock:
-    """A file lock that the one trainer of a run folder holds until its process ends, however it ends.
+    """A file lock that ensures one trainer per run folder. The operating system releases it when the process ends.
 
-    The incarnation in Redis fences every step. This lock also keeps a predecessor that is still ending from writing a
-    record.
+    The incarnation in Redis fences every step. This lock also prevents a predecessor that is still shutting down from
+    writing a record.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the publisher keeps of one sampler: its channel, the calls of a weight update, and how the last ones ended."""
+"""The publisher's state for one sampler: its channel, the calls of a weight update, and their results."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tandem.services.rpc.client import connect, from_rpc_error
 log = logging.getLogger(__name__)
 
 _PING_SECONDS = 2.0
-_GRACE_SECONDS = 5.0  # the sampler's own deadline names the cause, so ours comes later
+_GRACE_SECONDS = 5.0  # the sampler's deadline comes first, because its error names the cause
 _MAX_RETRY_SECONDS = 30.0
 
 Reply = TypeVar("Reply")
 
 
 class SamplerLink:
-    """One start of one sampler. A sampler that starts again gets a new one.
+    """One start of one sampler; a restarted sampler gets a new link.
 
-    `busy`: a publication or a catch-up is using it; guarded by the publisher's lock.
-    `failed`: its last update failed, so publications leave it out until a catch-up succeeds.
-    `lacks_base`: it said that its model folder is not the adapters' base.
+    - `busy`: a publication or a catch-up is using it; guarded by the publisher's lock.
+    - `failed`: its last update failed, so publications leave it out until a catch-up succeeds.
+    - `lacks_base`: it reported that its model folder is not the adapters' base.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -49,11 +49,11 @@ class SamplerLink:
 
     @property
     def may_retry(self) -> bool:
-        """False for a while after a failed catch-up, longer after each."""
+        """False for some time after a failed catch-up; the time grows with each failure."""
         return self._retry_at <= time.monotonic()
 
     def note_catch_up(self, succeeded: bool) -> None:
-        """A catch-up ended."""
+        """Records the result of a catch-up."""
         if succeeded:
             self.failed = False
             self._failed_catch_ups, self._retry_at = 0, 0.0
@@ -62,7 +62,7 @@ class SamplerLink:
         self._retry_at = time.monotonic() + min(2.0**self._failed_catch_ups, _MAX_RETRY_SECONDS)
 
     def ping(self) -> grpc.Future[common_pb2.InfoReply]:
-        """Asks whether it answers."""
+        """Checks that the sampler answers."""
         stub = common_pb2_grpc.InfoServiceStub(self._channel)
         call: grpc.Future[common_pb2.InfoReply] = stub.Info.future(common_pb2.InfoRequest(), timeout=_PING_SECONDS)
         return call
@@ -70,7 +70,7 @@ class SamplerLink:
     def join(
         self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float
     ) -> grpc.Future[rollout_pb2.JoinWeightGroupReply]:
-        """Has it join a weight group."""
+        """Tells the sampler to join a weight group."""
         request = rollout_pb2.JoinWeightGroupRequest(
             host=address.host,
             port=address.port,
@@ -87,7 +87,7 @@ class SamplerLink:
     def update(
         self, manifest: WeightManifest, timeout_seconds: float, group_name: str = ""
     ) -> grpc.Future[rollout_pb2.UpdateWeightsReply]:
-        """Has it take a version."""
+        """Tells the sampler to update to a version."""
         request = rollout_pb2.UpdateWeightsRequest(
             manifest=encode_manifest(manifest), group_name=group_name, timeout_seconds=timeout_seconds
         )
@@ -96,7 +96,7 @@ class SamplerLink:
         return call
 
     def reply(self, call: grpc.Future[Reply], failure: str) -> Reply | None:
-        """The reply of a call, or None after noting that the sampler failed."""
+        """The reply of a call; on failure marks the sampler as failed and returns None."""
         try:
             return call.result()
         except grpc.RpcError as error:
@@ -108,7 +108,7 @@ class SamplerLink:
     def acknowledgement(
         self, call: grpc.Future[rollout_pb2.UpdateWeightsReply], manifest: WeightManifest
     ) -> rollout_pb2.UpdateWeightsReply | None:
-        """The reply of an update, or None unless the sampler holds every bucket as it was sent."""
+        """The reply of an update, or None if the sampler does not hold every bucket as it was sent."""
         reply = self.reply(call, f"did not take version {manifest.policy_version}")
         if reply is not None and list(reply.digests) != [bucket.digest for bucket in manifest.buckets]:
             self._note_failure(f"acknowledged other digests for version {manifest.policy_version}")
@@ -116,7 +116,7 @@ class SamplerLink:
         return reply
 
     def close(self) -> None:
-        """Closes the channel; calls under way fail."""
+        """Closes the channel; pending calls fail."""
         self._channel.close()
 
     def _note_failure(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 serves: TrainingService (progress, a checkpoint on demand), Info, and a heartbeat in the registry."""
+"""Rank 0's server: TrainingService (progress, checkpoints on demand), Info, and a heartbeat in the registry."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class TrainerState:
         self.optimizer_step = 0
         self.activity = "starts"
         self.waiting_since: float | None = None
-        """Monotonic time since when the loop waits for scored groups; None while it works."""
+        """Monotonic time at which the loop began to wait for scored groups; None while it works."""
         self.figures: dict[str, float] = {}
-        """The last batch's numbers, by name of metrics.jsonl."""
+        """The last batch's numbers, by their names in metrics.jsonl."""
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Sets what the loop does inside the block."""
+        """Sets the loop's activity inside the block."""
         self.activity = activity
         yield
         self.activity = "trains"
 
     def heartbeat(self) -> dict[str, float]:
-        """The figures of the trainer's heartbeat."""
+        """The metrics in the trainer's heartbeat."""
         since = self.waiting_since
         return {
             "policy_version": self.policy_version,
@@ -53,14 +53,14 @@ class TrainerState:
         }
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Keeps the numbers of a line of metrics.jsonl."""
+        """Stores the numbers of a line of metrics.jsonl."""
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float) and value is not True}
         self.figures = {name: float(value) for name, value in numbers.items()}
         self.optimizer_step = int(line["optimizer_step"])
 
 
 class CheckpointRequest:
-    """Any number of callers ask for a checkpoint; the loop writes one after the current batch."""
+    """Requests for a checkpoint from any number of callers. The loop writes one checkpoint after the current batch."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -71,7 +71,7 @@ class CheckpointRequest:
 
     @property
     def open(self) -> bool:
-        """True if a caller waits for a checkpoint."""
+        """True if a caller is waiting for a checkpoint."""
         return self._asked > self._granted
 
     def ask(self, timeout_seconds: float) -> tuple[int, str]:
@@ -84,14 +84,14 @@ class CheckpointRequest:
             return self._version, self._path
 
     def grant(self, version: int, path: Path) -> None:
-        """Answers all callers that asked before now."""
+        """Answers all callers that have asked so far."""
         with self._condition:
             self._granted, self._version, self._path = self._asked, version, str(path)
             self._condition.notify_all()
 
 
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
-    """TrainingService: progress, and a checkpoint on demand."""
+    """TrainingService: progress and checkpoints on demand."""
 
     def __init__(self, recipe: Recipe, state: TrainerState, request: CheckpointRequest) -> None:
         self._total_batches = recipe.run.total_batches

@@ -29,21 +29,21 @@ from tandem.trainer.batch.record import batch_from_json, read_record
 from tandem.trainer.learner import Learner
 from tandem.trainer.weight_sender import WeightSender
 
-_STOPPED = 143  # as a process that SIGTERM ended: stopped, not finished
+_STOPPED = 143  # exit code of SIGTERM: stopped, not finished
 
 
 def main(recipe: Recipe, redis_url: str) -> NoReturn:
-    """Runs this rank to the end of the run and ends the process: with code 0, or 143 if it was told to stop before."""
+    """Runs this rank until the run ends, then exits with code 0, or 143 if it was stopped before."""
     configure_logging("trainer", run=recipe.run.run_id)
     finished = run_rank(recipe, redis_url, stop_event())
     sys.stdout.flush()
-    # Not sys.exit: a thread that still waits for a late joiner is inside torch's C++ code, which aborts an interpreter
-    # that ends under it, and the supervisor would take a finished run for a crash.
+    # Not sys.exit: a thread that waits for a late joiner is inside torch's C++ code, which aborts when the interpreter
+    # ends, and the supervisor would then report a finished run as a crash.
     os._exit(0 if finished else _STOPPED)
 
 
 def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
-    """Trains as the rank that the environment says. False if it was stopped before the end."""
+    """Trains as the rank given by the environment. Returns False if it was stopped before the end."""
     learner = Learner(
         recipe.trainer,
         model_path=recipe.model.path,
@@ -63,7 +63,7 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
 
 
 class Trainer:
-    """The loop. `rank_zero` is None on the other ranks, which follow the orders of rank 0."""
+    """The training loop. `rank_zero` is None on the other ranks, which follow rank 0's orders."""
 
     def __init__(self, recipe: Recipe, buffer: Buffer, learner: Learner, rank_zero: RankZero | None) -> None:
         self.recipe = recipe
@@ -82,7 +82,7 @@ class Trainer:
         self.skipped_batches = 0
 
     def run(self) -> bool:
-        """Trains until the last batch, or until no group is left. False if it was stopped before."""
+        """Trains until the last batch, or until no group is left. Returns False if it was stopped before."""
         self.recover()
         self.publish(changed=True)
         if self.version == 0:
@@ -98,7 +98,7 @@ class Trainer:
         return order["do"] == "end" and self.finish()
 
     def recover(self) -> None:
-        """Loads the last checkpoint and trains the batches recorded after it again, in their order and plan."""
+        """Loads the last checkpoint and retrains the batches recorded after it, in their order and plan."""
         found = self.learner.broadcast_object(self.rank_zero.resume_point.to_json() if self.rank_zero else None)
         resume_point = ResumePoint.from_json(found)
         if resume_point.checkpoint:
@@ -136,7 +136,7 @@ class Trainer:
         self.write_line(batch, payloads, result, publication)
 
     def learn(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> StepResult:
-        """The optimizer steps of a batch that is on disk."""
+        """Takes the optimizer steps of a recorded batch."""
         groups = {group_id: decode_group(payloads[group_id]) for group_id in groups_of_rank(batch, self.learner.rank)}
         result = self.learner.train(batch, groups, before_step=self.check_incarnation)
         self.version = batch.policy_version
@@ -144,7 +144,7 @@ class Trainer:
         return result
 
     def _count_skipped(self, result: StepResult) -> None:
-        """Ends a run in which every one of the last batches skipped a step of the policy or of the critic."""
+        """Fails the run if each of the last batches skipped a step of the policy or of the critic."""
         skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
         self.skipped_batches = self.skipped_batches + 1 if skipped else 0
         if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:
@@ -160,7 +160,7 @@ class Trainer:
             self.rank_zero.check()
 
     def publish(self, *, changed: bool) -> Publication | None:
-        """Brings the version to the samplers; every rank gathers, rank 0 sends."""
+        """Sends the version to the samplers; every rank gathers, rank 0 sends."""
         with self.clock.phase("publish"):
             if self.rank_zero:
                 return self.rank_zero.publish(self.sender, self.version, changed=changed)
@@ -171,13 +171,13 @@ class Trainer:
     def write_line(
         self, batch: TrainBatch, payloads: Mapping[str, bytes], result: StepResult, publication: Publication | None
     ) -> None:
-        """The batch's line of metrics.jsonl."""
+        """Writes the batch's line of metrics.jsonl."""
         seconds = self.clock.lap()
         if self.rank_zero:
             self.rank_zero.write_line(batch, payloads, result, seconds, publication)
 
     def wait_for_evaluation(self) -> bool:
-        """Holds all ranks until the evaluation of the published version is over; False if the run was stopped
+        """Blocks all ranks until the evaluation of the published version is over. Returns False if the run was stopped
         before.
         """
         with self.clock.phase("evaluate"):
@@ -187,7 +187,7 @@ class Trainer:
         return outcome == "over"
 
     def save_outputs(self) -> None:
-        """Writes the checkpoint and the export, and starts the evaluation, that are due after a batch."""
+        """After a batch, writes the checkpoint and the export that are due, and starts a due evaluation."""
         if self._due(self.recipe.trainer.checkpoint_every):
             self.save_checkpoint()
         if self._due(self.recipe.trainer.export_every):
@@ -196,7 +196,7 @@ class Trainer:
             self.evaluate()
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint of this version, unless there is one."""
+        """Writes a checkpoint of this version unless it exists."""
         folder = self.recipe.folder / CHECKPOINTS_FOLDER / f"{self.version:06d}"
         if self.saved_version != self.version:
             self.learner.save(folder, self.version)
@@ -210,8 +210,8 @@ class Trainer:
             self.rank_zero.start_evaluation(self.version)
 
     def finish(self) -> bool:
-        """Writes the last checkpoint, the export, the last evaluation and the summary. False if it was stopped before
-        the last two.
+        """Writes the last checkpoint, the export, the last evaluation and the summary. Returns False if it was stopped
+        before the last two.
         """
         self.wait_for_evaluation()
         self.evaluate()

@@ -1,6 +1,4 @@
-"""Names what is starved and who starves it, from the ledger and the registry alone: it needs no work in flight
-to look.
-"""
+"""Reports which stage is starved and which service causes it, from the ledger and the registry alone."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ _STAGES = ("prompts", "generated")
 
 
 class Watchdog:
-    """A thread that says one line when the trainer has waited 30 s for a claim, and again each time the wait has
-    doubled.
-    """
+    """A thread that logs a line when the trainer has waited 30 s for a claim, and each time the wait doubles."""
 
     def __init__(self, buffer: Buffer, waiting_since: Callable[[], float | None], groups_per_batch: int) -> None:
         self._buffer = buffer
@@ -58,7 +54,7 @@ class Watchdog:
     def _look(self, waited: float, *, say: bool) -> None:
         counts = self._buffer.counts()
         now = time.monotonic()
-        for stage in _STAGES:  # how long nobody has taken anything from the stage
+        for stage in _STAGES:  # seconds since anything was claimed from the stage
             mark = counts[f"{stage}_leased"] + counts[f"{stage}_waiting"] * 1_000_003
             if self._still.get(stage, (-1, 0.0))[0] != mark:
                 self._still[stage] = (mark, now)
@@ -77,9 +73,9 @@ def diagnose(
     waited_seconds: float,
     groups_per_batch: int,
 ) -> str:
-    """One line: what keeps the trainer waiting, looked for from the trainer backwards along the ring.
+    """Returns one line with the reason for the trainer's wait, found by going backwards through the stages.
 
-    `idle_seconds` says, for `prompts` and `generated`, how long nothing was claimed from or completed in that stage.
+    `idle_seconds` gives, for `prompts` and `generated`, the seconds since the stage's last claim or completion.
     """
     start = f"trainer starved for {waited_seconds:.0f} s: "
     claimed = f"{counts['scored_claimed']} of {groups_per_batch} groups of the next batch are there; "

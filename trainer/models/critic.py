@@ -1,4 +1,4 @@
-"""The critic: PPO's value model, in an engine of its own beside the policy's.
+"""The critic: PPO's value model, in an engine separate from the policy's.
 
 N: loss tokens of a micro-batch, flat.
 """
@@ -24,8 +24,7 @@ class Critic:
     """
 
     def __init__(self, backend: Backend, config: TrainerConfig, options: CriticOptions, folder: Path) -> None:
-        """Loads the value model of a folder (see `load_value_model`) into an engine that partitions it, whatever
-        `zero_stage` says.
+        """Loads the value model of a folder (see `load_value_model`) into a partitioned engine, with any `zero_stage`.
 
         Raises:
             ModelError: it cannot be loaded, or not as a value model.
@@ -50,9 +49,9 @@ class Critic:
         self.engine.backward(loss)
 
     def step(self, learning_rate: float | None = None) -> float | None:
-        """Takes the optimizer step, at the options' learning rate if none is given.
+        """Takes the optimizer step, with the options' learning rate by default.
 
-        Returns the gradient's norm before clipping; None if it was not finite, and the step skipped.
+        Returns the gradient norm before clipping, or None if it was not finite and the step was skipped.
         """
         return self.engine.step(self._learning_rate if learning_rate is None else learning_rate)
 

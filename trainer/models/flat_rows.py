@@ -1,11 +1,11 @@
-"""Decides whether rows are packed end to end, without padding, and checks that the models keep such rows apart.
+"""Decides whether rows are concatenated without padding, and checks that the models keep such rows separate.
 
-A model can mix such rows without any error: layers that carry a state past the end of a row, attention that ignores
-positions. So every model is tested once on two short rows before it is used:
+Some models silently mix such rows: their layers carry state past the end of a row, or their attention ignores
+positions. Every model is therefore tested once on two short rows before use:
 
-- leak: replacing the first row must not change the second. Shapes stay the same, so a model that keeps rows apart gives
-  the same bits (a mixture of experts nearly so).
-- apart: the second row must equal the same row in a line of its own, up to rounding.
+- leak: replacing the first row must not change the second. Shapes stay the same, so a model that keeps rows separate
+  gives the same bits (nearly so for a mixture of experts).
+- apart: the second row must equal the same row in its own line, up to rounding.
 
 Both are measured relative to full mixing, where the second row continues the first.
 """
@@ -33,16 +33,16 @@ _LENGTHS = 8, 12
 _MOST_LEAK = {torch.float32: 1e-5}
 _MOST_LEAK_IN_HALF_PRECISION = 2e-3
 _MOST_APART = {torch.float32: 1e-3}
-_MOST_APART_IN_HALF_PRECISION = 0.25  # a token near the border between two experts may go to the other
+_MOST_APART_IN_HALF_PRECISION = 0.25  # rounding may send a token to another expert
 
 
 def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
-    """How new batches are packed, the same on every rank. Sets the models' attention accordingly.
+    """The packing of new batches, the same on every rank. Sets the models' attention accordingly.
 
-    `auto` is flat if every model has variable-length attention and keeps rows apart. All ranks call it.
+    `auto` is flat if every model has variable-length attention and keeps rows separate. All ranks must call it.
 
     Raises:
-        ModelError: `flat` is wanted and a model mixes rows, or a model cannot run rows end to end at all.
+        ModelError: `flat` is required and a model mixes rows, or a model cannot run concatenated rows at all.
     """
     if wanted == "padded":
         return "padded"
@@ -64,11 +64,11 @@ def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[
 
 
 class _MixingError(ModelError):
-    """The model runs rows end to end, but mixes them."""
+    """The model runs concatenated rows but mixes them."""
 
 
 def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
-    """Raises ModelError, on every rank, if a model mixes rows that are packed end to end, or cannot run them."""
+    """Raises ModelError, on every rank, if a model mixes concatenated rows or cannot run them."""
     for engine in engines:
         leak, apart = measure_row_mixing(engine, rank.device)
         dtype = next(engine.module.parameters()).dtype
@@ -85,10 +85,10 @@ def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
 
 @torch.no_grad()
 def measure_row_mixing(engine: TrainingEngine, device: torch.device) -> tuple[float, float]:
-    """(leak, apart) of the engine's model; NaN if it cannot be measured. All ranks call it.
+    """(leak, apart) of the engine's model; NaN if it cannot be measured. All ranks must call it.
 
     Raises:
-        ModelError: the model cannot run rows end to end.
+        ModelError: the model cannot run concatenated rows.
     """
     first, second, other = (_row(engine, number, length) for number, length in enumerate((*_LENGTHS, _LENGTHS[0])))
     joined = TrainingRow(_segment(np.concatenate([first.segment.ids, second.segment.ids])))
@@ -123,7 +123,7 @@ def _segment(ids: Any) -> Segment:
 
 
 def _hidden(engine: TrainingEngine, batch: MicroBatch) -> Tensor:
-    """The last hidden states, because the weights of a head may be 0."""
+    """The last hidden states; logits would not do, because the weights of a head may be 0."""
     kept: list[Tensor] = []
     hook = engine.module.base_model.register_forward_hook(lambda module, inputs, output: kept.append(output[0]))
     try:

@@ -1,4 +1,4 @@
-"""The policy's and the critic's model: finding its folder and loading it."""
+"""Finds and loads the policy's and the critic's model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tandem.trainer.models.token_model import add_token_statistics
 
 _UNREADABLE = (
     *(OSError, ValueError, KeyError, RuntimeError),
-    *(SafetensorError, UnpicklingError, EOFError),  # of weight files that are cut short or none at all
-    StrictDataclassError,  # of values in config.json
+    *(SafetensorError, UnpicklingError, EOFError),  # weight files that are truncated or invalid
+    StrictDataclassError,  # invalid values in config.json
 )
-"""What loading a folder raises that is the folder's fault."""
+"""Exceptions for which the model's folder is to blame."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_folder(path: str) -> Path:
-    """The local folder of a model: the path itself, or where a hub's model was downloaded to. Raises ModelError."""
+    """The local folder of a model: the path itself, or the download of a hub's model. Raises ModelError."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -42,8 +42,8 @@ def model_folder(path: str) -> Path:
 
 
 def load_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
-    """The causal language model of a folder on the CPU, in training mode, every dropout 0: what is trained is what was
-    sampled. It answers with the statistics of loss tokens where it is asked for them (trainer/models/token_model.py).
+    """Loads the causal language model of a folder on the CPU, in training mode. Every dropout is 0, so that training
+    sees the same policy as sampling. The model can return statistics of loss tokens (trainer/models/token_model.py).
 
     Raises:
         ModelError: transformers cannot load it.
@@ -53,13 +53,13 @@ def load_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
         dropouts = _remove_dropout(config)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=_DTYPES[dtype])
     for name, value in dropouts.items():
-        setattr(model.config, name, value)  # an export says what the model came with
+        setattr(model.config, name, value)  # exports keep the original values
     add_token_statistics(model)
     return model.train()
 
 
 class ValueHead(nn.Linear):
-    """One number a token, float32 whatever the model is: in bfloat16 values would have three digits."""
+    """Outputs one number per token, always in float32, because bfloat16 has three digits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, hidden) → (…, 1)."""
@@ -68,11 +68,11 @@ class ValueHead(nn.Linear):
 
 
 def load_value_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
-    """The folder's architecture with a head that gives one number a token (`logits`, (B, T, 1)); in training mode,
-    every dropout 0.
+    """The folder's architecture with a head that gives one number per token (`logits`, (B, T, 1)), in training mode and
+    with every dropout 0.
 
-    Made of a language model its head is 0, so that every value is 0 at first; a value or reward model's one-number head
-    is kept.
+    For a language model the new head's weights are 0, so that every initial value is 0. The one-number head of a value
+    or reward model is kept.
 
     Raises:
         ModelError: transformers cannot load it, has no such class for it, or the folder lacks weights of the model
@@ -81,7 +81,7 @@ def load_value_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
     with _loading(folder), torch.random.fork_rng(devices=[]):
         config = transformers.AutoConfig.from_pretrained(folder, num_labels=1)
         _remove_dropout(config)
-        with _silent():  # transformers reports what is missing; so does what follows
+        with _silent():  # transformers logs missing weights; the check below raises
             model, report = transformers.AutoModelForTokenClassification.from_pretrained(
                 folder, config=config, dtype=_DTYPES[dtype], output_loading_info=True
             )
@@ -104,7 +104,7 @@ def load_value_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
     setattr(model, name, head)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the class has one that no configuration names
+            module.p = 0.0  # some classes hard-code a dropout
     return model.train()
 
 
@@ -139,6 +139,6 @@ def _loading(folder: Path) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of its text, with the next where that one only announces it."""
+    """The first line of the error's text, plus the second if the first only introduces it."""
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     return f"{first} {others[0].strip()}" if others and first.endswith(":") else first

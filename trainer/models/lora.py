@@ -1,8 +1,9 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) inside the policy: W + (alpha/rank)·B·A, only A and B trained, by PEFT.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) inside the policy: W + (alpha/rank)·B·A, of which only A and B are
+trained. Uses PEFT.
 
-PEFT inserts its layers into the Hugging Face model, so the engine runs the same model object, and with the adapters
-disabled that model is the reference policy. Weights that leave the trainer have the base model's names, not PEFT's.
-Importing this module loads PEFT (2 s), so only runs with adapters import it.
+PEFT inserts its layers into the Hugging Face model, so the engine runs the same model object; with the adapters
+disabled it is the reference policy. Weights that leave the trainer have the base model's names, not PEFT's. Importing
+this module loads PEFT (2 s), so only runs with adapters import it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from tandem.trainer.models.options import LoraOptions
 
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."
-"""The prefix of Hugging Face names in PEFT's files."""
+"""Prefix of the parameter names in PEFT's files."""
 
 
 def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *, seed: int) -> peft.PeftModel:
-    """Puts fresh adapters (B = 0, A by `seed`, the same on every rank) into the model and freezes everything else.
+    """Inserts new adapters (B = 0, A by `seed`, the same on every rank) into the model and freezes everything else.
 
-    Comes before the engine is built, so that its optimizer holds the adapters only.
+    Call it before the engine is built, so that the optimizer holds only the adapters.
 
     Raises:
         ConfigError: the model has no layer of such a name, or one of them is not linear or tied to another.
@@ -51,7 +52,7 @@ def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            # In bfloat16 the backend keeps the float32 master of the adapters, as it does of all that is trained.
+            # In bfloat16 the backend keeps float32 master weights of the adapters, as of all trained weights.
             adapted = peft.get_peft_model(model, config, _ADAPTER, autocast_adapter_dtype=False)
         except ValueError as error:
             raise ConfigError(f"trainer.lora.target_modules: {error}") from error
@@ -63,7 +64,7 @@ def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *
 
 
 class ModelWeights(Protocol):
-    """What `Adapters` needs of a `TrainingEngine`."""
+    """The part of `TrainingEngine` that `Adapters` uses."""
 
     module: Any
     specs: tuple[ParameterSpec, ...]
@@ -72,10 +73,10 @@ class ModelWeights(Protocol):
 
 
 class Adapters:
-    """The adapters of one model. `specs` and `gather` show its weights merged, `gather_base` without them,
-    `adapter_specs` and `gather_adapters` the adapters alone, `factor_specs` and `gather_factors` these under the base
-    model's names, as samplers merge them. All ranks call a gather method with the same names; its tensors are for
-    reading inside the block.
+    """The adapters of one model. `specs` and `gather` give the merged weights, `gather_base` the base weights.
+    `adapter_specs` and `gather_adapters` give only the adapters; `factor_specs` and `gather_factors` give them under
+    the base model's names, as samplers merge them. All ranks must call a gather method with the same names; its tensors
+    are valid only inside the block.
     """
 
     def __init__(self, adapted: peft.PeftModel, options: LoraOptions, weights: ModelWeights) -> None:
@@ -101,8 +102,8 @@ class Adapters:
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These parameters whole and merged, W + (alpha/rank)·B·A. Merged tensors are new ones, so a call costs the
-        memory of what it names; the model is left as it is.
+        """These parameters, full and merged: W + (alpha/rank)·B·A. Merged tensors are copies, so a call needs memory
+        for all parameters it names; the model does not change.
         """
         adapted = [name for name in names if name in self._layers]
         wanted = [self._base_specs[name][0] for name in names]
@@ -115,7 +116,7 @@ class Adapters:
 
     @contextmanager
     def gather_base(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These parameters, whole, without the adapters."""
+        """These parameters, full, without the adapters."""
         with self._weights.gather([self._base_specs[name][0] for name in names]) as found:
             yield {name: found[self._base_specs[name][0]] for name in names}
 
@@ -131,7 +132,7 @@ class Adapters:
 
     @contextmanager
     def gather_factors(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These factors, whole."""
+        """These factors, full."""
         layers = {name.removesuffix(LORA_A).removesuffix(LORA_B): None for name in names}
         with self._weights.gather([matrix for name in layers for matrix in _matrices(name)]) as found:
             factors: dict[str, Tensor] = {}
@@ -145,26 +146,24 @@ class Adapters:
         return list(self._adapter_specs.values())
 
     def gather_adapters(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """These matrices, whole."""
+        """These matrices, full."""
         return self._weights.gather(names)
 
     def _factors(self, name: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(A, B) for the weight as it lies in memory: some layers (GPT-2's) keep theirs transposed, and
-        (B·A)ᵀ = Aᵀ·Bᵀ.
-        """
+        """(A, B) in the weight's memory layout. Some layers (GPT-2's) are transposed, and (B·A)ᵀ = Aᵀ·Bᵀ."""
         lora_a, lora_b = (found[matrix] for matrix in _matrices(name))
         return (lora_b.T, lora_a.T) if self._layers[name].fan_in_fan_out else (lora_a, lora_b)
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Inside the block the adapters are off. Not for use between a forward pass and its backward pass."""
+        """Disables the adapters inside the block. Do not use it between a forward pass and its backward pass."""
         disabled: AbstractContextManager[None] = self._peft.disable_adapter()
         return disabled
 
     def write_adapters(self, weights: Mapping[str, Tensor], source: str, folder: Path) -> None:
-        """Writes what `PeftModel.from_pretrained` loads onto `source`. The folder appears at once, complete,
-        and replaces an earlier one.
+        """Writes a folder that `PeftModel.from_pretrained` loads onto `source`, atomically; it replaces an existing
+        one.
 
-        `weights`: all of `adapter_specs`, as `collect_weights` gives them.
+        `weights`: all of `adapter_specs`, from `collect_weights`.
 
         Raises:
             EnvironmentLackError: the disk is full.
@@ -192,16 +191,16 @@ def _matrices(name: str) -> list[str]:
 
 
 def _refuse_unknown(targets: str | tuple[str, ...], layers: Mapping[str, LoraLayer]) -> None:
-    """PEFT ignores a name that matches no layer if another name matches one."""
+    """Refuses names that match no layer; PEFT ignores them if another name matches one."""
     for target in () if isinstance(targets, str) else targets:
         if not any(f".{name}".endswith(f".{target}.weight") for name in layers):
             raise ConfigError(f"trainer.lora.target_modules: the model has no layer {target}; leave it out")
 
 
 def _refuse_tied(model: nn.Module, targets: str | tuple[str, ...]) -> None:
-    """An adapter on a tied weight would change one of its two uses only, so no merged weight exists."""
+    """Refuses adapters on tied weights: they would change only one of the two uses, so no merged weight exists."""
     if isinstance(targets, str):
-        return  # "all-linear" leaves the output head out, the only linear layer that is ever tied
+        return  # "all-linear" excludes the output head, the only linear layer that can be tied
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class LoraOptions(BaseModel):
     """Low-rank adapters (LoRA, arXiv 2106.09685): W + (alpha/rank)·B·A, of which only A and B are trained.
 
-    There is no dropout: what is trained is what was sampled.
+    There is no dropout, so that training sees the same policy as sampling.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -18,23 +18,21 @@ class LoraOptions(BaseModel):
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A and columns of B."""
     alpha: Annotated[float, Field(gt=0.0)] = 32.0
-    """The adapters' part is scaled by alpha/rank."""
+    """The product B·A is scaled by alpha/rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get adapters, by the end of their names; `all-linear` is all but the output head."""
+    """Linear layers that get adapters, by the end of their names; `all-linear` means all except the output head."""
     broadcast: Literal["adapter", "merged"] = "adapter"
-    """What samplers get of a version: `adapter` A and B, which each merges into base weights it keeps; `merged` all
-    weights.
+    """What is sent to samplers: `adapter` sends A and B, which each sampler merges into its base weights; `merged`
+    sends all weights.
     """
 
 
 class CriticOptions(BaseModel):
-    """The value model of PPO. What is not said here it shares with the policy: dtype, offload, weight decay, gradient
-    clip …
-    """
+    """PPO's value model. Settings not listed here are the policy's: dtype, offload, weight decay, gradient clip, …"""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: str = ""
-    """Folder or hub name of the value model, or of the language model it grows from; "" is the policy's."""
+    """Folder or hub name of the value model, or of the language model to make it from; "" is the policy's."""
     learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
-    """Learning rate of its AdamW."""
+    """Learning rate of its AdamW optimizer."""

@@ -1,4 +1,4 @@
-"""The reference policy of the KL penalty. It is never trained."""
+"""The reference policy of the KL penalty, which is never trained."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class ReferencePolicy:
         self, engine: TrainingEngine, without_adapters: Callable[[], AbstractContextManager[None]], *, owned: bool
     ) -> None:
         self._engine = engine
-        self.engines = [engine] if owned else []  # those that it has to close
+        self.engines = [engine] if owned else []  # engines that `close` frees
         self._policy_set_aside = without_adapters
 
     @classmethod
     def frozen_copy(cls, backend: Backend, config: TrainerConfig, folder: Path) -> ReferencePolicy:
-        """The model of a folder in an engine of its own, partitioned, without optimizer; with
-        `offload_reference` in host memory.
+        """The model of a folder in its own partitioned engine without optimizer; in host memory with
+        `offload_reference`.
 
-        The folder is that of the run's first weights, also when the run resumes. All ranks call it, after joining the
+        The folder holds the run's first weights, also when the run resumes. All ranks must call it, after joining the
         process group.
 
         Raises:
@@ -54,10 +54,10 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """log π_reference of the N loss tokens of every micro-batch, without gradient, under each row's temperature.
+        """log π_reference of the N loss tokens of every micro-batch, without gradient, at each row's temperature.
 
-        All ranks call it with the same number of micro-batches, never between a forward pass of the policy and its
-        backward pass. The computation is the policy's own, so equal weights give equal bits.
+        All ranks must call it with the same number of micro-batches, and never between a forward pass of the policy and
+        its backward pass. The computation is the same as the policy's, so equal weights give equal bits.
         """
         with self._policy_set_aside():
             return [token_logprobs(self._engine, micro_batch) for micro_batch in micro_batches]

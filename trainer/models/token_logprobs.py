@@ -1,13 +1,13 @@
-"""Log-probabilities of chosen tokens, the entropy and Σπ² of their distributions, without ever holding all logits.
+"""Log-probabilities of given tokens, and the entropy and Σπ² of their distributions, without storing all logits.
 
-N tokens over a vocabulary of V make N·V logits: at 4,096 tokens of 151,936 that is 2.5 GB in float32, several times
-over with the softmax and its gradient. Here a chunk of tokens at a time is taken through the output head; the backward
-pass does it again and turns each chunk into its part of the gradients at once. With z the logits divided by the
-temperature, π = softmax(z), H its entropy, S = Σπ²:
+N tokens over a vocabulary of V have N·V logits: 4,096 tokens of 151,936 take 2.5 GB in float32, and several times that
+with the softmax and its gradient. This module applies the output head to one chunk of tokens at a time. The backward
+pass recomputes each chunk and immediately adds its part of the gradients. With z the logits divided by the temperature,
+π = softmax(z), H its entropy, S = Σπ²:
 
     ∂ log π(y)/∂z = 1[y] − π        ∂H/∂z = −π·(log π + H)        ∂S/∂z = 2π·(π − S)
 
-N tokens, H hidden size, V vocabulary. From the logits on everything is float32 (float64 for float64 inputs).
+N tokens, H hidden size, V vocabulary. From the logits on, everything is float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _CHUNK_LOGITS = 1 << 25
-"""Logits of one chunk: 128 MiB in float32, of which at most three copies are alive."""
+"""Logits of one chunk: 128 MiB in float32; at most three copies exist at a time."""
 
 
 class TokenStatistics(NamedTuple):
-    """Of N tokens: log π(token), and if asked for the entropy of the distribution it came from (nats) and Σ over the
-    vocabulary of π².
+    """For N tokens: log π(token) and, on request, the entropy of its distribution (nats) and Σ over the vocabulary of
+    π².
     """
 
     logprobs_N: Tensor
@@ -45,8 +45,8 @@ def token_statistics(
 ) -> TokenStatistics:
     """The statistics of softmax((hidden·weightᵀ + bias)/temperature) at the targets.
 
-    Gradient flows to hidden states, weight and bias, from all three; not twice (no second derivatives). No token gives
-    empty statistics and zero gradients. Hidden states that are not finite, and a temperature of 0, give NaN: the
+    Gradients of all three flow to hidden states, weight and bias; there are no second derivatives. Without tokens the
+    statistics are empty and the gradients zero. Hidden states that are not finite, or a temperature of 0, give NaN; the
     optimizer step is then skipped and counted.
     """
     num_tokens, hidden_size = hidden_NH.shape
@@ -60,7 +60,7 @@ def token_statistics(
 def statistics_from_logits(
     logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, *, entropy: bool = False, squared_probs: bool = False
 ) -> TokenStatistics:
-    """The same of logits that exist already; for models that do more to them than their output head does."""
+    """The same statistics from existing logits, for models that change their logits after the output head."""
     logprobs_NV = functional.log_softmax(_wide(logits_NV) / temperature_N[:, None], dim=-1)
     return TokenStatistics(
         logprobs_N=logprobs_NV.gather(1, target_N[:, None]).squeeze(1),
@@ -123,7 +123,7 @@ class _ChunkedStatistics(torch.autograd.Function):
                 torch.mm(slopes_CV, weight_VH, out=hidden_grad[part])
             if weight_grad is not None and wide == hidden_NH.dtype:
                 weight_grad.addmm_(slopes_CV.T, hidden_NH[part])
-            elif weight_grad is not None:  # chunks are summed in float32, or every one would round the sum
+            elif weight_grad is not None:  # summing chunks in float32 avoids rounding at each one
                 weight_grad += slopes_CV.T @ hidden_NH[part]
         return (
             hidden_grad,
@@ -140,7 +140,7 @@ def _logit_gradient(
     entropy_C: Tensor | None,
     squared_C: Tensor | None,
 ) -> Tensor:
-    # Σ of the three formulas above, each times its gradient; overwrites `logprobs_CV` where it can.
+    # Sum of the three formulas above, each times its gradient; overwrites `logprobs_CV` where it can.
     of_logprob_C, of_entropy_C, of_squared_C = gradients
     if of_entropy_C is None and of_squared_C is None:
         slopes_CV = logprobs_CV.exp_()

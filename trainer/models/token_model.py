@@ -1,12 +1,10 @@
-"""Makes a language model return the statistics of its loss tokens instead of all logits, also while its weights are
-partitioned.
+"""Makes a language model return the statistics of its loss tokens instead of all logits, also with partitioned weights.
 
 Under ZeRO-3 and FSDP a module's weights are whole only while the module itself runs; code outside the output head would
-find the head's weight empty. So the head is replaced by one that computes the statistics itself and has the same
-parameters under the same names, and the model's `forward` calls it. This happens before the engine is built and changes
-nothing else.
+find the head's weight empty. The head is therefore replaced by one with the same parameters and names that computes the
+statistics itself when the model's `forward` calls it. This happens before the engine is built and changes nothing else.
 
-B lines, T columns, K columns whose logits matter, N loss tokens, H hidden size (see trainer/batch/micro_batch.py).
+B lines, T columns, K columns whose logits are needed, N loss tokens, H hidden size (see trainer/batch/micro_batch.py).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_fro
 
 
 class TokenHead(nn.Linear):
-    """An output head. With targets it returns their `TokenStatistics` and never holds all logits."""
+    """An output head. Given targets, it returns their `TokenStatistics` without storing all logits."""
 
     def forward(
         self,
@@ -35,7 +33,7 @@ class TokenHead(nn.Linear):
         entropy: bool = False,
         squared_probs: bool = False,
     ) -> Any:
-        """Without targets: the logits."""
+        """Returns the logits if there are no targets."""
         if target_N is None:
             return super().forward(input)
         assert temperature_N is not None
@@ -46,9 +44,9 @@ class TokenHead(nn.Linear):
 
 def add_token_statistics(model: transformers.PreTrainedModel) -> None:
     """Makes `model(tokens=batch, entropy=…, squared_probs=…)` return the `TokenStatistics` of a micro-batch's N loss
-    tokens. Other calls stay as they are.
+    tokens. Other calls behave as before.
 
-    If the model changes its logits after the head (soft caps, scales), or its head is no plain linear layer, the
+    If the model changes its logits after the head (soft caps, scales), or its head is not a plain linear layer, the
     statistics are computed from the logits.
     """
     if _head_gives_logits(model):
@@ -83,7 +81,7 @@ def _forward(
 
 @torch.no_grad()
 def _head_gives_logits(model: transformers.PreTrainedModel) -> bool:
-    # Compared on two tokens, because every architecture names its caps and scales differently.
+    # Tests two tokens, because every architecture names its caps and scales differently.
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return False
@@ -110,5 +108,5 @@ def loss_token_statistics(
 
 
 def token_logprobs(model: nn.Module | TrainingEngine, batch: MicroBatch) -> Tensor:
-    """log π(token | what comes before it) of the N loss tokens."""
+    """log π(token | preceding tokens) of the N loss tokens."""
     return loss_token_statistics(model, batch).logprobs_N

@@ -1,9 +1,9 @@
-"""Variable-length attention: rows of any lengths end to end, each seeing itself alone, at the cost of the rows and not
-of their square sum.
+"""Variable-length attention: concatenated rows of any lengths, each attending only to itself, at the cost of the rows
+instead of the square of their sum.
 
-Flash attention's own package where it is installed, through transformers; else the copy that torch's CUDA builds have,
-put behind transformers' interface here. Half precision on CUDA only. **Not run**: no GPU has been at hand; what a model
-makes of either is found out at start-up (trainer/models/flat_rows.py).
+Uses flash attention's package through transformers if it is installed, else the copy in torch's CUDA builds, registered
+as an attention implementation of transformers. Half precision on CUDA only. **Not tested on a GPU**;
+trainer/models/flat_rows.py checks the model's results at start-up.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TORCH_VARLEN = "torch_varlen"
 
 
 def varlen_attention(model: Any, device: torch.device) -> str | None:
-    """What `model.set_attn_implementation` takes for it; None if there is none for this model, its dtype or this
-    device.
+    """The argument for `model.set_attn_implementation`; None if this model, its dtype or this device has no
+    implementation.
     """
     dtype = next(model.parameters()).dtype
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if not model._supports_flash_attn or model._compatible_flash_implementations:
-        return None  # neither knows the latter's additions, such as learned sinks
+        return None  # neither supports additions such as learned sinks
     if is_flash_attn_2_available():
         return "flash_attention_2"
     config = model.config.get_text_config()
@@ -42,7 +42,7 @@ def varlen_attention(model: Any, device: torch.device) -> str | None:
 
 @cache
 def _kernel_runs(device: torch.device, dtype: torch.dtype, num_heads: int, num_shared: int, head_size: int) -> bool:
-    """Tried out on two rows, backwards, too: builds and cards differ in what they have."""
+    """Runs the kernel on two rows, forward and backward, because support differs between builds and cards."""
     query, key = (
         torch.ones(8, heads, head_size, device=device, dtype=dtype, requires_grad=True)
         for heads in (num_heads, num_shared)
@@ -85,9 +85,10 @@ def torch_varlen_attention(
     max_length_q: int | None = None,
     **named: object,
 ) -> tuple[Tensor, None]:
-    """torch's variable-length attention as transformers calls one: (lines, heads, T, size) → (lines, T, heads, size).
+    """torch's variable-length attention with transformers' interface: (lines, heads, T, size) → (lines, T, heads,
+    size).
 
-    Without ends every line is a row. Raises ValueError for what the kernel does not know.
+    Without ends every line is a row. Raises ValueError for arguments that the kernel does not support.
     """
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if named.get(name) is not None]
     if attention_mask is not None or dropout or unknown:
@@ -98,14 +99,14 @@ def torch_varlen_attention(
         ends = torch.arange(0, (num_lines + 1) * length, length, device=query.device, dtype=torch.int32)
         longest = length
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    # transformers counts the token itself among those of a window, the kernel does not
+    # transformers counts the token itself in a window, the kernel does not
     left = -1 if sliding_window is None or sliding_window >= longest else sliding_window - 1
     value_size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
-    value = functional.pad(value, [0, missing]) if missing else value  # the kernel wants one size for all
+    value = functional.pad(value, [0, missing]) if missing else value  # the kernel needs one size for all
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     found = _attend(query, key, value, ends, longest, scaling, (left, 0 if causal else left))
     return found.view(num_lines, length, num_heads, -1)[..., :value_size], None
 
 
 AttentionInterface.register(TORCH_VARLEN, torch_varlen_attention)
-AttentionMaskInterface.register(TORCH_VARLEN, flash_attention_mask)  # none: who sees whom is said by the ends
+AttentionMaskInterface.register(TORCH_VARLEN, flash_attention_mask)  # no mask: the rows' ends separate them
