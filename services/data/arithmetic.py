@@ -30,7 +30,7 @@ def write_task(
 ) -> None:
     """Writes `demonstrations.parquet`, `train.parquet` and `eval.parquet`: three disjoint sets of the 10,000 sums.
 
-    The sets depend only on the seed, `evaluation_rows` and `demonstrated_share`.
+    The split depends only on `seed`, `evaluation_rows` and `demonstrated_share`.
     """
     dice = random.Random(seed)
     sums = [(a, b) for a in range(100) for b in range(100)]

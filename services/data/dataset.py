@@ -78,7 +78,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def is_parquet(file: Path) -> bool:
-    """Whether the file's first bytes are those of Parquet. Raises DataError if they are not but its name ends so."""
+    """Whether the file's first bytes are those of Parquet. Raises DataError if only its suffix is that of Parquet."""
     with open(file, "rb") as data:
         magic = data.read(4)
     if magic != b"PAR1" and file.suffix == ".parquet":
@@ -324,7 +324,7 @@ class PromptBuilder:
         return replace(self._sampling, max_tokens=min(limit, self._sampling.max_tokens)) if limit else self._sampling
 
     def nothing_usable(self, file: Path | str, faults: Mapping[int, RowFault]) -> DataError | ModelError:
-        """The error for a file without usable prompts; a ModelError if the chat template rejected every row."""
+        """The error for a file without usable prompts: a ModelError if the chat template rejected every row."""
         counted = Counter(fault.reason for fault in faults.values())
         first = next(iter(faults.values()))
         if set(counted) == {"refused_by_template"}:

@@ -140,7 +140,7 @@ class PhaseClock:
 
 
 class SamplerTotals:
-    """Sums the samplers' counters from the first observation on. A restarted sampler counts from 0 again."""
+    """Sums the samplers' counters since its creation. Handles counters that restart at 0 with their sampler."""
 
     def __init__(self, figures: Mapping[str, Mapping[str, float]], base: Mapping[str, Any]) -> None:
         self._seen = {name: dict(values) for name, values in figures.items()}

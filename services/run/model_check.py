@@ -92,7 +92,7 @@ def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
 
 
 def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
-    """Checks that the model has the layers of `trainer.lora.target_modules`. Skipped if the weight files are unknown.
+    """Checks that the model has the layers of `trainer.lora.target_modules`. Skipped if its layers are unknown.
 
     Raises:
         ConfigError: the model has no such layer.

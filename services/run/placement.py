@@ -32,7 +32,7 @@ def place(recipe: Recipe, name: str) -> Mapping[str, str]:
     """Environment variables that assign GPUs or cores to the service `name` (feed, rollout-<replica>, reward, trainer).
 
     The trainer gets the first GPUs and the samplers the next ones. Without GPUs, each of several samplers gets its own
-    core, unless the engine assigns cores itself. Variables that the user has set are not changed.
+    core, unless the engine assigns cores itself. Keeps the user's values, except of CUDA_VISIBLE_DEVICES.
     """
     gpus = gpu_ids()
     wanted = (

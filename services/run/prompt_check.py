@@ -11,14 +11,14 @@ from tandem.services.data.dataset import Row
 from tandem.services.data.mixture import Mixture
 
 CHECKED_ROWS = 100_000
-"""The check ends at the first prompt that fits, so it reads this many rows only if none does."""
+"""Larger datasets are not checked. The check ends at the first prompt that fits, so it rarely reads all rows."""
 
 
 def check_prompts(recipe: Recipe) -> None:
-    """Checks that at least one of the first rows has a prompt of at most `data.max_prompt_tokens`.
+    """Checks that at least one row has a prompt of at most `data.max_prompt_tokens`.
 
-    Counts the tokens of the messages without the chat template, which can only add tokens. Passes a model folder
-    without tokenizer.json and a dataset with more rows than are checked; the feed detects their faults.
+    Counts the tokens of the messages without the chat template, which can only add tokens. Skips models without
+    tokenizer.json and datasets with more than `CHECKED_ROWS` rows, whose faults the feed reports.
 
     Raises:
         DataError: no row of the training files makes a usable prompt.
