@@ -71,7 +71,7 @@ def entries(heading: str) -> dict[str, dict[str, str]]:
         ("## KL and entropy", list(get_args(KlEstimator))),
     ],
 )
-def test_a_table_has_one_row_for_each_name(heading: str, known: list[str]) -> None:
+def test_a_table_has_one_row_per_name(heading: str, known: list[str]) -> None:
     assert sorted(names(row[0] for row in rows(heading))) == sorted(known)
 
 
@@ -154,7 +154,7 @@ def test_the_examples_are_valid_trainer_tables() -> None:
         assert TrainerConfig(**tomllib.loads(example)["trainer"]) != TrainerConfig()
 
 
-def test_links_within_the_page_lead_somewhere() -> None:
+def test_links_within_the_page_lead_to_headings() -> None:
     headings = {
         re.sub(r"[^a-z -]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", PAGE, re.M)
     }

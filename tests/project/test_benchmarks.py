@@ -73,7 +73,7 @@ def test_differences_are_paired_by_seed() -> None:
     assert difference(record, Cell(8, "none"), Cell(0, "token_clip")) is None
 
 
-def test_a_study_that_ended_early_fails_and_says_so(tmp_path: Path) -> None:
+def test_a_study_that_ended_early_fails_with_the_reason(tmp_path: Path) -> None:
     """A study fails without a run or with one of two seeds; a plan without the judged cells may be complete."""
     output = tmp_path / "record.json"
     paths = ["--folder", str(tmp_path), "--output", str(output)]

@@ -124,7 +124,7 @@ def test_every_diff_is_used() -> None:
 
 
 @pytest.mark.parametrize("thing", USES)
-def test_what_a_diff_adds_works(thing: str, copied_sources: Path, tmp_path: Path) -> None:
+def test_the_code_that_a_diff_adds_works(thing: str, copied_sources: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(copied_sources / "build" / "links")}
     done = subprocess.run(
         [sys.executable, "-c", USES[thing], str(tmp_path / "model")],

@@ -103,7 +103,7 @@ def test_settings_shown_are_those_of_the_example() -> None:
 
 
 @pytest.mark.parametrize("file", RUBRICS, ids=lambda file: file.stem)
-def test_every_rubric_is_one_a_client_may_send(file: Path) -> None:
+def test_every_rubric_may_be_sent_by_a_client(file: Path) -> None:
     declared = load_service_config(CONFIG).reward if file.stem == "judged" else RewardConfig()
     rubric = Rubric.parse(file.read_text(), allowed=Catalogue.of(declared).restricted())
     assert rubric.components
@@ -112,7 +112,7 @@ def test_every_rubric_is_one_a_client_may_send(file: Path) -> None:
     assert re.search(rf"tandem reward (score|submit) answers\.\w+ --rubric examples/rubrics/{file.name}", head)
 
 
-def test_the_examples_configuration_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_configuration_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_service_config(CONFIG)
     assert isinstance(config, ServiceConfig) and set(config.reward.scorers) == {"gsm8k_rule", "helpfulness"}

@@ -59,7 +59,7 @@ def test_the_pins_contain_no_cuda_packages() -> None:
         ({"EXTRA": "tpu"}, "EXTRA=tpu is unknown"),
     ],
 )
-def test_a_wrong_setting_is_one_line(tmp_path: Path, environment: dict[str, str], complaint: str) -> None:
+def test_a_wrong_setting_is_a_one_line_error(tmp_path: Path, environment: dict[str, str], complaint: str) -> None:
     done = run_setup(tmp_path, **environment)
     assert done.returncode == 2
     assert complaint in done.stderr

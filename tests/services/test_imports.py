@@ -119,7 +119,7 @@ def test_every_name_that_tandem_exports_exists() -> None:
         _ = tandem.Nothing
 
 
-def test_a_run_is_checked_without_torch() -> None:
+def test_preflight_checks_load_no_torch() -> None:
     """The checks of `tandem run` import neither torch nor transformers nor vllm, so they answer fast."""
     code = """
 import pathlib, tempfile

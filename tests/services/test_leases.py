@@ -330,7 +330,7 @@ def test_a_bug_ends_the_loop_and_the_other_leases_are_released(worker: Worker) -
 
 
 @pytest.mark.parametrize("verb", ["claim", "renew", "complete"])
-def test_an_outage_ends_the_loop(verb: str) -> None:
+def test_an_outage_ends_the_loop_with_its_error(verb: str) -> None:
     queue, worker = Queue("a"), Worker()
     queue.errors[verb] = [UnavailableError("Redis is gone")]
     worker.may_answer = lambda name: verb != "renew"

@@ -1,4 +1,4 @@
-"""Everything that a recipe names, generated and small: a model folder whose weights are never loaded, and data."""
+"""A small generated recipe with everything it names: data, and a model folder whose weights are never loaded."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ def algorithms(draw: st.DrawFn) -> Trainer:
 
 @QUIET
 @given(algorithms())
-def test_json_and_toml_read_back_as_what_was_dumped(algorithm: Trainer) -> None:
+def test_dumped_json_and_toml_read_back_as_the_same_table(algorithm: Trainer) -> None:
     whole = Whole(trainer=algorithm)
     assert Whole.model_validate(json.loads(json.dumps(whole.model_dump(mode="json")))) == whole
     assert Whole.model_validate(tomllib.loads(as_toml(whole))) == whole

@@ -92,7 +92,7 @@ def test_exhaustion_waits_for_groups_in_flight_and_is_undone_by_a_drop(redis_url
 # ---- claims, leases, fencing ----
 
 
-def test_a_group_travels_with_its_payload(buffer: Buffer) -> None:
+def test_a_claimed_group_carries_its_payload(buffer: Buffer) -> None:
     ring.offer(buffer, 2)
     first, second = ring.claim(buffer, "prompts", 5)
     assert (first.group_id, first.payload, first.partial) == ("0-0", b"prompt 0-0", None)

@@ -87,7 +87,7 @@ def test_rejected_groups_return_their_credit_at_once(buffer: Buffer) -> None:
         buffer.drop_claimed(1, group_ids[2:], "zero_variance")
 
 
-def test_the_end_of_a_run_drops_what_is_not_trained(buffer: Buffer) -> None:
+def test_the_end_of_a_run_drops_untrained_groups(buffer: Buffer) -> None:
     ring.score(buffer, 3)
     ring.train(buffer, 1, 1, 1)
     buffer.claim_scored(1, 1, 0)
@@ -177,7 +177,7 @@ def test_an_emptied_redis_is_rebuilt_from_the_disk(buffer: Buffer) -> None:
     assert counts["published_version"] == 3
 
 
-def test_an_earlier_checkpoint_brings_committed_groups_back(buffer: Buffer) -> None:
+def test_an_earlier_checkpoint_restores_committed_groups(buffer: Buffer) -> None:
     """The last checkpoint was lost after its commit; its batches are still recorded."""
     ring.score(buffer, 4)
     batches = {version: ring.train(buffer, 1, version, 2) for version in (1, 2)}

@@ -92,7 +92,7 @@ def test_a_sampler_that_restarts_during_a_broadcast_is_not_admitted_by_it(buffer
     assert buffer.admit_sampler(1, buffer.samplers()[0], 1)
 
 
-def test_services_figures_and_heartbeats(buffer: Buffer) -> None:
+def test_services_report_figures_and_heartbeats(buffer: Buffer) -> None:
     buffer.register_service("feed", "127.0.0.1:5")
     buffer.heartbeat("feed", {"rows": 3.0, "seconds": 0.5})
     buffer.heartbeat("feed", {"rows": 4.0, "seconds": 0.75})

@@ -116,7 +116,7 @@ def test_an_error_has_the_class_that_the_service_raised(client: RewardClient) ->
         client.cancel("gone")
 
 
-def test_a_late_answer_is_a_deadline_error(service: ScriptedReward, client: RewardClient) -> None:
+def test_a_late_reply_is_a_deadline_error(service: ScriptedReward, client: RewardClient) -> None:
     service.hang = True
     with pytest.raises(DeadlineError):
         client.score(items_of(1), timeout_seconds=0.1)

@@ -154,7 +154,7 @@ def test_bad_input_is_refused(recipe: Path, damage: Callable[[Path], object], ov
         ("model.path=models/gone/for/good", ["models/gone/for/good: no such folder"]),
     ],
 )
-def test_config_refuses_what_run_refuses(recipe: Path, override: str, says: list[str]) -> None:
+def test_config_refuses_the_recipes_that_run_refuses(recipe: Path, override: str, says: list[str]) -> None:
     done = started(*tandem("config", "recipe.json", override), cwd=recipe.parent)
     assert done.returncode == 2 and "[run]" in done.stdout, "the resolved recipe is printed first"
     (line,) = done.stderr.splitlines()

@@ -129,7 +129,7 @@ def test_config_without_a_recipe_explains_every_key() -> None:
     assert "model.path (text; must be given)" in said
 
 
-def test_data_check_judges_a_file(tmp_path: Path) -> None:
+def test_data_check_reports_the_faults_of_a_file(tmp_path: Path) -> None:
     file = write_dataset(tmp_path / "rows.jsonl")
     assert tandem("data", "check", str(file)).returncode == 0
     file.write_text(file.read_text() + "{}\n")

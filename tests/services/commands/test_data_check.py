@@ -49,7 +49,7 @@ def test_every_fault_is_found(tmp_path: Path, model: str, capsys: pytest.Capture
     )
 
 
-def test_lengths_are_judged_only_with_a_model(tmp_path: Path) -> None:
+def test_lengths_are_checked_only_with_a_model(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "f.jsonl", [verl_row("a" * 5000, "1")])
     assert check_file(file).faults == []
     with pytest.raises(DataError, match="needs a model to count them"):

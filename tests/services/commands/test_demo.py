@@ -134,7 +134,7 @@ def test_a_demo_that_ended_before_its_run_is_kept_too(stage: Stage, folder: Path
     assert not (folder.with_name("demo.1") / CONFIG_FILE).exists()
 
 
-def test_a_folder_of_something_else_is_refused(stage: Stage, folder: Path) -> None:
+def test_a_folder_with_other_files_is_refused(stage: Stage, folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"not empty and holds no run; .* run\.folder"):
@@ -239,7 +239,7 @@ def test_the_table_shows_measured_and_missing_figures(
 
 @pytest.mark.system
 @pytest.mark.timeout(400)
-def test_without_vllm_the_demo_samples_with_transformers_and_says_so(tmp_path: Path) -> None:
+def test_without_vllm_the_demo_samples_with_transformers_and_reports_it(tmp_path: Path) -> None:
     """vLLM is hidden from the demo's process and its children."""
     (tmp_path / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"

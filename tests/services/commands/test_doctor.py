@@ -85,13 +85,13 @@ def test_vllm_without_libnuma_names_its_package(installed: dict[str, str]) -> No
     assert check.verdict == "lack" and "libnuma1" in check.remedy
 
 
-def test_two_builds_of_vllm_in_one_environment(installed: dict[str, str]) -> None:
+def test_two_builds_of_vllm_in_one_environment_are_reported(installed: dict[str, str]) -> None:
     installed["vllm"] = "0.32.0"
     check = check_vllm(GOOD_PROBE)
     assert check.verdict == "lack" and "two builds" in check.detail
 
 
-def test_torch_that_does_not_import(installed: dict[str, str]) -> None:
+def test_a_torch_that_does_not_import_is_reported(installed: dict[str, str]) -> None:
     check = check_torch({"error": "libtorch_cpu.so: undefined symbol"})
     assert check.verdict == "lack" and "undefined symbol" in check.detail
 
@@ -105,11 +105,11 @@ def test_torch_that_does_not_import(installed: dict[str, str]) -> None:
         ("import time; time.sleep(60)", "longer than"),
     ],
 )
-def test_a_probe_that_fails_says_why(program: str, says: str) -> None:
+def test_a_failed_probe_reports_its_cause(program: str, says: str) -> None:
     assert says in probe_imports((sys.executable, "-c", program), timeout_seconds=1.0)["error"]
 
 
-def test_too_little_memory_or_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_too_little_memory_or_disk_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 1e9)
     assert doctor.check_memory().verdict == "lack"
     monkeypatch.setattr(doctor, "DEMO_DISK_BYTES", 1 << 62)

@@ -115,7 +115,7 @@ def test_a_single_completion_needs_no_file(service: ScriptedReward) -> None:
     assert (item.ground_truth, item.data_source, item.extra_info) == ('"42"', "d", '{"a": 1}')
 
 
-def test_scores_as_json_lines_and_as_files(tmp_path: Path) -> None:
+def test_scores_are_written_as_json_lines_and_as_files(tmp_path: Path) -> None:
     file = answers(tmp_path, *ROWS)
     told = [json.loads(line) for line in reward("score", file, "--json").stdout.splitlines()]
     assert told[0] == {"index": 0, "value": 0.5, "reason": None, "detail": None, "breakdown": {"group": 4.0}}

@@ -165,7 +165,7 @@ def test_a_file_that_is_not_a_recipe_is_a_one_line_error(
     assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_recipe_that_cannot_be_reached_is_named(recipe_file: Path, tmp_path: Path) -> None:
+def test_an_inaccessible_recipe_is_named(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "loop.toml").symlink_to(tmp_path / "loop.toml")
     for file in (recipe_file / "more.toml", tmp_path / "loop.toml", tmp_path / f"{300 * 'x'}.toml"):
         for load in (load_recipe, load_resolved):

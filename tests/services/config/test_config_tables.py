@@ -169,9 +169,7 @@ def test_a_bare_name_is_a_table_and_a_table_without_a_name_has_the_default_one()
         ("gate", ['trainer.loss={name = "sequence", bounds = [0.5, 2]}'], Sequence(bounds=(0.5, 2.0))),
     ],
 )
-def test_an_override_reaches_into_a_table_however_it_was_written(
-    given_table: Any, overrides: list[str], loss: BaseModel
-) -> None:
+def test_an_override_changes_a_table_in_any_notation(given_table: Any, overrides: list[str], loss: BaseModel) -> None:
     assert read({} if given_table is None else {"loss": given_table}, *overrides).loss == loss
 
 
@@ -302,7 +300,7 @@ trainers = st.builds(
 
 @QUIET
 @given(trainers)
-def test_json_and_toml_read_back_as_what_was_dumped(trainer: Trainer) -> None:
+def test_dumped_json_and_toml_read_back_as_the_same_table(trainer: Trainer) -> None:
     toy = Toy(trainer=trainer)
     assert Toy.model_validate(json.loads(json.dumps(toy.model_dump(mode="json")))) == toy
     assert Toy.model_validate(tomllib.loads(as_toml(toy))) == toy

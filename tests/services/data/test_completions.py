@@ -53,7 +53,7 @@ def test_a_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
         assert count == 4000 and peak < 8 << 20, (file, peak)
 
 
-def test_a_line_without_end_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overlong_line_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "_MAX_LINE_BYTES", 100)
     long = json.dumps(row("x" * 1000))
     (tmp_path / "f.jsonl").write_text("\n".join([json.dumps({"solution": "1"}), long, json.dumps({"solution": "2"})]))

@@ -67,7 +67,7 @@ def test_verls_files_load_unchanged(tmp_path: Path, model: Path, suffix: str) ->
     assert decode_group(encode_group(TrajectoryGroup(second))).prompt.messages == second.messages
 
 
-def test_parquet_as_verl_writes_it(tmp_path: Path, model: Path) -> None:
+def test_verls_parquet_structs_lose_their_absent_fields(tmp_path: Path, model: Path) -> None:
     """Structs hold the union of all fields; absent fields are None in the file and absent from the messages."""
     rows = [
         verl_row("a", {"target": ["x"]}, prompt=[{"role": "user", "content": "a"}]),
@@ -122,7 +122,7 @@ def test_a_limit_counts_usable_rows(tmp_path: Path, model: Path) -> None:
     assert [prompt.index for prompt in loaded.prompts] == [1, 2] and loaded.faults.total() == 1
 
 
-def test_values_that_json_cannot_hold() -> None:
+def test_rows_with_values_that_json_cannot_hold_are_faults() -> None:
     fault = parse_row(3, verl_row("a", b"bytes"))
     assert isinstance(fault, RowFault) and fault.reason == "malformed" and "JSON" in fault.detail
 
@@ -186,7 +186,7 @@ def test_no_usable_row_is_an_error(tmp_path: Path, model: Path) -> None:
         ("{{ raise_exception('not for us') }}", "refuses every row of"),
     ],
 )
-def test_broken_chat_templates(tmp_path: Path, model: Path, template: str, told: str) -> None:
+def test_broken_chat_templates_are_refused(tmp_path: Path, model: Path, template: str, told: str) -> None:
     (tmp_path / "chat.jinja").write_text(template)
     file = write_lines(tmp_path / "f.jsonl", [verl_row("a", "1")])
     with pytest.raises(ModelError) as caught:

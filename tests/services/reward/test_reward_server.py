@@ -265,7 +265,7 @@ def test_scorers_and_limits_are_listed(service: Service) -> None:
     assert summary(score(service, answers("1"), reply.default_rubric)) == [1.0]
 
 
-def test_streams_end_when_the_service_does(redis_url: str) -> None:
+def test_streams_end_with_the_service(redis_url: str) -> None:
     core, ended = ScriptedCore(), []
     with serving(redis_url, core) as one:
         job_id = one.submit(answers("wait")).job.job_id

@@ -186,7 +186,7 @@ def test_the_size_and_layout_of_a_model_come_from_its_headers(values: Values) ->
     assert (facts.architecture, facts.num_parameters) == ("Qwen2ForCausalLM", 240)
 
 
-def test_a_template_of_its_own_replaces_the_tokenizers(values: Values, tmp_path: Path) -> None:
+def test_a_configured_template_replaces_the_tokenizers(values: Values, tmp_path: Path) -> None:
     (Path(values["model"]["path"]) / "tokenizer_config.json").unlink()
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")

@@ -80,7 +80,7 @@ def test_every_free_key_exists() -> None:
 def test_a_new_key_is_fixed_by_default(values: Values) -> None:
     class LaterTrainer(TrainerConfig):
         new_key: int = 1
-        """Nobody has thought about it yet."""
+        """A key that is not declared free."""
 
     class LaterRecipe(Recipe):
         trainer: LaterTrainer = LaterTrainer()

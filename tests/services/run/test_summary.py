@@ -100,7 +100,7 @@ def test_figures_of_a_batch() -> None:
     assert figures["num_groups"] == 2
 
 
-def test_greedy_answers_are_a_figure_of_their_own() -> None:
+def test_greedy_answers_have_their_own_figures() -> None:
     def figures(*baselines: float) -> dict[str, object]:
         rewards = (0.0, 1.0, 1.0, 1.0)
         groups = [
@@ -138,7 +138,7 @@ def test_components_of_the_reward_are_figures() -> None:
     }
 
 
-def test_percentile() -> None:
+def test_percentile_99_of_a_histogram() -> None:
     assert percentile_99([1]) == 0
     assert percentile_99([99, 1]) == 0
     assert percentile_99([98, 2]) == 1

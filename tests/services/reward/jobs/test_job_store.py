@@ -20,7 +20,7 @@ def store(redis_url: str) -> Iterator[JobStore]:
     made.close()
 
 
-def test_a_job_from_its_header_to_its_last_result(store: JobStore) -> None:
+def test_a_job_is_submitted_scored_and_done(store: JobStore) -> None:
     job = submit(store, 3, 2, seal=True)
     assert (job.state, job.num_items, job.num_waiting, job.num_chunks, job.finished_at) == ("RUNNING", 5, 5, 2, 0.0)
     first, second = claim(store), claim(store)
