@@ -141,7 +141,9 @@ class AlgorithmConfig(BaseModel):
         return self
 
     def _check_components(self) -> None:
-        """Refuses settings on the total reward if the estimator only reads reward components and would ignore them."""
+        """Refuses, for an estimator that only reads reward components, settings on the total reward, which it would
+        ignore, and `drop_zero_variance`, which would drop groups whose components differ.
+        """
         lost = {
             "kl.reward": self.kl.reward,
             "selection.overlong_penalty": self.selection.overlong_penalty,

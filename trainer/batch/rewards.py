@@ -118,7 +118,7 @@ def _shaped(
 
 
 def _on_tokens(rewards_R: Tensor, layout: BatchLayout, token_rewards_N: Tensor | None) -> Tensor:
-    """Rewards on tokens: the part of a row's score that no token got goes on its last token."""
+    """The rewards of single tokens. A row's last token gets the part of its score that is on no other token."""
     rewards_N = torch.zeros(layout.num_tokens, dtype=torch.float64)
     if token_rewards_N is not None:
         rewards_N += token_rewards_N.double()
