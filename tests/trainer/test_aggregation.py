@@ -1,4 +1,4 @@
-"""Shares of tokens: every golden value, and what happens where there is nothing to share."""
+"""Shares of tokens: all golden values, and batches without tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 def golden_shares(lengths_B: Tensor, aggregation: Aggregation, hyper: dict[str, int], columns: int) -> Tensor:
-    """A token's share, (N,). The golden convention averages the gradients of ranks, we sum them: hence the factor
+    """Token shares, (N,). The golden convention averages gradients over ranks and ours sums them, hence the factor
     `dp_size`.
     """
     shares_B = token_shares(
@@ -44,14 +44,14 @@ def test_aggregation_agrees_with_golden_values(case: GoldenCase) -> None:
     case.check("grad", loss_BT.grad)
 
 
-def test_every_mode_has_golden_cases() -> None:
+def test_every_mode_has_golden_cases_and_no_other() -> None:
     assert {case.name.split("/")[1] for case in golden_cases("aggregation/")} == set(MODES)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(deadline=None)
 @given(counts=st.lists(st.integers(0, 9), max_size=8))
-def test_a_sequence_without_loss_tokens_shares_nothing_and_counts_nowhere(mode: Aggregation, counts: list[int]) -> None:
+def test_a_sequence_without_loss_tokens_is_not_counted(mode: Aggregation, counts: list[int]) -> None:
     shares_R = token_shares(counts, mode, length_constant=7.0)
     assert shares_R.shape == (len(counts),) and shares_R.dtype == torch.float64
     assert torch.isfinite(shares_R).all()
@@ -70,7 +70,7 @@ def test_a_sequence_without_loss_tokens_shares_nothing_and_counts_nowhere(mode: 
         ("seq-mean-token-sum-norm", 1.5),
     ],
 )
-def test_the_shares_of_all_tokens_sum_to_what_the_mode_says(mode: Aggregation, weight: float) -> None:
+def test_the_shares_of_all_tokens_sum_to_the_modes_total(mode: Aggregation, weight: float) -> None:
     counts = torch.tensor([5, 0, 7])
     shares_R = token_shares(counts, mode, length_constant=4.0)
     assert float((shares_R * counts).sum()) == pytest.approx(weight)
@@ -79,7 +79,7 @@ def test_the_shares_of_all_tokens_sum_to_what_the_mode_says(mode: Aggregation, w
 @pytest.mark.parametrize("mode", MODES)
 @settings(deadline=None)
 @given(counts=st.lists(st.integers(0, 9), max_size=8), cut=st.integers(0, 8))
-def test_a_rank_that_knows_the_totals_needs_only_its_own_counts(mode: Aggregation, counts: list[int], cut: int) -> None:
+def test_a_rank_needs_only_the_totals_and_its_own_counts(mode: Aggregation, counts: list[int], cut: int) -> None:
     whole_R = token_shares(counts, mode, length_constant=7.0)
     totals = {"num_tokens": sum(counts), "num_sequences": sum(1 for count in counts if count)}
     parts = [token_shares(part, mode, length_constant=7.0, **totals) for part in (counts[:cut], counts[cut:])]

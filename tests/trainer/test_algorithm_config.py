@@ -1,4 +1,4 @@
-"""The algorithm in a recipe: every name loads, parts that do not fit together are refused, and TOML reads back."""
+"""The algorithm in a recipe: every name loads, incompatible parts are refused, and dumped TOML reads back."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tandem.trainer.off_policy.presets import PRESETS
 from tandem.trainer.policy_losses.options import NAMES_ELSEWHERE as LOSSES_ELSEWHERE
 from tandem.trainer.policy_losses.options import ClippedSurrogateOptions, GspoOptions, loss_models
 
-QUIET = settings(deadline=None, max_examples=60)  # a busy machine is no fault
+QUIET = settings(deadline=None, max_examples=60)  # a busy machine must not fail the test
 
 
 class Trainer(AlgorithmConfig):
-    """`[trainer]`: the section that holds these keys, and others."""
+    """`[trainer]`: the section with these and other keys."""
 
     lora: LoraOptions | None = None
     """Train low-rank adapters alone."""
 
 
 class Whole(BaseModel):
-    """Stands for the recipe."""
+    """A recipe with only `[trainer]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     trainer: Trainer = Trainer()
@@ -58,8 +58,7 @@ def complaint(text: str, *overrides: str) -> str:
     return line
 
 
-# --- what a recipe may say
-# -----------------------------------------------------------------------------------------------
+# ---- reading ----
 
 
 def test_the_default_is_grpo_with_ppo_s_clip_around_proximal_and_behavior_policy() -> None:
@@ -72,7 +71,7 @@ def test_the_default_is_grpo_with_ppo_s_clip_around_proximal_and_behavior_policy
     assert algorithm.aggregation == "token-mean"
 
 
-def test_names_alone_or_tables_and_overrides_say_the_same() -> None:
+def test_names_tables_and_overrides_are_equivalent() -> None:
     algorithm = read('advantage = "rloo"\ncorrection = "icepop"\n[trainer.loss]\nname = "gspo"\nclip_low = 1e-4')
     assert algorithm.advantage == RlooOptions()
     assert algorithm.correction == CorrectionOptions.model_validate({"preset": "icepop"})
@@ -85,17 +84,17 @@ def test_names_alone_or_tables_and_overrides_say_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", estimator_models())
-def test_every_estimator_goes_by_its_name(name: str) -> None:
+def test_every_estimator_is_selected_by_its_name(name: str) -> None:
     assert read(f'advantage = "{name}"').advantage == estimator_models()[name]()
 
 
 @pytest.mark.parametrize("name", loss_models())
-def test_every_loss_goes_by_its_name(name: str) -> None:
+def test_every_loss_is_selected_by_its_name(name: str) -> None:
     assert read(f'loss = "{name}"').loss == loss_models()[name]()
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_goes_by_its_name_and_can_be_bent(name: str) -> None:
+def test_every_preset_is_selected_by_its_name_and_can_be_overridden(name: str) -> None:
     bent = read(f'loss = "reinforce"\ncorrection = "{name}"', "trainer.correction.weights.high=7").correction
     plain = read(f'loss = "reinforce"\ncorrection = "{name}"').correction
     assert plain.preset == bent.preset == name
@@ -103,7 +102,7 @@ def test_every_preset_goes_by_its_name_and_can_be_bent(name: str) -> None:
     assert (bent.rejections, bent.veto, bent.proximal) == (plain.rejections, plain.veto, plain.proximal)
 
 
-def test_another_preset_on_top_of_a_saved_recipe_is_that_preset() -> None:
+def test_overriding_the_preset_of_a_saved_recipe_replaces_it() -> None:
     saved = json.loads(json.dumps(Whole(trainer=read('correction = "geo_rs_veto"')).model_dump(mode="json")))
     for override in ("trainer.correction=icepop", "trainer.correction.preset=icepop"):
         values = json.loads(json.dumps(saved))
@@ -111,8 +110,7 @@ def test_another_preset_on_top_of_a_saved_recipe_is_that_preset() -> None:
         assert Whole.model_validate(values).trainer.correction == read('correction = "icepop"').correction
 
 
-# --- what does not fit
-# ---------------------------------------------------------------------------------------------------
+# ---- refused combinations ----
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_another_preset_on_top_of_a_saved_recipe_is_that_preset() -> None:
         ),
     ],
 )
-def test_a_fault_is_one_line_with_the_place_and_the_nearest_known_word(text: str, line: str) -> None:
+def test_an_error_is_one_line_with_the_place_and_the_nearest_known_name(text: str, line: str) -> None:
     assert complaint(text) == line
 
 
@@ -180,18 +178,18 @@ def test_a_fault_is_one_line_with_the_place_and_the_nearest_known_word(text: str
         *(("loss", *pair) for pair in LOSSES_ELSEWHERE.items()),
     ],
 )
-def test_a_name_that_others_use_leads_to_ours(key: str, name: str, meant: str) -> None:
+def test_names_of_other_libraries_suggest_ours(key: str, name: str, meant: str) -> None:
     assert complaint(f'{key} = "{name}"') == f"trainer.{key}: there is no {name!r}; did you mean {meant}?"
     assert complaint(f'{key} = "{name.upper()}"').endswith(f"; did you mean {meant}?")
 
 
-def test_a_name_that_nobody_uses_gets_the_list() -> None:
+def test_an_unknown_name_lists_the_valid_ones() -> None:
     assert complaint('loss = "zzzz"') == f"trainer.loss: there is no 'zzzz'; there are {', '.join(loss_models())}"
     assert complaint("advantage = 3") == "trainer.advantage: should be a name or table (got 3)"
 
 
 @pytest.mark.parametrize("loss", sorted(loss_models()))
-def test_a_ratio_is_not_counted_twice(loss: str) -> None:
+def test_a_loss_with_a_ratio_refuses_presets_that_bypass_the_proximal_policy(loss: str) -> None:
     for preset in PRESETS:
         text = f'loss = "{loss}"\ncorrection = "{preset}"'
         if CorrectionOptions(preset=preset).needs_ratio_free_loss and loss_models()[loss].has_ratio:
@@ -208,7 +206,7 @@ def test_only_gae_has_a_critic() -> None:
     assert read(text, "trainer.critic={}").critic == CriticConfig()
 
 
-def test_a_reference_policy_is_needed_by_a_penalty_alone() -> None:
+def test_only_a_kl_penalty_needs_a_reference_policy() -> None:
     assert not read().needs_reference
     in_loss = read("", "trainer.kl.loss.coefficient=0.01")
     assert in_loss.needs_reference and in_loss.kl.loss == LossKl(coefficient=0.01) and in_loss.kl.reward is None
@@ -225,7 +223,7 @@ def test_a_reference_policy_is_needed_by_a_penalty_alone() -> None:
         ("[trainer.selection]\nreward_clip = [-1, 1]", "selection.reward_clip"),
     ],
 )
-def test_what_is_done_to_the_reward_is_not_lost_on_an_estimator_of_components(text: str, key: str) -> None:
+def test_gdpo_refuses_options_that_change_the_reward(text: str, key: str) -> None:
     assert complaint(text, "trainer.advantage=gdpo").startswith(
         f"trainer: {key} changes the reward, and advantage gdpo"
     )
@@ -241,7 +239,7 @@ def test_what_is_done_to_the_reward_is_not_lost_on_an_estimator_of_components(te
         'trainer.correction.rejections=[{level = "token", high = 2.0}]',
     ],
 )
-def test_an_interpolated_proximal_policy_cannot_judge_the_batch(over: str) -> None:
+def test_options_over_the_whole_batch_refuse_loglinear(over: str) -> None:
     line = complaint('correction = "areal_loglinear"', over)
     assert line.startswith("trainer: correction.proximal loglinear is known only in the pass that trains a token")
     assert read('correction = "areal"', over).correction.needs_whole_batch
@@ -249,7 +247,7 @@ def test_an_interpolated_proximal_policy_cannot_judge_the_batch(over: str) -> No
         assert read(f'correction = "areal_loglinear"\nloss = "{name}"').correction.proximal == "loglinear"
 
 
-def test_groups_of_equal_rewards_are_not_dropped_from_an_estimator_of_components() -> None:
+def test_gdpo_refuses_drop_zero_variance() -> None:
     text = "[trainer.selection]\ndrop_zero_variance = true"
     line = complaint(text, "trainer.advantage=gdpo")
     assert line.startswith("trainer: selection.drop_zero_variance compares whole rewards, and advantage gdpo their")
@@ -263,7 +261,7 @@ def test_groups_of_equal_rewards_are_not_dropped_from_an_estimator_of_components
         ("[trainer.selection.overlong_penalty]\nbuffer_tokens = 4", "selection.overlong_penalty"),
     ],
 )
-def test_success_rates_are_not_made_negative(text: str, key: str) -> None:
+def test_maxrl_refuses_options_that_make_rewards_negative(text: str, key: str) -> None:
     assert complaint(text, "trainer.advantage=maxrl").startswith(
         f"trainer: {key} makes rewards negative, and advantage maxrl"
     )
@@ -306,11 +304,10 @@ def test_an_overlong_penalty_needs_answers_as_long_as_its_buffer() -> None:
         check(algorithm, tokens=63)
 
 
-# --- what is said of it
-# ----------------------------------------------------------------------------------------------------
+# ---- documentation and dumps ----
 
 
-def test_every_key_is_explained_and_every_table_stands_for_its_own_defaults() -> None:
+def test_every_key_is_documented_and_every_table_defaults_to_its_own_defaults() -> None:
     assert {f"{key.section}.{key.name}" for key in keys(Whole)} <= set(known_keys(Whole))
     for key in keys(Whole):
         assert len(key.doc) > 10, key
@@ -323,7 +320,7 @@ def test_every_key_is_explained_and_every_table_stands_for_its_own_defaults() ->
     assert sum(line.startswith("trainer.loss.clip_low of ") for line in explained(Whole)) > 3
 
 
-def test_a_bare_name_is_filled_in_and_marked() -> None:
+def test_a_bare_name_is_dumped_with_all_options_and_their_defaults() -> None:
     lines = as_toml(Whole(trainer=read('loss = "gspo"\ncorrection = "icepop"'))).split("\n")
     assert 'name = "gspo"  # default: "clipped_surrogate"' in lines
     assert 'preset = "icepop"  # default: "token_clip"' in lines
@@ -341,7 +338,7 @@ def algorithms(draw: st.DrawFn) -> Trainer:
         f"trainer.correction={draw(st.sampled_from(sorted(PRESETS)))}",
     ]
     values: dict[str, Any] = {}
-    for _ in range(draw(st.integers(0, 4))):  # as many of these as fit
+    for _ in range(draw(st.integers(0, 4))):  # overrides that are not valid together are left out
         more = (
             f"trainer.{draw(st.sampled_from(leaves))}={draw(st.sampled_from(['0.3', '2', '1.5', 'true', 'k3', '[]']))}"
         )
@@ -349,7 +346,7 @@ def algorithms(draw: st.DrawFn) -> Trainer:
         try:
             apply_overrides(attempt, [*overrides, more], Whole)
             Whole.model_validate(attempt)
-        except (ConfigError, ValidationError):  # a table and a key inside it, or values that do not fit
+        except (ConfigError, ValidationError):  # a table and a key inside it, or incompatible values
             continue
         overrides.append(more)
     apply_overrides(values, overrides, Whole)
@@ -371,7 +368,7 @@ def test_dumped_json_and_toml_read_back_as_the_same_table(algorithm: Trainer) ->
 
 @QUIET
 @given(algorithms(), st.sampled_from(leaves), st.data())
-def test_a_slip_in_a_key_is_one_line(algorithm: Trainer, leaf: str, data: st.DataObject) -> None:
+def test_a_misspelt_key_is_a_one_line_error(algorithm: Trainer, leaf: str, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(leaf) - 1))
     slip = leaf[:place] + leaf[place + 1 :]
     assume(
@@ -385,7 +382,7 @@ def test_a_slip_in_a_key_is_one_line(algorithm: Trainer, leaf: str, data: st.Dat
     assert "\n" not in line and line.startswith("unknown key trainer.")
 
 
-def test_adapters_are_switched_on_by_a_key_and_off_by_none() -> None:
+def test_a_lora_key_enables_adapters_and_none_disables_them() -> None:
     assert read("", "trainer.lora.rank=8").lora == LoraOptions(rank=8)
     assert read("[trainer.lora]\nrank = 8", "trainer.lora=none").lora is None
 

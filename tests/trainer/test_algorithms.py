@@ -1,6 +1,4 @@
-"""Every algorithm in the real learner: what it learns from a batch does not depend on how that was cut, and its parts
-do their part.
-"""
+"""Every algorithm in the real learner: training does not depend on micro-batches, and every part takes effect."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def start(policy: PreTrainedModel) -> dict[str, Tensor]:
 
 @pytest.fixture
 def train(model: Path, policy: PreTrainedModel) -> Iterator[Train]:
-    """Trains three batches with these settings and closes the learner; (weights, metrics of the last batch)."""
+    """Trains three batches with these settings and closes the learner; returns (weights, metrics of the last batch)."""
     open_learners: list[Learner] = []
 
     def run(
@@ -119,7 +117,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_learns_the_same_however_the_batch_is_cut(name: str, train: Train, start: dict[str, Tensor]) -> None:
+def test_training_does_not_depend_on_micro_batches(name: str, train: Train, start: dict[str, Tensor]) -> None:
     whole, metrics = train(ALGORITHMS[name])
     cut, cut_metrics = train(ALGORITHMS[name], budget=40)
     assert distance(whole, start) > 0, "it learned nothing"
@@ -135,9 +133,7 @@ def test_it_learns_the_same_however_the_batch_is_cut(name: str, train: Train, st
 
 
 def shuffled(batch: TrainBatch) -> TrainBatch:
-    """The batch with groups (within their optimizer step), trajectories, micro-batches and the rows of each in another
-    order.
-    """
+    """Shuffles groups (within their optimizer step), trajectories, micro-batches and the rows of each."""
     random = np.random.default_rng(batch.policy_version)
 
     def mixed(values: Sequence[Any]) -> list[Any]:
@@ -179,9 +175,9 @@ IN_ANY_ORDER: dict[str, Settings] = {
 
 
 @pytest.mark.parametrize("name", IN_ANY_ORDER)
-def test_it_learns_the_same_in_any_order_of_rows(name: str, train: Train, start: dict[str, Tensor]) -> None:
-    """Rows and plan permuted alike: other places in every column, other micro-batches first, other neighbours
-    in each.
+def test_training_does_not_depend_on_row_order(name: str, train: Train, start: dict[str, Tensor]) -> None:
+    """Shuffles rows and plan together, so that columns, micro-batches and the rows of each micro-batch are in another
+    order.
     """
     planned, metrics = train(IN_ANY_ORDER[name], budget=60, num_batches=2)
     other, other_metrics = train(IN_ANY_ORDER[name], budget=60, num_batches=2, arrange=shuffled)
@@ -191,7 +187,7 @@ def test_it_learns_the_same_in_any_order_of_rows(name: str, train: Train, start:
         assert other_metrics[figure] == pytest.approx(metrics[figure], rel=5e-3, abs=2e-4), figure
 
 
-def test_what_is_rejected_leaves_the_denominators(train: Train, policy: PreTrainedModel) -> None:
+def test_rejected_rows_leave_the_denominators(train: Train, policy: PreTrainedModel) -> None:
     reject = {"correction": {"rejections": [{"level": "token", "measure": "k3", "high": 0.005}]}}
     _, metrics = train({**reject, "learning_rate": 0.0})
     assert 0 < metrics["rejected_fraction"] < 1
@@ -200,7 +196,7 @@ def test_what_is_rejected_leaves_the_denominators(train: Train, policy: PreTrain
     )
 
 
-def test_figures_are_split_by_staleness(train: Train, policy: PreTrainedModel) -> None:
+def test_metrics_are_split_by_staleness(train: Train, policy: PreTrainedModel) -> None:
     _, metrics = train({})
     assert metrics["staleness_0/num_loss_tokens"] + metrics["staleness_1/num_loss_tokens"] == _num_loss_tokens(
         3, policy
@@ -208,7 +204,7 @@ def test_figures_are_split_by_staleness(train: Train, policy: PreTrainedModel) -
     assert "staleness_2/num_loss_tokens" not in metrics
 
 
-def test_a_critic_warms_up_alone(train: Train, start: dict[str, Tensor]) -> None:
+def test_the_critic_warms_up_while_the_policy_is_frozen(train: Train, start: dict[str, Tensor]) -> None:
     settings = {"advantage": "gae", "critic": {"learning_rate": 1e-2, "warmup_batches": 2}}
     still, metrics = train(settings, num_batches=2)
     assert distance(still, start) == 0 and metrics["value_loss"] > 0 and metrics["skipped_steps"] == 0
@@ -216,14 +212,14 @@ def test_a_critic_warms_up_alone(train: Train, start: dict[str, Tensor]) -> None
     assert distance(moved, start) > 0
 
 
-def test_the_reference_policy_stays_where_the_run_began(train: Train) -> None:
+def test_the_reference_policy_stays_at_the_initial_weights(train: Train) -> None:
     settings = {"kl": {"loss": {"coefficient": 0.0, "estimator": "k3"}}, "learning_rate": 1e-2}
     _, first = train(settings, num_batches=1)
     _, third = train(settings, num_batches=3)
     assert third["reference_kl"] > first["reference_kl"] >= 0
 
 
-def test_a_target_moves_the_kl_coefficient(train: Train) -> None:
+def test_the_kl_coefficient_adapts_to_its_target(train: Train) -> None:
     _, metrics = train({"kl": {"reward": {"coefficient": 0.1, "target": 5.0, "horizon": 100}}})
     assert metrics["reward_kl_coefficient"] == pytest.approx(0.1 * (1 - 0.2 * 16 / 100) ** 2)
 
@@ -274,7 +270,7 @@ def test_critic_and_kl_coefficients_resume_bit_for_bit(
     )
 
 
-def test_adapters_learn_and_leave_under_the_base_models_names(
+def test_adapters_are_exported_under_the_base_models_names(
     model: Path, policy: PreTrainedModel, tmp_path: Path
 ) -> None:
     config = TrainerConfig(learning_rate=1e-2, lora={"rank": 2}, kl={"loss": {"coefficient": 0.1}})

@@ -1,4 +1,4 @@
-"""Correction and loss together: the sampler's log-probs stand for the proximal ones, and rejected tokens are gone."""
+"""Correction and loss together: the sampler's log-probs replace the proximal ones, and rejected tokens are removed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.trainer.test_aggregation import golden_shares
 
 
 def correction_of(hyper: dict[str, Any]) -> CorrectionOptions:
-    """The golden name of a test is `<level>_<k>`; bounds of k1 are given as ratios."""
+    """A golden test is named `<level>_<k>`; bounds of k1 are given as ratios."""
     weights: dict[str, Any] = {"level": hyper["rollout_is"] or "none"}
     if hyper["rollout_is"]:
         weights["high"] = hyper["rollout_is_threshold"]
@@ -48,7 +48,7 @@ def test_bypass_agrees_with_golden_values(case: GoldenCase) -> None:
     advantages_N = flatten(case.inputs["advantages"], mask_BT)[0]
     corrected = correct(current_N, behavior_N, lengths_B, correction_of(hyper))
 
-    # A clipped surrogate bounds the very ratio that the weights would correct: it goes without them.
+    # A clipped surrogate bounds the ratio that the weights would correct, so the weights are not applied.
     clips = hyper["loss_type"] == "ppo_clip"
     names = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "dual_clip": "clip_ratio_c"} if clips else {}
     model = loss_models()["clipped_surrogate" if clips else "reinforce"]

@@ -1,6 +1,4 @@
-"""No width of data parallelism shows in an update: every loss under every aggregation, and one learner on four real
-ranks.
-"""
+"""Updates do not depend on the number of ranks: every loss and aggregation, and one learner on four real ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ CORRECTIONS: Sequence[dict[str, Any]] = (
 
 
 def make_groups(seed: int) -> list[TrajectoryGroup]:
-    """Of 1 to 4 answers, every second with two segments, which may be trained on different ranks."""
+    """Groups of 1 to 4 answers. Every second answer has two segments, which may be trained on different ranks."""
     return [make_group(index, seed=seed, num_samples=1 + index, num_segments=1 + index % 2) for index in range(4)]
 
 
@@ -47,10 +45,10 @@ def make_groups(seed: int) -> list[TrajectoryGroup]:
     num_steps=st.integers(1, 2),
     correction=st.sampled_from(CORRECTIONS),
 )
-def test_ranks_add_up_to_the_loss_of_one(
+def test_losses_and_gradients_of_ranks_sum_to_those_of_one_rank(
     name: str, mode: Aggregation, seed: int, width: int, budget: int, num_steps: int, correction: dict[str, Any]
 ) -> None:
-    """Each rank has its own rows and the denominators of the step; their losses and gradients are summed."""
+    """Each rank gets its own rows and the denominators of the step."""
     config = AlgorithmConfig(
         loss={"name": name, **SMALL.get(name, {})},
         aggregation=mode,
@@ -70,9 +68,9 @@ def test_ranks_add_up_to_the_loss_of_one(
 
 
 @pytest.mark.slow
-def test_four_ranks_learn_as_one(tmp_path: Path) -> None:
-    """Rejection, a selection and normalised weights over the whole batch, a row the sampler broke; ZeRO-3 over four
-    processes.
+def test_four_ranks_train_like_one(tmp_path: Path) -> None:
+    """Covers rejection, a selection and normalized weights over the whole batch, and a row with non-finite log-probs,
+    under ZeRO-3 in four processes.
     """
     model = build_tiny_model(tmp_path / "model")
     run_ranks("tests.support.whole_batch_rank", model, folder=tmp_path, seconds=110, num_ranks=4)

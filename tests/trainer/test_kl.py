@@ -30,7 +30,7 @@ NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 ESTIMATORS = [case for name in NAMES for case in golden_cases(f"kl/{name}/") + golden_cases(f"kl/{name}+/")]
 
 
-def test_all_golden_cases_are_covered() -> None:
+def test_every_golden_case_is_tested() -> None:
     covered = ESTIMATORS + golden_cases("kl/adaptive_controller/") + golden_cases("kl/kl_in_reward/")
     assert {case.name for case in covered} == {case.name for case in golden_cases("kl/")}
 
@@ -84,7 +84,7 @@ def kl_of(scores_V: Tensor, reference_V: Tensor) -> Tensor:
 
 
 def expected_gradient(scores_V: Tensor, reference_V: Tensor, penalty: LossKl, behavior_V: Tensor) -> Tensor:
-    """Of the loss's KL term over all tokens that the behavior policy may sample, each as often as it does."""
+    """Expected gradient of the loss's KL term under the behavior policy, by enumerating all tokens."""
     scores_V = scores_V.clone().requires_grad_()
     logprobs_V = scores_V.log_softmax(0)
     ratio_V = (logprobs_V - behavior_V).exp()
@@ -110,7 +110,7 @@ def true_gradient(scores_V: Tensor, reference_V: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+", "abs+"])
-def test_on_policy_the_gradient_of_k2_and_of_straight_through_is_that_of_the_kl(
+def test_the_on_policy_gradient_of_k2_and_straight_through_is_that_of_the_kl(
     estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     scores_V, reference_V, _ = policies
@@ -118,7 +118,9 @@ def test_on_policy_the_gradient_of_k2_and_of_straight_through_is_that_of_the_kl(
     torch.testing.assert_close(got_V, true_gradient(scores_V, reference_V))
 
 
-def test_on_policy_the_gradient_of_k1_is_noise_and_that_of_k3_biased(policies: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_the_on_policy_gradient_is_zero_in_the_mean_for_k1_and_biased_for_k3(
+    policies: tuple[Tensor, Tensor, Tensor],
+) -> None:
     scores_V, reference_V, _ = policies
     on_policy_V = scores_V.log_softmax(0)
     k1_V = expected_gradient(scores_V, reference_V, LossKl(estimator="k1"), on_policy_V)
@@ -128,14 +130,16 @@ def test_on_policy_the_gradient_of_k1_is_noise_and_that_of_k3_biased(policies: t
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "kl", "low_var_kl"])
-def test_unbiased_off_policy(estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_unbiased_gives_the_kl_gradient_off_policy(
+    estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]
+) -> None:
     scores_V, reference_V, behavior_V = policies
     got_V = expected_gradient(scores_V, reference_V, LossKl(estimator=estimator, unbiased=True), behavior_V)
     torch.testing.assert_close(got_V, true_gradient(scores_V, reference_V))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_k1_and_k3_have_the_kl_as_their_mean(estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_the_mean_of_k1_and_k3_is_the_kl(estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]) -> None:
     scores_V, reference_V, _ = policies
     logprobs_V = scores_V.log_softmax(0)
     mean = (logprobs_V.exp() * kl_estimates(logprobs_V, reference_V, estimator)).sum()
@@ -143,7 +147,7 @@ def test_k1_and_k3_have_the_kl_as_their_mean(estimator: KlEstimator, policies: t
 
 
 @pytest.mark.parametrize("estimator", [*NAMES, *(name + "+" for name in NAMES)])
-def test_the_reference_itself_costs_nothing(estimator: KlEstimator) -> None:
+def test_the_kl_to_the_same_policy_is_zero(estimator: KlEstimator) -> None:
     logprobs_N = torch.tensor([-0.1, -3.0, -20.0], requires_grad=True)
     values_N = kl_estimates(logprobs_N, logprobs_N.detach(), estimator)
     assert values_N.tolist() == [0.0, 0.0, 0.0]
@@ -153,7 +157,7 @@ def test_the_reference_itself_costs_nothing(estimator: KlEstimator) -> None:
 
 @pytest.mark.parametrize("estimator", ["abs", "k2", "k3"])
 @pytest.mark.parametrize("difference", [-1.3, -0.01, 0.4, 2.0])
-def test_gradient_by_finite_differences(estimator: KlEstimator, difference: float) -> None:
+def test_gradients_agree_with_finite_differences(estimator: KlEstimator, difference: float) -> None:
     reference_N = torch.zeros(1, dtype=torch.float64)
     logprobs_N = torch.tensor([difference], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: kl_estimates(x, reference_N, estimator), (logprobs_N,))
@@ -171,12 +175,12 @@ def test_bad_logprobs_are_refused_in_the_reward() -> None:
 
 
 @pytest.mark.parametrize("estimator", [*NAMES, *(name + "+" for name in NAMES)])
-def test_a_nan_in_the_loss_is_not_hidden(estimator: KlEstimator) -> None:
+def test_a_nan_log_prob_makes_the_kl_loss_nan(estimator: KlEstimator) -> None:
     values_N = kl_estimates(torch.tensor([math.nan, -1.0]), torch.zeros(2), estimator)
     assert values_N.isnan().tolist() == [True, False]
 
 
-def test_a_batch_without_a_token_measures_no_kl() -> None:
+def test_a_batch_without_tokens_has_no_kl() -> None:
     nothing_N = torch.zeros(0, dtype=torch.float64)
     for lengths_R in (torch.zeros(0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)):
         rewards_N, kl = kl_in_reward(nothing_N, nothing_N, nothing_N, lengths_R, RewardKl(), coefficient=0.1)
@@ -184,19 +188,19 @@ def test_a_batch_without_a_token_measures_no_kl() -> None:
     assert kl_estimates(nothing_N, nothing_N, "k3+").shape == (0,)
 
 
-def test_coefficients_follow_their_targets_and_survive_json() -> None:
+def test_coefficients_adapt_to_their_targets_and_survive_json() -> None:
     options = KlOptions(reward=RewardKl(coefficient=0.1, target=1.0, horizon=100), loss=LossKl(coefficient=0.2))
     start = first_coefficients(options)
     assert start == KlCoefficients(0.1, 0.2)
     after = next_coefficients(start, options, reward_kl=9.0, loss_kl=9.0, num_trajectories=50)
-    assert after == KlCoefficients(pytest.approx(0.1 * 1.1), 0.2)  # without a target it stays
+    assert after == KlCoefficients(pytest.approx(0.1 * 1.1), 0.2)  # stays constant without a target
     assert KlCoefficients(**json.loads(json.dumps(asdict(after)))) == after
     none = first_coefficients(KlOptions())
     assert none == KlCoefficients(0.0, 0.0)
     assert next_coefficients(none, KlOptions(), reward_kl=9.0, loss_kl=9.0, num_trajectories=50) == none
 
 
-def test_a_resumed_run_goes_on_with_what_a_target_moved_and_with_its_own_options_otherwise() -> None:
+def test_a_resumed_run_restores_only_coefficients_with_a_target() -> None:
     saved = asdict(KlCoefficients(reward=0.3, loss=0.4))
     options = KlOptions(reward=RewardKl(coefficient=0.1, target=1.0), loss=LossKl(coefficient=0.2))
     assert resumed_coefficients(options, saved) == KlCoefficients(0.3, 0.2)
@@ -214,7 +218,7 @@ def test_one_update_at_most_halves_the_coefficient_and_a_bad_kl_leaves_it() -> N
 
 
 @pytest.mark.parametrize("estimator", ["k2", "abs", "k3+"])
-def test_unbiased_refuses_what_is_not_the_kl_in_the_mean(estimator: str) -> None:
+def test_unbiased_refuses_estimators_whose_mean_is_not_the_kl(estimator: str) -> None:
     with pytest.raises(ValidationError, match="unbiased needs the estimator k1 or k3"):
         LossKl.model_validate({"estimator": estimator, "unbiased": True})
 

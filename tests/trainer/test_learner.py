@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_learner(model: Path) -> Iterator[MakeLearner]:
-    """Makes one learner at a time; the one before is closed."""
+    """Creates one learner at a time and closes the previous one."""
     made: list[Learner] = []
 
     def make(path: Path = model, **settings: object) -> Learner:
@@ -65,9 +65,7 @@ def train(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_those_of_transformers_row_by_row(
-    make_learner: MakeLearner, model: Path, temperature: float
-) -> None:
+def test_logprobs_equal_those_of_transformers(make_learner: MakeLearner, model: Path, temperature: float) -> None:
     learner = make_learner()
     group = make_group(0, num_samples=6, temperature=temperature)
     batch, by_id = make_batch([group], tokens_per_micro_batch=1000)
@@ -86,7 +84,7 @@ def test_logprobs_are_those_of_transformers_row_by_row(
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_the_update_does_not_depend_on_the_cut(make_learner: MakeLearner, aggregation: str) -> None:
+def test_the_update_does_not_depend_on_micro_batches(make_learner: MakeLearner, aggregation: str) -> None:
     updates = []
     for budget in (30, 90, 2000):
         learner = make_learner(aggregation=aggregation)
@@ -99,7 +97,7 @@ def test_the_update_does_not_depend_on_the_cut(make_learner: MakeLearner, aggreg
 
 @every_engine
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_backend_and_stage_learns_as_stage_three(
+def test_every_backend_and_stage_trains_like_stage_3(
     make_learner: MakeLearner, engine_settings: Settings, dtype: str
 ) -> None:
     losses = []
@@ -109,7 +107,7 @@ def test_every_backend_and_stage_learns_as_stage_three(
     assert losses[0] == pytest.approx(losses[1], abs=1e-5 if dtype == "float32" else 5e-3)
 
 
-def test_metrics_say_what_happened(make_learner: MakeLearner) -> None:
+def test_metrics_of_a_batch(make_learner: MakeLearner) -> None:
     learner = make_learner(warmup_batches=4)
     metrics = train(learner, 1)
     assert metrics["learning_rate"] == pytest.approx(1e-3 / 4)
@@ -122,17 +120,17 @@ def test_metrics_say_what_happened(make_learner: MakeLearner) -> None:
     assert metrics["grad_norm"] > 0 and metrics["skipped_steps"] == 0
     assert learner.optimizer_step == 1
     several = train(make_learner(optimizer_steps_per_batch=4, learning_rate=0.05), 1, optimizer_steps=4)
-    assert several["clipped_fraction"] > 0  # later steps find the weights moved
+    assert several["clipped_fraction"] > 0  # later steps use changed weights
 
 
-def test_samples_of_the_current_weights_have_weight_one(make_learner: MakeLearner) -> None:
+def test_samples_of_the_current_weights_have_a_weight_of_1(make_learner: MakeLearner) -> None:
     learner = make_learner()
     batch, by_id = make_batch([make_group(0)])
     (cells,) = rank_micro_batches(batch, by_id, rank=0, device=learner.device)
     with torch.no_grad():
         logprobs = torch.cat([token_logprobs(learner._engine, cell) for cell in cells])
     rows = list(by_id["0-0"].scored_rows)
-    for row in batch.plan:  # the plan's order is the order of the log-probs
+    for row in batch.plan:  # the log-probs are in the plan's order
         trajectory = rows[row.trajectory_id].trajectory
         (segment,) = trajectory.segments
         mask = segment.loss_mask.astype(bool)
@@ -161,7 +159,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(
     learner = make_learner(**engine_settings, dtype=dtype, gradient_clip=clip, advantage="dr_grpo")
     train(learner, 1)
     before = all_weights(learner)
-    batch, by_id = make_batch([make_group(0, rewards=[1e200, 0.0, 1.0, 0.0])], policy_version=2)  # no float32 holds it
+    batch, by_id = make_batch([make_group(0, rewards=[1e200, 0.0, 1.0, 0.0])], policy_version=2)  # overflows float32
     result = learner.train(batch, by_id)
     assert not result.changed and result.optimizer_step == 1
     assert result.metrics["skipped_steps"] == 1
@@ -188,7 +186,7 @@ def without_first_prompt_token(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, rows=(replace(row, trajectory=replace(row.trajectory, segments=(segment,))), *group.rows[1:]))
 
 
-def test_what_cannot_be_trained_is_refused(make_learner: MakeLearner) -> None:
+def test_batches_that_cannot_be_trained_are_refused(make_learner: MakeLearner) -> None:
     learner = make_learner()
     start = all_weights(learner)
     batch, by_id = make_batch([make_group(0)])
@@ -264,7 +262,7 @@ def test_an_export_loads_in_transformers(make_learner: MakeLearner, tmp_path: Pa
     learner.export(tmp_path / "export")
     first = load_file(tmp_path / "export" / "model.safetensors")
     train(learner, 2)
-    learner.export(tmp_path / "export")  # replaces the one before
+    learner.export(tmp_path / "export")  # replaces the previous one
     assert not equal(first, load_file(tmp_path / "export" / "model.safetensors"))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["export", "source"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -279,7 +277,7 @@ def test_an_export_loads_in_transformers(make_learner: MakeLearner, tmp_path: Pa
 
 
 @pytest.mark.gpu
-def test_a_gpu_learns_in_bfloat16(make_learner: MakeLearner, tmp_path: Path) -> None:
+def test_a_gpu_trains_in_bfloat16(make_learner: MakeLearner, tmp_path: Path) -> None:
     learner = make_learner(dtype="bfloat16")
     assert learner.device.type == "cuda"
     start = all_weights(learner)
@@ -289,7 +287,7 @@ def test_a_gpu_learns_in_bfloat16(make_learner: MakeLearner, tmp_path: Path) -> 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
 
 
-def test_a_missing_or_broken_model_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_missing_or_broken_model_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model folder .*nowhere does not exist"):
         Learner(TrainerConfig(), model_path=str(tmp_path / "nowhere"), total_batches=1, seed=0, max_response_tokens=16)
     (tmp_path / "config.json").write_text("{}")

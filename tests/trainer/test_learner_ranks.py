@@ -1,4 +1,4 @@
-"""The learner over several ranks, on both backends: as one rank learns, and bit for bit after a resume."""
+"""The learner over several ranks, on both backends, trains like one rank and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.learner_rank import all_weights
 from tests.support.ranks import reports_of_ranks
 from tests.support.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.timeout(240)  # the ranks of one fixture together
+pytestmark = pytest.mark.timeout(240)  # for all ranks of a fixture together
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the ranks of one learner left in a folder, and what each reported."""
+    """The output folder of a learner's ranks and each rank's report."""
 
     backend: str
     folder: Path
@@ -76,7 +76,7 @@ def test_several_ranks_of_either_backend_agree_with_one_of_deepspeed(
     assert max(float((got[name] - weights[name]).abs().max()) for name in weights) <= 1e-5
     assert relative_error(got, weights, start) <= 1e-4
     num_elements = sum(tensor.numel() for tensor in start.values())
-    # DeepSpeed keeps the parts elsewhere than in the parameters.
+    # DeepSpeed keeps the shards outside the parameters.
     most_held = 0.01 if ranks.backend == "deepspeed" else 1 / len(ranks.reports) + 0.01
     for report in ranks.reports:
         assert report["held_elements"] < most_held * num_elements, "the rest is partitioned"
@@ -90,7 +90,7 @@ HOW_IT_WAS_CUT = {"padding_fraction", "num_micro_batches", "seconds_train", "sec
 
 @pytest.mark.parametrize("name", learner_rank.WHOLE_BATCH)
 @two_ranks
-def test_what_looks_at_the_whole_batch_does_not_see_the_ranks(ranks: Ranks, model: Path, name: str) -> None:
+def test_whole_batch_operations_do_not_depend_on_ranks(ranks: Ranks, model: Path, name: str) -> None:
     folder = ranks.folder
     config = learner_rank.WHOLE_BATCH[name]
     start, _ = learner_rank.train_whole_batch(config, str(model), num_batches=0)

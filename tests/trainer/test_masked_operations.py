@@ -1,4 +1,4 @@
-"""Means, variances and whitening over the tokens that count, of rows stored flat."""
+"""Means, variances and whitening over loss tokens, for rows stored flat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.golden_cases import GoldenCase, golden_cases
 
 
 @pytest.mark.parametrize("case", golden_cases("masked_ops/masked/"), ids=lambda case: case.name)
-def test_agrees_with_golden_values(case: GoldenCase) -> None:
+def test_masked_operations_agree_with_golden_values(case: GoldenCase) -> None:
     mask = case.inputs["mask"]
     values_N, lengths_B = flatten(case.inputs["values"], mask)
     case.check("mean", values_N.mean())
@@ -24,7 +24,7 @@ def test_agrees_with_golden_values(case: GoldenCase) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_what_has_no_variance_is_whitened_to_zero(count: int) -> None:
+def test_values_without_variance_are_whitened_to_zero(count: int) -> None:
     same_N = torch.full((count,), 0.3, dtype=torch.float64)
     torch.testing.assert_close(whiten(same_N), torch.zeros_like(same_N), rtol=0.0, atol=1e-12)
     torch.testing.assert_close(whiten(same_N, keep_mean=True), same_N)
@@ -33,7 +33,7 @@ def test_what_has_no_variance_is_whitened_to_zero(count: int) -> None:
     torch.testing.assert_close(whiten_rows(same_N, ones), torch.zeros_like(same_N), rtol=0.0, atol=1e-12)
 
 
-def test_whitening_rows_is_whitening_their_tokens() -> None:
+def test_whitening_rows_equals_whitening_their_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     values_R = torch.randn(20, generator=generator, dtype=torch.float64)
     lengths_R = torch.randint(0, 9, (20,), generator=generator)

@@ -1,6 +1,4 @@
-"""The composed loss of an optimizer step against formulas written down here in float64, and what it does with numbers
-that are none.
-"""
+"""The composed loss of an optimizer step against formulas in float64, and its handling of non-finite numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ PLAIN_CLIP = {"name": "clipped_surrogate", "clip_low": 0.2, "clip_high": 0.28, "
 
 @dataclass
 class Scene:
-    """A batch whose columns are made up, one micro-batch a step; every tensor in the layout's order."""
+    """A batch with made-up columns and one micro-batch per step; all tensors are in the layout's order."""
 
     layout: BatchLayout
     cells: list[list[MicroBatch]]
@@ -68,7 +66,9 @@ class Scene:
         )
 
     def policy_loss(self, objective: BatchObjective) -> tuple[float, Tensor, Tensor]:
-        """(loss, its gradient by the log-probs, by the entropies) of the only step, in the layout's order."""
+        """Returns (loss, gradient by the log-probs, gradient by the entropies) of the only step, in
+        the layout's order.
+        """
         place = self.layout.place_of(0, 0)
         logprobs_M, entropy_M = (column_N[place].requires_grad_() for column_N in (self.current_N, self.entropy_N))
         outputs = TokenStatistics(logprobs_M, entropy_M, None)
@@ -85,7 +85,7 @@ class Scene:
         return [column_N.double() for column_N in columns if column_N is not None]
 
     def with_reference(self, value: float) -> Scene:
-        """One of the reference log-probs is this one."""
+        """The scene with this value as one of the reference log-probs."""
         assert self.start.reference_N is not None
         reference_N = self.start.reference_N.clone()
         reference_N[4] = value
@@ -124,7 +124,7 @@ def scene() -> Scene:
 
 
 def check(got: tuple[float, Tensor, Tensor], loss_N: Tensor, slope_N: Tensor, keep_N: Tensor, bonus: float) -> None:
-    """Loss, gradient by the log-probs and by the entropies are those of the mean over kept tokens."""
+    """Compares the loss and its gradients by log-probs and entropies with those of the mean over kept tokens."""
     num_kept = int(keep_N.sum())
     assert got[0] == pytest.approx(float((loss_N * keep_N).sum()) / num_kept, rel=1e-5)
     torch.testing.assert_close(got[1].double(), slope_N * keep_N / num_kept, rtol=1e-4, atol=1e-7)
@@ -159,7 +159,7 @@ def test_surrogate_kl_and_entropy_add_up(scene: Scene, correction: str) -> None:
     check(got, loss_N, slope_N, torch.ones_like(loss_N, dtype=torch.bool), BONUS)
 
 
-def test_rejected_rows_leave_every_part_of_the_loss(scene: Scene) -> None:
+def test_rejected_rows_are_left_out_of_every_part_of_the_loss(scene: Scene) -> None:
     high = 0.08
     rejection = {"level": "geometric", "measure": "k3", "high": high}
     got = scene.policy_loss(
@@ -184,7 +184,7 @@ def test_rejected_rows_leave_every_part_of_the_loss(scene: Scene) -> None:
     check(got, loss_N, slope_N, keep_N, BONUS)
 
 
-def test_a_bypassed_weight_and_an_unbiased_kl_each_have_the_ratio_once(scene: Scene) -> None:
+def test_bypassed_weights_and_an_unbiased_kl_apply_the_ratio_once(scene: Scene) -> None:
     got = scene.policy_loss(
         scene.objective(
             loss="reinforce", correction="bypass_icepop", kl={"loss": {"coefficient": BETA, "unbiased": True}}
@@ -219,8 +219,7 @@ def test_the_critic_s_loss(scene: Scene) -> None:
     torch.testing.assert_close(gradient_M.double(), expected_M, rtol=1e-4, atol=1e-7)
 
 
-# --- what is not finite
-# ----------------------------------------------------------------------------------------------------
+# ---- non-finite numbers ----
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -231,7 +230,7 @@ def test_a_reference_that_is_not_finite_leaves_no_finite_gradient(scene: Scene, 
     assert not math.isfinite(loss) and not bool(gradient_N.isfinite().any())
 
 
-def test_a_critic_whose_first_value_is_not_a_number_has_no_finite_gradient(scene: Scene) -> None:
+def test_a_nan_among_old_values_leaves_no_finite_gradient_of_the_critic(scene: Scene) -> None:
     assert scene.start.values_N is not None
     scene.start.values_N[2] = math.nan
     objective = scene.objective(advantage="gae")
@@ -240,7 +239,7 @@ def test_a_critic_whose_first_value_is_not_a_number_has_no_finite_gradient(scene
     assert not bool(torch.autograd.grad(loss, values_M)[0].isfinite().any())
 
 
-def test_a_finite_loss_has_its_own_gradient_to_the_bit(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_does_not_change_the_gradient_of_a_finite_loss(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: Mapping[str, Any] = {"kl": {"loss": {"coefficient": BETA}}, "entropy_coefficient": BONUS}
     _, guarded_N, _ = scene.policy_loss(scene.objective(**settings))
     monkeypatch.setattr(objective_module, "_break_gradient", lambda loss, outputs_M: None)
@@ -250,7 +249,7 @@ def test_a_finite_loss_has_its_own_gradient_to_the_bit(scene: Scene, monkeypatch
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_a_reference_log_prob_that_is_not_a_number_skips_the_step(
+def test_a_nan_reference_log_prob_skips_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimator: str, stage: int
 ) -> None:
     look = learner_module.compute_columns
@@ -280,11 +279,10 @@ def test_a_reference_log_prob_that_is_not_a_number_skips_the_step(
         learner.close()
 
 
-# --- what looks at the whole batch
-# -------------------------------------------------------------------------------------------
+# ---- operations over the whole batch ----
 
 
-def test_a_selection_sees_the_proximal_policy_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selection_uses_the_proximal_policy_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = make_scene(num_steps=2)
     scene.start = replace(scene.start, proximal_N=None)
     seen: list[LossTokens] = []
@@ -309,7 +307,7 @@ def test_a_selection_sees_the_proximal_policy_of_the_loss(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_normalised_weights_have_mean_one_over_what_is_trained(scene: Scene, level: str) -> None:
+def test_normalised_weights_average_1_over_trained_tokens(scene: Scene, level: str) -> None:
     counts_R = torch.tensor([0.0, 1.0, 2.0, 1.0, 0.5, 0.0], dtype=torch.float64)
     scene.targets = replace(scene.targets, counts_R=counts_R)
     plan = scene.objective(correction={"weights": {"level": level, "normalize": True}}).begin_step(0, None)

@@ -1,4 +1,4 @@
-"""The learner against the reference loop: the same bits with the same engine, the same update with plain torch."""
+"""The learner against the reference loop: bit-identical with the same engine, the same update with plain torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def relative_update_error(got: dict[str, Tensor], want: dict[str, Tensor], start
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_recorded_batches_give_the_learners_weights(name: str, tmp_path: Path) -> None:
+def test_the_reference_loop_reproduces_the_learners_weights(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     model = build_tiny_model(tmp_path / "model", tied=name != "uncorrected, stage 0")
     learner = Learner(config, model_path=str(model), total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)

@@ -1,6 +1,4 @@
-"""What is rejected is not there: for no loss does it change a value, a gradient, a denominator, a selection or its
-row's ratio.
-"""
+"""Rejected tokens change no value, gradient, denominator, selection or row ratio of any loss."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def config_of(name: str, mode: Aggregation = "token-mean", **settings: Any) -> A
 
 @pytest.fixture(scope="module")
 def batch() -> MadeUpBatch:
-    """Four groups, two of them with trajectories of two segments, which are rows of their own."""
+    """Four groups. Two have trajectories of two segments, which are separate rows."""
     return MadeUpBatch.of([make_group(index, num_samples=3, num_segments=1 + index % 2) for index in range(4)])
 
 
@@ -51,7 +49,7 @@ def log_ratios(batch: MadeUpBatch) -> Tensor:
 
 
 def kept_of(batch: MadeUpBatch, rejection: Mapping[str, Any]) -> Tensor:
-    """bool (N,): which tokens pass, written out."""
+    """Which tokens pass the rejections, bool (N,), computed from the definition."""
     z_N = log_ratios(batch)
     k3_N = z_N.exp() - 1 - z_N
     if rejection["level"] == "geometric":
@@ -66,7 +64,7 @@ def rows_of(batch: MadeUpBatch, values_N: Tensor) -> tuple[Tensor, ...]:
 
 
 def kept_tokens(batch: MadeUpBatch, keep_N: Tensor, name: str) -> LossTokens:
-    """The kept tokens, as if no others had been sampled, weighed min(e^z, 2), and what the loss chooses of them."""
+    """Only the kept tokens, weighted min(e^z, 2), with the tokens the loss chooses among them."""
     start = batch.start
     assert start.proximal_N is not None and start.behavior_N is not None
     tokens = LossTokens(
@@ -83,10 +81,10 @@ def kept_tokens(batch: MadeUpBatch, keep_N: Tensor, name: str) -> LossTokens:
 
 @every_loss
 @every_level
-def test_a_batch_without_the_rejected_tokens_is_the_same_batch(
+def test_rejecting_tokens_equals_removing_them_from_the_batch(
     name: str, batch: MadeUpBatch, rejection: Mapping[str, Any]
 ) -> None:
-    """Value and gradient under every aggregation, denominators counted from what is kept; a rejected token has no
+    """Compares value and gradient under every aggregation with denominators over kept tokens. A rejected token has no
     gradient.
     """
     keep_N = kept_of(batch, rejection)
@@ -104,8 +102,8 @@ def test_a_batch_without_the_rejected_tokens_is_the_same_batch(
 
 @every_loss
 @every_level
-def test_nothing_of_a_rejected_token_is_read(name: str, batch: MadeUpBatch, rejection: Mapping[str, Any]) -> None:
-    """Another log-prob, another advantage, or none at all: to the bit the same, in what is chosen too."""
+def test_values_of_a_rejected_token_are_not_read(name: str, batch: MadeUpBatch, rejection: Mapping[str, Any]) -> None:
+    """Changes its log-prob and advantage, or sets them to NaN; the result and the chosen tokens stay bit-identical."""
     keep_N = kept_of(batch, rejection)
     config = config_of(name, correction={"preset": "token_tis", "rejections": [rejection]}, entropy_coefficient=0.1)
     want = batch.outcome(config)
@@ -129,7 +127,7 @@ UNCLIPPED: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("name", UNCLIPPED)
 def test_a_rejected_token_is_not_in_the_ratio_of_its_row(name: str, batch: MadeUpBatch) -> None:
-    """The row's mean (gspo, gmpo) or sum (topr) of log-ratios is over its kept tokens: −A·ratio/N, written out."""
+    """The mean (gspo, gmpo) or sum (topr) of log-ratios is over the row's kept tokens; the loss is −A·ratio/N."""
     keep_N = kept_of(batch, TOKENS)
     start = batch.start
     assert start.proximal_N is not None and start.behavior_N is not None
@@ -158,13 +156,12 @@ def test_a_rejected_token_is_not_in_the_ratio_of_its_row(name: str, batch: MadeU
     torch.testing.assert_close(got.by_logprobs_N, torch.cat(want_N), rtol=1e-5, atol=1e-9)
 
 
-# --- a row that the sampler broke
-# --------------------------------------------------------------------------------------------
+# ---- rows with non-finite log-probs ----
 
 
 @every_loss
-def test_a_row_the_sampler_broke_leaves_the_denominators(name: str) -> None:
-    """Also where the correction is made inside the micro-batch, as by default: as if the row were left out."""
+def test_a_row_with_bad_sampler_log_probs_leaves_the_denominators(name: str) -> None:
+    """The row is also left out if the correction runs inside the micro-batch, which is the default."""
     groups = [make_group(index, num_samples=3) for index in range(3)]
     whole = MadeUpBatch.of(groups)
     counts_R = whole.targets.counts_R.clone()
@@ -182,7 +179,7 @@ def test_a_row_the_sampler_broke_leaves_the_denominators(name: str) -> None:
         assert got.by_logprobs_N.any()
 
 
-def test_a_broken_segment_leaves_its_trajectory_the_others(batch: MadeUpBatch) -> None:
+def test_a_broken_segment_does_not_remove_the_others_of_its_trajectory(batch: MadeUpBatch) -> None:
     groups = list(batch.groups)
     groups[1] = with_broken_row(groups[1])
     broken = MadeUpBatch.of(groups)
@@ -198,8 +195,10 @@ def test_a_broken_segment_leaves_its_trajectory_the_others(batch: MadeUpBatch) -
     [{}, {"loss": "m2po", "advantage": "gae", "optimizer_steps_per_batch": 2, "aggregation": "seq-mean-token-mean"}],
     ids=["default", "m2po with a critic"],
 )
-def test_the_learner_learns_as_from_a_batch_without_the_broken_row(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """To the bit as with the overlong filter, which leaves a row out of the loss and in the baseline."""
+def test_the_learner_trains_as_if_the_broken_row_were_left_out(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The result is bit-identical to the overlong filter's, which drops a row from the loss but keeps it in the
+    baseline.
+    """
     model = build_tiny_model(tmp_path)
     groups = [make_group(index, num_samples=3, rewards=(1.0, 0.0, 0.5)) for index in range(4)]
 
@@ -224,12 +223,11 @@ def test_the_learner_learns_as_from_a_batch_without_the_broken_row(tmp_path: Pat
     assert metrics["skipped_steps"] == 0
 
 
-# --- rows of which nothing is left
-# --------------------------------------------------------------------------------------------
+# ---- rows without kept tokens ----
 
 
 def without_tokens(group: TrajectoryGroup, rows: set[int]) -> TrajectoryGroup:
-    """The group as if nothing had been sampled in these rows."""
+    """The group with no sampled tokens in these rows."""
     changed = list(group.scored_rows)
     for number in rows:
         trajectory = changed[number].trajectory
@@ -238,9 +236,9 @@ def without_tokens(group: TrajectoryGroup, rows: set[int]) -> TrajectoryGroup:
     return replace(group, rows=tuple(changed))
 
 
-def test_gmpo_may_divide_by_rows_of_which_nothing_is_left() -> None:
-    """Rejected whole, or without a token, even in a group of nothing else: counted in the step of their group, as often
-    as they count.
+def test_gmpo_can_count_rows_without_kept_tokens() -> None:
+    """Rows that are rejected whole or have no tokens count in the step of their group, also if no row of it is left,
+    with their own weight.
     """
     groups = [make_group(index, num_samples=3) for index in range(4)]
     groups[1] = without_tokens(groups[1], {0})
@@ -266,6 +264,6 @@ def test_gmpo_may_divide_by_rows_of_which_nothing_is_left() -> None:
             )
 
 
-def test_where_nothing_divides_by_rows_counting_empty_ones_is_refused() -> None:
+def test_count_empty_rows_is_refused_if_the_aggregation_does_not_divide_by_rows() -> None:
     with pytest.raises(ValidationError, match=r"count_empty_rows .*take seq-mean-token-mean"):
         AlgorithmConfig(loss={"name": "gmpo", "count_empty_rows": True}, aggregation="token-mean")

@@ -16,7 +16,7 @@ LETTERS = "abcdefgh"
 
 
 def rows_to_copy() -> list[SftRow]:
-    """`a=` is to be answered with `a`, and so on."""
+    """Rows such as the prompt `a=` with the answer `a`."""
     tokenizer = character_tokenizer()
     return [SftRow(tokenizer(f"{c}=").input_ids, [*tokenizer(c).input_ids, EOS_ID]) for c in LETTERS]
 
@@ -35,7 +35,7 @@ def accuracy_of(model: PreTrainedModel, temperature: float) -> float:
     return sum(answer == list(row.answer_ids)[:-1] for answer, row in zip(answers, rows, strict=True)) / len(rows)
 
 
-def test_it_learns_stops_at_its_target_and_writes_the_model(tmp_path: Path) -> None:
+def test_sft_stops_at_the_target_accuracy_and_writes_the_model(tmp_path: Path) -> None:
     source = build_tiny_model(tmp_path / "source")
     calls: list[tuple[int, float]] = []
 
@@ -52,7 +52,7 @@ def test_it_learns_stops_at_its_target_and_writes_the_model(tmp_path: Path) -> N
     assert {entry.name for entry in (tmp_path / "warm").iterdir()} == {entry.name for entry in source.iterdir()}
 
 
-def test_the_same_seed_gives_the_same_model_and_validation_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_model_with_or_without_validation(tmp_path: Path) -> None:
     source = build_tiny_model(tmp_path / "source")
     weights = []
     for name, validate in (("one", None), ("two", lambda model, step, loss: accuracy_of(model, 1.0))):
@@ -63,7 +63,7 @@ def test_the_same_seed_gives_the_same_model_and_validation_leaves_no_trace(tmp_p
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_unusable_rows_are_named(tmp_path: Path) -> None:
+def test_empty_data_and_empty_answers_are_refused(tmp_path: Path) -> None:
     source = build_tiny_model(tmp_path / "source")
     settings = SftSettings(max_steps=1, batch_size=1, learning_rate=1e-3)
     with pytest.raises(DataError, match="no rows"):

@@ -1,4 +1,4 @@
-"""The critic's loss: golden values and gradients under every aggregation, and what bad values do."""
+"""The critic's loss: golden values and gradients under every aggregation, and bad values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.golden_cases import GoldenCase, golden_cases
 
 
 def shares(case: GoldenCase, lengths_B: Tensor) -> Tensor:
-    """What every token counts, times the ranks that the golden convention averages over."""
+    """Every token's share times the number of ranks that the golden convention averages over."""
     given = case.hyper["global"] or {}
     share_B = token_shares(
         lengths_B,
@@ -43,14 +43,14 @@ def test_golden_value_loss(case: GoldenCase) -> None:
     case.check_metric("vf_clipfrac", float(terms.marks["clipped"].double().mean()))
 
 
-def test_gradient_by_finite_differences() -> None:
+def test_gradients_agree_with_finite_differences() -> None:
     generator = torch.Generator().manual_seed(0)
     values_N, returns_N, start_N = torch.randn(3, 40, generator=generator, dtype=torch.float64)
     values_N.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: clipped_value_loss(x, returns_N, start_N, clip=0.4).losses_N, (values_N,))
 
 
-def test_a_value_that_left_the_range_towards_its_return_gets_no_gradient() -> None:
+def test_a_value_clipped_on_its_way_to_the_return_gets_no_gradient() -> None:
     values_N = torch.tensor([0.6, 1.4], requires_grad=True)
     terms = clipped_value_loss(values_N, torch.tensor([1.0, 1.0]), torch.tensor([0.0, 0.0]), clip=0.5)
     assert terms.losses_N.tolist() == pytest.approx([0.125, 0.125])
@@ -59,7 +59,7 @@ def test_a_value_that_left_the_range_towards_its_return_gets_no_gradient() -> No
     assert gradient_N.tolist() == [0.0, 0.0]
 
 
-def test_without_clipping_it_is_half_the_squared_error() -> None:
+def test_the_unclipped_loss_is_half_the_squared_error() -> None:
     terms = clipped_value_loss(torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([0.0]), clip=math.inf)
     assert terms.losses_N.tolist() == [2.0]
     assert terms.marks["clipped"].tolist() == [False]
@@ -67,14 +67,14 @@ def test_without_clipping_it_is_half_the_squared_error() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("place", range(3))
-def test_a_bad_value_is_not_hidden(bad: float, place: int) -> None:
+def test_a_bad_value_makes_its_loss_non_finite(bad: float, place: int) -> None:
     arguments = [torch.ones(2) for _ in range(3)]
     arguments[place][1] = bad
     losses_N = clipped_value_loss(*arguments, clip=0.5).losses_N
     assert losses_N.isfinite().tolist() == [True, False] or (place == 2 and bad == math.inf)
 
 
-def test_no_token_and_wrong_shapes() -> None:
+def test_no_tokens_are_accepted_and_wrong_shapes_fail_an_assertion() -> None:
     nothing_N = torch.zeros(0, requires_grad=True)
     clipped_value_loss(nothing_N, nothing_N, nothing_N, clip=0.5).losses_N.sum().backward()
     assert nothing_N.grad is not None

@@ -1,5 +1,5 @@
-"""Adapters, reference and critic partitioned over two ranks (DeepSpeed: all offloaded), against one rank that keeps
-everything.
+"""Adapters, reference and critic partitioned over two ranks (with DeepSpeed also offloaded) match one unpartitioned
+rank.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:
-    """What two ranks left in a folder, and what each saw."""
+    """Runs two ranks; returns their output folder and their reports."""
     folder = tmp_path_factory.mktemp("ranks")
     return folder, reports_of_ranks("tests.support.engine_rank", model, request.param, folder=folder, seconds=170)
 
 
-def test_two_ranks_learn_as_one(two_ranks: tuple[Path, list[dict[str, Any]]], model: Path) -> None:
+def test_two_ranks_train_like_one(two_ranks: tuple[Path, list[dict[str, Any]]], model: Path) -> None:
     folder, seen = two_ranks
     alone = Ring(model, TrainerConfig(zero_stage=0))
     start = alone.weights()
@@ -56,7 +56,7 @@ def test_two_ranks_learn_as_one(two_ranks: tuple[Path, list[dict[str, Any]]], mo
         assert all(held < rank["most_held"] for held in rank["held_fractions"]), "the rest is partitioned"
 
 
-def test_the_adapters_two_ranks_send_are_merged_into_their_weights(
+def test_two_ranks_merge_their_adapters_into_the_sent_weights(
     two_ranks: tuple[Path, list[dict[str, Any]]], model: Path
 ) -> None:
     folder, _ = two_ranks

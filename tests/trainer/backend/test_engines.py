@@ -1,4 +1,4 @@
-"""Offload, gradient checkpointing and ZeRO stages: every combination learns the same, or is refused."""
+"""Every combination of offload, gradient checkpointing and ZeRO stage trains the same weights or is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SWITCHES = ("offload_optimizer", "offload_parameters", "gradient_checkpointing")
 
 
 def combinations(stage: int, dtype: str) -> Iterator[dict[str, bool]]:
-    """What check_engine lets through, the plain one first."""
+    """All combinations that check_engine accepts; the plain one comes first."""
     for chosen in itertools.product((False, True), repeat=len(SWITCHES)):
         settings = dict(zip(SWITCHES, chosen, strict=True))
         try:
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gradients_of(engine: TrainingEngine) -> dict[str, Tensor]:
-    """The whole gradients before a step, by DeepSpeed's or FSDP's own means; DeepSpeed shows none at stage 2."""
+    """Full gradients before a step, read through DeepSpeed or FSDP. DeepSpeed exposes none at stage 2."""
     named = dict(engine.module.named_parameters())
     if isinstance(engine, DeepSpeedEngine) and engine.deepspeed.zero_optimization_stage() == 2:
         return {}
@@ -94,8 +94,8 @@ def test_gradients_and_weights_equal_those_of_plain_torch(model: Path, engine_se
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_combination_learns_the_same(model: Path, stage: int, dtype: str) -> None:
-    """Including after a step that is skipped because its gradient is not finite."""
+def test_every_combination_trains_the_same_weights(model: Path, stage: int, dtype: str) -> None:
+    """One of the steps is skipped because its gradient is not finite."""
     plain = None
     settings = list(combinations(stage, dtype))
     assert len(settings) == ({0: 2, 1: 4, 2: 4, 3: 8} if dtype == "float32" else {0: 2, 1: 2, 2: 2, 3: 8})[stage]
@@ -117,7 +117,7 @@ def test_every_combination_learns_the_same(model: Path, stage: int, dtype: str) 
             plain = norm, after
             assert not equal(after, before)
         assert norm == pytest.approx(plain[0], rel=1e-6)
-        # Offload sums the gradient's norm in another order, so clipping differs in its last bit.
+        # Offload sums the gradient norm in another order, so clipping differs in the last bit.
         assert relative_error(after, plain[1], start) <= 1e-4
 
 
@@ -137,7 +137,7 @@ def test_every_combination_learns_the_same(model: Path, stage: int, dtype: str) 
         ),
     ],
 )
-def test_settings_that_the_backend_cannot_honour_are_refused(
+def test_settings_that_the_backend_does_not_support_are_refused(
     model: Path, settings: dict[str, Any], remedy: str
 ) -> None:
     with pytest.raises(ConfigError, match=remedy) as failure:
@@ -145,13 +145,13 @@ def test_settings_that_the_backend_cannot_honour_are_refused(
     assert "\n" not in str(failure.value)
 
 
-def test_a_model_without_gradient_checkpointing_is_named() -> None:
+def test_a_model_without_gradient_checkpointing_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="gradient_checkpointing: Linear does not support it"):
         config = TrainerConfig(gradient_checkpointing=True)
         load_backend(config).build_engine(config, nn.Linear(2, 2))
 
 
-def test_an_unknown_backend_names_the_nearest() -> None:
+def test_an_unknown_backend_suggests_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="no training backend 'fdsp'; did you mean fsdp"):
         TrainerConfig(backend="fdsp")
 
@@ -163,8 +163,7 @@ def test_a_backend_whose_package_is_missing_names_the_pip_command(monkeypatch: p
     check_backend(TrainerConfig(backend="fsdp"))
 
 
-def test_fsdp_needs_no_deepspeed(model: Path) -> None:
-    """In a process that cannot import it."""
+def test_fsdp_runs_where_deepspeed_cannot_be_imported(model: Path) -> None:
     program = """
 import sys
 sys.modules["deepspeed"] = None
@@ -177,7 +176,7 @@ Learner(config, model_path=sys.argv[1], total_batches=1, seed=0, max_response_to
 
 
 @every_engine
-def test_gradient_checkpointing_computes_a_layer_twice(model: Path, engine_settings: Settings) -> None:
+def test_gradient_checkpointing_runs_each_layer_forward_twice(model: Path, engine_settings: Settings) -> None:
     calls = []
     for chosen in (False, True):
         engine = engine_of(model, TrainerConfig(**engine_settings, gradient_checkpointing=chosen))
@@ -189,7 +188,7 @@ def test_gradient_checkpointing_computes_a_layer_twice(model: Path, engine_setti
     assert calls == [1, 2]
 
 
-def test_a_checkpoint_from_before_there_were_other_engines_still_loads(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_format_1_still_loads(model: Path, tmp_path: Path) -> None:
     known: dict[str, Any] = {"backend": "deepspeed", "world_size": 1, "zero_stage": 3, "dtype": "float32"}
     engine = engine_of(model, TrainerConfig())
     state = CheckpointState(batch_version=1, optimizer_step=1, trainer={}, **known)
@@ -204,7 +203,7 @@ def test_a_checkpoint_from_before_there_were_other_engines_still_loads(model: Pa
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_offload_resumes_bit_exactly_and_may_be_switched_over_a_resume(model: Path, tmp_path: Path, stage: int) -> None:
+def test_offload_resumes_bit_exactly_and_can_be_changed_on_resume(model: Path, tmp_path: Path, stage: int) -> None:
     known: dict[str, Any] = {"backend": "deepspeed", "world_size": 1, "zero_stage": stage, "dtype": "float32"}
     offloaded = TrainerConfig(zero_stage=stage, offload_optimizer=True, offload_parameters=stage == 3)
     engine = engine_of(model, offloaded)

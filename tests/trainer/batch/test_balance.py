@@ -1,4 +1,4 @@
-"""Sharing work out evenly: golden costs, counts, and that grouping and dealing keep their promises."""
+"""Balancing work over ranks: golden costs and counts, and properties of partitioning, grouping and dealing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_golden_group_partition(case: GoldenCase) -> None:
     assert sorted(item for part in parts for item in part) == list(range(len(costs)))
     groups_of_parts = [{groups[item] for item in part} for part in parts]
     assert len({len(found) for found in groups_of_parts}) == 1
-    assert sum(map(len, groups_of_parts)) == len(set(groups))  # none is in two parts
+    assert sum(map(len, groups_of_parts)) == len(set(groups))  # no item is in two parts
     assert max(sums(parts, costs)) <= case.outputs["max_cost"].item()
 
 
@@ -53,7 +53,7 @@ def test_golden_workload(case: GoldenCase) -> None:
 
 
 @given(costs=costs_lists, num_parts=st.integers(1, 8), equal_size=st.booleans())
-def test_every_item_is_in_one_part_and_no_part_is_empty_without_need(
+def test_every_item_is_in_one_part_and_parts_are_empty_only_if_items_run_out(
     costs: list[int], num_parts: int, equal_size: bool
 ) -> None:
     parts = partition(costs, num_parts, equal_size=equal_size)
@@ -67,8 +67,8 @@ def test_every_item_is_in_one_part_and_no_part_is_empty_without_need(
 
 
 def plain_differencing(costs: list[int], num_parts: int) -> int:
-    """The largest sum of Karmarkar–Karp's method, straight from its definition; of equal spreads the tuple with the
-    heaviest part goes first.
+    """The largest sum of the Karmarkar–Karp method, written from its definition. Among equal spreads, the tuple with
+    the heaviest part comes first.
     """
     tuples = [[(cost, 1, [item])] + [(0, 0, [])] * (num_parts - 1) for item, cost in enumerate(costs)]
     while len(tuples) > 1:
@@ -85,7 +85,7 @@ def test_37_lengths_in_5_parts_are_never_worse_than_plain_differencing(seed: int
     assert max(sums(partition(costs, 5), costs)) <= plain_differencing(costs, 5)
 
 
-def test_differencing_beats_dealing_there_and_back() -> None:
+def test_differencing_beats_zigzag_dealing() -> None:
     assert max(sums(partition([8, 7, 6, 5, 4], 2), [8, 7, 6, 5, 4])) == 16
     assert sums(partition([1, 3, 5, 7, 11, 13, 17, 19], 2, equal_size=True), [1, 3, 5, 7, 11, 13, 17, 19]) == [38, 38]
 

@@ -1,4 +1,4 @@
-"""The critic's explained variance, a figure of metrics.jsonl."""
+"""The critic's explained variance in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_explained_variance_compares_errors_with_the_variance_of_the_returns(
     assert explained_variance(values, RETURNS) == pytest.approx(expected)
 
 
-def test_returns_that_do_not_vary_have_no_explained_variance() -> None:
+def test_explained_variance_is_undefined_for_constant_returns() -> None:
     assert math.isnan(explained_variance(RETURNS, torch.ones_like(RETURNS)))

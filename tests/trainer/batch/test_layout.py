@@ -1,4 +1,4 @@
-"""Where a batch's loss tokens stand, and what becomes of its rewards on the way to the estimator."""
+"""The layout of a batch's loss tokens, and the reward processing before the estimator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def targets_of(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_token_has_one_place_whatever_the_cut(world_size: int) -> None:
+def test_every_token_has_one_place_for_any_split_into_micro_batches(world_size: int) -> None:
     groups = [make_group(i, num_segments=1 + i % 2, baseline=True, rewards=[1.0, None, 0.0, 0.5]) for i in range(5)]
     batch, by_id = make_batch(groups, world_size=world_size, tokens_per_micro_batch=40, optimizer_steps=2)
     ids_N: list[np.ndarray] = []
@@ -62,7 +62,7 @@ def test_every_token_has_one_place_whatever_the_cut(world_size: int) -> None:
     assert (found == wanted).all()
 
 
-def test_columns_of_one_rank_come_back_as_they_were() -> None:
+def test_columns_of_one_rank_survive_a_round_trip() -> None:
     batch, by_id = make_batch([make_group(i) for i in range(3)], tokens_per_micro_batch=40)
     layout = BatchLayout.of(batch, rank=0)
     (cells,) = rank_micro_batches(batch, by_id, rank=0, device=CPU)
@@ -79,7 +79,7 @@ def test_segments_of_a_trajectory_share_one_advantage_and_the_group_counts_it_on
         assert [set(row.tolist()) for row in by_row] == [{0.75}, {-0.25}, {-0.25}, {-0.25}]
 
 
-def test_baselines_and_unscored_rows_are_no_trajectories() -> None:
+def test_baselines_and_unscored_rows_are_not_trajectories() -> None:
     group = make_group(0, num_samples=4, rewards=[1.0, None, 0.0, 0.5], baseline=True)
     layout, targets = targets_of([group], {"advantage": "dr_grpo"})
     assert layout.trajectories == (("0-0", 0), ("0-0", 2), ("0-0", 3))
@@ -87,7 +87,7 @@ def test_baselines_and_unscored_rows_are_no_trajectories() -> None:
     assert firsts == pytest.approx([0.5, -0.5, 0.0])
 
 
-def test_the_greedy_answer_is_what_remax_compares_with() -> None:
+def test_remax_uses_the_greedy_answer_as_its_baseline() -> None:
     group = make_group(0, num_samples=2, rewards=[1.0, 0.0], baseline=True)
     greedy = group.scored_rows[-1]
     group = replace(group, rows=(*group.rows[:-1], replace(greedy, reward=0.25)))
@@ -97,7 +97,7 @@ def test_the_greedy_answer_is_what_remax_compares_with() -> None:
         targets_of([make_group(0, num_samples=2, rewards=[1.0, 0.0])], {"advantage": "remax"})
 
 
-def test_rewards_on_tokens_are_part_of_the_reward_not_added_to_it() -> None:
+def test_token_rewards_are_part_of_the_reward_and_not_added_to_it() -> None:
     group = make_group(0, num_samples=1, rewards=[1.0], max_sampled=6)
     layout, _ = targets_of([group], {})
     earned_N = torch.zeros(layout.num_tokens)
@@ -113,15 +113,15 @@ PLACES = {"advantage": {"name": "reinforce_plus_plus", "whiten": False}}
 
 
 def earned_at_once(group: TrajectoryGroup, amounts: Sequence[float]) -> BatchColumns:
-    """So much of each trajectory's reward fell on its first token."""
+    """Assigns the given part of each trajectory's reward to its first token."""
     layout, _ = targets_of([group], {})
     earned_N = torch.zeros(layout.num_tokens)
     earned_N[layout.lengths_R.cumsum(0) - layout.lengths_R] = torch.tensor(amounts)
     return BatchColumns(token_rewards_N=earned_N)
 
 
-def test_trajectories_are_ranked_by_what_they_earned_in_all() -> None:
-    """Filtration does not see where a reward fell: the first and the third are equally good, the second is the
+def test_trajectories_are_ranked_by_their_total_reward() -> None:
+    """Filtration ignores which token a reward is on: the first and third trajectory are equally good, the second is
     worst.
     """
     group = make_group(0, rewards=[1.0, 0.25, 1.0, 0.5])
@@ -135,10 +135,8 @@ def test_trajectories_are_ranked_by_what_they_earned_in_all() -> None:
     assert targets.figures["zero_variance_groups"] == 1
 
 
-def test_clip_and_penalty_are_of_the_total_and_fall_on_the_last_token() -> None:
-    """What fell on earlier tokens stays; so the whole is the clipped total, and what is still to come makes up
-    for it.
-    """
+def test_clip_and_penalty_apply_to_the_total_and_go_to_the_last_token() -> None:
+    """Rewards of earlier tokens stay. The last token gets the rest of the clipped total."""
     group = make_group(0, num_samples=3, rewards=[2.0, 0.25, -3.0])
     earned = [1.5, 0.25, 0.5]
     shaped = {"reward_clip": [-1.0, 1.0], "overlong_penalty": {"buffer_tokens": 12}}
@@ -152,7 +150,7 @@ def test_clip_and_penalty_are_of_the_total_and_fall_on_the_last_token() -> None:
         assert row_N.tolist() == pytest.approx([total, *[total - first] * (length - 1)])
 
 
-def test_an_advantage_is_clipped_token_by_token() -> None:
+def test_advantages_are_clipped_per_token() -> None:
     group = make_group(0, num_samples=2, rewards=[1.0, -1.0])
     settings = {**PLACES, "selection": {"advantage_clip": 0.5}}
     layout, targets = targets_of([group], settings, earned_at_once(group, [0.75, 0.0]))
@@ -173,7 +171,7 @@ def test_a_missing_component_is_named() -> None:
         targets_of([replace(group, rows=rows)], {"advantage": "gdpo"})
 
 
-def test_what_selection_leaves_out_counts_nothing() -> None:
+def test_rows_that_selection_drops_have_no_weight() -> None:
     group = make_group(0, rewards=[1.0, 0.0, 0.5, 0.5])
     rows = list(group.scored_rows)
     rows[1] = replace(rows[1], trajectory=replace(rows[1].trajectory, finish_reason="length"))

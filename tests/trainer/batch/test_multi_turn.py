@@ -1,5 +1,5 @@
-"""Answers with tool output between what was sampled, in the real learner: only sampled tokens teach, each from its own
-place.
+"""Answers with tool output between the sampled tokens, in the real learner: only sampled tokens are trained, each at
+its own position.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def groups() -> list[TrajectoryGroup]:
 
 
 def segments_of(groups: Sequence[TrajectoryGroup]) -> list[Segment]:
-    """Of all answers, in the layout's order."""
+    """The segments of all answers, in the layout's order."""
     return [segment for group in groups for row in group.scored_rows for segment in row.trajectory.segments]
 
 
@@ -52,7 +52,7 @@ def has_gap(segment: Segment) -> bool:
 def learned(
     model: Path, groups: Sequence[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[Targets, dict[str, Tensor], dict[str, float]]:
-    """What a batch taught, the weights after it and its figures."""
+    """Trains one batch; returns its targets, the new weights and the metrics."""
     seen: list[Targets] = []
     real = learner_module.learning_targets
 
@@ -73,7 +73,7 @@ def learned(
 def test_only_sampled_tokens_have_a_gradient(
     model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of −Σ A·log π over them, by plain torch."""
+    """The gradient equals that of −Σ A·log π over the sampled tokens, computed with plain torch."""
     settings: dict[str, Any] = {"advantage": "dr_grpo", "loss": "reinforce", "correction": "none"}
     targets, _, metrics = learned(model, groups, monkeypatch, **settings)
     policy = AutoModelForCausalLM.from_pretrained(model)
@@ -89,10 +89,10 @@ def test_only_sampled_tokens_have_a_gradient(
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_what_is_recorded_of_tool_output_is_not_read(
+def test_log_probs_and_rewards_of_tool_output_are_ignored(
     model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN for its log-probs and rewards: to the bit the same."""
+    """Sets both to NaN; the weights stay bit-identical."""
 
     def scribbled(group: TrajectoryGroup) -> TrajectoryGroup:
         rows = []
@@ -114,11 +114,11 @@ def test_what_is_recorded_of_tool_output_is_not_read(
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_gae_goes_over_the_gaps_from_value_to_value(
+def test_gae_skips_tool_output_between_sampled_tokens(
     model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A critic with a head of its own; V before a token, the next sampled token's V after it, no discount for what lies
-    between.
+    """The critic has a head of its own. A sampled token's V precedes it; the next value is V before the next sampled
+    token, with no discount for the tokens in between.
     """
     torch.manual_seed(1)
     critic = AutoModelForTokenClassification.from_pretrained(model, num_labels=1)
@@ -139,7 +139,7 @@ def test_gae_goes_over_the_gaps_from_value_to_value(
             for place in reversed(np.flatnonzero(segment.loss_mask).tolist()):
                 value = float(values_T[place - 1])
                 advantage_after = (reward or 0.0) + GAMMA * value_after - value + GAMMA * LAM * advantage_after
-                value_after, reward = value, 0.0  # all of it was on the last one
+                value_after, reward = value, 0.0  # the whole reward was on the last token
                 of_row.append((advantage_after, advantage_after + value))
             want += [one for one, _ in reversed(of_row)]
             returns += [one for _, one in reversed(of_row)]
@@ -161,7 +161,7 @@ CORRECTIONS: dict[str, Any] = {
 
 
 def weighed(given: str, z_N: Tensor) -> Tensor:
-    """What a correction makes of log-ratios, as far as advantages have no say."""
+    """Correction weights of these log-ratios, without the tests that depend on advantages."""
     if given == "not at all":
         return torch.ones_like(z_N)
     weight_N = z_N.exp().clamp(max=2.0)
@@ -170,11 +170,11 @@ def weighed(given: str, z_N: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("given", CORRECTIONS)
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
-def test_a_token_baseline_weighs_as_the_correction_does(
+def test_a_token_baseline_uses_the_correction_weights(
     model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, name: str, given: str
 ) -> None:
-    """Σ G·W/Σ W over the group at the same place (tool output counted, or not), W = Σ w²(1 − 2π + Σπ²), w 0 where it
-    rejects.
+    """The baseline is Σ G·W/Σ W over the group at the same position (with or without tool output), where W = Σ w²(1 −
+    2π + Σπ²) and w is 0 for rejected tokens.
     """
     settings: dict[str, Any] = {
         "advantage": {"name": name, "handle_zero_tail": False},

@@ -1,4 +1,4 @@
-"""Micro-batches within a token budget: padded, and end to end."""
+"""Packing rows into micro-batches within a token budget, padded or end to end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_row_is_packed_flat_once_and_no_bin_exceeds_the_budget(
 
 
 @given(lengths=lengths_lists, slack=st.integers(0, 200), multiple=st.integers(1, 4))
-def test_ranks_cost_at_most_the_rounding_up(lengths: list[int], slack: int, multiple: int) -> None:
+def test_a_multiple_of_ranks_adds_bins_only_by_rounding_up(lengths: list[int], slack: int, multiple: int) -> None:
     budget = max(lengths) + slack
     fewest = len(pack(lengths, budget))
     num_bins = len(pack(lengths, budget, multiple_of=multiple))
@@ -57,7 +57,7 @@ def test_ranks_cost_at_most_the_rounding_up(lengths: list[int], slack: int, mult
 
 
 @given(lengths=lengths_lists, slack=st.integers(0, 400), multiple=st.integers(1, 4))
-def test_padding_is_little_or_not_worth_a_micro_batch(lengths: list[int], slack: int, multiple: int) -> None:
+def test_padding_is_small_or_cheaper_than_another_micro_batch(lengths: list[int], slack: int, multiple: int) -> None:
     budget = max(lengths) + slack
     padding = padded_size(pack(lengths, budget, multiple_of=multiple), lengths) - sum(lengths)
     allowed = MAX_PADDING_OF_BUDGET * budget if sum(lengths) < SMALL_BATCH * budget else 0.0
@@ -72,7 +72,7 @@ def test_padding_is_little_or_not_worth_a_micro_batch(lengths: list[int], slack:
     sigma=st.floats(0.2, 1.2),
     multiple=st.sampled_from([1, 2, 8]),
 )
-def test_a_batch_of_lognormal_lengths_is_padded_by_a_twentieth_at_most(
+def test_a_batch_of_lognormal_lengths_is_at_most_5_percent_padding(
     seed: int, num_rows: int, median: int, sigma: float, multiple: int
 ) -> None:
     lengths = lognormal_lengths(np.random.default_rng(seed), num_rows=num_rows, median=median, sigma=sigma, most=8192)
@@ -81,7 +81,7 @@ def test_a_batch_of_lognormal_lengths_is_padded_by_a_twentieth_at_most(
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_so_is_a_batch_of_few_budgets(multiple: int) -> None:
+def test_a_batch_of_less_than_four_budgets_is_at_most_5_percent_padding(multiple: int) -> None:
     random = np.random.default_rng(0)
     for _ in range(200):
         median, budget = random.uniform(200, 500), 32768
@@ -105,18 +105,18 @@ def test_no_bin_of_a_thousand_random_batches_exceeds_the_budget() -> None:
         assert max(sum(lengths[row] for row in rows) for rows in flat) <= budget
 
 
-def test_rows_are_sorted_so_that_little_is_padding() -> None:
+def test_rows_are_sorted_by_length_to_reduce_padding() -> None:
     assert pack([10, 2, 10, 2, 10, 2], 30) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_bins_are_evened_out() -> None:
-    assert [len(rows) for rows in pack([10] * 12, 110)] == [6, 6]  # eleven would fit, then one would be alone
+def test_bins_have_equal_numbers_of_rows() -> None:
+    assert [len(rows) for rows in pack([10] * 12, 110)] == [6, 6]  # 11 rows would fit into one bin and leave 1 alone
     assert [len(rows) for rows in pack([10] * 12, 110, multiple_of=3)] == [4, 4, 4]
 
 
-def test_a_wide_bin_is_cut_where_that_saves_more_than_a_twentieth() -> None:
+def test_a_wide_bin_is_split_if_that_saves_more_than_5_percent() -> None:
     lengths = [100] * 10 + [10] * 50
-    assert len(pack(lengths, 6000)) == 2  # one bin would hold them, three quarters of it padding
+    assert len(pack(lengths, 6000)) == 2  # one bin would hold them, but three quarters of it would be padding
     assert pack([9, 1], 1000) == [[0, 1]]  # eight tokens of padding are cheaper than a forward pass
 
 
@@ -124,7 +124,7 @@ def test_flat_bins_are_full() -> None:
     assert pack_flat([6, 4, 5, 5, 7, 3], 10) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_flat_bins_become_more_until_they_fit() -> None:
+def test_flat_bins_are_added_until_rows_fit() -> None:
     lengths = [6, 6, 6, 6, 6]  # 30 tokens would fill three bins of 11
     assert [len(rows) for rows in pack_flat(lengths, 11)] == [1, 1, 1, 1, 1]
 
@@ -148,5 +148,5 @@ def test_a_row_beyond_the_budget_is_refused(packer: object) -> None:
 
 
 @pytest.mark.parametrize("packer", [pack, pack_flat])
-def test_nothing_packs_into_nothing(packer: object) -> None:
+def test_no_rows_need_no_bins(packer: object) -> None:
     assert packer([], 10) == []  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Sums, means and spreading over rows of different lengths: values, gradients, empty rows."""
+"""Sums, means and spreading over rows of different lengths: values, gradients and empty rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rows_are_summed_averaged_and_spread(dtype: torch.dtype) -> None:
     assert keep_tokens(LENGTHS, values_N > 2).tolist() == [0, 1, 0, 1, 2, 0]
 
 
-def test_gradients_are_true_to_the_second_order() -> None:
+def test_first_and_second_order_gradients_are_correct() -> None:
     generator = torch.Generator().manual_seed(0)
     values_N = torch.randn(6, dtype=torch.float64, generator=generator, requires_grad=True)
     values_B = torch.randn(6, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -35,7 +35,7 @@ def test_gradients_are_true_to_the_second_order() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_nothing_sums_to_nothing(lengths: list[int]) -> None:
+def test_empty_rows_sum_to_zero(lengths: list[int]) -> None:
     values_N = torch.zeros(0, requires_grad=True)
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
     means_B = row_means(values_N, lengths_B)
@@ -44,20 +44,20 @@ def test_nothing_sums_to_nothing(lengths: list[int]) -> None:
     assert values_N.grad is not None and values_N.grad.shape == (0,)
 
 
-def test_a_long_row_is_summed_closely() -> None:
+def test_a_long_row_is_summed_precisely() -> None:
     values_N = torch.rand(200_000, generator=torch.Generator().manual_seed(0))
     total = row_sums(values_N, torch.tensor([200_000]))
     torch.testing.assert_close(total.double(), values_N.double().sum()[None], rtol=1e-6, atol=0)
 
 
-def test_lengths_that_do_not_fit_are_a_bug() -> None:
+def test_lengths_that_do_not_match_fail_an_assertion() -> None:
     with pytest.raises(AssertionError):
         row_sums(torch.ones(5), LENGTHS)
     with pytest.raises(AssertionError):
         spread(torch.ones(5), LENGTHS)
 
 
-def test_a_matrix_is_flattened_and_back() -> None:
+def test_a_matrix_survives_flatten_and_unflatten() -> None:
     mask_BT = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]], dtype=torch.uint8)
     values_BT = torch.arange(9.0).reshape(3, 3).requires_grad_()
     values_N, lengths_B = flatten(values_BT, mask_BT)

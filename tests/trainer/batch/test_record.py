@@ -1,4 +1,4 @@
-"""batches/<version>: written whole, readable with pyarrow alone, read back bit for bit."""
+"""Records in batches/<version>: written atomically, readable with pyarrow alone, and read back bit for bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch_and_groups() -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
     return make_batch(groups, policy_version=3, optimizer_steps=2, world_size=2)
 
 
-def test_what_is_written_is_read(
+def test_a_record_survives_a_round_trip(
     tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
 ) -> None:
     batch, groups = batch_and_groups
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(
             assert segment.spans == original.spans
 
 
-def test_pyarrow_alone_shows_a_row_a_segment(
+def test_pyarrow_alone_reads_one_row_per_segment(
     tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
 ) -> None:
     batch, groups = batch_and_groups
@@ -112,7 +112,7 @@ def test_a_later_schema_is_refused(
         read_record(tmp_path, 3)
 
 
-def test_a_full_disk_is_one_clear_line_and_leaves_nothing(
+def test_a_full_disk_is_a_one_line_error_and_leaves_no_files(
     tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, groups = batch_and_groups

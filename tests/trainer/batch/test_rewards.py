@@ -1,4 +1,4 @@
-"""From rewards to advantages: the greedy answer is held to the rules of the rows that are compared with it."""
+"""From rewards to advantages: the greedy answer is shaped by the same rules as the rows compared with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rewards_are_compared_with_the_greedy_answers_of_their_own_group() -> No
     torch.testing.assert_close(targets.advantages_N, per_row)
 
 
-def test_clips_and_penalties_hold_for_the_greedy_answer_too() -> None:
+def test_clips_and_penalties_also_apply_to_the_greedy_answer() -> None:
     batch, _ = make_batch([make_group(0, num_samples=3, rewards=(2.0, 1.0, 0.0, 5.0), baseline=True, num_segments=2)])
     lengths = [
         sum(header.num_loss_tokens for header in batch.headers if header.trajectory_id == number) for number in range(4)
@@ -60,7 +60,7 @@ def test_clips_and_penalties_hold_for_the_greedy_answer_too() -> None:
     torch.testing.assert_close(targets.advantages_N, expected_R.repeat_interleave(layout.lengths_R))
 
 
-def test_without_its_greedy_answer_a_group_is_refused() -> None:
+def test_a_group_without_its_greedy_answer_is_refused() -> None:
     whole, _ = make_batch([make_group(0, baseline=True), make_group(1)])
     with pytest.raises(DataError, match="group 0-1 has no scored greedy answer"):
         targets_of(whole)

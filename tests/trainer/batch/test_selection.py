@@ -1,4 +1,4 @@
-"""What is learned from: dynamic sampling, overlong answers, clipping, PF-PPO."""
+"""Selection of training rows: dynamic sampling, overlong answers, clipping and PF-PPO."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_golden_group_filter(case: GoldenCase) -> None:
     case.check("keep_row", torch.tensor(keep))
 
 
-def test_rounding_makes_no_variance() -> None:
+def test_rounding_errors_do_not_count_as_variance() -> None:
     assert zero_variance([0.1, 0.1, 0.1])
     assert not zero_variance([0.1, 0.1, 0.1], by_deviation=True)
 
@@ -50,7 +50,7 @@ def test_golden_overlong_penalty(case: GoldenCase) -> None:
     case.check("reward", case.inputs["base_score"] + torch.from_numpy(penalties_R))
 
 
-def test_past_the_limit_the_penalty_stays_at_its_factor() -> None:
+def test_the_overlong_penalty_is_constant_past_the_limit() -> None:
     lengths = np.array([0, 6, 7, 10, 11, 50])
     options = OverlongPenalty(buffer_tokens=4, factor=2.0)
     assert overlong_penalties(lengths, options, max_tokens=10).tolist() == [0.0, 0.0, -0.5, -2.0, -2.0, -2.0]
@@ -62,7 +62,7 @@ def test_groups_of_one_and_of_none_are_kept() -> None:
     assert not zero_variance([1.0]) and not zero_variance([])
 
 
-def test_answers_that_were_cut_off_are_left_out() -> None:
+def test_truncated_answers_are_left_out() -> None:
     assert finished_rows(["stop", "length", "abort", "error"]).tolist() == [True, False, True, True]
     assert finished_rows([]).dtype == np.bool_
 
@@ -99,13 +99,13 @@ def test_clipping() -> None:
         ("best_worst", [0.0, 2.0, 0.0, 2.0]),
     ],
 )
-def test_the_papers_weights(method: str, want: list[float]) -> None:
+def test_filtration_weights_match_the_paper(method: str, want: list[float]) -> None:
     options = PolicyFiltration.model_validate({"method": method})
     rewards, groups = np.array([0.5, 0.9, 0.3, 0.1]), np.zeros(4, np.int64)
     assert filtration_weights(rewards, groups, options, seed=0).tolist() == pytest.approx(want)
 
 
-def test_equal_rewards_share_what_their_ranks_get() -> None:
+def test_equal_rewards_share_the_weights_of_their_ranks() -> None:
     groups = np.array([1, 1, 1, 1, 2, 2, 7])
     rewards = np.array([1.0, 0.0, 1.0, 0.5, 3.0, 3.0, 5.0])
     weights = filtration_weights(rewards, groups, PolicyFiltration(method="best_worst"), seed=0)
@@ -148,7 +148,7 @@ def test_filtration_keeps_the_size_of_the_batch(seed: int, method: str, resample
         )
 
 
-def test_resampling_draws_what_the_weights_say_on_average() -> None:
+def test_resampling_follows_the_weights_on_average() -> None:
     rewards, groups = np.array([0.5, 0.9, 0.3, 0.1]), np.zeros(4, np.int64)
     options = PolicyFiltration(method="best_random", resample=True)
     mean = np.mean([filtration_weights(rewards, groups, options, seed=seed) for seed in range(4000)], axis=0)

@@ -1,6 +1,4 @@
-"""Rows of different lengths without padding: each function against a plain loop, its gradient, and rows that
-are empty.
-"""
+"""Operations on rows of different lengths without padding: values against a plain loop, gradients and empty rows."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ MASKS = st.integers(0, 6).flatmap(
 
 
 def rows_of(lengths: list[int], seed: int) -> tuple[list[list[float]], Tensor, Tensor]:
-    """(the rows as lists, values_N, lengths_B) of random values."""
+    """(rows as lists, values_N, lengths_B) of random values."""
     values_N = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
     return [row.tolist() for row in values_N.split(lengths)] if lengths else [], values_N, lengths_B
@@ -75,7 +73,7 @@ def test_padding_that_is_not_finite_does_not_leak() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
-def test_sums_and_means_are_those_of_a_loop(lengths: list[int], seed: int) -> None:
+def test_sums_and_means_equal_those_of_a_loop(lengths: list[int], seed: int) -> None:
     rows, values_N, lengths_B = rows_of(lengths, seed)
     torch.testing.assert_close(row_sums(values_N, lengths_B), float64([math.fsum(row) for row in rows]))
     means = [math.fsum(row) / len(row) if row else 0.0 for row in rows]
@@ -84,7 +82,7 @@ def test_sums_and_means_are_those_of_a_loop(lengths: list[int], seed: int) -> No
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
-def test_the_gradient_of_a_sum_is_its_rows_factor(lengths: list[int], seed: int) -> None:
+def test_the_gradient_of_a_row_sum_is_the_factor_of_that_row(lengths: list[int], seed: int) -> None:
     _, values_N, lengths_B = rows_of(lengths, seed)
     factors_B = torch.arange(1.0, len(lengths) + 1.0, dtype=torch.float64)
     values_N.requires_grad_()
@@ -108,7 +106,7 @@ def test_spread_repeats_and_its_gradient_sums(lengths: list[int], seed: int) -> 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, seed=st.integers(0, 99))
-def test_what_is_kept_can_be_summed_again(lengths: list[int], seed: int) -> None:
+def test_kept_tokens_can_be_summed_by_their_new_lengths(lengths: list[int], seed: int) -> None:
     rows, values_N, lengths_B = rows_of(lengths, seed)
     kept_B = keep_tokens(lengths_B, values_N > 0)
     assert kept_B.dtype == torch.int64
@@ -127,7 +125,7 @@ def test_gradients_agree_with_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_types_and_strides_are_kept(dtype: torch.dtype) -> None:
+def test_dtypes_and_strides_are_kept(dtype: torch.dtype) -> None:
     values_N = torch.arange(12.0).to(dtype)[::2]
     lengths_B = torch.tensor([2, 0, 1, 3])
     sums_B = row_sums(values_N, lengths_B)
@@ -141,14 +139,14 @@ def test_types_and_strides_are_kept(dtype: torch.dtype) -> None:
     assert values_N[0] == 0.0
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
     values_N = float64([1.0, math.nan, 2.0, math.inf, 1e300, 1.0])
     sums_B = row_sums(values_N, torch.tensor([1, 1, 1, 1, 1, 0, 1]))
     assert sums_B[[0, 2, 5, 6]].tolist() == [1.0, 2.0, 0.0, 1.0]
     assert sums_B[1].isnan() and sums_B[3].isinf()
 
 
-def test_no_rows_and_no_tokens() -> None:
+def test_batches_without_rows_or_tokens() -> None:
     nothing_N, none_B = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
     assert row_sums(nothing_N, none_B).shape == row_means(nothing_N, none_B).shape == (0,)
     assert spread(torch.zeros(0), none_B).shape == (0,)

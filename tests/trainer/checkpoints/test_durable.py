@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all."""
+"""Folders are replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tandem.protos.errors import EnvironmentLackError
 from tandem.trainer.checkpoints.durable import atomic_folder
 
 
-def test_a_folder_takes_the_place_of_the_one_before_it(tmp_path: Path) -> None:
+def test_a_folder_replaces_the_previous_one(tmp_path: Path) -> None:
     for text in ("one", "two"):
         with atomic_folder(tmp_path / "new") as begun:
             (begun / text).touch()
     assert os.listdir(tmp_path) == ["new"] and os.listdir(tmp_path / "new") == ["two"]
 
 
-def test_what_raises_leaves_the_one_before_it(tmp_path: Path) -> None:
+def test_an_exception_keeps_the_previous_folder(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     with pytest.raises(RuntimeError), atomic_folder(tmp_path / "new"):
         raise RuntimeError("a bug")
     assert os.listdir(tmp_path) == ["new"]
 
 
-def test_a_file_in_its_place_is_told_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_file_at_the_target_path_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "new").write_text("mine")
     refused = pytest.raises(EnvironmentLackError, match="new: a file stands where a folder is needed")
     with refused, atomic_folder(tmp_path / "new"):

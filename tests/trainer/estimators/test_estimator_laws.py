@@ -1,5 +1,5 @@
-"""What must hold for advantages whatever the batch looks like: order of rows, names of groups, shifts, scales, sums,
-and naive loops.
+"""Properties of advantages for every batch: row order, group names, shifts, scales and sums, checked against naive
+loops.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ seeds = st.integers(0, 2**31)
 
 @st.composite
 def batches(draw: st.DrawFn, *, smallest_group: int = 4, shortest: int = 0) -> EstimatorBatch:
-    """Groups of different sizes whose rows stand anywhere; rewards of 0, ¼ … 1, so that ties and zero variance are
-    common.
-    """
+    """Groups of different sizes in shuffled row order. Rewards of 0, ¼ … 1 make ties and zero variance common."""
     sizes = draw(st.lists(st.integers(smallest_group, 7), min_size=1, max_size=4))
     labels = torch.tensor([label * 3 - 1 for label, size in enumerate(sizes) for _ in range(size)])
     lengths_R = torch.tensor(
@@ -65,7 +63,7 @@ def rows_of(batch: EstimatorBatch) -> list[Tensor]:
 
 
 def reorder(batch: EstimatorBatch, order_R: Tensor) -> tuple[EstimatorBatch, Tensor]:
-    """The batch with its rows in another order, and where each of its tokens stood."""
+    """The batch with its rows in another order, and the old index of each token."""
     rows = rows_of(batch)
     where_N = torch.cat([rows[row] for row in order_R.tolist()])
     columns: dict[str, Any] = {}
@@ -76,7 +74,7 @@ def reorder(batch: EstimatorBatch, order_R: Tensor) -> tuple[EstimatorBatch, Ten
 
 
 def with_scores(batch: EstimatorBatch, scores_R: Tensor) -> EstimatorBatch:
-    """The batch with other row scores: all of it on the last token."""
+    """The batch with other row scores, each on the row's last token."""
     rewards_N = torch.zeros_like(batch.rewards_N)
     rewards_N[batch.lengths_R.cumsum(0) - 1] = scores_R
     return replace(batch, rewards_N=rewards_N, components_RC=torch.stack([scores_R, scores_R * 2], 1))
@@ -87,7 +85,7 @@ def run(batch: EstimatorBatch, name: str, **values: Any) -> Estimate:
 
 
 def row_advantages(batch: EstimatorBatch, name: str, **values: Any) -> Tensor:
-    """The advantage of every row, of an estimator that gives all its tokens the same; rows must not be empty."""
+    """The advantage of each row, for an estimator that gives all tokens of a row the same. Rows must not be empty."""
     advantages_N = run(batch, name, **values).advantages_N
     first_R = advantages_N[batch.lengths_R.cumsum(0) - batch.lengths_R]
     assert torch.equal(advantages_N, spread(first_R, batch.lengths_R))
@@ -118,7 +116,9 @@ def test_the_names_of_groups_do_not_matter(batch: EstimatorBatch, name: str) -> 
 @pytest.mark.parametrize(
     "name", ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "pkpo", "reinforce_plus_plus_baseline", "gdpo"]
 )
-def test_what_all_of_a_group_get_more_does_not_matter(name: str, batch: EstimatorBatch, seed: int) -> None:
+def test_adding_a_constant_to_the_rewards_of_a_group_does_not_matter(
+    name: str, batch: EstimatorBatch, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     shifts_P = torch.randint(-40, 40, (len(batch.groups.sizes_P),), generator=generator).double() / 4
     plain = with_scores(batch, batch.scores_R)
@@ -154,7 +154,7 @@ def test_what_all_of_a_group_get_more_does_not_matter(name: str, batch: Estimato
         ("gae", {}, 0),
     ],
 )
-def test_the_scale_of_rewards_carries_over_or_cancels(
+def test_scaling_rewards_scales_advantages_or_cancels(
     name: str, values: dict[str, Any], degree: int, batch: EstimatorBatch, scale: float
 ) -> None:
     assert batch.components_RC is not None and batch.baselines_R is not None and batch.values_N is not None
@@ -177,14 +177,14 @@ def test_the_scale_of_rewards_carries_over_or_cancels(
 @many
 @given(batches(shortest=1))
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "maxrl"])
-def test_a_groups_advantages_add_up_to_zero(name: str, batch: EstimatorBatch) -> None:
+def test_advantages_of_a_group_sum_to_zero(name: str, batch: EstimatorBatch) -> None:
     sums_P = batch.groups.sums(row_advantages(batch, name))
     torch.testing.assert_close(sums_P, torch.zeros_like(sums_P), **CLOSE)
 
 
 @many
 @given(batches(shortest=1))
-def test_opos_advantages_add_up_to_zero_over_tokens(batch: EstimatorBatch) -> None:
+def test_opo_advantages_sum_to_zero_over_tokens(batch: EstimatorBatch) -> None:
     sums_P = batch.groups.sums(row_sums(run(batch, "opo").advantages_N, batch.lengths_R))
     torch.testing.assert_close(sums_P, torch.zeros_like(sums_P), **CLOSE)
 
@@ -229,7 +229,7 @@ def test_gae_agrees_with_the_recursion(batch: EstimatorBatch, gamma: float, lam:
 
 @many
 @given(batches())
-def test_without_discount_gaes_returns_are_the_reward_to_go(batch: EstimatorBatch) -> None:
+def test_gae_returns_without_discount_are_the_reward_to_go(batch: EstimatorBatch) -> None:
     to_go_N = torch.cat([batch.rewards_N[row].flip(0).cumsum(0).flip(0) for row in rows_of(batch)])
     for name in ("gae", "reinforce_plus_plus", "remax"):
         torch.testing.assert_close(run(batch, name).returns_N, to_go_N, **CLOSE)
@@ -285,7 +285,7 @@ def test_sums_within_rows_agree_with_a_loop(lengths: list[int], decay: float, se
 
 @many
 @given(batches(shortest=1))
-def test_a_huge_reward_does_not_blur_another_row(batch: EstimatorBatch) -> None:
+def test_a_huge_reward_does_not_reduce_the_precision_of_another_row(batch: EstimatorBatch) -> None:
     rewards_N = batch.rewards_N.clone()
     rewards_N[: int(batch.lengths_R[0])] = 1e18
     rest = slice(int(batch.lengths_R[0]), None)
@@ -297,7 +297,7 @@ def test_a_huge_reward_does_not_blur_another_row(batch: EstimatorBatch) -> None:
 
 @many
 @given(batches(), names)
-def test_an_estimate_leaves_its_inputs_as_they_were(batch: EstimatorBatch, name: str) -> None:
+def test_estimators_do_not_modify_their_inputs(batch: EstimatorBatch, name: str) -> None:
     before = {key: value.clone() for key, value in vars(batch).items() if isinstance(value, Tensor)}
     run(batch, name)
     for key, value in before.items():

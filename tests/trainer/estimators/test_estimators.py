@@ -33,7 +33,7 @@ from tests.support.golden_cases import GoldenCase, golden_cases
 
 
 def options_of(case: GoldenCase) -> EstimatorOptions:
-    """What reproduces a golden case: the defaults, but where its name or `hyper` says otherwise."""
+    """Options that reproduce a golden case: the defaults, overridden by its name and `hyper`."""
     name, hyper = case.name.split("/")[1], case.hyper
     values: dict[str, Any] = {}
     if name in ("grpo", "grpo_vectorized"):
@@ -72,7 +72,7 @@ def batch_of(case: GoldenCase) -> EstimatorBatch:
 
 
 def make_batch(scores: list[float], groups: list[int], lengths: list[int] | None = None) -> EstimatorBatch:
-    """Rows with an outcome's reward on their last token and made-up columns for what else an estimator may need."""
+    """Rows with the outcome reward on their last token and made-up values in the other columns."""
     lengths_R = torch.tensor(lengths or [2] * len(scores), dtype=torch.int64)
     total = int(lengths_R.sum())
     scores_R = torch.tensor(scores, dtype=torch.float64)
@@ -100,7 +100,7 @@ def row_values(batch: EstimatorBatch, options: EstimatorOptions) -> list[float]:
 
 
 @pytest.mark.parametrize("case", golden_cases("advantage/"), ids=lambda case: case.name)
-def test_agrees_with_golden_values(case: GoldenCase) -> None:
+def test_advantages_agree_with_golden_values(case: GoldenCase) -> None:
     mask = case.inputs["response_mask"]
     got = estimate(batch_of(case), options_of(case))
     case.check("advantages", unflatten(got.advantages_N, mask))
@@ -120,7 +120,7 @@ def test_gae_without_whitening_is_returns_minus_values(case: GoldenCase) -> None
     torch.testing.assert_close(estimate(batch, options).advantages_N, want)
 
 
-def test_the_critics_own_lambda_changes_only_the_returns() -> None:
+def test_critic_lam_changes_only_the_returns() -> None:
     batch = make_batch([1.0, 0.0, 0.5], [0, 0, 1], [5, 1, 70])
     plain = estimate(batch, GaeOptions(gamma=0.9, lam=0.7))
     decoupled = estimate(batch, GaeOptions(gamma=0.9, lam=0.7, critic_lam=1.0))
@@ -130,7 +130,7 @@ def test_the_critics_own_lambda_changes_only_the_returns() -> None:
     torch.testing.assert_close(decoupled.returns_N, other.returns_N)
 
 
-def test_grpo_over_the_batchs_deviation() -> None:
+def test_grpo_divides_by_the_standard_deviation_of_the_batch() -> None:
     got = row_values(make_batch([1.0, 0.0, 3.0, 3.0], [0, 0, 1, 1]), GrpoOptions(std_over="batch"))
     std = float(torch.tensor([1.0, 0.0, 3.0, 3.0], dtype=torch.float64).std())
     assert got == pytest.approx([0.5 / (std + 1e-6), -0.5 / (std + 1e-6), 0.0, 0.0])
@@ -162,13 +162,13 @@ def test_pkpo_agrees_with_the_sum_over_all_subsets(k: int) -> None:
 
 
 def test_pkpo_of_a_single_success_counts_how_often_the_others_fail() -> None:
-    # Of 3 others that all fail every pair fails, so the success is worth k = 3; with another success among them one
-    # pair in three does.
+    # If 3 others all fail, every pair fails, so the success is worth k = 3. With another success among them, one pair
+    # in three fails.
     assert row_values(make_batch([1.0, 0.0, 0.0, 0.0], [0] * 4), PkpoOptions(k=3)) == pytest.approx([3.0, 0, 0, 0])
     assert row_values(make_batch([1.0, 1.0, 0.0, 0.0], [0] * 4), PkpoOptions(k=3)) == pytest.approx([1.0, 1.0, 0, 0])
 
 
-def test_remax_and_reinforce_hand_out_reward_to_go() -> None:
+def test_remax_and_reinforce_use_the_reward_to_go() -> None:
     rewards_N = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
     batch = EstimatorBatch(rewards_N, torch.tensor([3, 1]), torch.tensor([0, 0]), torch.tensor([0.5, 1.0]))
     assert estimate(batch, RemaxOptions()).advantages_N.tolist() == [6.5, 5.5, 3.5, 7.0]
@@ -177,7 +177,7 @@ def test_remax_and_reinforce_hand_out_reward_to_go() -> None:
 
 
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
-def test_equal_rewards_teach_the_tail_of_the_longest_row_of_a_token_baseline(name: str) -> None:
+def test_a_token_baseline_with_equal_rewards_is_nonzero_only_on_the_longest_tail(name: str) -> None:
     batch = make_batch([1.0, 1.0, 1.0], [0, 0, 0], [4, 2, 1])
     options = estimator_models()[name]
     zeros = [0.0] * 5
@@ -213,7 +213,7 @@ def test_a_group_of_one_is_defined_or_refused(name: str) -> None:
             estimate(batch, options)
 
 
-def test_rloos_group_of_one_may_get_zero() -> None:
+def test_rloo_can_give_a_group_of_one_zero() -> None:
     assert row_values(make_batch([0.75, 1.0, 0.0], [0, 1, 1]), RlooOptions(group_of_one="zero")) == [0.0, 1.0, -1.0]
 
 
@@ -260,7 +260,7 @@ def test_other_columns_that_are_not_finite_name_their_row(name: str, column: str
     getattr(batch, column)[2 if column.endswith(("R", "RC")) else 4] = bad
     with pytest.raises(DataError, match=rf"row 2 \(group 1\): a {what} is not finite"):
         estimate(batch, estimator_models()[name]())
-    # Who does not read the column does not mind.
+    # An estimator that does not read the column accepts it.
     estimate(batch, GrpoOptions())
 
 
@@ -269,7 +269,7 @@ def test_an_advantage_that_overflows_is_refused() -> None:
         estimate(make_batch([1e308, -1e308], [0, 0]), RlooOptions())
 
 
-def test_mismatched_shapes_and_missing_columns_are_bugs() -> None:
+def test_mismatched_shapes_and_missing_columns_fail_an_assertion() -> None:
     one = torch.ones(1, dtype=torch.int64)
     with pytest.raises(AssertionError):
         EstimatorBatch(torch.zeros(3, dtype=torch.float64), one, one)
@@ -279,12 +279,12 @@ def test_mismatched_shapes_and_missing_columns_are_bugs() -> None:
         estimate(EstimatorBatch(torch.zeros(1, dtype=torch.float64), one, one), GaeOptions())
 
 
-def test_gdpo_wants_a_weight_a_component() -> None:
+def test_gdpo_requires_one_weight_per_component() -> None:
     with pytest.raises(DataError, match="3 weights for 2 reward components"):
         estimate(make_batch([1.0, 0.0], [0, 0]), GdpoOptions(weights=(1.0, 1.0, 1.0)))
 
 
-def test_the_token_baseline_leaves_the_longest_tail_alone() -> None:
+def test_the_token_baseline_leaves_the_longest_tail_unchanged() -> None:
     batch = make_batch([1.0, 0.5], [0, 0], [4, 2])
     kept = estimate(batch, OptimalTokenBaselineOptions()).advantages_N
     cut = estimate(batch, OptimalTokenBaselineOptions(handle_zero_tail=False)).advantages_N
@@ -304,7 +304,7 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize("name", list(estimator_models()))
-def test_an_estimator_reads_what_it_says_and_nothing_else(name: str) -> None:
+def test_an_estimator_reads_only_its_declared_columns(name: str) -> None:
     options = estimator_models()[name]()
     batch = make_batch([1.0, 0.0, 0.5, 0.25], [0] * 4, [3, 2, 3, 3])
     unread = {field: None for need, field in OPTIONAL.items() if need not in options.needs}
@@ -331,6 +331,6 @@ def test_an_estimator_reads_what_it_says_and_nothing_else(name: str) -> None:
         ("gpg", {"f_norm": 0.0}, "f_norm"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(name: str, values: dict[str, Any], field: str) -> None:
+def test_invalid_options_are_refused(name: str, values: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError, match=rf"\n{field}\n"):
         estimator_models()[name].model_validate(values)

@@ -1,4 +1,4 @@
-"""The critic: values where log-probs are, an engine and a checkpoint folder of its own, nothing random."""
+"""The critic: its values align with log-probs, it has its own engine and checkpoint folder, and it is deterministic."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same below a head of one number a sequence, which is not 0."""
+    """The same model with a one-logit sequence head that is not 0."""
     torch.manual_seed(1)
     folder = tmp_path_factory.mktemp("reward")
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, pad_token_id=0).save_pretrained(folder)
@@ -58,7 +58,7 @@ def make_critic(config: TrainerConfig, folder: Path) -> Critic:
 
 
 def learn(critic: Critic, batches: Sequence[MicroBatch], **options: float) -> tuple[float, float | None]:
-    """A step towards the advantages as targets: (squared error before it, norm of its gradient)."""
+    """One step with the advantages as targets; returns (squared error before it, gradient norm)."""
     total = 0.0
     for batch in batches:
         loss = ((critic.values(batch) - advantages(batch)) ** 2).sum() / NUM_TOKENS
@@ -74,7 +74,7 @@ def values_of(critic: Critic, batches: Sequence[MicroBatch]) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_from_a_language_model_values_begin_at_zero_and_learn(model: Path, dtype: str, backend: str) -> None:
+def test_values_of_a_language_model_start_at_zero_and_learn(model: Path, dtype: str, backend: str) -> None:
     critic = make_critic(TrainerConfig(dtype=dtype, backend=backend), model)
     batches = make_micro_batches()
     values = [critic.values(batch) for batch in batches]
@@ -85,7 +85,7 @@ def test_from_a_language_model_values_begin_at_zero_and_learn(model: Path, dtype
     critic.close()
 
 
-def test_a_head_in_the_folder_is_kept_and_values_stand_before_their_tokens(model: Path, reward_model: Path) -> None:
+def test_a_saved_head_is_kept_and_values_precede_their_tokens(model: Path, reward_model: Path) -> None:
     critic = make_critic(CONFIG, reward_model)
     plain = AutoModelForTokenClassification.from_pretrained(reward_model, num_labels=1).eval()
     torch.nn.init.zeros_(plain.score.bias)  # a reward model has none
@@ -104,14 +104,14 @@ def test_a_head_in_the_folder_is_kept_and_values_stand_before_their_tokens(model
     critic.close()
 
 
-def test_in_bfloat16_values_keep_float32s_digits(reward_model: Path) -> None:
+def test_values_keep_float32_precision_in_bfloat16(reward_model: Path) -> None:
     critic = make_critic(TrainerConfig(dtype="bfloat16"), reward_model)
     values = values_of(critic, make_micro_batches())
     assert not values.bfloat16().float().equal(values)
     critic.close()
 
 
-def test_two_critics_alike_learn_alike_however_a_batch_is_cut(reward_model: Path) -> None:
+def test_critics_train_the_same_for_any_split_into_micro_batches(reward_model: Path) -> None:
     ends = []
     for rows_each, rng in ((2, 0), (2, 9), (8, 0)):
         torch.manual_seed(rng)
@@ -127,7 +127,7 @@ def test_two_critics_alike_learn_alike_however_a_batch_is_cut(reward_model: Path
 
 
 @pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"backend": "fsdp"}], ids=["stage1", "fsdp"])
-def test_beside_a_critic_the_policy_learns_as_alone_and_both_resume_bit_exactly(
+def test_a_critic_does_not_change_the_policy_and_both_resume_bit_exactly(
     model: Path, tmp_path: Path, settings: Settings
 ) -> None:
     folder = tmp_path / "000002"
@@ -190,7 +190,7 @@ def test_learning_rate_zero_changes_nothing(model: Path) -> None:
     critic.close()
 
 
-def test_what_is_no_value_model_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_value_model_is_refused(model: Path, tmp_path: Path) -> None:
     AutoModelForTokenClassification.from_pretrained(model, num_labels=3).save_pretrained(tmp_path / "three")
     with pytest.raises(ModelError, match="three cannot be loaded"):
         load_value_model(tmp_path / "three", "float32")

@@ -1,6 +1,4 @@
-"""Rows end to end in one line: the same numbers as padded, no row sees another, and a model that mixes them is
-refused.
-"""
+"""Rows packed end to end give the same numbers as padded rows, and a model that mixes rows is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ SMALL = {
     "head_dim": 16,
     "pad_token_id": 0,
 }
-LATENT = DeepseekV3Config(  # its values are narrower than its keys
+LATENT = DeepseekV3Config(  # its value heads are narrower than its key heads
     **{**SMALL, "num_key_value_heads": 2},
     **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 16, "v_head_dim": 8},
     first_k_dense_replace=2,
@@ -65,7 +63,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 class Alone:
-    """An engine, and a rank, that are no more than a model."""
+    """Has the attributes of an engine and of a rank, around a plain model."""
 
     def __init__(self, model: Any) -> None:
         self.module, self.device, self.rank = model, CPU, 0
@@ -88,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_rows(lengths: Sequence[int], seed: int = 0) -> list[TrainingRow]:
-    """Rows of these lengths, every token after a random first place sampled."""
+    """Rows of these lengths; every token after a random first position is sampled."""
     random = np.random.default_rng(seed)
     rows = []
     for length in lengths:
@@ -100,7 +98,7 @@ def make_rows(lengths: Sequence[int], seed: int = 0) -> list[TrainingRow]:
 
 
 @given(lengths=st.lists(st.integers(1, 9), max_size=6), seed=st.integers(0, 99))
-def test_a_line_holds_what_the_padded_rows_hold_and_no_padding(lengths: list[int], seed: int) -> None:
+def test_flat_micro_batches_hold_the_tokens_of_padded_ones_without_padding(lengths: list[int], seed: int) -> None:
     rows = make_rows(lengths, seed)
     padded, flat = stack(rows, CPU), stack(rows, CPU, packing="flat")
     assert flat.flat is not None and flat.flat.ends.tolist() == [0, *np.cumsum(lengths or [1])]
@@ -117,12 +115,12 @@ def test_a_line_holds_what_the_padded_rows_hold_and_no_padding(lengths: list[int
 @settings(max_examples=5, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=6), seed=st.integers(0, 99))
 @pytest.mark.parametrize("architecture", ["tokens", "logits"])
-def test_statistics_and_gradients_are_the_padded_ones_in_float64(
+def test_statistics_and_gradients_equal_those_of_padded_rows_in_float64(
     folder: Path, architecture: str, lengths: list[int], seed: int
 ) -> None:
     if architecture == "tokens":
         model = load_model(folder, "float32").double()
-    else:  # its logits are more than its head gives, and its layers' windows are shorter than rows
+    else:  # its logits are scaled after the head, and its attention windows are shorter than the rows
         model = small(Gemma2Config(**SMALL, sliding_window=4, final_logit_softcapping=0.5), torch.float64)
         add_token_statistics(model)
     found: list[Any] = []
@@ -148,7 +146,7 @@ def test_statistics_and_gradients_are_the_padded_ones_in_float64(
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_a_model_that_mixes_rows_is_found_out(config: Any, apart: bool, dtype: torch.dtype) -> None:
+def test_a_model_that_mixes_rows_is_refused(config: Any, apart: bool, dtype: torch.dtype) -> None:
     engine = Alone(small(config, dtype))
     if apart:
         check_row_separation([engine], engine)  # type: ignore[arg-type]
@@ -158,7 +156,7 @@ def test_a_model_that_mixes_rows_is_found_out(config: Any, apart: bool, dtype: t
     assert "\n" not in str(refusal.value)
 
 
-def test_a_model_that_cannot_be_asked_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_position_ids_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(folder, "float32")
     monkeypatch.setattr(model, "forward", lambda input_ids, use_cache: model.base_model(input_ids, use_cache=use_cache))
     with pytest.raises(
@@ -168,7 +166,7 @@ def test_a_model_that_cannot_be_asked_is_refused(folder: Path, monkeypatch: pyte
 
 
 def kernel(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, **named: Any) -> Tensor:
-    """What torch's kernel on GPUs computes, a row at a time."""
+    """Computes row by row what torch's GPU kernel computes."""
     left, right = named["window_size"]
     assert right == 0 and named["enable_gqa"]
     parts = []
@@ -183,9 +181,7 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, **n
 
 
 @pytest.mark.parametrize("config", [MistralConfig(**SMALL, sliding_window=4), LlamaConfig(**SMALL), LATENT])
-def test_torchs_variable_length_attention_is_asked_for_the_right_rows(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variable_length_attention_gets_the_right_row_boundaries(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
     model = small(config, torch.float64)
     rows = make_rows([3, 9, 1, 12, 9])
@@ -197,7 +193,7 @@ def test_torchs_variable_length_attention_is_asked_for_the_right_rows(
         torch.testing.assert_close(list(found), list(expected), rtol=1e-6, atol=1e-9)
 
 
-def test_torchs_variable_length_attention_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_length_attention_refuses_softcapping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen_attention.varlen, "varlen_attn", kernel)
     engine = Alone(small(Gemma2Config(**SMALL)))
     engine.module.set_attn_implementation(varlen_attention.TORCH_VARLEN)
@@ -210,7 +206,7 @@ MakeLearner = Callable[..., Learner]
 
 @pytest.fixture
 def make_learner(folder: Path) -> Iterator[MakeLearner]:
-    """Makes one learner at a time; the one before is closed."""
+    """Creates one learner at a time and closes the previous one."""
     made: list[Learner] = []
 
     def make(**given: Any) -> Learner:
@@ -251,7 +247,7 @@ EVERYTHING = {
     [{"zero_stage": 0}, EVERYTHING, {"lora": {"rank": 4}, "gradient_checkpointing": True}],
     ids=["default", "critic, reference, entropy, rejection", "adapters, checkpointed activations"],
 )
-def test_a_learner_learns_the_same_from_flat_rows(make_learner: MakeLearner, folder: Path, given: Any) -> None:
+def test_flat_rows_train_the_same_weights(make_learner: MakeLearner, folder: Path, given: Any) -> None:
     ends, figures = [], []
     for packing, budget in (("padded", 2000), ("flat", 2000), ("flat", 60)):
         learner = make_learner(packing=packing, **given)
@@ -266,19 +262,21 @@ def test_a_learner_learns_the_same_from_flat_rows(make_learner: MakeLearner, fol
         assert metrics["padding_fraction"] == 0 < figures[0]["padding_fraction"]
         for part in {name.partition(".")[0] for name in start}:  # the policy's and the critic's
             mine = [{name: one[name] for name in one if name.startswith(part)} for one in (weights, ends[0], start)]
-            assert relative_error(*mine) <= 3e-4, part  # 1e-4 is what padded cuts differ by
+            assert relative_error(*mine) <= 3e-4, part  # padded splits differ by 1e-4 too
         for name in metrics.keys() - {"padding_fraction", "num_micro_batches"}:
             if not name.startswith("seconds"):
                 assert metrics[name] == pytest.approx(figures[0][name], rel=1e-3, abs=1e-5), name
 
 
-def test_a_record_is_trained_again_as_it_was_packed(make_learner: MakeLearner, folder: Path, tmp_path: Path) -> None:
+def test_a_recorded_batch_is_trained_with_its_recorded_packing(
+    make_learner: MakeLearner, folder: Path, tmp_path: Path
+) -> None:
     batch, by_id = batch_of(1, folder, "flat", 60)
     write_record(tmp_path, batch, make_payloads(by_id.values()))
     recorded, _ = read_record(tmp_path, 1)
     assert recorded == batch and recorded.packing == "flat"
     ends = []
-    for packing in ("flat", "auto"):  # on a CPU the latter would pad
+    for packing in ("flat", "auto"):  # "auto" would pad on a CPU
         learner = make_learner(packing=packing)
         learner.train(recorded, by_id)
         ends.append(all_weights(learner))
@@ -290,7 +288,7 @@ def _own_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("tandem.")]
 
 
-def test_auto_pads_with_a_line_where_rows_would_mix(
+def test_auto_pads_and_logs_why_if_the_model_mixes_rows(
     make_learner: MakeLearner, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert make_learner().packing == "padded"
@@ -310,7 +308,7 @@ def test_auto_pads_with_a_line_where_rows_would_mix(
 
 
 @pytest.mark.gpu
-def test_a_gpu_learns_from_flat_rows_by_variable_length_attention(make_learner: MakeLearner, folder: Path) -> None:
+def test_a_gpu_trains_flat_rows_with_variable_length_attention(make_learner: MakeLearner, folder: Path) -> None:
     losses = []
     for packing in ("padded", "auto"):
         learner = make_learner(packing=packing, dtype="bfloat16")

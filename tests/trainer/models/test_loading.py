@@ -1,4 +1,4 @@
-"""A model folder that cannot be loaded is one clear line, whichever library finds it out."""
+"""A model folder that cannot be loaded gives a one-line error, whichever library detects it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def not_json(folder: Path) -> None:
         (not_json, "config.json"),
     ],
 )
-def test_a_damaged_folder(damage: Callable[[Path], object], says: str, tmp_path: Path) -> None:
+def test_a_damaged_model_folder_is_a_one_line_error(
+    damage: Callable[[Path], object], says: str, tmp_path: Path
+) -> None:
     folder = build_tiny_model(tmp_path / "model")
     damage(folder)
     settings = SftSettings(max_steps=1, batch_size=1, learning_rate=0.0)

@@ -1,4 +1,4 @@
-"""Adapters: only they learn, and what leaves the trainer is the merged model under the base model's names."""
+"""Adapters: only they are trained, and the merged model is published under the base model's parameter names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Policy:
-    """A model with adapters and its engine: a source of weights as a learner is one."""
+    """A model with adapters and its engine; provides weights like a learner."""
 
     rank = 0
 
@@ -62,7 +62,7 @@ class Policy:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_engine
-def test_only_adapters_learn_and_merged_weights_compute_the_same(
+def test_only_adapters_are_trained_and_merged_weights_compute_the_same(
     model: Path, engine_settings: Settings, dtype: str
 ) -> None:
     policy = Policy(model, **engine_settings, dtype=dtype)
@@ -81,7 +81,7 @@ def test_only_adapters_learn_and_merged_weights_compute_the_same(
     adapted = logprobs_of(policy.engine, batches)
     assert (adapted - logprobs_of(base, batches)).abs().max() > 0.05
     merged = logprobs_of(plain_model(model, policy.merged(), dtype), batches)
-    # Merged weights are rounded to bfloat16, what the adapters add to a layer's output is not.
+    # Merged weights are rounded to bfloat16; the adapters' contribution to a layer's output is not.
     tolerance = 2e-6 if dtype == "float32" else 0.05
     torch.testing.assert_close(merged, adapted, atol=tolerance, rtol=0)
     with policy.adapters.disabled():
@@ -90,7 +90,7 @@ def test_only_adapters_learn_and_merged_weights_compute_the_same(
     policy.engine.close()
 
 
-def test_merged_is_the_papers_formula_in_float64(model: Path) -> None:
+def test_merged_weights_follow_the_papers_formula_in_float64(model: Path) -> None:
     policy = Policy(model)
     for _ in range(3):
         policy_step(policy.engine, make_micro_batches())
@@ -110,8 +110,8 @@ def test_merged_is_the_papers_formula_in_float64(model: Path) -> None:
     policy.engine.close()
 
 
-def test_the_forward_pass_is_that_of_the_merged_weights_in_float64(model: Path) -> None:
-    """Without float32's noise: to 1e-6, and far below."""
+def test_adapters_and_merged_weights_compute_the_same_in_float64(model: Path) -> None:
+    """Float64 removes float32's rounding noise, so the tolerance is 1e-6."""
     module = load_model(model, "float32")
     adapters = Adapters(insert_adapters(module, OPTIONS, seed=0), OPTIONS, WholeModel(module))
     module.double()
@@ -131,7 +131,7 @@ def test_the_forward_pass_is_that_of_the_merged_weights_in_float64(model: Path) 
         torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-6, rtol=0)
 
 
-def test_both_exports_load_where_they_belong(model: Path, tmp_path: Path) -> None:
+def test_merged_and_adapter_exports_both_load(model: Path, tmp_path: Path) -> None:
     policy = Policy(model)
     batches = make_micro_batches()
     policy_step(policy.engine, batches)
@@ -169,7 +169,7 @@ def test_samplers_get_merged_weights_bucket_by_bucket(model: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_engine
-def test_samplers_get_adapters_alone_and_can_merge_them(
+def test_samplers_receive_only_adapters_and_can_merge_them(
     model: Path, engine_settings: Settings, dtype: str, tmp_path: Path
 ) -> None:
     policy = Policy(model, **engine_settings, dtype=dtype)
@@ -215,7 +215,7 @@ def test_resume_is_bit_exact_and_the_base_is_not_in_the_checkpoint(
     other.engine.close()
 
 
-def test_the_seed_alone_says_how_adapters_begin(model: Path) -> None:
+def test_adapter_initialization_depends_only_on_the_seed(model: Path) -> None:
     def begin(seed: int) -> dict[str, torch.Tensor]:
         module = load_model(model, "float32")
         insert_adapters(module, OPTIONS, seed=seed)
@@ -242,7 +242,7 @@ def test_layers_that_cannot_have_adapters_are_refused(model: Path, targets: tupl
         insert_adapters(load_model(model, "float32"), LoraOptions(target_modules=targets), seed=0)
 
 
-def test_of_an_untied_model_the_head_may_have_adapters_the_embedding_not(tmp_path: Path) -> None:
+def test_an_untied_head_can_have_adapters_and_an_embedding_cannot(tmp_path: Path) -> None:
     untied = build_tiny_model(tmp_path, tied=False)
     policy = Policy(untied, LoraOptions(rank=2, target_modules=("lm_head", "q_proj")))
     batches = make_micro_batches()

@@ -1,4 +1,4 @@
-"""The reference policy: equal to the policy before it learns, and the same for ever."""
+"""The reference policy equals the initial policy and never changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"backend": "fsdp", "dtype": "bfloat16"},
     ],
 )
-def test_a_frozen_copy_starts_as_the_policy_and_stays(model: Path, settings: dict[str, Any]) -> None:
+def test_a_frozen_copy_equals_the_initial_policy_and_never_changes(model: Path, settings: dict[str, Any]) -> None:
     config = TrainerConfig(**settings)
     policy = engine_of(model, config)
     reference = ReferencePolicy.frozen_copy(load_backend(config), config, model)
@@ -78,7 +78,7 @@ def test_a_frozen_copy_has_neither_gradients_nor_an_optimizer(model: Path) -> No
 
 @every_engine
 def test_with_adapters_the_base_weights_are_the_reference(model: Path, engine_settings: Settings) -> None:
-    """And asking for it between two steps changes nothing of what the policy learns."""
+    """Querying it between two steps does not change the policy's training."""
     batches, base = make_micro_batches(), plain_model(model)
     ends = []
     for asked in (True, False):

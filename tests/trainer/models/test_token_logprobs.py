@@ -1,4 +1,4 @@
-"""Log-probs, entropy and Σπ² in chunks: golden values, equality with the naive way, gradients."""
+"""Log-probs, entropy and Σπ² in chunks: golden values, equality with the naive computation, and gradients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def naive(inputs: list[Tensor | None], **asked: bool) -> TokenStatistics:
 
 
 def gradients(found: TokenStatistics, inputs: list[Tensor | None]) -> list[Tensor]:
-    """Of a sum in which every statistic of every token has a factor of its own."""
+    """Gradients of a sum in which every statistic of every token has its own factor."""
     generator = torch.Generator().manual_seed(2)
     terms = [
         values_N @ torch.randn(NUM_TOKENS, generator=generator).to(values_N)
@@ -61,12 +61,14 @@ def gradients(found: TokenStatistics, inputs: list[Tensor | None]) -> list[Tenso
 
 @pytest.mark.parametrize("case", golden_cases("masked_ops/from_logits/"), ids=lambda case: case.name)
 @pytest.mark.parametrize("in_chunks", [True, False])
-def test_golden_from_logits(case: GoldenCase, in_chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_from_logits_agree_with_golden_values(
+    case: GoldenCase, in_chunks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits_BTV, labels_BT = case.inputs["logits"], case.inputs["labels"]
     logits_NV, vocabulary = logits_BTV.flatten(0, 1), logits_BTV.shape[-1]
     monkeypatch.setattr(tandem.trainer.models.token_logprobs, "_CHUNK_LOGITS", 5 * vocabulary)
     target_N, temperature_N = labels_BT.flatten(), torch.ones(labels_BT.numel())
-    if in_chunks:  # hidden states that a head of ones on the diagonal makes the logits
+    if in_chunks:  # with an identity matrix as the head, the hidden states are the logits
         identity_VV = torch.eye(vocabulary, dtype=logits_NV.dtype)
         found = token_statistics(
             logits_NV, identity_VV, None, target_N, temperature_N, entropy=True, squared_probs=True
@@ -83,7 +85,7 @@ def test_golden_from_logits(case: GoldenCase, in_chunks: bool, monkeypatch: pyte
 @pytest.mark.parametrize(
     "asked", [{}, {"entropy": True}, {"squared_probs": True}, {"entropy": True, "squared_probs": True}]
 )
-def test_the_same_as_the_naive_way(bias: bool, scale: float, asked: dict[str, bool]) -> None:
+def test_statistics_and_gradients_equal_the_naive_computation(bias: bool, scale: float, asked: dict[str, bool]) -> None:
     inputs = make_inputs(bias=bias, scale=scale)
     got, want = chunked(inputs, **asked), naive(inputs, **asked)
     for got_N, want_N in zip(got, want, strict=True):
@@ -94,7 +96,7 @@ def test_the_same_as_the_naive_way(bias: bool, scale: float, asked: dict[str, bo
         torch.testing.assert_close(got_grad, want_grad, rtol=1e-5, atol=1e-5 * max(1.0, float(want_grad.abs().max())))
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_gradients_agree_with_finite_differences() -> None:
     inputs = make_inputs(torch.float64)
     assert torch.autograd.gradcheck(
         lambda *given: chunked(list(given), entropy=True, squared_probs=True), inputs, fast_mode=False
@@ -102,7 +104,7 @@ def test_gradients_by_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("used", range(3))
-def test_gradient_of_one_statistic_while_all_are_asked_for(used: int) -> None:
+def test_gradient_of_one_statistic_when_all_are_computed(used: int) -> None:
     inputs = make_inputs(torch.float64)
     asked = {"entropy": True, "squared_probs": True}
     got_N, want_N = chunked(inputs, **asked)[used], naive(inputs, **asked)[used]
@@ -114,12 +116,13 @@ def test_gradient_of_one_statistic_while_all_are_asked_for(used: int) -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_bfloat16_is_as_close_to_the_truth_as_the_naive_way() -> None:
+def test_bfloat16_is_as_precise_as_the_naive_computation() -> None:
     inputs = make_inputs(torch.bfloat16)
     exact = [None if given is None else given.detach().double().requires_grad_() for given in inputs]
     got, want, truth = chunked(inputs), naive(inputs), naive(exact)
     assert got.logprobs_N.dtype == torch.float32
-    torch.testing.assert_close(got.logprobs_N, want.logprobs_N, rtol=1e-5, atol=1e-5)  # of the same bfloat16 logits
+    # computed from the same bfloat16 logits
+    torch.testing.assert_close(got.logprobs_N, want.logprobs_N, rtol=1e-5, atol=1e-5)
     for got_grad, want_grad, true_grad in zip(
         gradients(got, inputs), gradients(want, inputs), gradients(truth, exact), strict=True
     ):
@@ -136,7 +139,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert hidden_NH.grad is not None and weight_VH.grad is None
 
 
-def test_no_token_gives_zero_gradients() -> None:
+def test_an_empty_batch_gives_zero_gradients() -> None:
     inputs = make_inputs()
     hidden_NH, weight_VH, bias_V = inputs
     assert hidden_NH is not None and weight_VH is not None
@@ -147,12 +150,12 @@ def test_no_token_gives_zero_gradients() -> None:
         assert not gradient.any()
 
 
-def test_without_gradient_nothing_is_kept() -> None:
+def test_log_probs_require_no_gradient_under_no_grad() -> None:
     with torch.no_grad():
         assert not chunked(make_inputs()).logprobs_N.requires_grad
 
 
-def test_bad_hidden_states_and_temperatures_are_not_hidden() -> None:
+def test_bad_hidden_states_and_temperatures_give_non_finite_results() -> None:
     inputs = make_inputs()
     with torch.no_grad():
         assert inputs[0] is not None
@@ -166,7 +169,7 @@ def test_bad_hidden_states_and_temperatures_are_not_hidden() -> None:
     assert not bool(cold.logprobs_N.isfinite().any())
 
 
-def test_wrong_shapes() -> None:
+def test_wrong_shapes_fail_an_assertion() -> None:
     hidden_NH, weight_VH, _ = make_inputs()
     target_N, temperature_N = make_targets()
     assert hidden_NH is not None and weight_VH is not None

@@ -1,4 +1,6 @@
-"""A model that answers with token statistics: as the logits say, in engines of one rank and, partitioned, of two."""
+"""A model that returns token statistics gives the same results as one that returns logits, on one rank and partitioned
+over two.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def folder(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, int]]]:
-    """What two ranks at stage 3 left in a folder, and how many numbers of each model each of them held."""
+    """Runs two ranks at stage 3; returns their output folder and the number of elements of each model that each rank
+    held.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     return folder, reports_of_ranks("tests.support.token_model_rank", *models.values(), folder=folder, seconds=90)
 
@@ -51,7 +55,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def check_the_same_as_by_logits(model: Any) -> None:
-    """Statistics and gradients of the answering model against those of the same model asked for logits."""
+    """Compares statistics and gradients of this model with those computed from the logits of the same model."""
     for batch in make_batches(0):
         found, got = answers(model, batch), None
         loss_of(found, batch).backward()
@@ -67,14 +71,14 @@ def check_the_same_as_by_logits(model: Any) -> None:
         model.zero_grad()
 
 
-def test_as_the_logits_say(folder: Path, small_chunks: None) -> None:
+def test_token_statistics_equal_those_computed_from_logits(folder: Path, small_chunks: None) -> None:
     model = load_model(folder, "float32")
     names = [name for name, _ in model.named_parameters()]
     logits = model(input_ids=torch.arange(5)[None]).logits
     add_token_statistics(model)
     assert isinstance(model.get_output_embeddings(), TokenHead)
     assert [name for name, _ in model.named_parameters()] == names
-    assert torch.equal(model(input_ids=torch.arange(5)[None]).logits, logits)  # any other call is as it was
+    assert torch.equal(model(input_ids=torch.arange(5)[None]).logits, logits)  # calls without targets are unchanged
     check_the_same_as_by_logits(model)
 
 
@@ -86,7 +90,7 @@ def test_no_loss_token_gives_zero_gradients(folder: Path) -> None:
     assert all(gradient is not None and not gradient.any() for gradient in gradients(model).values())
 
 
-def test_logits_that_are_more_than_the_head_gives_are_respected() -> None:
+def test_logit_transformations_after_the_head_are_applied() -> None:
     config = Gemma2Config(
         vocab_size=len(VOCABULARY),
         hidden_size=32,
@@ -105,7 +109,7 @@ def test_logits_that_are_more_than_the_head_gives_are_respected() -> None:
 
 
 def trained_plainly(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights before, weights after) the same steps without an engine, by logits."""
+    """Trains the same steps on logits without an engine; returns (weights before, weights after)."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
@@ -118,7 +122,7 @@ def trained_plainly(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def relative_error(got: dict[str, Tensor], folder: Path) -> float:
-    """Of the accumulated update, L2."""
+    """Relative L2 error of the accumulated update."""
     start, want = trained_plainly(folder)
     assert got.keys() == want.keys()
     error = sum(float((got[name] - want[name]).square().sum()) for name in want)
@@ -126,12 +130,14 @@ def relative_error(got: dict[str, Tensor], folder: Path) -> float:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_one_rank_learns_the_same(folder: Path, stage: int, small_chunks: None) -> None:
+def test_one_rank_trains_like_plain_torch(folder: Path, stage: int, small_chunks: None) -> None:
     weights, _ = train(folder, TrainerConfig(zero_stage=stage, gradient_clip=0.0))
     assert relative_error(weights, folder) <= 1e-4
 
 
-def test_two_partitioned_ranks_learn_the_same(folder: Path, two_ranks: tuple[Path, list[dict[str, int]]]) -> None:
+def test_two_partitioned_ranks_train_like_plain_torch(
+    folder: Path, two_ranks: tuple[Path, list[dict[str, int]]]
+) -> None:
     place, held = two_ranks
     whole = sum(tensor.numel() for tensor in trained_plainly(folder)[0].values())
     for rank in range(2):

@@ -21,7 +21,7 @@ LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq
 
 
 def golden_options(hyper: dict[str, Any]) -> CorrectionOptions:
-    """A golden case's hyper-parameters in our words."""
+    """A golden case's hyper-parameters as options."""
     weights: dict[str, Any] = {"level": "none"}
     if hyper.get("rollout_is"):
         bound = hyper["rollout_is_threshold"]
@@ -48,8 +48,8 @@ def golden_rejection(mode: str, bound: str) -> dict[str, Any]:
 
 
 def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[str, float]) -> dict[str, float]:
-    """Ours under golden names. Where golden takes the mean over all B rows, a row without tokens counts as a log-prob
-    of 0 there.
+    """Our metrics under the golden names. Where the golden value is a mean over all B rows, a row without tokens counts
+    as a log-prob of 0.
     """
     filled = float(case.inputs["response_mask"].any(1).double().mean())
     empty = 1.0 - filled
@@ -77,13 +77,14 @@ def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[s
             "rollout_is_eff_sample_size": figures["effective_sample_size"],
             "rollout_is_ratio_fraction_high": figures["truncated_above_fraction"] * share,
         }
-        if weights.outside == "zero":  # with truncation golden reports what is below 1/cap, which nothing bounds
+        # with truncation, the golden metric counts ratios below 1/cap, for which there is no bound
+        if weights.outside == "zero":
             ours["rollout_is_ratio_fraction_low"] = figures["truncated_below_fraction"] * share
         if weights.level == "sequence":
             ours["rollout_is_seq_fraction_high"] = ours["rollout_is_ratio_fraction_high"]
             if weights.outside == "zero":
                 ours["rollout_is_seq_fraction_low"] = ours["rollout_is_ratio_fraction_low"]
-        if weights.level == "token":  # of a sequence's, golden reports the ratio here, not the weight
+        if weights.level == "token":  # for sequences, the golden metric is the ratio, not the weight
             ours |= {
                 "rollout_is_max": figures["behavior_weight_max"],
                 "rollout_is_min": figures["behavior_weight_min"],
@@ -98,7 +99,7 @@ def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[s
             f"rollout_rs_{mode}_masked_fraction": figures[f"rejection/{test.name}/rejected_fraction"],
             f"rollout_rs_{mode}_seq_masked_fraction": figures[f"rejection/{test.name}/touched_row_fraction"],
         }
-        if test.level != "max":  # ours is then the row's least token, golden's the least of the rows' greatest
+        if test.level != "max":  # ours is the row's minimum over tokens, the golden one the minimum of the row maxima
             ours[f"rollout_rs_{mode}_min"] = figures[f"rejection/{test.name}/min"]
         ours |= golden_row_figures(case, f"rollout_rs_{mode}", test, figures)
     if options.rejections:
@@ -110,7 +111,7 @@ def golden_figures(case: GoldenCase, options: CorrectionOptions, figures: dict[s
 def golden_row_figures(
     case: GoldenCase, golden: str, test: RejectionOptions, figures: dict[str, float]
 ) -> dict[str, float]:
-    """Of a test, what golden tells apart further: what is above and below its bounds, and the statistic of rows."""
+    """Metrics that only golden reports for a test: fractions above and below its bounds, and row statistics."""
     whole_rows = test.level != "token"
     rejected = figures[f"rejection/{test.name}/{'touched_row' if whole_rows else 'rejected'}_fraction"]
     sides = [f"{golden}_fraction_{side}" for side in ("high", "low")]
@@ -155,7 +156,7 @@ def test_correction_agrees_with_golden_values(case: GoldenCase) -> None:
 
 @pytest.mark.parametrize("case", golden_cases("policy_loss/bypass_mode/"), ids=lambda case: case.name)
 def test_bypass_agrees_with_golden_values(case: GoldenCase) -> None:
-    """Weights and rejection of π_current/π_behavior, and that what is rejected leaves the loss's denominators."""
+    """Checks weights and rejection of π_current/π_behavior, and that rejected tokens leave the loss's denominators."""
     mask_BT = case.inputs["response_mask"]
     behavior_N, lengths_B = flatten(case.inputs["old_log_prob"], mask_BT)
     advantages_N, _ = flatten(case.inputs["advantages"], mask_BT)
@@ -174,7 +175,7 @@ def test_bypass_agrees_with_golden_values(case: GoldenCase) -> None:
     ell_N, ratio_N, advantage_N = current_N[keep_N], (current_N - behavior_N)[keep_N].exp(), advantages_N[keep_N]
     if hyper["loss_type"] == "reinforce":
         losses_N = -advantage_N * ell_N * corrected.weights_N[keep_N]
-    else:  # the golden loss then leaves the weights aside
+    else:  # the golden loss ignores the weights here
         clipped_N = ratio_N.clamp(1 - case.hyper["clip_ratio_low"], 1 + case.hyper["clip_ratio_high"])
         surrogate_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
         dual_N = torch.maximum(surrogate_N, case.hyper["clip_ratio_c"] * advantage_N)

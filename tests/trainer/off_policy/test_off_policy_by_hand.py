@@ -1,4 +1,4 @@
-"""Off-policy correction by hand, number by number, and the proximal log-probs."""
+"""Off-policy correction on numbers worked out by hand, and the proximal log-probs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rows_of(*rows: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def run(ratios: tuple[list[float], ...], advantages: list[float] | None = None, **options: Any) -> Corrected:
-    """Corrects rows of given ratios."""
+    """Corrects rows with the given ratios."""
     ratio_N, lengths_B = rows_of(*ratios)
     behavior_N = torch.linspace(-3.0, -0.5, len(ratio_N), dtype=torch.float64)
     advantages_N = None if advantages is None else torch.tensor(advantages)
@@ -31,7 +31,7 @@ def run(ratios: tuple[list[float], ...], advantages: list[float] | None = None, 
 
 
 @pytest.mark.parametrize("preset", ["token_tis", "token_clip"])
-def test_token_weights_are_the_truncated_ratio_of_each_token_bit_for_bit(preset: PresetName) -> None:
+def test_token_weights_are_the_truncated_token_ratios_bit_for_bit(preset: PresetName) -> None:
     torch.manual_seed(0)
     proximal_N, behavior_N, advantages_N = torch.randn(3, 1000)
     behavior_N[0] -= 50
@@ -58,7 +58,7 @@ def test_token_weights_are_the_truncated_ratio_of_each_token_bit_for_bit(preset:
         ([0.0, 0.0, 0.0, 0.0], [1.0, 1.5, 0.5, 1.5]),
     ],
 )
-def test_a_weight_stops_where_its_advantage_has_pushed_the_token_out_of_bounds(
+def test_a_weight_is_0_if_the_advantage_pushes_the_token_further_out_of_bounds(
     advantages: list[float], expected: list[float]
 ) -> None:
     weights = {"level": "token", "low": 0.75, "high": 1.5, "outside": "stop"}
@@ -67,7 +67,7 @@ def test_a_weight_stops_where_its_advantage_has_pushed_the_token_out_of_bounds(
     assert corrected.keep_N.all(), "a token that is stopped stays in the denominators"
 
 
-def test_a_row_stops_as_a_whole_where_the_weight_is_the_rows() -> None:
+def test_a_sequence_weight_is_0_for_the_whole_row() -> None:
     weights = {"level": "sequence", "low": 0.75, "high": 3.9, "outside": "stop"}
     corrected = run(([1.0], [4.0, 0.5, 2.0]), [1.0, 1.0, -1.0, 1.0], weights=weights)
     assert corrected.weights_N.tolist() == pytest.approx([1.0, 0.0, 3.9, 0.0])
@@ -86,13 +86,13 @@ def test_a_row_stops_as_a_whole_where_the_weight_is_the_rows() -> None:
         ({"level": "none"}, [1.0] * 4),
     ],
 )
-def test_weights_by_hand(weights: dict[str, Any], expected: list[float]) -> None:
+def test_weights(weights: dict[str, Any], expected: list[float]) -> None:
     corrected = run(([1.0], [4.0, 0.5, 2.0]), weights=weights)
     assert corrected.weights_N.tolist() == pytest.approx(expected)
     assert corrected.keep_N.all()
 
 
-def test_normalized_weights_average_one_over_what_is_kept() -> None:
+def test_normalized_weights_average_1_over_kept_tokens() -> None:
     test = {"level": "token", "measure": "ratio", "high": 3.0}
     corrected = run(
         ([1.0], [4.0, 0.5, 2.0]), weights={"level": "token", "high": 9.0, "normalize": True}, rejections=[test]
@@ -121,13 +121,13 @@ def test_normalized_weights_average_one_over_what_is_kept() -> None:
         ({"level": "sequence", "measure": "k2", "high": 1.45}, [1, 1, 1, 1]),
     ],
 )
-def test_rejection_by_hand(test: dict[str, Any], kept: list[int]) -> None:
+def test_rejection(test: dict[str, Any], kept: list[int]) -> None:
     corrected = run(([1.0], [4.0, 0.5, 2.0]), rejections=[test])
     assert corrected.keep_N.tolist() == [bool(keep) for keep in kept]
 
 
-def test_what_was_rejected_is_counted() -> None:
-    """Three rows: one loses a token, one all of its tokens, one nothing."""
+def test_rejected_tokens_and_rows_are_counted() -> None:
+    """One row loses one token, one loses all tokens, and one loses none."""
     tests = (RejectionOptions(high=3.0), RejectionOptions(level="max", low=0.1))
     options = CorrectionOptions(preset="token_tis", rejections=tests)
     ratio_N, lengths_B = rows_of([1.0, 4.0], [0.05, 1.0, 5.0], [1.0])
@@ -179,10 +179,10 @@ def test_only_negative_advantages_can_be_rejected() -> None:
     [
         ([-1.0, -2.0, -3.0], [-1.5, -2.5, -3.5], [0, 0, 0], 2, [-1.25, -2.25, -3.25]),
         ([-1.0, -2.0], [-1.5, -2.2], [0, 2], 4, [-1.375, -2.1]),
-        ([-1.0, -1.0], [-3.0, -3.0], [3, 4], 4, [-1.0, -1.0]),  # as new as the proximal policy, or newer
+        ([-1.0, -1.0], [-3.0, -3.0], [3, 4], 4, [-1.0, -1.0]),  # at the proximal policy's version or newer
     ],
 )
-def test_loglinear_is_the_published_interpolation(
+def test_loglinear_follows_the_published_interpolation(
     behavior: list[float], current: list[float], versions: list[int], batch_version: int, expected: list[float]
 ) -> None:
     proximal = loglinear_proximal(
@@ -195,9 +195,10 @@ def test_loglinear_is_the_published_interpolation(
     assert proximal.tolist() == pytest.approx(expected)
 
 
-def test_loglinear_knows_how_far_the_batch_has_come() -> None:
+def test_loglinear_depends_on_the_progress_within_the_batch() -> None:
     current, behavior = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0])
-    stale, newer = torch.tensor([4, 3, 1]), torch.tensor([5, 6, 7])  # 0, 1 and 3 behind the batch's start; ahead of it
+    # 0, 1 and 3 versions behind the start of the batch; versions ahead of it
+    stale, newer = torch.tensor([4, 3, 1]), torch.tensor([5, 6, 7])
 
     def at(progress: float, versions: Tensor = stale) -> list[float]:
         return loglinear_proximal(current, behavior, versions, batch_version=5, progress=progress).tolist()
@@ -208,7 +209,7 @@ def test_loglinear_knows_how_far_the_batch_has_come() -> None:
     assert (at(0.0, newer), at(0.5, newer)) == ([-2.0] * 3, [-1.0] * 3)
 
 
-def test_where_proximal_logprobs_come_from() -> None:
+def test_the_source_of_proximal_logprobs() -> None:
     current = torch.tensor([-1.0, -2.0], requires_grad=True)
     behavior, recomputed = torch.tensor([-1.5, -1.5]), torch.tensor([-3.0, -3.0])
 

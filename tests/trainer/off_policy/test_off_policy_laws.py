@@ -1,4 +1,4 @@
-"""Laws of off-policy correction: what holds for every option and every batch."""
+"""Properties of off-policy correction for every option and every batch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def correction_options(draw: st.DrawFn) -> CorrectionOptions:
 
 
 class Batch:
-    """Rows whose ratios are far enough from 1 for every bound above to matter."""
+    """Rows whose ratios are far enough from 1 to reach every bound above."""
 
     def __init__(self, lengths: list[int], seed: int, scale: float = 0.5) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ class Batch:
         self.staleness_N = torch.randint(-1, 12, (count,), generator=generator)
 
     def take(self, rows: list[int]) -> Batch:
-        """These rows, in this order."""
+        """The given rows in the given order."""
         ends = self.lengths_B.cumsum(0)
         tokens = [torch.arange(int(ends[row] - self.lengths_B[row]), int(ends[row])) for row in rows]
         index = torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
@@ -95,7 +95,7 @@ def check_close(found: dict[str, float], expected: dict[str, float]) -> None:
 
 @laws
 @given(batch=batches(), options=correction_options())
-def test_a_fresh_batch_weighs_one_and_keeps_everything(batch: Batch, options: CorrectionOptions) -> None:
+def test_an_on_policy_batch_has_weights_1_and_rejects_nothing(batch: Batch, options: CorrectionOptions) -> None:
     batch.proximal_N = batch.behavior_N
     corrected = batch.correct(options)
     assert torch.equal(corrected.weights_N, torch.ones_like(corrected.weights_N))
@@ -108,7 +108,7 @@ def test_a_fresh_batch_weighs_one_and_keeps_everything(batch: Batch, options: Co
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_fresh_batch_passes_every_preset(name: str) -> None:
+def test_an_on_policy_batch_passes_every_preset(name: str) -> None:
     batch = Batch([3, 0, 5], 1)
     batch.proximal_N = batch.behavior_N
     corrected = batch.correct(CorrectionOptions(preset=name))
@@ -117,7 +117,7 @@ def test_a_fresh_batch_passes_every_preset(name: str) -> None:
 
 @laws
 @given(batch=batches(), options=correction_options())
-def test_nothing_carries_gradient(batch: Batch, options: CorrectionOptions) -> None:
+def test_weights_and_masks_require_no_gradient(batch: Batch, options: CorrectionOptions) -> None:
     batch.proximal_N.requires_grad_()
     batch.behavior_N.requires_grad_()
     corrected, sums = batch.correct(options), batch.sums(options)
@@ -173,7 +173,7 @@ def test_row_tests_keep_or_reject_rows_whole(batch: Batch, test: RejectionOption
 
 @laws
 @given(batch=batches(), options=correction_options(), data=st.data())
-def test_order_of_rows_and_cut_into_micro_batches_leave_no_trace(
+def test_row_order_and_micro_batches_do_not_matter(
     batch: Batch, options: CorrectionOptions, data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(batch.lengths_B))))
@@ -193,7 +193,7 @@ def test_order_of_rows_and_cut_into_micro_batches_leave_no_trace(
 
 @laws
 @given(batch=batches(), options=correction_options())
-def test_figures_of_all_staleness_make_up_the_whole(batch: Batch, options: CorrectionOptions) -> None:
+def test_metrics_per_staleness_add_up_to_the_total(batch: Batch, options: CorrectionOptions) -> None:
     figures = batch.sums(options).figures()
     assert all(map(math.isfinite, figures.values()))
     buckets = [name.split("/")[0] for name in figures if name.endswith("/num_loss_tokens")]
@@ -206,7 +206,7 @@ def test_figures_of_all_staleness_make_up_the_whole(batch: Batch, options: Corre
         assert mean / max(1, sum(tokens)) == pytest.approx(figures[name], rel=1e-9, abs=1e-12)
 
 
-def test_a_bucket_holds_what_a_batch_of_only_its_rows_would_give() -> None:
+def test_metrics_of_a_staleness_equal_those_of_a_batch_of_only_its_rows() -> None:
     batch, options = Batch([4, 3, 5, 2], 3), CorrectionOptions(preset="seq_tis_rs")
     batch.staleness_N = torch.tensor([1] * 4 + [-3] * 3 + [1] * 5 + [11] * 2)
     figures = batch.sums(options).figures()
@@ -226,8 +226,8 @@ def test_a_row_is_as_stale_as_its_stalest_token() -> None:
     assert [figures[f"staleness_{s}/num_rows"] for s in (0, 1, 2)] == [0, 0, 1]
 
 
-def test_figures_are_the_divergences_they_are_named_after() -> None:
-    """Sixteen tokens drawn exactly as the sampler's probabilities say: means over them are expectations."""
+def test_metrics_equal_the_divergences_they_are_named_after() -> None:
+    """The frequencies of 16 tokens equal the sampler's probabilities, so means over them are expectations."""
     behavior = torch.tensor([8.0, 4.0, 2.0, 2.0], dtype=torch.float64) / 16
     proximal = torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64) / 16
     counts = (behavior * 16).long()
@@ -249,7 +249,7 @@ def test_figures_are_the_divergences_they_are_named_after() -> None:
     assert figures["perplexity_ratio"] == pytest.approx(float((behavior**2 / proximal).sum()))
 
 
-def test_unbounded_weights_turn_the_sampler_s_mean_into_the_trainer_s() -> None:
+def test_unbounded_weights_turn_means_under_the_sampler_into_means_under_the_trainer() -> None:
     behavior, proximal, value = torch.rand(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     behavior, proximal = behavior / behavior.sum(), proximal / proximal.sum()
     options = CorrectionOptions(weights=WeightOptions(high=1e6))
@@ -261,7 +261,7 @@ def test_unbounded_weights_turn_the_sampler_s_mean_into_the_trainer_s() -> None:
 @given(
     batch=batches(), options=correction_options(), bad=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data()
 )
-def test_a_row_that_is_not_finite_is_rejected_and_counted_and_touches_no_other(
+def test_a_row_that_is_not_finite_is_rejected_without_affecting_others(
     batch: Batch, options: CorrectionOptions, bad: float, data: st.DataObject
 ) -> None:
     filled = [row for row, length in enumerate(batch.lengths_B.tolist()) if length]
@@ -293,7 +293,7 @@ def test_a_row_that_is_not_finite_is_rejected_and_counted_and_touches_no_other(
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [3, 0, 2]])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_rejecting_everything_is_an_ordinary_outcome(lengths: list[int], normalize: bool) -> None:
+def test_rejecting_everything_gives_finite_metrics(lengths: list[int], normalize: bool) -> None:
     batch = Batch(lengths, 0)
     batch.proximal_N = batch.behavior_N - 1.0
     options = CorrectionOptions(
@@ -313,14 +313,16 @@ def test_rejecting_everything_is_an_ordinary_outcome(lengths: list[int], normali
 
 @laws
 @given(seed=st.integers(0, 2**16), scale=st.sampled_from([1e2, 1e4, 1e30]), options=correction_options())
-def test_absurd_log_ratios_give_finite_weights_and_figures(seed: int, scale: float, options: CorrectionOptions) -> None:
+def test_extreme_log_ratios_give_finite_weights_and_metrics(
+    seed: int, scale: float, options: CorrectionOptions
+) -> None:
     batch = Batch([4, 1, 7], seed, scale)
     assert batch.correct(options).weights_N.isfinite().all()
     assert all(map(math.isfinite, batch.sums(options).figures().values()))
 
 
-def test_long_rows_are_summed_in_full() -> None:
-    """Float32 log-probs of a long row: the sequence's ratio is the one that float64 gives."""
+def test_long_rows_are_summed_precisely() -> None:
+    """The sequence ratio of a long row of float32 log-probs equals the one computed in float64."""
     torch.manual_seed(0)
     behavior_N = -torch.rand(20_000) * 5
     proximal_N = behavior_N + 1e-3 * torch.randn(20_000)

@@ -1,4 +1,4 @@
-"""Options of the off-policy correction: bounds, presets, what they ask of the trainer."""
+"""Options of the off-policy correction: bounds, presets, and their requirements on the trainer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from tandem.trainer.off_policy.presets import PRESETS, PresetName
         (CorrectionOptions, {"rejections": [{"high": 2.0}, {"low": 0.5}]}, "token_ratio is there twice"),
     ],
 )
-def test_bad_options_are_refused_in_a_clear_line(model: type, values: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused(model: type, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(values)  # type: ignore[attr-defined]
     assert message in str(caught.value)
 
 
-def test_every_preset_loads_and_survives_being_saved() -> None:
+def test_every_preset_survives_a_round_trip() -> None:
     assert list(get_args(PresetName)) == list(PRESETS)
     for name in PRESETS:
         options = CorrectionOptions(preset=name)
@@ -53,7 +53,7 @@ def test_every_preset_loads_and_survives_being_saved() -> None:
     assert CorrectionOptions(preset="token_clip") == CorrectionOptions()
 
 
-def test_keys_beside_a_preset_replace_only_themselves() -> None:
+def test_keys_beside_a_preset_override_only_themselves() -> None:
     options = CorrectionOptions.model_validate({"preset": "icepop", "weights": {"high": 3.0}, "veto": 1e-6})
     assert options.weights == WeightOptions(level="token", low=0.5, high=3.0, outside="zero")
     assert set(options.tests) == {"veto"}

@@ -1,5 +1,5 @@
-"""What holds of every policy loss: no trace of how a batch was cut, ordered, padded or spread; true gradients; finite
-numbers.
+"""Properties of every policy loss: independence of micro-batches, row order, padding and ranks; correct gradients;
+finite values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.trainer.policy_losses.registry import find_loss, policy_loss
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 
-# Defaults are made for thousands of tokens and small steps; with these, batches as small and wild as here meet every
+# The defaults suit thousands of tokens and small steps. With these values, the small random batches here reach every
 # branch.
 SMALL: dict[str, dict[str, float]] = {
     "gspo": {"clip_low": 0.1, "clip_high": 0.1},
@@ -31,15 +31,15 @@ SMALL: dict[str, dict[str, float]] = {
     "truncated_importance": {"cap": 1.2},
 }
 
-# The gradient of a loss that is a detached factor times log π is that factor, not the derivative of its value.
+# The gradient of a loss that is a detached factor times log π is that factor, not the derivative of the value.
 FACTOR_TIMES_LOGPROB = {"cispo", "dppo_tv", "dppo_kl", "topr", "truncated_importance"}
 
-# On-policy every loss is REINFORCE's −A·share a token, but for:
-# - gmpo, which gives every token of a row the row's mean advantage (the same, where advantages are equal over a row);
-# - clip_cov, which takes the gradient from the tokens it chooses.
+# On-policy, every loss has REINFORCE's gradient −A·share per token, except:
+# - gmpo, which gives every token of a row the row's mean advantage (equal to its own if they are equal over the row);
+# - clip_cov, which removes the gradient of the tokens it chooses.
 ONLY_WITH_ONE_ADVANTAGE_A_ROW = {"gmpo"}
 
-# What each loss reads besides log π_current and the advantages.
+# The columns each loss reads besides log π_current and the advantages.
 READS = {name: {"proximal_logprobs_N", "behavior_weights_N"} for name in loss_models()} | {
     "reinforce": {"behavior_weights_N"},
     "topr": {"behavior_logprobs_N"},
@@ -62,7 +62,7 @@ def options_of(name: str) -> LossOptions:
 def make_tokens(
     lengths: list[int], seed: int, *, distance: float = 0.3, dtype: torch.dtype = torch.float64
 ) -> LossTokens:
-    """Log-probs that lie some `distance` apart; about a third of the rows has advantage 0."""
+    """Log-probs about `distance` apart; about a third of the rows have advantage 0."""
     generator = torch.Generator().manual_seed(seed)
     count = sum(lengths)
     lengths_B = torch.tensor(lengths, dtype=torch.int64)
@@ -86,13 +86,13 @@ def make_tokens(
 
 
 def select(tokens: LossTokens, options: LossOptions) -> LossTokens:
-    """The tokens with what the loss's selection, which is shown all of them, chooses."""
+    """The tokens with those chosen by the loss's selection, which sees all of them."""
     choose = find_loss(options.name).select
     return tokens if choose is None else replace(tokens, chosen_N=choose(tokens, options, seed=3))
 
 
 def pick(tokens: LossTokens, rows: list[int]) -> LossTokens:
-    """Those rows, in that order."""
+    """The given rows in the given order."""
     counts = tokens.lengths_B.tolist()
 
     def of_rows(values_N: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def pick(tokens: LossTokens, rows: list[int]) -> LossTokens:
 
 
 def shares_of(tokens: LossTokens, mode: Aggregation, whole: LossTokens | None = None) -> Tensor:
-    """(N,): of tokens that are part of a `whole` optimizer step, or are it."""
+    """Shares of tokens that are part of a `whole` optimizer step, or are the whole step; (N,)."""
     counts_B = (whole or tokens).lengths_B
     shares_B = token_shares(
         tokens.lengths_B,
@@ -136,11 +136,11 @@ def run(tokens: LossTokens, options: LossOptions, shares_N: Tensor) -> tuple[Ten
 @given(
     lengths=lengths, seed=seeds, mode=modes, order=st.randoms(use_true_random=False), cuts=st.lists(st.integers(0, 6))
 )
-def test_no_cut_no_order_and_no_rank_shows_in_loss_gradient_or_marks(
+def test_loss_gradient_and_marks_do_not_depend_on_micro_batches_or_row_order(
     name: str, lengths: list[int], seed: int, mode: Aggregation, order: Any, cuts: list[int]
 ) -> None:
-    """Rows in any order, cut anywhere (empty micro-batches too), each part given only its own rows and the totals of
-    the step.
+    """Shuffles the rows and splits them at random (also into empty parts). Each part gets only its own rows and the
+    totals of the step.
     """
     options = options_of(name)
     tokens = select(make_tokens(lengths, seed), options)
@@ -161,10 +161,10 @@ def test_no_cut_no_order_and_no_rank_shows_in_loss_gradient_or_marks(
 @every_loss
 @settings(max_examples=10, deadline=None)
 @given(lengths=lengths, seed=seeds, mode=modes, columns=st.integers(5, 12))
-def test_no_padding_shows_in_loss_or_gradient(
+def test_loss_and_gradient_do_not_depend_on_padding(
     name: str, lengths: list[int], seed: int, mode: Aggregation, columns: int
 ) -> None:
-    """Tokens stand at random places of a wide matrix, NaN around them."""
+    """Puts tokens at random places of a wide matrix, with NaN around them."""
     options = options_of(name)
     tokens = make_tokens(lengths, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -192,11 +192,13 @@ def test_no_padding_shows_in_loss_or_gradient(
 @every_loss
 @settings(max_examples=15, deadline=None)
 @given(lengths=lengths, seed=seeds, mode=modes)
-def test_the_gradient_is_the_derivative(name: str, lengths: list[int], seed: int, mode: Aggregation) -> None:
-    """Central differences, but where those of the two sides differ: there is a kink."""
+def test_the_gradient_agrees_with_finite_differences(
+    name: str, lengths: list[int], seed: int, mode: Aggregation
+) -> None:
+    """Skips tokens whose one-sided differences disagree, because the loss has a kink there."""
     options = options_of(name)
     tokens = make_tokens(lengths, seed)
-    # GSPO's gradient is that of its value where advantages and weights are equal over a row.
+    # GSPO's gradient is the derivative of its value only where advantages and weights are equal over a row.
     tokens = replace(
         tokens,
         advantages_N=spread(row_means(tokens.advantages_N, tokens.lengths_B), tokens.lengths_B),
@@ -229,10 +231,10 @@ def _loss_moved(tokens: LossTokens, options: LossOptions, shares_N: Tensor, plac
 @every_loss
 @settings(max_examples=15, deadline=None)
 @given(lengths=lengths, seed=seeds, mode=modes)
-def test_on_policy_the_gradient_is_that_of_reinforce(
+def test_the_on_policy_gradient_is_that_of_reinforce(
     name: str, lengths: list[int], seed: int, mode: Aggregation
 ) -> None:
-    """behavior = proximal = current and weights 1: −A·share on every token, and nothing clipped."""
+    """With behavior = proximal = current and weights of 1, the gradient is −A·share and nothing is clipped."""
     options = options_of(name)
     tokens = make_tokens(lengths, seed)
     advantages_N = tokens.advantages_N
@@ -265,10 +267,10 @@ def test_on_policy_the_gradient_is_that_of_reinforce(
     sign=st.sampled_from([-1, 0, 1]),
     far=st.sampled_from([60, 1000]),
 )
-def test_the_largest_log_ratios_give_finite_losses_and_gradients(
+def test_extreme_log_ratios_give_finite_losses_and_gradients(
     name: str, lengths: list[int], seed: int, dtype: torch.dtype, sign: int, far: int
 ) -> None:
-    """|δ| of 60 or 1,000 to proximal and behavior, both ways, in a whole row or token by token; weights up to 20."""
+    """Log-ratios of ±60 and ±1,000 to proximal and behavior, for a whole row or single tokens; weights up to 20."""
     options = options_of(name)
     tokens = make_tokens(lengths, seed, dtype=dtype)
     signs_N = torch.where(torch.arange(sum(lengths)) % 2 == 0, 1, -1) if sign == 0 else torch.tensor(sign)
@@ -288,7 +290,7 @@ def test_the_largest_log_ratios_give_finite_losses_and_gradients(
 
 @every_loss
 @pytest.mark.parametrize("rows", [0, 3])
-def test_no_tokens_give_no_loss_and_no_nan(name: str, rows: int) -> None:
+def test_no_tokens_give_a_loss_of_0_without_nan(name: str, rows: int) -> None:
     options = options_of(name)
     tokens = select(make_tokens([0] * rows, 0), options)
     for mode in MODES:
@@ -300,11 +302,11 @@ def test_no_tokens_give_no_loss_and_no_nan(name: str, rows: int) -> None:
 
 @every_loss
 @pytest.mark.parametrize("column", ["current_logprobs_N", "advantages_N", *sorted(set().union(*READS.values()))])
-def test_a_nan_never_becomes_a_number(name: str, column: str) -> None:
-    """In a column that the loss reads, it makes the loss NaN; in another it does nothing."""
+def test_a_nan_in_a_column_that_the_loss_reads_makes_the_loss_nan(name: str, column: str) -> None:
+    """A NaN in any other column has no effect."""
     options = options_of(name)
     clean = make_tokens([3, 2, 4], 7, distance=1.0)
-    # Every token with an advantage below 0: on the others topr does not read the log-probs of the sampler.
+    # All advantages are below 0, because topr reads the sampler's log-probs only of such tokens.
     clean = replace(clean, advantages_N=-clean.advantages_N.abs() - 0.1)
     read = column in {"current_logprobs_N", "advantages_N"} | READS[name]
     for place in range(9):
@@ -317,7 +319,7 @@ def test_a_nan_never_becomes_a_number(name: str, column: str) -> None:
 
 
 @every_loss
-def test_tensors_that_do_not_fit_are_a_bug(name: str) -> None:
+def test_tensors_of_different_shapes_fail_an_assertion(name: str) -> None:
     tokens = select(make_tokens([3, 2], 0), options_of(name))
     with pytest.raises(AssertionError):
         replace(tokens, advantages_N=tokens.advantages_N[:4])

@@ -1,4 +1,4 @@
-"""What clip_cov, kl_cov and m2po choose over the whole batch, and their losses by hand."""
+"""Tokens that clip_cov, kl_cov and m2po choose over the whole batch, and their losses on numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def test_a_loss_with_a_selection_refuses_to_run_without_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
-def test_of_no_tokens_none_are_chosen(name: str, lengths: list[int]) -> None:
+def test_an_empty_batch_has_no_chosen_tokens(name: str, lengths: list[int]) -> None:
     chosen_N = selected(name, drawn(0, lengths)).chosen_N
     assert chosen_N is not None and chosen_N.shape == (0,) and chosen_N.dtype == torch.bool
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_of_one_token_one_is_chosen_at_most(name: str) -> None:
+def test_only_kl_cov_chooses_the_token_of_a_batch_of_one(name: str) -> None:
     chosen_N = selected(name, drawn(0, [1])).chosen_N
     assert chosen_N is not None and chosen_N.tolist() == [name == "kl_cov"]
 
 
-def test_the_bounds_of_clip_cov_must_leave_something_between_them() -> None:
+def test_the_bounds_of_clip_cov_must_not_be_empty() -> None:
     with pytest.raises(ValidationError, match="below covariance_high"):
         ClipCovOptions(covariance_low=5.0, covariance_high=5.0)
 
 
-def test_clip_cov_by_hand() -> None:
+def test_clip_cov_values() -> None:
     # ⟨A⟩ = 0 and ⟨ℓ⟩ = −2, so C = (1, −1, −1, 1).
     tokens = made([-1.0, -3.0, -1.0, -3.0], advantages=[1.0, 1.0, -1.0, -1.0], weights=[1.0, 2.0, 3.0, 4.0])
     options = ClipCovOptions(fraction=1.0, covariance_low=0.5, covariance_high=2.0)
@@ -67,7 +67,7 @@ def test_clip_cov_by_hand() -> None:
     assert terms.marks["clipped"].tolist() == [True, False, False, True]
 
 
-def test_clip_cov_leaves_tokens_to_ppos_clip() -> None:
+def test_clip_cov_does_not_choose_tokens_that_ppo_clips() -> None:
     # Ratio 2 with A > 0 is clipped to 1.2, ratio ½ with A < 0 to 0.8; the other two are not.
     up, down = math.log(2.0), -math.log(2.0)
     tokens = made(
@@ -98,7 +98,7 @@ def test_clip_cov_draws_its_quota_of_candidates(lengths: list[int], seed: int, f
     assert torch.equal(chosen_N, select_clip_cov(tokens, options, seed=seed))
 
 
-def test_clip_cov_draws_every_candidate_as_often() -> None:
+def test_clip_cov_draws_candidates_uniformly() -> None:
     tokens = drawn(4, [8, 8, 8])
     options = ClipCovOptions(fraction=1e-4, covariance_low=0.0, covariance_high=9.0)
     candidates_N = select_clip_cov(tokens, options.model_copy(update={"fraction": 1.0}), seed=0)
@@ -109,8 +109,8 @@ def test_clip_cov_draws_every_candidate_as_often() -> None:
     assert counts_N[~candidates_N].sum() == 0
 
 
-def test_kl_cov_by_hand() -> None:
-    # ⟨A⟩ = −½ and ⟨ℓ⟩ = −2¼, so C = 1½·(1¼, −¾, −1¼, 1¾); the penalty goes to the last token, whose ratio is e^½.
+def test_kl_cov_values() -> None:
+    # ⟨A⟩ = −½ and ⟨ℓ⟩ = −2¼, so C = 1½·(1¼, −¾, −1¼, 1¾). The last token, whose ratio is e^½, gets the penalty.
     tokens = made(
         [-1.0, -3.0, -1.0, -4.0],
         proximal=[-1.0, -3.0, -1.0, -4.5],
@@ -129,7 +129,7 @@ def test_kl_cov_by_hand() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=RAGGED, seed=st.integers(0, 99), fraction=st.sampled_from([1e-4, 0.1, 0.5, 1.0]))
-def test_kl_cov_takes_the_largest_covariances(lengths: list[int], seed: int, fraction: float) -> None:
+def test_kl_cov_chooses_the_largest_covariances(lengths: list[int], seed: int, fraction: float) -> None:
     tokens = drawn(seed, lengths)
     chosen_N = select_kl_cov(tokens, KlCovOptions(fraction=fraction), seed=0)
     total = sum(lengths)
@@ -141,7 +141,7 @@ def test_kl_cov_takes_the_largest_covariances(lengths: list[int], seed: int, fra
     assert sorted(order[: int(chosen_N.sum())]) == torch.nonzero(chosen_N)[:, 0].tolist()
 
 
-def test_kl_cov_takes_the_first_among_equals() -> None:
+def test_kl_cov_chooses_the_first_of_equal_covariances() -> None:
     tokens = made([-1.0] * 6, advantages=[2.0] * 6)
     assert select_kl_cov(tokens, KlCovOptions(fraction=0.5), seed=0).tolist() == [True] * 3 + [False] * 3
 
@@ -149,7 +149,7 @@ def test_kl_cov_takes_the_first_among_equals() -> None:
 @pytest.mark.parametrize("select", [select_clip_cov, select_kl_cov])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("column", ["current_logprobs_N", "advantages_N"])
-def test_tokens_that_are_not_finite_stay_out_of_means_and_choice(
+def test_tokens_that_are_not_finite_are_neither_averaged_nor_chosen(
     select: Callable[..., Tensor], bad: float, column: str
 ) -> None:
     name = "clip_cov" if select is select_clip_cov else "kl_cov"
@@ -167,15 +167,15 @@ def test_tokens_that_are_not_finite_stay_out_of_means_and_choice(
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
-def test_nothing_finite_means_nothing_chosen(name: str) -> None:
+def test_no_tokens_are_chosen_if_none_are_finite(name: str) -> None:
     tokens = made([math.nan] * 3, advantages=[1.0, -1.0, 2.0])
     assert not selected(name, tokens).chosen_N.any()  # type: ignore[union-attr]
 
 
-def test_m2po_by_hand() -> None:
-    # Log-ratios 0.1, 0.3, 0.5 and −0.4 in the trust region; their squares 0.01, 0.09, 0.25, 0.16 average 0.1275,
-    # without the largest 0.0867, without two 0.05. A good token grown rare (−0.9), a bad one grown likely and an A of 0
-    # are none of it.
+def test_m2po_values() -> None:
+    # Log-ratios 0.1, 0.3, 0.5 and −0.4 are in the region. Their squares 0.01, 0.09, 0.25 and 0.16 average 0.1275;
+    # without the largest 0.0867, without the two largest 0.05. A token with A > 0 and log-ratio −0.9, one with A < 0
+    # and a ratio above 1, and one with A = 0 are outside the region.
     ratios = [0.1, 0.3, 0.5, -0.4, -0.9, 2.0, 3.0]
     advantages = [1.0, 2.0, 1.0, -1.0, 1.0, -1.0, 0.0]
     tokens = made([-4.0] * 7, behavior=[-4.0 - ratio for ratio in ratios], advantages=advantages, weights=[9.0] * 7)
@@ -195,7 +195,7 @@ def test_m2po_by_hand() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=RAGGED, seed=st.integers(0, 99), threshold=st.sampled_from([1e-4, 0.01, 0.04, 0.2, 5.0]))
-def test_m2po_masks_as_few_as_it_must(lengths: list[int], seed: int, threshold: float) -> None:
+def test_m2po_masks_as_few_tokens_as_possible(lengths: list[int], seed: int, threshold: float) -> None:
     tokens = drawn(seed, lengths)
     chosen_N = select_m2po(tokens, M2poOptions(threshold=threshold), seed=0)
     log_ratios = (tokens.current_logprobs_N - tokens.behavior_logprobs_N).tolist()
@@ -210,7 +210,7 @@ def test_m2po_masks_as_few_as_it_must(lengths: list[int], seed: int, threshold: 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 99))
-def test_m2po_does_not_look_at_the_order_of_tokens(seed: int) -> None:
+def test_m2po_does_not_depend_on_the_order_of_tokens(seed: int) -> None:
     tokens = drawn(seed, [6, 5, 9])
     order_N = torch.randperm(20, generator=torch.Generator().manual_seed(seed))
     shuffled = LossTokens(*(getattr(tokens, column)[order_N] for column in COLUMNS), torch.tensor([20]))
@@ -220,8 +220,8 @@ def test_m2po_does_not_look_at_the_order_of_tokens(seed: int) -> None:
 
 def test_m2po_treats_equal_log_ratios_alike() -> None:
     tokens = made([-4.0] * 4, behavior=[-4.0, -4.125, -4.25, -4.25], advantages=[1.0] * 4)
-    # Squares 1/64, 1/16, 1/16: one of the last two would do for 0.04, both go. The first token's ratio is 1: not in the
-    # region.
+    # The squares are 1/64, 1/16 and 1/16. Masking one of the last two would meet 0.04, but both are masked. The first
+    # token's ratio is 1, which is outside the region.
     assert select_m2po(tokens, M2poOptions(threshold=0.04), seed=0).tolist() == [False, False, True, True]
     assert not select_m2po(tokens, M2poOptions(threshold=3 / 64), seed=0).any()
 

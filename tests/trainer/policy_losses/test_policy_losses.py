@@ -29,7 +29,7 @@ THRESHOLDS = {"threshold_low": "clip_ratio_low", "threshold_high": "clip_ratio_h
 
 @dataclass(frozen=True)
 class Family:
-    """Which loss a golden family is, where its options stand in `hyper`, and the conventions that differ from ours."""
+    """The loss of a golden family, the keys of its options in `hyper`, and conventions that differ from ours."""
 
     loss: str
     options: dict[str, str]
@@ -118,8 +118,8 @@ def test_policy_loss_agrees_with_golden_values(case: GoldenCase) -> None:
                 assert fraction <= case.metrics[metric] + 1e-7
 
 
-def test_plain_ppo_is_the_surrogate_without_its_bound() -> None:
-    """−min(ρA, clip(ρ)A), written out."""
+def test_plain_ppo_is_the_surrogate_without_the_lower_bound() -> None:
+    """Compares with −min(ρA, clip(ρ)A)."""
     log_ratio_N = torch.tensor([-0.5, -0.1, 0.1, 0.5, 3.0, -0.5, -0.1, 0.1, 0.5, 3.0], dtype=torch.float64)
     advantages_N = torch.tensor([2.0] * 5 + [-2.0] * 5, dtype=torch.float64)
     tokens = LossTokens(
@@ -132,8 +132,8 @@ def test_plain_ppo_is_the_surrogate_without_its_bound() -> None:
     assert set(terms.marks) == {"ppo_kl", "clipped"}
 
 
-def test_gmpo_marks_the_tokens_it_cuts() -> None:
-    """Their own log-prob is what a cut token's row no longer depends on."""
+def test_gmpo_marks_the_tokens_it_clips() -> None:
+    """The loss of a clipped token's row does not depend on the token's log-prob."""
     current_N = torch.tensor([-0.9, -1.5, -1.0, -0.3, -1.7, -1.0], dtype=torch.float64, requires_grad=True)
     proximal_N = torch.full((6,), -1.0, dtype=torch.float64)
     advantages_N = torch.tensor([1.0, 1.0, 0.0, 1.0, -1.0, -1.0], dtype=torch.float64)
@@ -144,11 +144,13 @@ def test_gmpo_marks_the_tokens_it_cuts() -> None:
     assert current_N.grad is not None
     assert terms.marks["clipped"].tolist() == [False, False, False, True, False, False]
     assert terms.marks["clipped_lower"].tolist() == [False, False, False, False, True, False]
-    assert (current_N.grad == 0).tolist() == [False, False, True, True, True, False]  # the third has advantage 0
+    assert (current_N.grad == 0).tolist() == [False, False, True, True, True, False]  # the third row has advantage 0
 
 
-def test_gspo_moves_a_row_as_its_sequence_form_does() -> None:
-    """With one advantage and one weight a row: the gradient of Σ share·max(−sA, −clip(s)A), s = exp(mean log-ratio)."""
+def test_gspo_has_the_gradient_of_its_sequence_form() -> None:
+    """With one advantage and one weight per row, the gradient is that of Σ share·max(−sA, −clip(s)A), s = exp(mean
+    log-ratio).
+    """
     generator = torch.Generator().manual_seed(5)
     lengths_B = torch.tensor([4, 1, 6])
     proximal_N = -torch.rand(11, dtype=torch.float64, generator=generator)
@@ -172,7 +174,7 @@ def test_gspo_moves_a_row_as_its_sequence_form_does() -> None:
 
 
 @pytest.mark.parametrize("name", list(loss_models()))
-def test_defaults_hold_and_survive_json(name: str) -> None:
+def test_default_options_are_valid_and_survive_json(name: str) -> None:
     model = loss_models()[name]
     options = model()
     assert options.name == name
@@ -190,7 +192,7 @@ def _number_fields() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "much"])
 @pytest.mark.parametrize(("name", "field"), _number_fields())
-def test_what_is_no_number_is_refused(name: str, field: str, value: object) -> None:
+def test_options_that_are_not_finite_numbers_are_refused(name: str, field: str, value: object) -> None:
     with pytest.raises(ValidationError, match=rf"\n{field}\n"):
         loss_models()[name].model_validate({field: value})
 

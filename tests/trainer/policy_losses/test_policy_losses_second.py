@@ -1,8 +1,6 @@
-"""clip_cov, kl_cov, dro, topr, truncated_importance and m2po: golden values, what they share, and the three that choose
-nothing.
-
-What the others choose over the batch is tested in test_policy_loss_selections.py, the laws of all losses in
-test_policy_loss_laws.py.
+"""Golden values and common properties of clip_cov, kl_cov, dro, topr, truncated_importance and m2po.
+test_policy_loss_selections.py tests the selections over the batch, test_policy_loss_laws.py the properties of all
+losses.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ def made(
     lengths: Any = None,
     weights: Any = None,
 ) -> LossTokens:
-    """Tokens from lists; what is not given equals the current log-probs, one row, weights of 1."""
+    """One row of tokens from lists. Omitted log-probs equal the current ones, and omitted weights are 1."""
     current_N = float64(current)
     return LossTokens(
         current_logprobs_N=current_N.clone().requires_grad_(),
@@ -75,7 +73,7 @@ def made(
 
 
 def drawn(seed: int, lengths: list[int]) -> LossTokens:
-    """Random tokens of rows of these lengths, one advantage a row, all log-probs apart from one another."""
+    """Random tokens in rows of these lengths, with one advantage per row and different log-probs for each policy."""
     generator = torch.Generator().manual_seed(seed)
     total, dtype = sum(lengths), torch.float64
     current_N = -2.0 * torch.rand(total, generator=generator, dtype=dtype)
@@ -92,7 +90,7 @@ def drawn(seed: int, lengths: list[int]) -> LossTokens:
 
 
 def selected(name: str, tokens: LossTokens, seed: int = 0) -> LossTokens:
-    """The tokens with what the loss's selection chose, if it has one."""
+    """The tokens with those chosen by the loss's selection, if it has one."""
     _, select, options = LOSSES[name]
     return tokens if select is None else replace(tokens, chosen_N=select(tokens, options, seed=seed))
 
@@ -108,7 +106,7 @@ def gradient(losses_N: Tensor, tokens: LossTokens) -> Tensor:
 
 
 def golden_tokens(case: GoldenCase) -> tuple[LossTokens, Tensor]:
-    """(tokens, log-probs (B, T) that take the gradient)."""
+    """Returns the tokens and the log-probs (B, T) that take the gradient."""
     mask_BT = case.inputs["response_mask"]
     current_BT = case.inputs["log_prob"].clone().requires_grad_()
     current_N, lengths_B = flatten(current_BT, mask_BT)
@@ -126,7 +124,7 @@ def golden_tokens(case: GoldenCase) -> tuple[LossTokens, Tensor]:
 
 
 def check_golden(case: GoldenCase, terms: LossTerms, tokens: LossTokens, current_BT: Tensor) -> None:
-    """Loss and gradient, aggregated as the case says."""
+    """Compares loss and gradient, aggregated as in the case."""
     world = case.hyper["global"] or {}
     shares_B = token_shares(
         tokens.lengths_B,
@@ -184,7 +182,7 @@ RAGGED = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_behavior_weights_multiply_unless_the_loss_has_its_own_ratio_to_the_sampler(name: str) -> None:
+def test_behavior_weights_multiply_losses_without_their_own_ratio_to_the_sampler(name: str) -> None:
     tokens = drawn(3, [4, 5, 3])
     plain = replace(tokens, behavior_weights_N=torch.ones_like(tokens.behavior_weights_N))
     factor_N = 1.0 if name in SELF_CORRECTING else tokens.behavior_weights_N
@@ -201,7 +199,7 @@ READ = {
 
 
 @pytest.mark.parametrize(("name", "column"), [(name, column) for name, columns in READ.items() for column in columns])
-def test_a_nan_stays_with_its_token_and_is_never_hidden(name: str, column: str) -> None:
+def test_a_nan_affects_only_its_own_token(name: str, column: str) -> None:
     tokens = drawn(7, [4, 3, 5])
     attribute = f"{column}_N" if column in ("advantages", "behavior_weights") else f"{column}_logprobs_N"
     for place in range(12):
@@ -209,20 +207,20 @@ def test_a_nan_stays_with_its_token_and_is_never_hidden(name: str, column: str) 
         values_N[place] = math.nan
         losses_N = terms_of(name, replace(tokens, **{attribute: values_N})).losses_N
         assert losses_N[place].isnan(), place
-        # In TOPR the row's ratio is part of each of its tokens' losses.
+        # In TOPR, the row's ratio is part of the loss of each of its tokens.
         row = next((first, end) for first, end in [(0, 4), (4, 7), (7, 12)] if first <= place < end)
         others_N = torch.ones(12, dtype=torch.bool)
         others_N[slice(*row) if name == "topr" else place] = False
         assert losses_N[others_N].isfinite().all(), place
 
 
-def test_topr_shows_a_nan_of_the_sampler_where_it_reads_it() -> None:
+def test_topr_propagates_a_nan_of_the_sampler_where_it_reads_it() -> None:
     tokens = made([-1.0] * 4, behavior=[-1.0, math.nan] * 2, advantages=[-1.0, -1.0, 1.0, 1.0], lengths=[2, 2])
     assert topr(tokens, ToprOptions()).losses_N.isnan().tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("options", [entry[2] for entry in LOSSES.values()], ids=lambda options: options.name)
-def test_options_are_frozen_and_closed(options: Any) -> None:
+def test_options_refuse_unknown_keys_and_non_finite_values(options: Any) -> None:
     kind = type(options)
     assert kind.model_validate(options.model_dump()) == options
     with pytest.raises(ValidationError):
@@ -235,7 +233,7 @@ def test_options_are_frozen_and_closed(options: Any) -> None:
                 kind(**{field: wrong})
 
 
-def test_dro_by_hand() -> None:
+def test_dro_values() -> None:
     tokens = made([-1.0, -2.0], proximal=[-1.5, -1.0], advantages=[2.0, -1.0], weights=[1.0, 3.0])
     terms = dro(tokens, DroOptions(beta=0.4))
     torch.testing.assert_close(terms.losses_N, float64([2.0 + 0.2 * 0.25, 3.0 * (-2.0 + 0.2)]))
@@ -244,7 +242,7 @@ def test_dro_by_hand() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(lengths=RAGGED, seed=st.integers(0, 99), beta=st.floats(0.05, 3.0))
-def test_dro_descends_the_squared_error_of_the_advantage(lengths: list[int], seed: int, beta: float) -> None:
+def test_dro_has_the_gradient_of_the_squared_error_of_the_advantage(lengths: list[int], seed: int, beta: float) -> None:
     tokens = drawn(seed, lengths)
     error_N = 0.5 * (tokens.advantages_N - beta * tokens.log_ratio_N).square() * tokens.behavior_weights_N / beta
     want_N = gradient(error_N, tokens)
@@ -257,9 +255,9 @@ def test_dro_without_its_penalty_is_reinforce() -> None:
     torch.testing.assert_close(dro(tokens, DroOptions(beta=0.0)).losses_N, want_N)
 
 
-def test_topr_by_hand() -> None:
+def test_topr_values() -> None:
     half = math.log(2.0) / 2
-    # Rows: good answer grown likely; bad one half as likely as when sampled; bad one grown likely; an empty row.
+    # Rows: A > 0 and more likely; A < 0 and half as likely as when sampled; A < 0 and more likely; empty.
     tokens = made(
         [-1.0, -2.0, -1.0, -2.0, -1.0],
         behavior=[-3.0, -5.0, -1.0 + half, -2.0 + half, -1.5],
@@ -275,7 +273,9 @@ def test_topr_by_hand() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(lengths=RAGGED, seed=st.integers(0, 99))
-def test_topr_is_reinforce_on_good_answers_and_never_more_on_bad_ones(lengths: list[int], seed: int) -> None:
+def test_topr_is_reinforce_for_positive_advantages_and_bounded_by_it_for_negative(
+    lengths: list[int], seed: int
+) -> None:
     tokens = drawn(seed, lengths)
     grad_N = gradient(topr(tokens, ToprOptions()).losses_N, tokens)
     good_N = tokens.advantages_N >= 0
@@ -284,13 +284,13 @@ def test_topr_is_reinforce_on_good_answers_and_never_more_on_bad_ones(lengths: l
     assert (grad_N[~good_N] <= -tokens.advantages_N[~good_N]).all()
 
 
-def test_topr_lets_go_of_a_bad_answer_that_the_policy_has_left() -> None:
+def test_topr_has_no_gradient_for_a_bad_answer_that_became_unlikely() -> None:
     tokens = made([-900.0, -1.0], behavior=[-1.0, -1.0], advantages=[-1.0, -1.0])
     assert gradient(topr(tokens, ToprOptions()).losses_N, tokens).tolist() == [0.0, 0.0]
 
 
-def test_topr_loses_nothing_of_a_row_s_ratio() -> None:
-    far = 2.0**24  # float32 knows no half there
+def test_topr_sums_log_ratios_of_a_row_precisely() -> None:
+    far = 2.0**24  # float32 cannot represent a fraction of ½ there
     current_N, zeros_N = torch.tensor([far, -0.5, -far]), torch.zeros(3)
     tokens = LossTokens(current_N, zeros_N, zeros_N, torch.full((3,), -1.0), zeros_N, torch.tensor([3]))
     losses_N = topr(tokens, ToprOptions()).losses_N
@@ -298,7 +298,7 @@ def test_topr_loses_nothing_of_a_row_s_ratio() -> None:
     assert losses_N[1].item() == pytest.approx(-0.5 * math.exp(-0.5))
 
 
-def test_truncated_importance_by_hand() -> None:
+def test_truncated_importance_values() -> None:
     tokens = made(
         [-1.0, -1.0, -2.0],
         behavior=[-1.0 - math.log(8.0), -1.0 + math.log(2.0), -2.0 - math.log(3.0)],
@@ -314,7 +314,7 @@ def test_truncated_importance_by_hand() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(lengths=RAGGED, seed=st.integers(0, 99))
-def test_without_truncation_it_is_importance_sampling(lengths: list[int], seed: int) -> None:
+def test_truncated_importance_without_a_cap_is_importance_sampling(lengths: list[int], seed: int) -> None:
     tokens = drawn(seed, lengths)
     sampled_N = -(tokens.current_logprobs_N - tokens.behavior_logprobs_N).exp() * tokens.advantages_N
     want_N = gradient(sampled_N, tokens)
