@@ -1,4 +1,4 @@
-"""What every built-in scorer says of itself, its examples, and the one line for arguments that do not fit."""
+"""Descriptions and examples of every built-in scorer, and one-line errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def test_names_are_in_alphabetical_order() -> None:
     assert list(SCORERS) == sorted(SCORERS)
 
 
-def test_a_file_in_the_folder_is_a_scorer_without_being_named_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_file_in_the_scorers_folder_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "always_half.py").write_text(
         "from tandem.protos.contracts import Scored\nfrom tandem.reward.contracts import Scorer\n"
         "class AlwaysHalf(Scorer):\n    VERSION = '1'\n    ISOLATION = 'in_process'\n"
@@ -88,7 +86,7 @@ def test_every_scorer_and_parameter_is_described() -> None:
 
 
 class Everything(Scorer):
-    """A scorer with a parameter of every kind."""
+    """A scorer with a parameter of every type."""
 
     VERSION = "1"
     ISOLATION = "in_process"
@@ -180,7 +178,7 @@ def test_arguments_of_the_wrong_type_are_named_with_place_and_remedy(arguments: 
         max_size=3,
     ),
 )
-def test_any_arguments_fit_or_are_refused_in_one_line(name: str, arguments: dict[str, Any]) -> None:
+def test_any_arguments_are_accepted_or_refused_in_one_line(name: str, arguments: dict[str, Any]) -> None:
     try:
         make_scorer(name, arguments, "reward")
     except ScorerError as error:

@@ -1,4 +1,4 @@
-"""The one worker core: every kind of scorer by one rubric, what runs where, and what a failure costs."""
+"""The scoring core: rubrics with every kind of scorer, where scorers run, and the effects of failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest_plugins = ("tests.support.scoring_cores",)
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
-# ---- a scorer alone ----
+# ---- single scorers ----
 
 
 def test_a_single_cheap_scorer_starts_no_process_and_is_called_directly(make_core: Make) -> None:
@@ -73,7 +73,7 @@ def test_many_items_keep_their_order(make_core: Make, mixed: Path) -> None:
     core = make_core(rubric=str(mixed), num_workers=2)
     items = [item(str(n), str(n + n % 3), ("words", "numbers", "x")[n % 3]) for n in range(600)]
     for n, one in enumerate(score(core, core.default, *items)):
-        weight = {0: 2.0, 1: 0.0, 2: 0.0}[n % 3]  # words are right where n % 3 is 0, the others are never
+        weight = {0: 2.0, 1: 0.0, 2: 0.0}[n % 3]  # the word scorer gives 1 only if n % 3 is 0
         assert isinstance(one, Scored) and one.value == 0.5 + weight, n
 
 
@@ -159,7 +159,7 @@ def test_scores_equal_those_of_the_rubric_combined_by_hand(
     core.close()
 
 
-# ---- the end ----
+# ---- closing ----
 
 
 def test_close_ends_running_calls(make_core: Make, functions: Path) -> None:
@@ -174,7 +174,7 @@ def test_close_ends_running_calls(make_core: Make, functions: Path) -> None:
     caller.join(timeout=30.0)
     assert core.closing and found == [pool_closing()]
     assert score(core, core.default, item("1")) == [pool_closing()]
-    core.close()  # once more does no harm
+    core.close()  # a second close has no effect
 
 
 def pool_closing() -> Unscored:

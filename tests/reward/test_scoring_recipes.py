@@ -1,4 +1,4 @@
-"""The worker core: what clients and recipes may name, remote scorers among them, and what is refused."""
+"""The scoring core: which scorers clients and recipes may name, including remote ones, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.scoring_stand_ins import Far, Make, item, score
 pytest_plugins = ("tests.support.scoring_cores",)
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
-# ---- what clients may bring ----
+# ---- client rubrics ----
 
 
 def test_client_rubrics_are_cached_by_text(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_the_default_can_be_asked_for_as_a_rubric(make_core: Make, mixed: Path) 
     assert make_core(rubric=str(mixed)).default.text == mixed.read_text()
 
 
-# ---- remote ----
+# ---- remote scorers ----
 
 
 def test_remote_scorers_of_one_rubric_run_concurrently(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_remote_scorers_of_one_rubric_run_concurrently(make_core: Make, monkeypa
     core = make_core(scorers={name: {"scorer": "far", "arguments": {"name": name}} for name in names})
     rubric = core.compile("".join(f"[[components]]\nscorer = '{name}'\n" for name in names))
     assert rubric.num_callers > 1 and not rubric.in_process
-    monkeypatch.setattr(Far, "meeting", threading.Barrier(3))  # broken unless all three are there
+    monkeypatch.setattr(Far, "meeting", threading.Barrier(3))  # times out unless all three meet
     assert score(core, rubric, item("x"), item("y")) == [Scored(3.0, dict.fromkeys(names, 1.0))] * 2
     assert core.figures()["spent_b:b"] == 0.5
     core.close()
@@ -95,11 +95,11 @@ def test_a_remote_scorer_that_does_not_start_is_an_error_and_closed(make_core: M
         make_core(**config)
     assert Far.seen == ["start far", "close far"]
     Far.seen.clear()
-    validate(RewardConfig(**config))  # what is only checked is not started
+    validate(RewardConfig(**config))  # validation does not start scorers
     assert Far.seen == ["close far"]
 
 
-# ---- bad recipes ----
+# ---- invalid recipes ----
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,8 @@ def test_validation_imports_user_code_in_a_worker_only(tmp_path: Path) -> None:
 
 
 def test_a_failed_construction_leaves_no_process(tmp_path: Path) -> None:
-    before = {
-        child.pid for child in psutil.Process().children(recursive=True)
-    }  # of earlier tests; they may end meanwhile
+    # processes of earlier tests, which may end meanwhile
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(ScorerError):
         ScoringCore(RewardConfig(scorer="surely.not.there:f"))
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before

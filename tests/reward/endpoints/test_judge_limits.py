@@ -1,4 +1,4 @@
-"""Limits of a judge: concurrent requests, requests and tokens per minute, money."""
+"""Limits of a judge: concurrent requests, requests and tokens per minute, and cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_max_concurrent_bounds_requests_under_way() -> None:
     met = threading.Barrier(3, timeout=30.0)
 
     def answer(asked: Asked) -> Answer:
-        met.wait()  # passes only when three are here
+        met.wait()  # blocks until three requests are here
         return GOOD
 
     with MisbehavingServer(answer) as server:
@@ -62,7 +62,7 @@ def test_requests_are_spread_over_the_minute() -> None:
     began = time.monotonic()
     scores, _ = ask(GOOD, [item("a")] * 4, requests_per_minute=300)
     assert scores == [Scored(7.0)] * 4
-    assert time.monotonic() - began >= 0.6  # three pauses of 0.2 s: they cannot be shorter, however slow the machine
+    assert time.monotonic() - began >= 0.6  # three pauses of 0.2 s cannot be shorter, however slow the machine is
 
 
 def test_waiting_for_the_rate_limit_does_not_use_up_the_deadline() -> None:
@@ -71,8 +71,10 @@ def test_waiting_for_the_rate_limit_does_not_use_up_the_deadline() -> None:
     assert scores == [Scored(7.0)] * 8
 
 
-def test_the_token_rate_counts_tokens_really_used() -> None:
-    """Each is estimated at 1,300 of 3,000 tokens a minute and uses 15; uncorrected, the second would wait 26 s."""
+def test_the_token_rate_counts_the_tokens_actually_used() -> None:
+    """Each question is estimated at 1,300 of 3,000 tokens a minute and uses 15. Without the correction, the second
+    would wait 26 s.
+    """
     scores, _ = ask(GOOD, [item("a")] * 3, tokens_per_minute=3000, max_concurrent=1, deadline_seconds=20.0)
     assert scores == [Scored(7.0)] * 3
 

@@ -1,4 +1,4 @@
-"""The limiter and the spend meter against a clock of the test's: never more than allowed, and never stuck."""
+"""The rate limiter and the spend meter on a virtual clock: limits are never exceeded, and every request is admitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never waits: its clock jumps to the next timer. Waiting for nothing at all is an error."""
+    """An event loop that never sleeps: its clock jumps to the next timer. Waiting without a timer is an error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def worst_window(taken: list[Taken], window_seconds: float) -> int:
-    """The most that was admitted in any half-open window (one that begins at an admission is the worst)."""
+    """The largest amount admitted in any half-open window. The maximum is at a window that begins at an admission."""
     return max(
         sum(one.amount for one in taken if first.at <= one.at and not first.at + window_seconds <= one.at)
         for first in taken
@@ -75,7 +75,7 @@ def test_no_window_holds_more_than_the_rate_and_all_are_admitted(
             now += delay
         assert now - asked_at <= window_seconds * (1 + 1e-9), "after a window, all of it is free"
         taken.append(limit.take(amount, now))
-        limit.settle(taken[-1], amount * used_percent // 100)  # an estimate is not exceeded
+        limit.settle(taken[-1], amount * used_percent // 100)  # the actual amount does not exceed the estimate
     if taken:
         assert worst_window(taken, window_seconds) <= most
 
@@ -94,10 +94,10 @@ def test_a_low_estimate_delays_later_requests() -> None:
     limit = RateLimit(100, 60.0)
     limit.settle(limit.take(10, 0.0), 90)
     assert limit.delay(20, 0.0) == 60.0  # 90 + 20 do not fit into one window
-    assert limit.delay(5, 0.0) == pytest.approx(54.0)  # they would fit; the rate is 1 in 0.6 s
+    assert limit.delay(5, 0.0) == pytest.approx(54.0)  # they would fit, but the rate is 1 per 0.6 s
     late = limit.take(1, 60.0)
     limit.delay(1, 500.0)
-    limit.settle(late, 1000)  # its window has passed: nobody is delayed for it
+    limit.settle(late, 1000)  # the window of `late` has passed, so it delays nobody
     assert limit.delay(100, 500.0) == 0.0
 
 
@@ -154,7 +154,7 @@ def test_the_ring_passes_earlier_jobs_at_the_rate_limit_and_jobs_get_their_share
             await limiter.take([1, 1], priority)
             order.append(priority)
 
-        await limiter.take([60, 1])  # there is no room for a minute
+        await limiter.take([60, 1])  # uses up the whole minute
         jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
         await asyncio.sleep(1.0)
         assert (limiter.waiting("jobs"), limiter.waiting("ring")) == (6, 0)
@@ -218,10 +218,10 @@ def test_a_waiter_cancelled_just_as_it_was_admitted_gives_back_what_it_took() ->
         assert await meter.reserve(0.9)
         gone = [asyncio.create_task(limiter.take([50])), asyncio.create_task(meter.reserve(0.9))]
         await asyncio.sleep(1.0)
-        limiter.settle(first, [0])  # lets the one through …
-        meter.charge(0.9, 0.0)  # … and the other …
+        limiter.settle(first, [0])  # admits the first task …
+        meter.charge(0.9, 0.0)  # … and the second …
         for task in gone:
-            task.cancel()  # … which never hear of it
+            task.cancel()  # … before either is resumed
         await asyncio.wait(gone)
         began = loop.time()
         await limiter.take([60])
@@ -257,7 +257,7 @@ def test_a_cancelled_waiter_delays_nobody() -> None:
         await patient
         return loop.time() - began
 
-    assert run(work) == pytest.approx(30.0)  # five units at 6 s each, not the 60 s of the one that left
+    assert run(work) == pytest.approx(30.0)  # five units at 6 s each, not 60 s for the one that left
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Rubrics: how scores become one, as laws."""
+"""Rubrics: properties of combining scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.reward.registry import make_spec
 from tandem.reward.rubric.rubric import Component, Range, Rubric
 
-QUIET = settings(deadline=None)  # a busy machine is no fault
+QUIET = settings(deadline=None)  # a busy machine must not fail the test
 EXACT = make_spec("exact", {})
 
 finite = st.floats(-1e6, 1e6)
@@ -87,7 +87,7 @@ def test_components_after_a_failed_gate_count_0(st_data: Any, rubric: Rubric, so
             assert not any(name.startswith(f"{component.name}/") for name in result.breakdown)
         else:
             assert result.breakdown[component.name] == component.normalised(scores[n].value)  # type: ignore[union-attr]
-    if failed:  # they need not have run at all
+    if failed:  # components after a failed gate may not have run
         unrun = [score if n <= failed[0] else None for n, score in enumerate(scores)]
         assert rubric.combine(unrun, source) == result
 

@@ -1,4 +1,4 @@
-"""From a rubric to advantages: its components stay apart all the way to the estimator that compares them one by one."""
+"""From a rubric to advantages: components stay separate up to the estimator that compares them one by one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ scorer = "numeric"
 
 
 def score_group(core: ScoringCore, group: TrajectoryGroup, source: str, texts: list[str]) -> TrajectoryGroup:
-    """The group with these answers, judged, as the reward service stores it and the trainer reads it."""
+    """The group with scored answers, as the reward service stores it and the trainer reads it."""
     items = [ScoreItem(source, text, "7") for text in texts]
     scores = core.score(core.default, items, "ring")
     rows = [scored_row(row.trajectory, score) for row, score in zip(group.scored_rows, scores, strict=True)]
@@ -53,7 +53,7 @@ def score_group(core: ScoringCore, group: TrajectoryGroup, source: str, texts: l
 
 
 def advantages(groups: list[TrajectoryGroup], **options: Any) -> list[float]:
-    """One number a row: of its first token."""
+    """The advantage of each row's first token."""
     batch, by_id = make_batch(groups)
     layout = BatchLayout.of(batch, rank=0)
     config = AlgorithmConfig(advantage={"name": "gdpo", "whiten": False, **options})  # type: ignore[arg-type]
@@ -94,9 +94,8 @@ def test_the_components_of_a_rubric_reach_gdpo(rubric_file: Path) -> None:
     assert [row.reward for row in groups[0].scored_rows] == pytest.approx([1.1, 1.0, 0.1, 0.0])
     assert dict(groups[0].scored_rows[0].breakdown) == {"form": 1.0, "right": 1.0, "right/numeric": 1.0}
     assert dict(groups[1].scored_rows[1].breakdown) == {"form": 0.0, "same": 1.0}
-    first = normalised([1, 0, 1, 0]) + normalised(
-        [1, 1, 0, 0]
-    )  # `same` is for other data, `right/numeric` is part of `right`
+    # `same` applies to other data, and `right/numeric` is part of `right`
+    first = normalised([1, 0, 1, 0]) + normalised([1, 1, 0, 0])
     second = normalised([1, 0, 0, 0]) + normalised([0, 1, 1, 0])
     assert advantages(groups) == pytest.approx([*first, *second], abs=1e-6)
     weighted = 0.5 * normalised([1, 0, 1, 0]) + 2.0 * normalised([1, 1, 0, 0])

@@ -1,4 +1,4 @@
-"""What a rubric's text may say, the one line for what it may not, and who may name which scorer."""
+"""Parsing rubrics: valid text, one-line errors, and which scorers clients and recipes may name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.reward.registry import SCORERS, ScorerSpec, make_spec
 from tandem.reward.rubric.catalogue import Catalogue
 from tandem.reward.rubric.rubric import MAX_DEPTH, MAX_SCORERS, MAX_TEXT_BYTES, Component, Rubric
 
-QUIET = settings(deadline=None)  # a busy machine is no fault
+QUIET = settings(deadline=None)  # a busy machine must not fail the test
 EXACT = make_spec("exact", {})
 RECIPE = Catalogue()
 CLIENT = Catalogue(for_clients=True)
@@ -157,7 +157,7 @@ def test_any_text_is_a_rubric_or_refused_in_one_line(st_data: Any) -> None:
 
 
 def chain(names: Sequence[str]) -> str:
-    """Each names the next."""
+    """Rubrics that each name the next."""
     text = f"[[components]]\nscorer = 'rubric'\narguments = {{ name = '{names[0]}' }}\n"
     for name, following in pairwise(names):
         text += f"[[rubrics.{name}.components]]\nscorer = 'rubric'\narguments = {{ name = '{following}' }}\n"
@@ -196,7 +196,7 @@ def test_nesting_and_number_of_scorers_are_limited() -> None:
 
 
 class Remote(Scorer):
-    """A stand-in for a scorer that is far away."""
+    """Stand-in for a remote scorer."""
 
     VERSION = "1"
     ISOLATION = "remote"
@@ -204,7 +204,7 @@ class Remote(Scorer):
 
 
 class Guarded(Scorer):
-    """A stand-in for a scorer with a parameter that is the recipe's to set."""
+    """Stand-in for a scorer with a recipe-only parameter."""
 
     VERSION = "1"
     ISOLATION = "worker"

@@ -1,4 +1,4 @@
-"""The sandbox as the scorer uses it: the programs' view, their outcomes, and the pool of started sandboxes."""
+"""The sandbox as the scorer uses it: the programs' environment, their outcomes, and the pool of started sandboxes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = Limits(cpu_seconds=10.0, wall_seconds=60.0)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
-    """With the best isolation there is here; without any the same must hold, but for the attacks."""
+    """A pool with the best isolation available here. Without any, everything but the attack tests still holds."""
     made = open_sandboxes(allow_unsandboxed=True)
     yield made
     made.close()
@@ -48,7 +48,7 @@ def said(outcome: Outcome) -> str:
     return outcome.stdout.decode()
 
 
-# ---- what a program finds ----
+# ---- environment ----
 
 
 def test_input_output_and_errors(sandbox: Sandbox) -> None:
@@ -109,7 +109,7 @@ def test_programs_run_as_in_an_ordinary_python(sandbox: Sandbox, program: str, s
     ],
 )
 def test_programs_end_as_in_an_ordinary_python(sandbox: Sandbox, program: str) -> None:
-    """What was written counts, whoever was to flush it."""
+    """Output counts even if the interpreter would flush it only at exit."""
     outcome = run(sandbox, program)
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, timeout=60, check=False)
     assert (outcome.exit_code, outcome.stdout) == (done.returncode, done.stdout)
@@ -125,7 +125,7 @@ def test_large_input(sandbox: Sandbox) -> None:
     assert said(run(sandbox, "print(len(input()))", text)) == "3000000\n"
 
 
-# ---- what is told of it ----
+# ---- outcomes ----
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_outcomes_of_programs(sandbox: Sandbox, program: str, failure: str, code
 
 
 def test_the_time_limit_counts_processor_time_only(sandbox: Sandbox) -> None:
-    """What a busy machine does to a program is not its fault: its own time is limited, and waiting apart."""
+    """A busy machine must not fail a program, so processor time and waiting time are limited separately."""
     limits = Limits(cpu_seconds=0.3, wall_seconds=60.0)
     assert said(run(sandbox, "import time\ntime.sleep(1)\nprint(1)", limits=limits)) == "1\n"
     outcome = run(sandbox, "while True: pass", limits=limits)
@@ -176,7 +176,7 @@ def test_a_run_can_be_stopped(sandbox: Sandbox) -> None:
     sandbox.stop()
     outcome = sandbox.outcome()
     assert outcome.stopped == "asked" and outcome.failure == "" and outcome.stdout == b"1\n"
-    sandbox.stop()  # too late, and no harm
+    sandbox.stop()  # has no effect after the end
     assert said(run(sandbox, "print(2)")) == "2\n"
 
 
@@ -232,7 +232,7 @@ def test_a_pool_replaces_a_launcher_that_ended(own_pool: SandboxPool) -> None:
         try:
             assert said(run(taken, "print(1)")) == "1\n"
             break
-        except SandboxError:  # it was alive a moment longer than its maker
+        except SandboxError:  # it outlived its launcher by a moment
             taken.close()
             taken = own_pool.take()
     taken.close()
@@ -247,7 +247,7 @@ def test_a_pool_replaces_a_stopped_launcher(own_pool: SandboxPool, monkeypatch: 
     own_pool.take().close()
     zygote = zygote_of(launcher)
     zygote.suspend()
-    for _ in range(4):  # the first ones were ready before
+    for _ in range(4):  # the first ones were started before
         taken = own_pool.take()
         assert said(run(taken, "print(1)")) == "1\n"
         taken.close()

@@ -1,5 +1,5 @@
 """Programs that attack the machine, the service and each other. Every attack works without a sandbox (where that is
-harmless to show) and fails inside, with namespaces alone and with the filter of system calls.
+harmless to show) and fails inside, both with namespaces alone and with the seccomp filter.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ for process in (*range(1, 3000), {judge}, os.getppid()):
 
 
 def test_programs_cannot_reach_the_judging_process(run: Run) -> None:
-    """Neither a descriptor of it nor its memory, in which stand what is wanted and the token of its answers."""
+    """The process has no descriptor of the judging process and cannot read its memory, which holds the expected results
+    and the answer token.
+    """
     ours = ctypes.create_string_buffer(b"12345678")
     program = WITHIN_REACH.format(address=ctypes.addressof(ours), judge=os.getpid())
     assert said(run(program)).splitlines() == ["[0, 1, 2]"]
@@ -128,7 +130,7 @@ def test_a_daemon_does_not_survive_its_run(
     outcome = run(DAEMON.format(folder="/tmp"), MANY)
     assert outcome.exit_code == 0 and not outcome.stdout and not sandbox.clean, "it did start and beat"
     settles(lambda: inside_of(launcher, sandbox) <= before, "a daemon survived its run")
-    if filtered:  # with one process allowed, it does not even start
+    if filtered:  # the filter allows one process, so the daemon does not start
         assert said(run(DAEMON.format(folder="/tmp"))) == "PermissionError"
 
 
@@ -147,7 +149,7 @@ open("/dev/null", "w").write("x")
 
 
 def test_programs_cannot_write_outside_the_working_folder(run: Run, tmp_path: Path) -> None:
-    """Nothing is written even where a sandbox leaks: files are opened, folders asked."""
+    """The program only opens files and checks folder permissions, so nothing is written even if the sandbox leaks."""
     (tmp_path / "x").touch()
     (tmp_path / "x").chmod(0o666)
     tmp_path.chmod(0o777)
@@ -157,11 +159,11 @@ def test_programs_cannot_write_outside_the_working_folder(run: Run, tmp_path: Pa
     assert "opened" in outside(program, tmp_path)
 
 
-# ---- one another ----
+# ---- other sandboxes ----
 
 
 def test_sandboxes_are_isolated_from_each_other(open_one: Callable[[], Sandbox]) -> None:
-    """Two at the same time: files, processes, sockets without a file, segments of shared memory."""
+    """Two sandboxes at the same time: files, processes, abstract sockets, and shared memory segments."""
     abstract = f"\0tandem-between-{os.getpid()}"
     first, second = open_one(), open_one()
     host = f"""

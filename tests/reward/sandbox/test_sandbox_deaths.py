@@ -1,4 +1,4 @@
-"""Sandboxes that die or stop in the middle of a run: the test is repeated in a fresh one at no cost to the answer."""
+"""Sandboxes that die or stop during a run: the test is repeated in a fresh sandbox, and the answer is not penalized."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxPool]:
 
 
 def running(pool: SandboxPool) -> list[dict[str, int]]:
-    """The processes by name of every sandbox in which a program runs, the oldest program first."""
+    """For every sandbox in which a program runs, its processes by name; the oldest program comes first."""
     assert isinstance(pool._launcher, ZygoteLauncher)
     found = []
     with suppress(psutil.NoSuchProcess):
@@ -72,8 +72,8 @@ def running(pool: SandboxPool) -> list[dict[str, int]]:
 
 @dataclass
 class Killer:
-    """Kills the victim of one of the sandboxes in which programs run, in so many runs; in those that follow no program
-    pauses long.
+    """Kills the victim in one of the running sandboxes, in the given number of runs. In later runs, programs do not
+    pause for long.
     """
 
     pool: SandboxPool
@@ -114,7 +114,7 @@ class Killer:
 
 
 def has_begun(program: int) -> bool:
-    """The last thing before it does is the filter of system calls."""
+    """The seccomp filter is installed last, right before the program begins."""
     return not filter_program.available() or "Seccomp:\t2" in Path(f"/proc/{program}/status").read_text()
 
 
@@ -123,7 +123,7 @@ def judged(shape: str) -> Score:
     return CodeTests(extract="whole").judge(ScoreItem("", code, ground_truth))
 
 
-CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # of a statement's two sandboxes, each
+CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # for statements, each of the two sandboxes
 
 
 @pytest.mark.parametrize("victim", CHAIN)
@@ -163,7 +163,7 @@ def test_a_program_that_kills_itself_fails(pool: SandboxPool, tests: Any) -> Non
 def test_a_program_killed_twice_for_lack_of_memory_is_infrastructure(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    """What the kernel counts stands for what it does: here it kills something whenever it is asked, or does not say."""
+    """Replaces the kernel's count of kills: either every call reports another kill, or the count is unknown."""
     kills = itertools.count()
     monkeypatch.setattr(code_trial, "memory_kills", lambda: next(kills) if known else None)
     score = CodeTests(extract="whole").judge(ScoreItem("", "import os\nos.kill(os.getpid(), 9)", SHAPES["script"][1]))
@@ -187,7 +187,7 @@ def test_stopped_processes_cost_no_answer_its_score(
     killer.install(monkeypatch)
     code, tests = SHAPES["script"]
     score = CodeTests(extract="whole", seconds_per_test=0.2).judge(ScoreItem("", code.replace("30", "0.3"), tests))
-    if victim == "keeper":  # it only waits for the end
+    if victim == "keeper":  # the keeper only waits for the end
         assert isinstance(score, Scored) and score.value == 1.0, score
     else:
         assert isinstance(score, Unscored) and score.reason == "infrastructure", score
@@ -196,7 +196,7 @@ def test_stopped_processes_cost_no_answer_its_score(
 def test_waiting_for_a_sandbox_does_not_count_as_the_answers_time(
     pool: SandboxPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What makes sandboxes is stopped: that is noticed after a time in which this answer's would be over."""
+    """Stops the zygote that starts sandboxes. This is noticed only after the answer's own time would be over."""
     assert isinstance(pool._launcher, ZygoteLauncher)
     monkeypatch.setattr(pool_module, "START_SECONDS", 1.5)
     pool.take().close()

@@ -1,5 +1,5 @@
-"""Programs that use too many processes or threads, too much memory, output, files or time. Programs beside and after
-them are not affected.
+"""Programs that use too many processes or threads, or too much memory, output, files or time. Other programs are not
+affected.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def test_a_memory_bomb_fails_as_memory(sandbox: Sandbox, run: Run, bomb: str) ->
 
 
 def test_memory_outside_process_limits_is_bounded(run: Run, filtered: bool) -> None:
-    """Files without a name and segments of System V count for no process: with the filter they are not to be had."""
+    """Anonymous files and System V shared memory do not count towards process limits; the seccomp
+    filter denies them.
+    """
     if not filtered:
         pytest.skip("without the filter of system calls these are bounded by files' sizes and numbers only")
     program = """

@@ -1,4 +1,4 @@
-"""How the isolation is found and reported, and which files it shows."""
+"""How isolation is detected and reported, and which files it shows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ print(os.getpid(), os.getuid(), [path for path in paths if os.access(path, os.W_
 
 
 def reported(program: str, *prefix: str) -> list[str]:
-    """What a process says that finds its isolation behind the prefix, a command that takes something away first."""
+    """The isolation that a process detects when started behind the prefix, a command that removes a
+    capability first.
+    """
     if shutil.which(prefix[0]) is None:
         pytest.skip(f"there is no {prefix[0]} here")
     command = [*prefix, sys.executable, "-c", REPORT.format(root=str(ROOT), program=program)]
@@ -69,14 +71,14 @@ def reported(program: str, *prefix: str) -> list[str]:
 
 
 def test_an_ordinary_user_has_the_same_isolation() -> None:
-    """A user namespace in which the service is user 1000 and no other user exists."""
+    """Runs in a user namespace in which the service is user 1000 and no other user exists."""
     name, opened, writable = reported(WRITABLE, "unshare", "--user", "--map-user=1000", "--map-group=1000")
     assert name in ("namespaces", "bubblewrap") and opened == "opened"
     assert writable == "2 65534 []", "the files of the service's own user, too, are read-only"
 
 
 def test_without_user_namespaces_the_scorer_refuses_unless_allowed() -> None:
-    """A user namespace in which no further ones may be made, as in a container that forbids them."""
+    """Runs in a user namespace that allows no further ones, as in a container that forbids them."""
     script = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
     name, refused, process = reported(
         "import os; print(os.getpid())", "unshare", "--user", "--map-root-user", "sh", "-c", script, "sh"
@@ -105,7 +107,7 @@ def test_isolation_that_can_be_broken_out_of_is_rejected(monkeypatch: pytest.Mon
     with pytest.raises(ScorerError, match="does not hold"):
         open_sandboxes()
     with pytest.raises(ScorerError, match="does not hold"):
-        open_sandboxes()  # the answer is kept, and so is its reason
+        open_sandboxes()  # the answer and its reason are cached
 
 
 @pytest.mark.usefixtures("unknown")
@@ -222,7 +224,9 @@ def test_bubblewrap_is_found_on_path_or_beside_the_interpreter(monkeypatch: pyte
 
 
 def test_modules_inside_the_sandbox_import_the_standard_library_only() -> None:
-    """It is sent into sandboxes as text, and a zygote must load nothing that a program could find in its memory."""
+    """The module is sent into sandboxes as text, and a zygote must load nothing that a program could find in its
+    memory.
+    """
     code = (
         "import sys; before = set(sys.modules); import tandem.reward.sandbox.inside.zygote\n"
         "print(*{name.partition('.')[0] for name in sys.modules} - before)"

@@ -1,4 +1,4 @@
-"""The code scorer in the pool and in the service, beside answers that misbehave."""
+"""The code scorer in the pool and in the service, with misbehaving answers in the same batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def solution(program: str) -> str:
 
 
 def shown(breakdown: dict[str, float]) -> set[str]:
-    """The counters that are not 0, the component's name before each, but for those that any answer has."""
+    """Names of the nonzero counters without their component prefix, except those that every answer has."""
     names = {name.rpartition("/")[2] for name, number in breakdown.items() if number}
     return names & set(NEIGHBOURS)
 

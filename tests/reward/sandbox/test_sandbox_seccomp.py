@@ -1,4 +1,4 @@
-"""The filter of system calls: its instructions in a simulated kernel, and what the real kernel refuses."""
+"""The seccomp filter: its instructions in a simulated kernel, and the calls that the real kernel refuses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.sandbox_runs import LIMITS, Launcher, alive
 pytest_plugins = ("tests.support.sandbox_attackers",)
 
 
-# ---- as the kernel would run it ----
+# ---- simulated kernel ----
 
 
 def verdict(program: bytes, architecture: int, number: int, argument: int = 0) -> int:
-    """Interprets the instructions that the filter is made of."""
+    """Interprets the filter's BPF instructions."""
     instructions = [struct.unpack_from("=HBBI", program, place) for place in range(0, len(program), 8)]
     data = struct.pack("=IIQQ", number, architecture, 0, argument)
     place, value = 0, 0
@@ -91,7 +91,7 @@ def test_the_page_lists_exactly_the_refused_calls() -> None:
     assert {"socket", "ptrace", "execve", "unshare", "mount", "memfd_create", "bpf"} <= set(seccomp.REFUSED)
 
 
-# ---- as the kernel runs it ----
+# ---- real kernel ----
 
 
 def test_every_refused_call_is_refused(launcher: Launcher) -> None:

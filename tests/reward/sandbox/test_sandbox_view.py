@@ -1,6 +1,6 @@
-"""What a program in a sandbox can see of the service and the machine: environment, files, modules, privileges, network.
-Every attack works without a sandbox (where that is harmless to show) and fails inside, with namespaces alone and with
-the filter of system calls.
+"""What a program in a sandbox can see of the service and the machine: environment, files, modules, privileges and
+network. Every attack works without a sandbox (where that is harmless to show) and fails inside, both with namespaces
+alone and with the seccomp filter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.sandbox_runs import SECRET, Run, outside, said
 pytest_plugins = ("tests.support.sandbox_attackers",)
 
 
-# ---- what it can see ----
+# ---- environment and files ----
 
 ENVIRONMENTS = """
 import os
@@ -143,7 +143,7 @@ for family, address in zip((socket.AF_INET, socket.AF_UNIX, socket.AF_UNIX), add
 
 
 def test_sockets_of_the_machine_are_unreachable(run: Run, tmp_path: Path) -> None:
-    """TCP, a socket in a folder (as Redis has), and one without a file, which only a network namespace keeps away."""
+    """TCP, a socket in a folder (as Redis has), and an abstract socket, which only a network namespace hides."""
     abstract = f"\0tandem-test-{os.getpid()}"
     path = str(tmp_path / "redis.sock")
     with (

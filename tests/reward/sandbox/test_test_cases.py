@@ -1,4 +1,4 @@
-"""Tests in ground truths: their shapes, the selection of those that are run, and the comparison of results."""
+"""Tests in ground truths: formats, selection of the tests to run, and comparison of results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_selected_tests_are_evenly_spread_and_in_order(number: int, most: int) -
     assert max(gaps) - min(gaps) <= 1
 
 
-# ---- what is the same ----
+# ---- comparison ----
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""When nobody waits for scores any more: what is settled stays, what waits leaves every queue, what has begun ends
-soon.
-"""
+"""Cancelled scoring calls: finished scores stay, waiting items leave every queue, and running items end soon."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def items(*solutions: str, group: str = "") -> list[ScoreItem]:
 
 
 class Scoring:
-    """A core whose scorer hangs on demand, and calls of it in threads of their own."""
+    """A core whose scorer hangs on demand, and threads that call it."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self._log = folder / "judged"
@@ -60,7 +58,7 @@ class Scoring:
         return self._threads.submit(self.core.score, rubric or self.core.default, items(*texts), "calls", cancellation)
 
     def soon(self, *texts: str) -> list[Score]:
-        """The scores, if they come before patience is at an end."""
+        """The scores; cancels the call after PATIENCE_SECONDS."""
         cancellation = CancellationToken()
         timer = threading.Timer(PATIENCE_SECONDS, cancellation.cancel)
         timer.start()
@@ -70,7 +68,7 @@ class Scoring:
             timer.cancel()
 
     def answered(self) -> int:
-        """Items under way of which the service has the worker's answer."""
+        """Number of running items whose answer from the worker has arrived."""
         requests = list(self.core._get_pool()._open_requests)
         return sum(len(answers) for request in requests for _, answers in list(request.at_work.values()))
 
@@ -89,7 +87,7 @@ def scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scoring
         yield one
 
 
-# ---- the cancellation itself ----
+# ---- cancellation tokens ----
 
 
 def test_cancel_callbacks_are_called_once_and_only_inside_their_block() -> None:
@@ -149,7 +147,7 @@ def test_a_call_cancelled_before_it_starts_starts_no_work(scoring: Scoring) -> N
 def test_cancelling_does_not_interrupt_the_construction_of_a_judge(
     tmp_path: Path, scoring: Scoring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or callers with short deadlines would have it begun again and again, and never done."""
+    """Otherwise callers with short deadlines would restart it again and again, and it would never finish."""
     monkeypatch.setattr("tandem.reward.workers.requests._GRACE_SECONDS", 1.5)
     loads, loaded = tmp_path / "loading", tmp_path / "loaded"
     (tmp_path / "large.py").write_text(
@@ -162,7 +160,7 @@ def test_cancelling_does_not_interrupt_the_construction_of_a_judge(
     until(loads.exists)
     pool.withdraw(request)
     assert request.wait() == [CANCELLED]
-    threading.Timer(2.0, loaded.touch).start()  # past the time that a withdrawn item has
+    threading.Timer(2.0, loaded.touch).start()  # longer than the grace period of a withdrawn item
     assert pool.score(spec, items("b")) == [Scored(1.0)]
     assert loads.read_text() == "x" and pool.replaced_workers == 0
 
@@ -199,7 +197,7 @@ def test_an_item_that_failed_a_gate_keeps_its_score_when_cancelled(scoring: Scor
     assert isinstance(closed, Scored) and closed.value == 0.0 and cut is CANCELLED
 
 
-# ---- here, and on other machines ----
+# ---- in-process and remote scorers ----
 
 
 def test_in_process_scorers_stop_between_two_items() -> None:
@@ -295,7 +293,7 @@ def test_cancelling_a_question_before_it_is_sent_frees_its_reservation(monkeypat
         until(lambda: session.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
 
 
-def test_waiting_for_work_that_no_thread_began_ends_with_cancellation() -> None:
+def test_cancelling_ends_the_wait_for_work_that_no_thread_began() -> None:
     cancellation, go_on = CancellationToken(), threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(go_on.wait)

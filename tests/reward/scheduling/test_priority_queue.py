@@ -43,7 +43,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PRIORITIES), st.none()), max_size=200))
 def test_peek_and_pop_agree(steps: list[Priority | None]) -> None:
-    """Each step adds an entry or, for None, takes one."""
+    """A number adds an entry of that priority, and None removes one."""
     priorities: PriorityQueue[int] = PriorityQueue()
     for number, priority in enumerate(steps):
         if priority is not None:
@@ -102,7 +102,7 @@ def test_semaphore_slots_go_to_the_ring_first_and_jobs_get_their_share() -> None
 
 
 def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
-    """Waiters are cancelled, by timeouts too, and one is cancelled just as it was admitted."""
+    """Waiters are cancelled, also by timeouts, and one is cancelled just as it is admitted."""
 
     async def work() -> list[int]:
         slots = PrioritySemaphore(1)
@@ -120,8 +120,8 @@ def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
                 await slots.acquire("calls")
         tasks = [asyncio.create_task(hold()) for _ in range(5)]
         await asyncio.sleep(1.0)
-        slots.release()  # lets the first of them through …
-        tasks[0].cancel()  # … which never hears of it
+        slots.release()  # admits the first one …
+        tasks[0].cancel()  # … before it is resumed
         tasks[3].cancel()
         left = []
         for task in (tasks[1], tasks[2], tasks[4]):
@@ -137,7 +137,9 @@ def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
 
 
 def test_a_large_request_is_not_starved_by_small_ones() -> None:
-    """It waits for three units; one is freed per second, and those behind it need one each."""
+    """The large request waits for three units. One unit is freed per second, and the requests
+    behind it need one each.
+    """
     order: list[str] = []
 
     async def work() -> None:
@@ -175,7 +177,7 @@ def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def threads(*work: Callable[[], object]) -> Iterator[None]:
-    """Each piece of work in a thread of its own, ended with the block."""
+    """Runs each function in its own thread and joins the threads at the end of the block."""
     running = [threading.Thread(target=one, daemon=True) for one in work]
     for thread in running:
         thread.start()
@@ -234,7 +236,7 @@ def test_a_thread_that_waited_too_long_runs_beside_the_others(monkeypatch: pytes
         assert scheduler.run_each("ring", abs, [-1, -2]) == [1, 2] and not scheduler.waiting("ring")
         monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 30.0)
         with threads(lambda: more.extend(scheduler.run_each("ring", abs, [-3]))):
-            eventually(lambda: scheduler.waiting("ring") == 1)  # the turn is still the other's
+            eventually(lambda: scheduler.waiting("ring") == 1)  # the other thread still has its turn
             go_on.set()
     assert more == [3]
 
@@ -243,7 +245,7 @@ def test_a_turn_granted_just_after_the_wait_ended_is_not_lost(monkeypatch: pytes
     class Late(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
             assert super().wait(30.0)
-            return False  # its time was over, and then the turn came
+            return False  # the wait timed out, then the turn was granted
 
     monkeypatch.setattr(interpreter_scheduler, "threading", SimpleNamespace(Lock=threading.Lock, Event=Late))
     scheduler, begun, go_on = InterpreterScheduler(), threading.Event(), threading.Event()
@@ -264,7 +266,7 @@ def test_an_exception_ends_the_time_slice() -> None:
     scheduler = InterpreterScheduler()
     with pytest.raises(ZeroDivisionError):
         scheduler.run_each("ring", lambda one: one / 0, [1])
-    assert not scheduler._busy  # else the next would wait for it, and go on beside
+    assert not scheduler._busy  # otherwise the next caller would wait for it and then run beside it
     assert scheduler.run_each("jobs", abs, []) == [] and scheduler.run_each("jobs", abs, [1]) == [1]
 
 
@@ -298,7 +300,7 @@ def test_in_process_scorers_run_in_time_slices_by_priority(alone: bool, monkeypa
     assert [one.value for one in results["jobs"] if isinstance(one, Scored)] == [0.0] * 6
 
 
-# ---- at judges, through the core ----
+# ---- judges ----
 
 
 def by_remote(url: str) -> dict[str, Any]:
@@ -322,7 +324,7 @@ def by_rank(url: str) -> dict[str, Any]:
 def test_the_ring_passes_a_job_at_a_judge_without_starving_it(
     declared: Callable[[str], dict[str, Any]], waiting: str
 ) -> None:
-    """One request at a time. The ring's nine items arrive while the first of a job's six is judged."""
+    """One request at a time. The ring's nine items arrive while the first of a job's six is scored."""
     order, go_on = list[str](), threading.Event()
 
     def answer(asked: Asked) -> Answer:
@@ -357,10 +359,10 @@ def test_the_ring_passes_a_job_at_a_judge_without_starving_it(
         assert values == [n / (number - 1) if declared is by_rank else n for n in range(number)]
 
 
-# ---- figures ----
+# ---- metrics ----
 
 
-def test_figures_are_named_by_judge(tmp_path: Path) -> None:
+def test_metrics_are_named_by_judge(tmp_path: Path) -> None:
     file = tmp_path / "rubric.toml"
     file.write_text(
         """

@@ -1,4 +1,4 @@
-"""Programs that cheat: they earn nothing, whatever the shape of the test."""
+"""Programs that cheat score 0 in every test format."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def f(x):
 @isolated
 @pytest.mark.parametrize("cheat", ["looks at its caller", "looks through memory"])
 def test_the_search_finds_a_planted_value(cheat: str) -> None:
-    """Else the test above would prove nothing."""
+    """Shows that the search of the test above can find a value."""
     assert value(CHEATS[cheat] + "\nhidden = 4711\nmore = [hidden]", CHEATED["call"]) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""The code scorer: where the program is, the shapes of tests, credit, and who is to blame."""
+"""The code scorer: extraction of the program, test formats, credit, and which failures are the answer's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cases(unittest.TestCase):
         self.assertEqual(add(1, 2), 3)
 """
 
-# ---- shapes of tests ----
+# ---- test formats ----
 
 
 @isolated
@@ -121,12 +121,12 @@ def test_tests_that_cannot_be_used_are_invalid_input(ground_truth: Any, named: s
         ("def test_f(capsys):\n    assert f(1) == 1", "test_f takes arguments"),
     ],
 )
-def test_a_test_that_nobody_could_pass_is_invalid_input(test: str, named: str) -> None:
+def test_a_test_that_no_answer_can_pass_is_invalid_input(test: str, named: str) -> None:
     score = judge("def f(x): return x", {"test": test})
     assert isinstance(score, Unscored) and score.reason == "invalid_input" and named in score.detail
 
 
-# ---- where the program is ----
+# ---- extraction ----
 
 
 @isolated
@@ -278,7 +278,7 @@ def test_tests_of_an_answer_share_no_state() -> None:
     assert value(program, {"inputs": [""] * 3, "outputs": ["0"] * 3}) == 1.0
 
 
-# ---- whose fault ----
+# ---- infrastructure ----
 
 
 def test_a_sandbox_that_does_not_start_is_infrastructure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What tests may do with an answer that runs in another process."""
+"""What test statements can do with an answer that runs in another process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rule scorers against the scores of another implementation (see golden/README.md): every string, every way of
-asking.
-"""
+"""Rule scorers against the scores of another implementation (see golden/README.md), for every string and option set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generative judge and a chat endpoint that misbehaves: what it asks, votes, failures, the end."""
+"""The generative judge with a misbehaving chat endpoint: requests, votes, failures and closing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-# ---- what it asks ----
+# ---- requests ----
 
 
 def test_the_judge_is_sent_the_filled_template_and_its_grade_is_the_score() -> None:
@@ -205,9 +205,7 @@ def test_retry_after_is_honoured_by_all_questions() -> None:
 
 @pytest.mark.parametrize("asked", [0.0, 0.4, 100.0])
 def test_retry_pauses_grow_and_are_spread(monkeypatch: pytest.MonkeyPatch, asked: float) -> None:
-    """Two hundred fail seven times together, on a clock of the test's; `asked` is what a `Retry-After` says
-    each time.
-    """
+    """Two hundred requests fail seven times on a virtual clock; `asked` is the `Retry-After` of every reply."""
     monkeypatch.setattr(http_client, "FIRST_PAUSE_SECONDS", 1.0)
     pauses: dict[int, list[float]] = defaultdict(list)
 
@@ -262,7 +260,7 @@ def test_retry_after_as_a_date() -> None:
     assert retry_after(formatdate(0, usegmt=True)) == 0.0
 
 
-# ---- the end ----
+# ---- closing ----
 
 
 def test_close_ends_calls_in_progress() -> None:
@@ -332,7 +330,7 @@ def test_groups_of_a_run_show_the_judge_their_prompt() -> None:
     assert scores == [Scored(7.0)] and "[Question]\n1 + 1?\n" in user_text(asked[0])
 
 
-# ---- what cannot be meant ----
+# ---- invalid arguments ----
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Scorers of mathematics beyond the golden strings: what each rule makes alike, and what math-verify must not hide."""
+"""Math scorers beyond the golden strings: normalisation rules, and the limits around math-verify."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_math_verify_gives_the_verdict_of_the_library() -> None:
 
 
 @pytest.mark.parametrize("truth", ["", r"0.\overline{3}", "}{", "7" * 2000, "9^{9^{9}}", "(" * 40 + "1" + ")" * 40])
-def test_a_ground_truth_that_math_verify_cannot_read(truth: str) -> None:
+def test_a_ground_truth_that_math_verify_cannot_read_is_unscored(truth: str) -> None:
     for solution in (r"$\boxed{1}$", f"$\\boxed{{{truth}}}$"):
         score = MathVerify().judge(item(solution, truth))
         assert isinstance(score, Unscored) and score.reason == "invalid_input" and "math-verify" in score.detail
@@ -231,7 +231,7 @@ HANGING = {
 
 @pytest.mark.parametrize(("latex", "truth"), HANGING.values(), ids=HANGING)
 def test_a_hanging_comparison_gives_no_result_until_its_process_is_killed(latex: str, truth: str) -> None:
-    """Stand-in of a worker's time limit: whatever comes before it must not be a score."""
+    """Nothing may return a score before the worker's time limit kills the process."""
     question = json.dumps([f"$\\boxed{{{latex}}}$", truth])
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Group-relative judges: laws of win rates and ranks, order bias, sampling, small groups, failures of single pairs."""
+"""Group-relative judges: properties of win rates and ranks, order bias, sampling, small groups, and failed pairs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def item(answer: str, group: str = "g") -> ScoreItem:
 
 
 def shown(asked: Asked) -> tuple[str, str]:
-    """The two answers of a comparison."""
+    """The two answers of a comparison, as the judge sees them."""
     found = re.search(r"\[Answer A\]\n(.*)\n\n\[Answer B\]\n(.*)\n\n\[End", asked.body["messages"][0]["content"])
     assert found is not None
     return found[1], found[2]

@@ -1,4 +1,4 @@
-"""The remote scorer and an HTTP service that misbehaves: mapping, batches, failures by type, the end."""
+"""The remote scorer with a misbehaving HTTP service: field mapping, batches, failures by type, and closing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def item(answer: str, truth: Any = "2", **extra: Any) -> ScoreItem:
 
 
 def echo(asked: Asked) -> Answer:
-    """Scores an answer by the number it is."""
+    """Scores a numeric answer by its value."""
     return Answer({"results": [{"score": float(one["solution"])} for one in asked.body["items"]]})
 
 
@@ -47,7 +47,7 @@ def ask(
         return scorer.judge_batch(items), server.asked
 
 
-# ---- what is sent, what comes back ----
+# ---- requests and replies ----
 
 
 def test_items_are_posted_and_results_are_scores(monkeypatch: pytest.MonkeyPatch) -> None:

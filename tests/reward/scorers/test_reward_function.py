@@ -1,6 +1,4 @@
-"""A user's function as scorer: verl's signatures, one answer or several, sync or async, whatever it returns or
-raises.
-"""
+"""A user's function as scorer: verl's signatures, one answer or a batch, sync or async, and any result or exception."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def why(score: Score) -> Unscored:
 
 
 class _Scalar:
-    """As a torch tensor of one element looks."""
+    """Behaves like a torch tensor of one element."""
 
     def item(self) -> float:
         return 0.5
@@ -94,7 +92,7 @@ def test_results_of_functions(result: Any, expected: Scored) -> None:
 def test_results_that_are_not_numbers_are_unscored(result: Any) -> None:
     score = why(to_score(result))
     assert score.reason == "invalid_input" and score.detail
-    score.detail.encode()  # a wire takes it
+    score.detail.encode()  # it can be sent as UTF-8
 
 
 FUNCTIONS = """
@@ -177,7 +175,7 @@ def test_a_function_is_called_with_verls_arguments(functions: Path) -> None:
     assert why(judge.judge(item("leave"))).reason == "crashed"
     assert why(judge.judge(item("odd"))).detail.startswith("Odd: (without a message)")
     assert why(judge.judge(item("files"))).reason == "limit"
-    with pytest.raises(MemoryError):  # which is the process's to answer for
+    with pytest.raises(MemoryError):  # the process handles it
         judge.judge(item("memory"))
     assert single(f"{functions}:scaled", {"scale": 3, "more": 1}).judge(item("1")) == Scored(3.0)
 
@@ -275,7 +273,7 @@ def test_the_version_is_a_digest_of_the_file_and_nothing_is_imported(
     (tmp_path / "house" / "rules" / "__init__.py").write_bytes(text + b"#")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "far_score.py").write_bytes(text)
-    monkeypatch.chdir(tmp_path)  # where workers look first
+    monkeypatch.chdir(tmp_path)  # the first folder that workers search
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     version = hashlib.sha256(text).hexdigest()[:12]
     for path in ("house/score.py:f", f"{tmp_path}/house/score.py:f", "house.score:f", "house.score:g", "far_score:f"):
@@ -285,8 +283,8 @@ def test_the_version_is_a_digest_of_the_file_and_nothing_is_imported(
     assert make_spec("exact", {}).version == ExactMatch.VERSION
 
 
-def test_a_changed_file_is_another_scorer(tmp_path: Path) -> None:
-    """A job that was submitted to one is not scored by the other (`digest`), and ListScorers tells them apart."""
+def test_a_changed_file_changes_version_and_digest(tmp_path: Path) -> None:
+    """Jobs bind to a `digest`, so a job of one version is not scored by another; ListScorers shows the version."""
     file = tmp_path / "score.py"
     config = RewardConfig.model_validate({"scorers": {"mine": {"scorer": f"{file}:f"}}})
     seen = set()

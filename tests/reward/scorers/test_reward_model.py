@@ -1,4 +1,4 @@
-"""Reward models: a real tiny classifier, in its process and without one."""
+"""Reward models: a real tiny classifier, with and without its own process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.reward.workers.model_process import Classifier, SetupError, batches
 from tests.support.judge_calls import refused
 from tests.support.tiny_model import VOCABULARY, build_tiny_model, character_tokenizer
 
-pytestmark = pytest.mark.timeout(600)  # torch starts in seconds, on a machine with other things to do in minutes
+pytestmark = pytest.mark.timeout(600)  # starting torch takes seconds, or minutes on a busy machine
 
 LABELS = 3
 LONGEST = 200
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path, text: str) -> list[float]:
-    """Of one row without padding, tokenised by hand."""
+    """Logits of one unpadded row, tokenized by hand."""
     import torch
     from transformers import Qwen2ForSequenceClassification
 
@@ -140,7 +140,7 @@ def test_an_answer_that_kills_the_process_does_not_affect_the_others(model: Rewa
     answers = [str(n) for n in range(6)]
     answers.insert(
         3, POISON + "x" * 140
-    )  # so long that it is alone in its batch, which costs one process instead of two
+    )  # long enough to be alone in its batch, so that it costs one process instead of two
     scores = model.judge_batch([item(answer) for answer in answers])
     reason, detail = refused(scores.pop(3))
     assert reason == "crashed" and "exited with code 1; it last wrote: IndexError" in detail
@@ -148,7 +148,7 @@ def test_an_answer_that_kills_the_process_does_not_affect_the_others(model: Rewa
     assert model.figures()["reward_model_starts"] == 2.0
 
 
-# ---- the same without a process of its own: each costs the start of torch ----
+# ---- without a process, because each one has to start torch ----
 
 
 def classifier(place: Path, **options: Any) -> Classifier:
@@ -160,11 +160,11 @@ def classifier(place: Path, **options: Any) -> Classifier:
 def torch_threads() -> int:
     import torch
 
-    return torch.get_num_threads()  # what it is for the tests around
+    return torch.get_num_threads()  # the number of threads of the other tests
 
 
 def answers_of(one: Classifier, *questions: tuple[Any, str]) -> list[Any]:
-    """What the process would say of each question: its score, or (reason, detail)."""
+    """The process's reply to each question: its score, or (reason, detail)."""
     found: dict[int, Any] = {}
     asked = [{"id": n, "prompt": prompt, "answer": answer} for n, (prompt, answer) in enumerate(questions)]
     for message in one.answer(asked):

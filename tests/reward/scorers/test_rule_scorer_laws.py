@@ -1,5 +1,5 @@
-"""Laws of the scorers that run in the service's own thread: they raise for no text, and take linear time on
-every text.
+"""Properties of the scorers that run in the service's own thread: they never raise and take linear
+time on every text.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_without_a_ground_truth_it_is_unscored_where_one_is_needed(name: str, ar
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
 def test_adversarial_answers_of_a_megabyte_take_linear_time(name: str, arguments: dict[str, Any]) -> None:
-    """Anything above linear would need hours: a million characters squared."""
+    """Anything slower than linear would take hours on a million characters."""
     judge = in_process(name, arguments)
     for piece in [
         "<answer>",
@@ -207,7 +207,7 @@ def test_ground_truths_of_a_megabyte_take_linear_time(piece: str) -> None:
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
 @pytest.mark.parametrize("piece", ["a ", "\\frac", "É", "1,2 "])
 def test_many_accepted_texts_read_a_long_answer_once(name: str, arguments: dict[str, Any], piece: str) -> None:
-    """As many as there may be, and a megabyte: reading it anew for each would take minutes."""
+    """With the maximum number of texts and a megabyte, reading the answer once per text would take minutes."""
     text = piece * (1_000_000 // len(piece))
     solution = f"<answer>{text}</answer> \\boxed{{{text}}}"
     truth = [f"truth {number}" for number in range(MAX_ACCEPTED)]

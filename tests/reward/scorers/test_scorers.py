@@ -1,4 +1,4 @@
-"""The scorers: what is right, what is wrong, what is no answer at all, and what a recipe may not ask."""
+"""The exact, numeric and regex scorers: right, wrong and missing answers, and invalid options."""
 
 from __future__ import annotations
 

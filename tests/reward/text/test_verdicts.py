@@ -1,4 +1,4 @@
-"""What a judge is shown and what its words mean: templates that no text breaks, verdicts that are a number or none."""
+"""Prompts and verdicts of judges: templates that no text breaks, and parsing a number or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launcher of worker processes that dies, stops or hangs is replaced, and no item is scored 0 or blamed for it."""
+"""A launcher of worker processes that dies, stops or hangs is replaced. No item is scored 0 or blamed for it."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_replacing_a_stopped_launcher_ends_what_its_workers_started(make_pool: M
 def test_items_of_other_workers_are_infrastructure_when_their_launcher_ends(
     make_pool: Make, spec: ScorerSpec, tmp_path: Path, how: signal.Signals
 ) -> None:
-    """Its worker ends with the launcher that forked it, through no fault of the item."""
+    """A worker ends with the launcher that forked it, through no fault of the item."""
     pool = make_pool(num_workers=2)
     launcher = psutil.Process(process_id(pool, spec)).ppid()
     under_way = pool.submit(spec, items(f"wait: {tmp_path / 'begun'}"), "calls")
@@ -145,7 +145,7 @@ def test_an_item_that_kills_its_launcher_is_unscored_and_the_next_are_not(make_p
 
 
 def test_a_launcher_that_gives_no_worker_twice_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one failure it may only be slow, and its imports would be lost."""
+    """After a single failure the launcher may only be slow, and a replacement would have to repeat its imports."""
     (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(worker_process, "LAUNCH_SECONDS", 0.2)

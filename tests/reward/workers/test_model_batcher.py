@@ -1,4 +1,4 @@
-"""The line to a reward model's process, with a stand-in for the model that hangs, dies and babbles."""
+"""The batcher in front of a reward model's process, with a stand-in that hangs, dies and writes output."""
 
 from __future__ import annotations
 
@@ -142,7 +142,9 @@ def test_a_batcher_that_was_never_asked_starts_nothing() -> None:
 
 
 class Model:
-    """Speaks as the process does, two answers a forward, without being one. The first forward waits for the test."""
+    """Speaks the process's protocol in this process, two answers per forward pass. The first forward pass waits for the
+    test.
+    """
 
     pid, alive = 1, True
 
@@ -183,7 +185,7 @@ class Model:
 
 
 class Asking(threading.Thread):
-    """Asks in a thread of its own; its answers are worth 0, 1, 2, …"""
+    """Asks questions in a thread of its own; the answers are worth 0, 1, 2, …"""
 
     def __init__(self, one: ModelBatcher, priority: Priority, number: int) -> None:
         super().__init__(daemon=True)

@@ -1,5 +1,5 @@
-"""User's code shares its process with the channel that carries answers. Whatever it does to the channel costs only its
-own item.
+"""User code shares its process with the channel that carries answers. Writing to or reading from the channel costs only
+the item that does it.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ def test_a_failed_process_is_killed_and_replaced_at_once(
     seconds: float,
     expected: Unscored,
 ) -> None:
-    """The wait for an exit does not apply to a process that will not exit: it is set to an hour here."""
+    """The wait for a process to exit is set to an hour, so the test fails if it applies to a process that will not
+    exit.
+    """
     monkeypatch.setattr(worker_process, "_EXIT_SECONDS", 3600.0)
     pool, spec = make_pool(timeout_seconds=seconds), make_spec(f"{place}:compute_score", {})
     (before,) = pool.score(spec, items("pid"))
@@ -180,7 +182,7 @@ def test_closing_the_channel_before_the_answer_is_crashed(make_pool: Make, place
 @pytest.mark.parametrize("function", ["compute_score", "together"])
 def test_reading_the_channel_finds_no_other_item(make_pool: Make, place: str, function: str) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
-    long = "b " + "x" * 20_000  # more than the worker would have read ahead
+    long = "b " + "x" * 20_000  # longer than the worker's read-ahead
     assert pool.score(spec, items("a", "peek", *[long] * 20)) == [SEVEN] * 22
     assert pool.replaced_workers == 0
 
@@ -197,7 +199,7 @@ def test_threads_that_keep_reading_the_channel_cost_a_worker_but_no_item(place: 
 
 
 def test_a_worker_answers_nothing_before_it_has_read_the_whole_chunk(place: str) -> None:
-    """Else something that took a part of the chunk would cost an item its time."""
+    """Otherwise code that takes a part of the chunk would use up the time of an item."""
     launchers = Launchers(Limits.of(RewardConfig(), 60.0))
     try:
         worker = launchers.spawn(())

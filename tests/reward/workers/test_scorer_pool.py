@@ -1,4 +1,4 @@
-"""The pool of worker processes: a hang, a crash or a broken limit costs one item, and priorities take turns."""
+"""The pool of worker processes: a hang, a crash or an exceeded limit costs one item, and priorities take turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.processes import wait_until_gone
 
 pytest_plugins = ("tests.support.scorer_pools",)
 
-# ---- trouble ----
+# ---- failures ----
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -100,15 +100,15 @@ def test_exceeding_a_limit_is_unscored_as_limit(
 
 
 def test_the_output_limit_is_per_item(make_pool: Make, spec: ScorerSpec, capsys: pytest.CaptureFixture[str]) -> None:
-    """`chat` prints about 570 kB: two of them are above the limit together, and each is below it."""
+    """`chat` prints about 570 kB: two items together exceed the limit, and each alone does not."""
     pool = make_pool(output_bytes=800_000)
     assert pool.score(spec, items(*["chat"] * 4)) == [Scored(0.0)] * 4
     capsys.readouterr()
 
 
 def test_memory_leaked_by_earlier_items_costs_no_later_item(make_pool: Make, spec: ScorerSpec) -> None:
-    """Each leaks 16 MB of 256: the process gives way to another in time, or the one it strikes is judged again in a
-    fresh one.
+    """Each item leaks 16 MB of 256. The worker is replaced in time, or the item that fails is scored again in a fresh
+    one.
     """
     pool = make_pool(memory_bytes=256 << 20)
     assert pool.score(spec, items(*["leak"] * 60)) == [Scored(0.0)] * 60
@@ -172,7 +172,7 @@ def test_a_dead_launcher_is_restarted(make_pool: Make, spec: ScorerSpec) -> None
 
 
 class Slot:
-    """Somebody who always has more."""
+    """A caller that always has another item."""
 
     def __init__(self, priority: Priority) -> None:
         self.priority = priority
@@ -193,7 +193,7 @@ def test_the_priority_queue_gives_every_priority_its_share(busy: set[Priority], 
         priorities.add(priority, slot)
     counts, order = Counter(served), [priority for priority in PRIORITIES if priority in busy]
     left = turns
-    for priority in order[:-1]:  # of every SHARE turns a priority has with others below it, one is theirs
+    for priority in order[:-1]:  # with lower priorities waiting, a priority gives one of SHARE turns to them
         assert counts[priority] == left - left // SHARE
         left //= SHARE
     assert counts[order[-1]] == left
@@ -217,7 +217,7 @@ def test_entries_of_one_priority_take_turns() -> None:
 
 
 def test_the_ring_passes_a_job_in_the_pool_without_starving_it(make_pool: Make, tmp_path: Path) -> None:
-    """One worker, scorers that write down who is judged: groups overtake a job that came first, and do not stop it."""
+    """With one worker that records the order: groups overtake an earlier job without stopping it."""
     (tmp_path / "note.py").write_text(
         "import time\n\ndef f(solution_str, extra_info, **item):\n"
         f"    open({str(tmp_path / 'order')!r}, 'a').write(solution_str)\n    time.sleep(0.02)\n    return 1.0\n"
@@ -236,7 +236,7 @@ def test_the_ring_passes_a_job_in_the_pool_without_starving_it(make_pool: Make, 
     pool.close()
 
 
-# ---- all together ----
+# ---- concurrency ----
 
 
 def test_many_threads_get_their_own_scores(make_pool: Make, spec: ScorerSpec) -> None:

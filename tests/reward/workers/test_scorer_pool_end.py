@@ -1,5 +1,5 @@
-"""The pool of worker processes as it ends, by `close` or by death: nothing outlives its owner, and nobody waits for
-ever.
+"""The end of the pool of worker processes, by `close` or by death: no process outlives its owner, and no caller waits
+for ever.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def test_close_kills_hanging_workers_and_all_they_started(make_pool: Make, spec:
     while request.missing > 2:
         time.sleep(0.01)
         if request.scores[0] is None and pool.figures()["worker_items_calls"] >= 3:
-            break  # answers are entered with their chunk
+            break  # answers are stored per chunk
     time.sleep(0.2)
     pool.close()
     assert request.wait() == [Scored(1.0), *[Unscored("infrastructure", "the scorer is closing")] * 2]

@@ -1,4 +1,4 @@
-"""The judges that worker processes keep: functions of several files, batches, coroutines, modules that do harm."""
+"""Judges kept by worker processes: functions of several files, batches, coroutines, and harmful modules."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_chunks_never_split_a_group(groups: list[str], size: int) -> None:
     chunks = []
     while request.todo:
         chunk = request.cut(size)
-        if len(chunks) % 2:  # what is put back comes again, whole
+        if len(chunks) % 2:  # a chunk that was put back comes again as a whole
             request.put_back(chunk)
             assert request.cut(size)[: len(chunk)] == chunk[: len(chunk)]
         chunks.append(chunk)
@@ -126,7 +126,9 @@ def test_a_module_that_kills_or_hangs_the_process_on_import(
     assert reason(score) == "infrastructure" and told in score.detail  # type: ignore[union-attr]
 
 
-def test_a_file_named_like_a_module_of_ours(make_pool: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_can_have_the_name_of_a_tandem_module(
+    make_pool: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(**everything):\n    return 0.75\n")
     monkeypatch.chdir(tmp_path)
     assert make_pool().score(make_spec("reward.py:compute_score", {}), items("1")) == [Scored(0.75)]

@@ -1,4 +1,4 @@
-"""Memory blocks of deep recursion in a worker process."""
+"""Memory use of deep recursion in a worker process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.reward.workers.worker import with_room
 
 
 def _page_faults() -> list[int]:
-    """Page faults of 100 shallow calls, started at each of 200 depths."""
+    """Page faults of 100 shallow calls at each of 200 depths."""
 
     def down(frames: int) -> None:
         if frames:
