@@ -1,4 +1,4 @@
-"""The Arrow codec: what goes in comes out, and a later schema is refused."""
+"""The Arrow codec: round trips, and refusal of later schemas."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_future_schema_version_is_refused_with_both_versions_named() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"nonsense", codec.encode_group(example_group())[:-40]])
-def test_bytes_that_are_no_group_are_a_data_error(payload: bytes) -> None:
+def test_bytes_that_are_not_a_group_are_a_data_error(payload: bytes) -> None:
     with pytest.raises(DataError):
         codec.decode_group(payload)
 

@@ -1,4 +1,4 @@
-"""A package that is not installed is named with the pip command that installs it."""
+"""The error for a missing package names the pip command that installs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_missing_module_of_an_extra_becomes_an_error_with_the_pip_command(modu
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def test_another_module_that_is_missing_stays_a_bug() -> None:
+def test_a_missing_module_outside_extras_stays_a_module_not_found_error() -> None:
     with pytest.raises(ModuleNotFoundError), missing_extra_named():
         raise ModuleNotFoundError("No module named 'tandem.nowhere'", name="tandem.nowhere")
 

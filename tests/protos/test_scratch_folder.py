@@ -1,4 +1,4 @@
-"""Temporary folders go with their owners, however these end, and nobody else's go with them."""
+"""Temporary folders are removed with their owners, however these end, and nobody else's are."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ time.sleep(600)
 
 @pytest.fixture
 def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The temporary folder of this process, with a path short enough for sockets."""
-    tmp_path_factory.getbasetemp()  # where pytest's own folders are must not depend on this
+    """A temporary folder for this process with a path short enough for sockets."""
+    tmp_path_factory.getbasetemp()  # fixes pytest's base folder before the environment changes
     with tempfile.TemporaryDirectory(prefix="place-", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
 
 
-def test_a_folder_is_private_and_goes_when_it_is_closed(place: Path) -> None:
+def test_a_folder_is_private_and_removed_when_closed(place: Path) -> None:
     folder = ScratchFolder("test")
     assert folder.path.parent == place and folder.path.stat().st_mode & 0o777 == 0o700
     (folder.path / "full").mkdir()
@@ -54,7 +54,7 @@ def test_a_folder_is_private_and_goes_when_it_is_closed(place: Path) -> None:
     folder.close()
 
 
-def test_what_a_killed_owner_leaves_goes_once_its_last_fork_has_ended(place: Path) -> None:
+def test_a_killed_owners_folder_is_removed_after_its_last_fork_ends(place: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", OWNER], env=environment, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -73,7 +73,7 @@ def test_what_a_killed_owner_leaves_goes_once_its_last_fork_has_ended(place: Pat
     assert not list(place.iterdir())
 
 
-def test_what_is_no_folder_of_this_user_stays(place: Path, tmp_path: Path) -> None:
+def test_only_folders_of_this_user_are_removed(place: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     (place / "tandem-test-link").symlink_to(tmp_path)
     (place / "tandem-test-file").touch()
@@ -85,7 +85,7 @@ def test_what_is_no_folder_of_this_user_stays(place: Path, tmp_path: Path) -> No
     assert sorted(place.iterdir()) == before and (tmp_path / "precious").exists()
 
 
-def test_a_path_too_long_for_sockets_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_path_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -99,11 +99,9 @@ def test_a_path_too_long_for_sockets_is_passed_over(monkeypatch: pytest.MonkeyPa
         ScratchFolder("test", longest_path=10)
 
 
-def test_children_of_an_engine_find_its_folder_and_nobody_else_does(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_children_of_an_engine_use_its_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/elsewhere")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in a process that compiles
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in processes that compile
     monkeypatch.delenv("TMPDIR", raising=False)
     before = dict(os.environ)
     folder = EngineFolder()
@@ -114,9 +112,9 @@ def test_children_of_an_engine_find_its_folder_and_nobody_else_does(
     folder.close()
 
 
-def test_shared_memory_of_a_killed_engine_goes_and_no_other(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_shared_memory_of_a_killed_engine_is_removed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def meeting(folder: Path) -> Path:
-        """A file by which workers meet, and the shared memory that is named for it."""
+        """A rendezvous file of the workers, and the shared memory named after it."""
         name = f"vllm_dist_{uuid.uuid4().hex}"
         (folder / name).touch()
         segment = Path("/dev/shm") / f"{name}-tp:0-[0-1]-cpushm_0"
@@ -124,7 +122,7 @@ def test_shared_memory_of_a_killed_engine_goes_and_no_other(place: Path, monkeyp
         return segment
 
     def named(folder: Path) -> Path:
-        """The shared memory that a process of this engine makes."""
+        """Shared memory as a process of this engine would create it."""
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         name_shared_memory()
         segment = SharedMemory(create=True, size=1)
@@ -136,10 +134,10 @@ def test_shared_memory_of_a_killed_engine_goes_and_no_other(place: Path, monkeyp
     usual: str = shared_memory._SHM_NAME_PREFIX  # type: ignore[attr-defined]
     name_shared_memory()
     assert shared_memory._SHM_NAME_PREFIX == usual, "this is no engine's process"  # type: ignore[attr-defined]
-    monkeypatch.setattr(shared_memory, "_SHM_NAME_PREFIX", usual)  # set here, so restored after
+    monkeypatch.setattr(shared_memory, "_SHM_NAME_PREFIX", usual)  # set here so that monkeypatch restores it
     killed = place / f"tandem-vllm-{uuid.uuid4().hex[:8]}"
     killed.mkdir()
-    folder = EngineFolder()  # removes the other
+    folder = EngineFolder()  # removes the killed engine's folder
     assert not killed.exists()
     killed.mkdir()
     ownerless, living = [meeting(killed), named(killed)], [meeting(folder.path), named(folder.path)]

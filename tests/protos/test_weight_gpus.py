@@ -1,5 +1,5 @@
-"""The ways from `WeightSender` to `StagedReceiver` that need GPUs. Each leaves a record, from which `tandem doctor` has
-that it ran.
+"""Transfers from `WeightSender` to `StagedReceiver` that need GPUs. Each test writes a record, from which `tandem
+doctor` knows that it ran.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ START_SECONDS = 60.0
 
 
 def leave_record(backend: str, device: str, records: Path = RECORDS) -> None:
-    """Says that a weight backend has brought weights to this device; commit the file it writes."""
+    """Records that a weight backend has transferred weights to this device. Commit the file it writes."""
     record = {
         "device": device,
         "date": date.today().isoformat(),
@@ -36,7 +36,7 @@ def leave_record(backend: str, device: str, records: Path = RECORDS) -> None:
     (records / f"weights-{backend}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def test_a_record_is_what_doctor_reads(tmp_path: Path) -> None:
+def test_doctor_reads_a_record(tmp_path: Path) -> None:
     leave_record("ipc", "NVIDIA X", tmp_path)
     said = {finding.name: finding.detail for finding in check_backends(tmp_path)}
     assert said["weights: ipc"] == f"run on NVIDIA X, {date.today().isoformat()}"
@@ -44,7 +44,7 @@ def test_a_record_is_what_doctor_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_nccl_brings_all_tensors_across_two_gpus() -> None:
+def test_nccl_transfers_all_tensors_between_two_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs: NCCL refuses two ranks on one")
     source = Tensors()
@@ -88,9 +88,9 @@ def test_ipc_maps_a_bucket_into_another_process() -> None:
 
 
 def _receive(manifests: Any, answers: Any) -> None:
-    """A sampler's end, in a process of its own: CUDA maps no memory into the process that has it."""
+    """The sampler's side. It needs its own process, because CUDA cannot map memory into the process that owns it."""
     device, source = torch.device("cuda", 0), Tensors()
-    torch.zeros(1, device=device)  # CUDA takes its time to start, and no deadline shall count it
+    torch.zeros(1, device=device)  # starts CUDA before any deadline begins
     receiver = StagedReceiver(device, 0, source.shapes(), frozenset())
     while manifest := manifests.get(timeout=START_SECONDS):
         receiver.start_receive(manifest, "", TIMEOUT)
@@ -98,13 +98,13 @@ def _receive(manifests: Any, answers: Any) -> None:
         staged = receiver.take()
         on_gpu = all(tensor.device.type == "cuda" for _, tensor in staged)
         answers.put((progress, on_gpu and equal([(name, tensor.cpu()) for name, tensor in staged], source)))
-        del staged  # the trainer gets its memory back
+        del staged  # returns the memory to the trainer
         source.tensors["embed"] += 1
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(240)
-def test_ipc_brings_all_tensors_to_another_process() -> None:
+def test_ipc_transfers_all_tensors_to_another_process() -> None:
     source = Tensors()
     sender = WeightSender(source, bucket_bytes=400, device=torch.device("cuda", 0))
     context = torch.multiprocessing.get_context("spawn")
@@ -121,7 +121,7 @@ def test_ipc_brings_all_tensors_to_another_process() -> None:
             assert is_equal
             sender.release()
             source.tensors["embed"] += 1
-        # Memory that is overwritten meanwhile is not what the manifest names.
+        # Memory overwritten during the transfer does not match the manifest's digests.
         sent = sender.broadcast(sender.manifest(1, 2, "ipc"), TIMEOUT)
         sender._exported[1][0] ^= 1
         torch.cuda.synchronize()

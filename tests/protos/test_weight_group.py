@@ -1,6 +1,5 @@
-"""Buckets, digests, and every way from `WeightSender` to `StagedReceiver` that needs no GPU, without an engine.
-
-The others: tests/protos/test_weight_gpus.py.
+"""Buckets, digests, and all transfers from `WeightSender` to `StagedReceiver` that need no GPU, without an engine.
+tests/protos/test_weight_gpus.py tests the others.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ TIMEOUT = 10.0
 
 
 class Tensors:
-    """A learner-like source of weights on one rank."""
+    """A source of weights on one rank, like a learner."""
 
     rank = 0
 
@@ -128,7 +127,7 @@ def test_a_plan_keeps_every_tensor_once_in_order_and_within_its_bucket(
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
-def test_manifests_that_cannot_be_right_are_refused(source: Tensors) -> None:
+def test_inconsistent_manifests_are_refused(source: Tensors) -> None:
     manifest = WeightSender(source, bucket_bytes=400).manifest(1, 3, "gloo")
     data = encode_manifest(manifest)
     with pytest.raises(SchemaVersionError, match="99"):
@@ -144,7 +143,7 @@ def test_manifests_that_cannot_be_right_are_refused(source: Tensors) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 200_000), st.data())
-def test_a_digest_sees_any_change(words: int, data: st.DataObject) -> None:
+def test_a_digest_changes_with_any_bit(words: int, data: st.DataObject) -> None:
     bytes_ = torch.randint(
         0, 256, (8 * (words + 1),), dtype=torch.uint8, generator=torch.Generator().manual_seed(words)
     )
@@ -157,10 +156,10 @@ def test_a_digest_sees_any_change(words: int, data: st.DataObject) -> None:
     assert bucket_digest(torch.cat([bytes_, torch.zeros(8, dtype=torch.uint8)])) != before, "length counts"
 
 
-def test_a_digest_sees_flipped_signs_and_swapped_rows() -> None:
+def test_a_digest_changes_with_flipped_signs_and_swapped_rows() -> None:
     weights = torch.randn(8, 4096 * 2)
     flipped = weights.clone()
-    flipped[1:3, 1] *= -1  # the topmost bits of two words of one column: a plain weighted sum would miss them
+    flipped[1:3, 1] *= -1  # flips the top bits of two words of one column, which a plain weighted sum would miss
     swapped = weights[[0, 2, 1, 3, 4, 5, 6, 7]]
     digests = {bucket_digest(w.contiguous().view(-1).view(torch.uint8)) for w in (weights, flipped, swapped)}
     assert len(digests) == 3
@@ -181,7 +180,7 @@ def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> Non
         fill_bucket(spec, {**source.tensors, "norm": torch.zeros(6)}, buffer)
 
 
-def test_gloo_brings_all_tensors_to_two_receivers(source: Tensors, receiver: StagedReceiver) -> None:
+def test_gloo_transfers_all_tensors_to_two_receivers(source: Tensors, receiver: StagedReceiver) -> None:
     other = StagedReceiver(CPU, 0, None, frozenset())
     sender = WeightSender(source, bucket_bytes=400)
     group = connected(sender, [receiver, other])
@@ -201,9 +200,7 @@ def test_gloo_brings_all_tensors_to_two_receivers(source: Tensors, receiver: Sta
     sender.close()
 
 
-def test_a_sender_that_dies_half_way_is_reported_at_once_and_a_new_group_works(
-    source: Tensors, receiver: StagedReceiver
-) -> None:
+def test_a_sender_that_dies_half_way_is_reported_at_once(source: Tensors, receiver: StagedReceiver) -> None:
     sender = WeightSender(source, bucket_bytes=400)
     group = connected(sender, [receiver])
     manifest = sender.manifest(1, 0, "gloo")
@@ -224,7 +221,7 @@ def test_a_sender_that_dies_half_way_is_reported_at_once_and_a_new_group_works(
     sender.close()
 
 
-def test_a_receiver_that_leaves_is_reported_and_the_copy_is_whole(source: Tensors, receiver: StagedReceiver) -> None:
+def test_a_receiver_that_leaves_is_reported_and_the_copy_is_complete(source: Tensors, receiver: StagedReceiver) -> None:
     sender = WeightSender(source, bucket_bytes=400)
     connected(sender, [receiver])
     assert receiver._group is not None
@@ -258,7 +255,7 @@ def test_a_damaged_bucket_is_refused_and_the_group_stays_usable(source: Tensors,
     sender.close()
 
 
-def test_nobody_waits_beyond_the_deadline(source: Tensors, receiver: StagedReceiver) -> None:
+def test_no_peer_waits_beyond_the_deadline(source: Tensors, receiver: StagedReceiver) -> None:
     sender = WeightSender(source, bucket_bytes=400)
     address = sender.prepare("127.0.0.1", 3, "gloo", 1.0)
     receiver.start_join(asdict(address), 1, 1.0)
@@ -267,13 +264,13 @@ def test_nobody_waits_beyond_the_deadline(source: Tensors, receiver: StagedRecei
     assert wait(receiver, 3.0)["error"][0] == "WeightTransferError"
     group = connected(sender, [receiver])
     started = time.monotonic()
-    receiver.start_receive(encode_manifest(sender.manifest(1, 0, "gloo")), group, 0.5)  # the sender keeps silent
+    receiver.start_receive(encode_manifest(sender.manifest(1, 0, "gloo")), group, 0.5)  # the sender never sends
     assert wait(receiver, 3.0)["error"][0] == "WeightTransferError"
     assert time.monotonic() - started < 2.0
     sender.close()
 
 
-def test_a_receiver_outside_the_group_says_so(source: Tensors, receiver: StagedReceiver) -> None:
+def test_a_receiver_outside_the_group_reports_an_error(source: Tensors, receiver: StagedReceiver) -> None:
     receiver.start_receive(
         encode_manifest(WeightSender(source, bucket_bytes=400).manifest(1, 0, "gloo")), "elsewhere", TIMEOUT
     )
@@ -281,7 +278,7 @@ def test_a_receiver_outside_the_group_says_so(source: Tensors, receiver: StagedR
 
 
 @pytest.mark.parametrize(("change", "why"), [("missing", "lacks"), ("unknown", "adds"), ("shape", "reshapes")])
-def test_weights_of_another_model_are_refused_before_they_travel(source: Tensors, change: str, why: str) -> None:
+def test_weights_of_another_model_are_refused_before_the_transfer(source: Tensors, change: str, why: str) -> None:
     expected = source.shapes()
     if change == "missing":
         expected["bias"] = (3,)
@@ -296,9 +293,7 @@ def test_weights_of_another_model_are_refused_before_they_travel(source: Tensors
     assert why in wait(receiver)["error"][1]
 
 
-def test_a_version_that_changes_nothing_has_no_buckets_and_renames_the_copy(
-    source: Tensors, receiver: StagedReceiver
-) -> None:
+def test_an_unchanged_version_has_no_buckets_and_renames_the_copy(source: Tensors, receiver: StagedReceiver) -> None:
     sender = WeightSender(source, bucket_bytes=400)
     sender.broadcast(sender.manifest(1, 4, "gloo"), TIMEOUT)
     manifest = sender.manifest(1, 5, "gloo", changed=False)
@@ -309,7 +304,7 @@ def test_a_version_that_changes_nothing_has_no_buckets_and_renames_the_copy(
     assert sender.copy is not None and sender.copy.manifest.policy_version == 5 and sender.copy.manifest.buckets
 
 
-def test_the_copy_does_not_change_while_training_goes_on(source: Tensors, receiver: StagedReceiver) -> None:
+def test_the_copy_does_not_change_during_training(source: Tensors, receiver: StagedReceiver) -> None:
     sender = WeightSender(source, bucket_bytes=400)
     sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
     offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
@@ -320,7 +315,9 @@ def test_the_copy_does_not_change_while_training_goes_on(source: Tensors, receiv
     assert wait(receiver)["error"] is None and equal(receiver.take(), Tensors())
 
 
-def test_disk_brings_all_tensors_and_appears_whole(source: Tensors, receiver: StagedReceiver, tmp_path: Path) -> None:
+def test_disk_transfers_all_tensors_and_publishes_atomically(
+    source: Tensors, receiver: StagedReceiver, tmp_path: Path
+) -> None:
     sender = WeightSender(source, bucket_bytes=400)
     folder = tmp_path / "weights" / "000001"
     sent = sender.broadcast(sender.manifest(1, 1, "disk", location=str(folder)), TIMEOUT)
@@ -339,7 +336,7 @@ def test_disk_brings_all_tensors_and_appears_whole(source: Tensors, receiver: St
     assert "cannot read weights" in wait(receiver)["error"][1] and receiver.take() == []
 
 
-def test_a_full_disk_is_named_and_no_unfinished_folder_is_left(
+def test_a_full_disk_is_reported_and_leaves_no_unfinished_folder(
     source: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_tensors: object, file: Path) -> None:
@@ -354,7 +351,7 @@ def test_a_full_disk_is_named_and_no_unfinished_folder_is_left(
     assert list(folder.parent.iterdir()) == []
 
 
-def test_the_first_rank_may_come_after_the_others() -> None:
+def test_rank_0_may_join_after_the_others() -> None:
     group_store = WeightGroupStore("127.0.0.1", "late", 2, "gloo", TIMEOUT)
     joined: list[WeightGroup] = []
     thread = threading.Thread(target=lambda: joined.append(WeightGroup(group_store.address, 1, CPU, TIMEOUT)))

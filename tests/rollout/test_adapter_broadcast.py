@@ -1,6 +1,4 @@
-"""Adapters that travel alone, without an engine: what the receiver makes of them, where it has the base from, and what
-goes wrong.
-"""
+"""Adapters sent alone, without an engine: how the receiver merges them, where it gets the base, and failures."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def send(sender: WeightSender, receiver: StagedReceiver, version: int, group: st
 
 
 def catch_up(sender: WeightSender, receiver: StagedReceiver, *, brings_base: bool) -> tuple[WeightManifest, str]:
-    """Serves the receiver from the copy; the manifest, and what went wrong."""
+    """Sends the copy to the receiver; returns the manifest and the errors."""
     offer = sender.start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
     receiver.start_join(asdict(offer.address), 1, TIMEOUT)
     assert wait(receiver)["error"] is None
@@ -61,14 +59,14 @@ def catch_up(sender: WeightSender, receiver: StagedReceiver, *, brings_base: boo
 
 
 def carries(receiver: StagedReceiver, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether it has staged exactly these bits."""
+    """Whether the receiver has staged exactly these bits."""
     staged = dict(receiver.take())
     return staged.keys() == expected.keys() and all(staged[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")], ids=["all", "some"])
-def test_every_version_is_bit_for_bit_what_the_trainer_merges(
+def test_every_version_is_bit_identical_to_the_trainers_merged_weights(
     model: Path, dtype: str, targets: str | tuple[str, ...]
 ) -> None:
     policy = AdapterPolicy(model, dtype, target_modules=targets)
@@ -91,7 +89,7 @@ def test_every_version_is_bit_for_bit_what_the_trainer_merges(
     sender.close()
 
 
-def test_only_two_factors_of_each_adapted_matrix_travel(model: Path) -> None:
+def test_only_the_two_factors_of_each_adapted_matrix_are_sent(model: Path) -> None:
     policy = AdapterPolicy(model)
     sender = make_sender(policy)
     manifest = sender.manifest(1, 0, "gloo")
@@ -112,7 +110,7 @@ def test_only_two_factors_of_each_adapted_matrix_travel(model: Path) -> None:
         decode_manifest(broken)
 
 
-def test_layers_that_keep_their_weights_transposed_are_merged_alike(tmp_path: Path) -> None:
+def test_layers_with_transposed_weights_are_merged_correctly(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
@@ -135,7 +133,7 @@ def other(model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("has", ["no folder", "another model", "a damaged file"])
-def test_a_sampler_without_the_base_gets_it_once(model: Path, other: Path, tmp_path: Path, has: str) -> None:
+def test_a_sampler_without_the_base_receives_it_once(model: Path, other: Path, tmp_path: Path, has: str) -> None:
     folder = None if has == "no folder" else other
     if has == "a damaged file":
         (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-9])
@@ -155,7 +153,7 @@ def test_a_sampler_without_the_base_gets_it_once(model: Path, other: Path, tmp_p
         policy.step()
         send(sender, receiver, version, group)
         assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
-    # A trainer that starts anew knows the same base by the same digests.
+    # A restarted trainer recognizes the base by its digests.
     again = make_sender(policy)
     again.broadcast(again.manifest(2, 3, "gloo"), TIMEOUT)
     assert catch_up(again, receiver, brings_base=False)[1] == "" and carries(receiver, policy.merged())
@@ -176,7 +174,7 @@ def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: P
     tensors = load_file(file)
     tensors["model.norm.weight"] += 1
     data = (tmp_path / "changed", save_file(tensors, tmp_path / "changed"))[0].read_bytes()
-    with open(file, "r+b") as opened:  # in place, under the mapping
+    with open(file, "r+b") as opened:  # in place, under the memory map
         opened.write(data)
     send(sender, receiver, 2, group)
     assert wait(receiver)["error"][0] == "MissingBaseWeightsError" and receiver.take() == []
@@ -185,7 +183,7 @@ def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("brings_base", [False, True])
-def test_a_sender_that_dies_half_way_leaves_the_base_as_it_was(model: Path, brings_base: bool) -> None:
+def test_a_sender_that_dies_half_way_does_not_change_the_base(model: Path, brings_base: bool) -> None:
     policy = AdapterPolicy(model)
     sender, receiver = make_sender(policy, 4 << 10), make_receiver(None if brings_base else model)
     sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
@@ -210,7 +208,7 @@ def test_a_sender_that_dies_half_way_leaves_the_base_as_it_was(model: Path, brin
     sender.close()
 
 
-def test_factors_that_fit_no_matrix_are_refused_before_they_travel(model: Path) -> None:
+def test_factors_that_fit_no_matrix_are_refused_before_the_transfer(model: Path) -> None:
     policy = AdapterPolicy(model)
     manifest, receiver = make_sender(policy, 1 << 20).manifest(1, 0, "gloo"), make_receiver(model)
     (bucket,) = manifest.buckets
@@ -230,7 +228,7 @@ def test_factors_that_fit_no_matrix_are_refused_before_they_travel(model: Path) 
 
 
 class Samplers(Ring):
-    """tests/services/trainer/test_publisher.py's ring, whose trainer broadcasts adapters."""
+    """The ring of tests/services/trainer/test_publisher.py with a trainer that broadcasts adapters."""
 
     def __init__(self, folder: Path, url: str, policy: AdapterPolicy, backend: str) -> None:
         recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": 5.0})
@@ -254,7 +252,7 @@ class Samplers(Ring):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "disk"])
-def test_samplers_with_and_without_the_base_come_early_late_and_again(
+def test_samplers_with_and_without_the_base_join_early_late_and_again(
     model: Path, tmp_path: Path, redis_url: str, backend: str
 ) -> None:
     ring = Samplers(tmp_path, redis_url, AdapterPolicy(model), backend)

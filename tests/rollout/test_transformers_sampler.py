@@ -1,4 +1,4 @@
-"""What only the engine transformers has: batches of any architecture, and a thread that may fail."""
+"""Tests specific to the transformers engine: batches of any architecture, and a failing thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def language_model(config: PreTrainedConfig) -> LanguageModel:
 
 
 def make_rows(number: int, num_prompt_tokens: int) -> list[Row]:
-    """Two rows a prompt, each prompt one token longer, each answer one token longer."""
+    """Two rows per prompt; each prompt and each answer is one token longer than the previous one."""
     rows = []
     for place in range(number):
         prompt = np.arange(5, 5 + num_prompt_tokens + place // 2, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What only vLLM's sampler has: an engine process that may die, and tensor-parallel workers."""
+"""Tests specific to the vLLM engine: an engine process that dies, and tensor-parallel workers."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_an_engine_that_starts_too_slowly_is_not_left_running(
 def test_tensor_parallel_workers_each_merge_adapters_into_their_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed workers leave no shared memory behind."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # vLLM would want a NUMA node for each worker
+    """Killed workers also leave no shared memory behind."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise vLLM requires a NUMA node per worker
     folder = without_end(build_tiny_model(tmp_path / "model", hidden=64))
     config = CONFIG.model_copy(update={"tensor_parallel_size": 2})
     engine = EngineProcess(SamplerArguments(config, str(folder), "float32", max_model_tokens=512, seed=3))
@@ -90,6 +90,6 @@ def test_tensor_parallel_workers_each_merge_adapters_into_their_shard(
 
 
 def shared_memory(process: psutil.Process) -> set[Path]:
-    """The named segments that a process has mapped."""
+    """The named shared memory segments that a process has mapped."""
     lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     return {Path(name) for line in lines for name in line.split()[5:6] if name.startswith("/dev/shm/")}

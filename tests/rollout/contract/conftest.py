@@ -1,4 +1,4 @@
-"""The contract of a sampler: every test in this folder runs over every engine, and an engine must pass them all."""
+"""Fixtures of the sampler contract: every test in this folder runs with every engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that travel alone into a running engine: parity with transformers and with merged weights, stamps, joiners,
+"""Adapters sent alone to a running engine: parity with transformers and with merged weights, versions, joiners and
 failures.
 """
 
@@ -26,8 +26,8 @@ from tests.support.weight_ring import SHORT, TIMEOUT, AdapterRing
 def ring(
     request: pytest.FixtureRequest, engine_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AdapterRing]:
-    """An engine that finds the base in its model folder, and one whose folder holds other weights; the output head tied
-    or not.
+    """An engine that has the base in its model folder, and one whose folder holds other weights; with a tied and an
+    untied head.
     """
     torch.set_num_threads(1)
     found = request.param == "found"
@@ -69,7 +69,7 @@ def test_versions_agree_with_transformers_and_with_merged_weights(ring: AdapterR
     assert ring.agrees(), "merged versions in between do no harm"
 
 
-def test_adapters_back_at_nothing_give_the_base_back(ring: AdapterRing) -> None:
+def test_zero_adapters_restore_the_base_weights(ring: AdapterRing) -> None:
     ring.update()
     for matrix in ring.policy.matrices:
         matrix.data.zero_()
@@ -93,11 +93,11 @@ def test_long_answers_carry_the_versions_that_sampled_them(ring: AdapterRing) ->
         assert ring.errors(row).max() <= 1e-3 and ring.errors(row).mean() <= 1e-5
 
 
-def test_a_failed_update_harms_nothing_and_a_joiner_is_caught_up(ring: AdapterRing, tmp_path: Path) -> None:
+def test_a_failed_update_keeps_the_weights_and_a_joiner_catches_up(ring: AdapterRing, tmp_path: Path) -> None:
     ring.update()
     manifest = ring.sender.manifest(1, ring.version + 1, "gloo")
     assert len(manifest.buckets) > 2
-    for damaged in (False, True):  # the sender dies half way; every bucket comes, but one is not what was sent
+    for damaged in (False, True):  # first the sender dies half way; then all buckets arrive, one of them damaged
         answer = ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT)
         assert ring.sender._group is not None
         for number, spec in enumerate(manifest.buckets if damaged else manifest.buckets[:2]):

@@ -1,4 +1,4 @@
-"""What a sampler records of an answer, against transformers; seeds, ends, aborts, and prompts that it refuses."""
+"""The record of an answer against transformers; seeds, stop conditions, aborts and refused prompts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(engine_name: str) -> RolloutConfig:
-    """The cache holds 10 of 32 sequences."""
+    """A configuration whose cache holds 10 of 32 sequences."""
     return RolloutConfig(engine=engine_name, kv_cache_bytes=4 << 20, max_groups_in_flight=8, samples_per_prompt=4)
 
 
@@ -48,7 +48,7 @@ def model(folder: Path) -> Qwen2ForCausalLM:
 
 
 def logits(model: Qwen2ForCausalLM, row: Trajectory) -> torch.Tensor:
-    """(T − 1, V): what every token but the first was chosen from."""
+    """(T − 1, V): the logits from which every token but the first was sampled."""
     with torch.inference_mode():
         return model(torch.tensor(row.segments[0].ids, dtype=torch.long)[None]).logits[0, :-1]
 
@@ -66,7 +66,7 @@ def sample(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_are_those_of_the_distribution_sampled_from(
+def test_log_probs_are_those_of_the_sampling_distribution(
     engine: EngineProcess, model: Qwen2ForCausalLM, temperature: float
 ) -> None:
     for row in sample(engine, 4, temperature=temperature):
@@ -110,11 +110,11 @@ def test_a_stop_string_ends_an_answer(engine: EngineProcess) -> None:
     assert any(row.text[-1:] in ("e", "4") for row in rows)
 
 
-def test_random_numbers_depend_on_seed_group_and_trajectory_alone(engine: EngineProcess) -> None:
+def test_random_numbers_depend_only_on_seed_group_and_trajectory(engine: EngineProcess) -> None:
     alone = sample(engine, 3, key="0-7")
     crowd = [
         engine.submit("sample", PROMPT, 4, SamplingParameters(max_tokens=230), key=f"1-{number}") for number in range(8)
-    ]  # more than the cache holds: some are preempted and read again
+    ]  # exceeds the cache, so some sequences are preempted and computed again
     among_others = sample(engine, 3, key="0-7")
     for future in crowd:
         future.result(60)
@@ -134,7 +134,7 @@ def test_random_numbers_depend_on_seed_group_and_trajectory_alone(engine: Engine
     assert sampled(single) == sampled(alone[2]), "a row sampled again alone, as after a lost lease, is the same"
 
 
-def test_more_prompts_than_one_step_reads_and_the_cache_holds(engine: EngineProcess) -> None:
+def test_more_prompts_than_fit_into_one_step_and_the_cache(engine: EngineProcess) -> None:
     prompts = [[10 + (number + place) % 80 for place in range(240)] for number in range(30)]
     short = SamplingParameters(max_tokens=12)
     crowd = [engine.submit("sample", prompt, 1, short, key=str(number)) for number, prompt in enumerate(prompts)]
@@ -145,7 +145,7 @@ def test_more_prompts_than_one_step_reads_and_the_cache_holds(engine: EngineProc
     assert together == alone
 
 
-def test_an_answer_ends_where_the_model_ends(engine: EngineProcess) -> None:
+def test_an_answer_ends_at_the_models_maximum_length(engine: EngineProcess) -> None:
     long_prompt = [10 + number % 80 for number in range(MAX_TOKENS - 5)]
     for row in sample(engine, 4, long_prompt, max_tokens=100):
         assert len(sampled(row)) <= 5 and (len(sampled(row)) == 5 or row.finish_reason == "stop")
@@ -184,7 +184,7 @@ def test_truncated_distributions_are_sampled_and_recorded(engine: EngineProcess,
     assert len(set(sampled(varied))) == len(sampled(varied)) and not set(sampled(varied)) & set(PROMPT)
 
 
-def test_figures_count_tokens_and_busy_time(engine: EngineProcess) -> None:
+def test_metrics_count_tokens_and_busy_time(engine: EngineProcess) -> None:
     before = engine.call("figures")
     rows = sample(engine, 4)
     after = engine.call("figures")
@@ -229,7 +229,7 @@ def test_a_model_or_a_configuration_that_cannot_be_used_is_refused_in_one_line(
 ) -> None:
     spoil, values, error, told = case
     for name in ("TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")  # set here, so restored after
+        monkeypatch.setenv(name, "1")  # set here so that monkeypatch restores it
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     broken = tmp_path / "model"

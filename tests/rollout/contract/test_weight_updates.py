@@ -1,6 +1,4 @@
-"""Weights change under a running engine: stamps, parity with transformers, failures, and how long the engine stands
-still.
-"""
+"""Weight updates of a running engine: versions, parity with transformers, failures, and how long the engine pauses."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def ring(request: pytest.FixtureRequest, engine_name: str, tmp_path_factory: pyt
         yield ring
 
 
-def test_requests_begun_after_an_update_agree_with_transformers(ring: Ring) -> None:
+def test_requests_started_after_an_update_agree_with_transformers(ring: Ring) -> None:
     for temperature in (1.0, 0.7):
         ring.update()
         rows = ring.sample(range(5, 25), 4, SamplingParameters(temperature=temperature, max_tokens=120)).result(60)
@@ -47,16 +45,16 @@ def test_every_token_of_long_answers_carries_the_version_that_sampled_it(ring: R
     running = [ring.sample(range(5, 15 + number), 4, key=f"0-{number}") for number in range(4)]
     reports = []
     while not all(future.done() for future in running):
-        if len(reports) < 8:  # a slow engine would meet more, and each one is checked twice below
+        if len(reports) < 8:  # limits slow engines, because each update is checked twice below
             reports.append(ring.update())
         time.sleep(0.1)
     rows = [row for future in running for row in future.result(60)]
     assert len(reports) >= 3 and all(len(row.segments[0].spans) >= 2 for row in rows)
-    assert all(report.stall_seconds > 0 for report in reports)  # how long: benchmarks/startup.py
+    assert all(report.stall_seconds > 0 for report in reports)  # benchmarks/startup.py measures how long
     for row in rows:
         assert row.segments[0].num_loss_tokens == LONG.max_tokens
         assert ring.errors(row).max() <= 1e-3 and ring.errors(row).mean() <= 1e-5
-    # A boundary moved by one token either way shows at that token.
+    # A version boundary shifted by one token shows at that token.
     for row in rows[:4]:
         spans = [(span.first_token, span.policy_version) for span in row.segments[0].spans]
         for number in range(1, len(spans)):
@@ -65,7 +63,7 @@ def test_every_token_of_long_answers_carries_the_version_that_sampled_it(ring: R
                 assert spanned_errors(ring.models, row, moved).max() > 1e-3
 
 
-def test_greedy_answers_change_version_without_a_seam(ring: Ring) -> None:
+def test_greedy_answers_are_correct_across_a_version_change(ring: Ring) -> None:
     running = ring.sample(range(30, 40), 2, SamplingParameters(temperature=0.0, max_tokens=300))
     while not running.done():
         ring.update()
@@ -78,21 +76,21 @@ def test_greedy_answers_change_version_without_a_seam(ring: Ring) -> None:
 
 
 def test_the_prefix_cache_is_not_shared_across_versions(ring: Ring) -> None:
-    prompt = [5 + number % 90 for number in range(300)]  # more than two blocks of the cache
+    prompt = [5 + number % 90 for number in range(300)]  # more than two cache blocks
     short = SamplingParameters(max_tokens=8)
     for _ in range(2):
-        for _ in range(2):  # the second time the version's own blocks are there
+        for _ in range(2):  # the second request finds the version's own blocks in the cache
             for row in ring.sample(prompt, 2, short).result(60):
                 assert ring.errors(row).mean() <= 1e-5
         ring.update()
-    waiting = ring.sample(prompt, 4, short)  # may be under way in either version: whichever it is, its stamp must fit
+    waiting = ring.sample(prompt, 4, short)  # may run with either version; its stamp must match
     ring.update()
     for row in waiting.result(60):
         if len(row.segments[0].spans) == 1:
             assert ring.errors(row).mean() <= 1e-5
 
 
-def test_a_sender_that_dies_half_way_harms_nothing(ring: Ring) -> None:
+def test_a_sender_that_dies_half_way_keeps_the_weights(ring: Ring) -> None:
     running = ring.sample(range(5, 15), 4)
     manifest = ring.sender.manifest(1, ring.version + 1, "gloo")
     answer = ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT)
@@ -132,7 +130,7 @@ def test_a_damaged_bucket_is_refused_and_the_next_update_works(ring: Ring) -> No
     assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
 
 
-def test_disk_and_a_private_copy_and_an_unchanged_version_end_with_the_same_weights(ring: Ring, tmp_path: Path) -> None:
+def test_disk_a_private_copy_and_an_unchanged_version_give_the_same_weights(ring: Ring, tmp_path: Path) -> None:
     ring.update("disk", str(tmp_path / "weights"))
     assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
 
