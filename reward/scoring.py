@@ -1,7 +1,7 @@
-"""The one worker core of the service: groups of the ring, calls and jobs are scored here, by any rubric.
+"""The scoring core of the service. It scores groups of the ring, calls and jobs by any rubric.
 
-Cheap scorers run where they are called, those that may hang or crash in one pool of processes with a priority a caller,
-remote ones on threads. Nothing here raises for a bad item.
+Cheap scorers run in the caller's thread, remote scorers on threads. Scorers that may hang or crash run in one pool of
+processes, with a priority per caller. A bad item never raises an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["CompiledRubric", "Priority", "ScoringCore", "validate"]
 MAX_RUBRICS = 256
 """Cached rubrics of clients; the least recently used is dropped first."""
 _MAX_JUDGES = 1024
-_REMOTE_GROUPS = 16  # the ring scores so many groups at once if scoring means waiting for remote judges
+_REMOTE_GROUPS = 16  # scored at once by the ring if it waits for remote judges
 
 Wait = Callable[[], list[Score]]
 
@@ -54,11 +54,11 @@ class CompiledRubric:
     text: str
     digest: str
     in_process: bool
-    """All its scorers run in the caller's thread."""
+    """Whether all its scorers run in the caller's thread."""
     grouped: bool
-    """It has a scorer that compares the items of a group, which must therefore be scored in one call."""
+    """Whether a scorer compares the items of a group, so that a group must be scored in one call."""
     num_callers: int
-    """Number of concurrent calls that make scoring faster."""
+    """Number of concurrent calls up to which scoring gets faster."""
     sole: Callable[[ScoreItem], Score] | None = None
     """The judge, if the rubric is a single in-process scorer."""
 
@@ -88,7 +88,7 @@ class ScoringCore:
             raise
 
     def compile(self, text: str) -> CompiledRubric:
-        """Compiles a client's rubric, which may name built-in and declared scorers only; "" is the default. Cached.
+        """Compiles a client's rubric, which may name only built-in and declared scorers. "" is the default. Cached.
 
         Raises:
             ScorerError: see `Rubric.parse`.
@@ -119,14 +119,13 @@ class ScoringCore:
         *,
         at_once: bool = False,
     ) -> list[Score]:
-        """One result per item, in order. Blocks; raises nothing for a bad item.
+        """Returns one result per item, in order. Blocks. A bad item raises no error.
 
-        `at_once`: scorers of this process run without waiting for a time slice. For an event loop whose request takes
-        only some milliseconds.
+        `at_once`: scorers of this process run without waiting for a time slice, for an event loop whose request takes
+        only a few milliseconds.
 
-        When the call is cancelled it returns the scores that there are, and `CANCELLED` for the rest. Those items leave
-        every queue; an item that a worker process has begun may run for another second, and requests over the network
-        are cancelled.
+        A cancelled call returns the existing scores, and `CANCELLED` for the other items. Those leave every queue. An
+        item that a worker process has begun may run for another second. Network requests are cancelled.
         """
         scheduler = None if at_once else self._scheduler
         if rubric.sole is not None:
@@ -138,7 +137,7 @@ class ScoringCore:
         )
 
     def scorers(self) -> list[ScorerInfo]:
-        """Scorers that a client's rubric may name: built-in ones that need no recipe, and declared ones."""
+        """Returns the scorers that a client's rubric may name: built-in ones that need no recipe, and declared ones."""
         known = {info.name: info for info in describe()}
         found = [info for info in known.values() if info.isolation != "remote"]
         for name, spec in self._catalogue.declared.items():
@@ -149,21 +148,21 @@ class ScoringCore:
 
     @property
     def closing(self) -> bool:
-        """Whether `close` was called. Items unscored for infrastructure since then are so because of it."""
+        """Whether `close` was called, which causes later `infrastructure` results."""
         return self._closing
 
     @property
     def replaced_workers(self) -> int:
-        """Number of processes that were replaced because they hung, crashed or exceeded a limit."""
+        """Number of processes that were replaced after they hung, crashed or exceeded a limit."""
         return self._pool.replaced_workers if self._pool is not None else 0
 
     def figures(self) -> dict[str, float]:
-        """Totals since the start, and the requests that wait now."""
+        """Returns totals since the start and the number of waiting requests."""
         figures = {"workers_replaced": 0.0} if self._pool is None else self._pool.figures()
         return figures | self._remote.figures()
 
     def close(self) -> None:
-        """Ends processes and connections. Running calls return at once, items without a score are `infrastructure`."""
+        """Ends processes and connections. Running calls return at once; items without a score are `infrastructure`."""
         with self._lock:
             self._closing = True
             pool = self._pool
@@ -203,11 +202,11 @@ class ScoringCore:
             raise ScorerError(f"{place}{error}") from None
 
     def _prepare(self, name: str, spec: ScorerSpec, start: bool = True) -> None:
-        """Builds in-process and remote judges, and the pool if it is needed. The name is used in figures."""
+        """Builds in-process and remote judges, and the pool if needed. The name is used in figures."""
         if spec.runs_in_pool:
             self._get_pool()
         elif spec.isolation == "remote":
-            if spec not in self._remote:  # a client's rubric names only declared ones, which are there
+            if spec not in self._remote:  # a client's rubric names only declared ones, which exist already
                 self._remote.add(spec, name, start=start)
         else:
             self._judge(spec)
@@ -251,7 +250,7 @@ class ScoringCore:
     # ---- scoring ----
 
     def _begin(self, rubric: Rubric, items: Sequence[ScoreItem], caller: _Caller) -> Wait:
-        """Starts the first stage; the returned function runs the rest and returns the scores."""
+        """Starts the first stage. The returned function runs the other stages and returns the scores."""
         components, stages = rubric.components, rubric.stages()
         columns: list[list[Score | None]] = [[None] * len(items) for _ in components]
         started = self._begin_stage(rubric, stages[0], range(len(items)), items, caller)
@@ -316,8 +315,9 @@ class ScoringCore:
 
 
 def validate(config: RewardConfig) -> Rubric:
-    """The rubric, or the ScorerError that `ScoringCore` would raise. Imports user's code in a worker process and starts
-    no remote judge.
+    """Returns the rubric. Raises the ScorerError that `ScoringCore` would raise.
+
+    Imports the user's code in a worker process. Starts no remote judge.
     """
     core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
     core.close()
@@ -325,7 +325,7 @@ def validate(config: RewardConfig) -> Rubric:
 
 
 def _is_cut(scores: Sequence[Score | None]) -> bool:
-    """Whether a judge was cancelled. Then the item has no score, even if that judge was optional."""
+    """Whether a judge was cancelled. Then the item has no score, even if the judge was optional."""
     return any(score is CANCELLED for score in scores)
 
 
@@ -359,6 +359,6 @@ def _digest(text: str) -> str:
 
 
 def _as_rubric(config: RewardConfig) -> str:
-    """A single scorer as the text of a rubric, for clients that ask for the default."""
+    """Returns a single scorer as the text of a rubric, for clients that ask for the default."""
     arguments = f"arguments = {toml_value(config.arguments)}\n" if config.arguments else ""
     return f"[[components]]\nscorer = {toml_value(config.scorer)}\n{arguments}"

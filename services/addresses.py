@@ -16,11 +16,12 @@ _CONNECT_SECONDS = 3.0
 
 
 def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
-    """The given addresses (text may hold several, separated by commas), else those of TANDEM_REWARD_ADDRESS, else the
-    default.
+    """Returns the given addresses, otherwise those of TANDEM_REWARD_ADDRESS, otherwise the default.
+
+    Text may contain several addresses, separated by commas.
 
     Raises:
-        UserError: one of them is not host:port.
+        UserError: an address is not host:port.
     """
     parts = addresses.split(",") if isinstance(addresses, str) else addresses
     named = tuple(part.strip() for part in parts if part.strip())
@@ -63,8 +64,9 @@ def check_listening(addresses: Sequence[str]) -> None:
 
 
 def target_of(addresses: Sequence[str]) -> str:
-    """The addresses as a gRPC target. A single name is left to gRPC, which uses all its IP addresses and resolves it
-    again when they change.
+    """Returns the addresses as a gRPC target.
+
+    gRPC resolves a single name itself. It uses all its IP addresses and resolves it again when they change.
 
     Raises:
         UserError: one of several addresses cannot be resolved, or they are not all IPv4 or all IPv6.
@@ -83,7 +85,7 @@ def target_of(addresses: Sequence[str]) -> str:
 
 
 def _resolve(address: str) -> dict[int, list[str]]:
-    """The IP addresses of host:port by version, with the port."""
+    """Returns the IP addresses of host:port by IP version, with the port."""
     host, _, port = address.rpartition(":")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

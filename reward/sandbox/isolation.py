@@ -1,4 +1,4 @@
-"""Finds the isolation that works on this machine by trying to break out of it, not by reading settings."""
+"""Finds the isolation that works on this machine. It tries to break out of it instead of reading settings."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DISK_BYTES = 64 << 20
 _PROBE_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=START_SECONDS, memory_bytes=1 << 30)
 _Kind = type[ZygoteLauncher] | type[BubblewrapEachLauncher]
 _KINDS: tuple[_Kind, ...] = (BubblewrapLauncher, ZygoteLauncher, BubblewrapEachLauncher)
-"""The best first. The last one starts a Python per sandbox, for machines where the others get no namespaces."""
+"""Best kind first. The last one starts a Python per sandbox, for machines where the others get no namespaces."""
 
-# What code in a sandbox must not be able to do. Prints the names of the attempts that succeed.
+# Attempts that must fail in a sandbox. Prints the names of those that succeed.
 _PROBE = """
 import csv, json, os, socket
 secret, port = {secret!r}, {port}
@@ -54,8 +54,10 @@ _SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionErr
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The isolation that code runs in. `seccomp`: with a filter of system calls. `faults`: why better kinds do not
-    work, one line each. `place`: the program that makes it, if it is not Tandem itself.
+    """The isolation in which code runs.
+
+    `seccomp`: whether system calls are filtered. `faults`: why better kinds do not work, one line each. `place`: the
+    program that creates it, if it is not Tandem itself.
     """
 
     name: IsolationName
@@ -73,7 +75,7 @@ _found: tuple[Isolation, _Kind | None] | None = None
 
 
 def find_isolation() -> Isolation:
-    """The best isolation that works here. The first call takes some tenths of a second; the result is cached."""
+    """Returns the best isolation that works here. The first call takes a few tenths of a second; it is cached."""
     if _found is None:
         launcher, _ = _start(layout_for())
         if launcher is not None:
@@ -83,11 +85,11 @@ def find_isolation() -> Isolation:
 
 
 def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = False) -> SandboxPool:
-    """A pool of sandboxes with the best isolation that works here, in which the given packages can be imported.
+    """Opens a pool of sandboxes with the best isolation that works here. The given packages can be imported in it.
 
     Raises:
-        ScorerError: there is none and `allow_unsandboxed` is false, or it does not start this time, or a package is
-            not installed.
+        ScorerError: no isolation works and `allow_unsandboxed` is false, the isolation does not start this time, or a
+            package is not installed.
     """
     layout = layout_for(packages)
     launcher, isolation = _start(layout)
@@ -104,7 +106,7 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
 
 
 def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | None, Isolation]:
-    """The launcher of the best isolation, and the isolation; no launcher if there is none. Probes on the first call."""
+    """Returns the launcher of the best isolation (None without one) and the isolation. Probes on the first call."""
     global _found
     if _found is not None:
         known, kind_found = _found
@@ -128,8 +130,9 @@ def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | No
 
 
 def _start_again(layout: Layout, kind: _Kind) -> ZygoteLauncher | BubblewrapEachLauncher:
-    """Starts isolation that worked before. Raises ScorerError if it does not start now: `allow_unsandboxed` applies
-    only to machines that have none.
+    """Starts isolation that worked before. Raises ScorerError if it does not start now.
+
+    `allow_unsandboxed` applies only to machines without isolation.
     """
     try:
         return kind(layout, DISK_BYTES)
@@ -138,7 +141,7 @@ def _start_again(layout: Layout, kind: _Kind) -> ZygoteLauncher | BubblewrapEach
 
 
 def _prove(launcher: Launcher) -> bool:
-    """Whether the filter of system calls works. Raises SandboxError if the isolation without it does not hold."""
+    """Whether the filter of system calls works. Raises SandboxError if the isolation fails even without the filter."""
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
         secret = Path(folder) / "secret"
         secret.write_text("secret")

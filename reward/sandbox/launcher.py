@@ -25,11 +25,11 @@ ZYGOTE_SECONDS = 30.0
 """Time limit for the start of a zygote, on a busy machine; on an idle one it takes a tenth of a second."""
 
 REWARD_FOLDER = str(Path(__file__).resolve().parents[1])
-# The real file: a virtual environment's link is not in the sandbox.
+# The resolved file, because a virtual environment's link is not in the sandbox.
 EXECUTABLE = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 PYTHON = (EXECUTABLE, "-I", "-S", "-B", "-X", "utf8", "-c")
 
-# Nothing of the service's environment. Numerical libraries get one thread, so that a program uses one core.
+# Replaces the service's environment. Numerical libraries get one thread, so that a program uses one core.
 _ENVIRONMENT = {"HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "LANG": "C.UTF-8"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
@@ -68,20 +68,20 @@ class Launcher(Protocol):
 
     name: IsolationName
     place: str
-    """The program of the machine that makes them; empty if Tandem does."""
+    """The program of the machine that creates them; empty if Tandem does."""
 
     def open(self, *, seccomp: bool) -> Sandbox:
-        """Raises SandboxError if none can be started."""
+        """Opens a sandbox. Raises SandboxError if none can be started."""
         ...
 
     def close(self) -> None: ...
 
 
 class ZygoteLauncher:
-    """Sandboxes from namespaces, forked by one zygote process.
+    """Starts sandboxes in namespaces, forked by one zygote process.
 
     Raises:
-        SandboxError: this machine does not allow such namespaces; the message says what was refused.
+        SandboxError: this machine does not allow such namespaces. The message names what was refused.
     """
 
     name: IsolationName = "namespaces"
@@ -111,7 +111,7 @@ class ZygoteLauncher:
             raise SandboxError(reason)
 
     def _command(self, layout: Layout, proc: int, descriptor: int) -> list[str]:
-        """What starts the zygote, with its end of the channel as `descriptor`."""
+        """Returns the command that starts the zygote. `descriptor` is the zygote's end of the channel."""
         return [*PYTHON, _START_ZYGOTE, REWARD_FOLDER, str(descriptor), str(proc)]
 
     def _send_layout(self, layout: Layout) -> None:
@@ -133,8 +133,9 @@ class ZygoteLauncher:
 
 
 class BareLauncher:
-    """No isolation: a process with limits, an empty environment and its own session, in a folder that is removed
-    afterwards.
+    """Starts processes without isolation.
+
+    Each has limits, an empty environment, its own session, and a folder that is removed afterwards.
     """
 
     name: IsolationName = "none"
@@ -155,19 +156,20 @@ class BareLauncher:
             raise
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing."""
 
 
 def inside(entry: str, channel: int, path: Sequence[str], settings: Mapping[str, object]) -> list[str]:
-    """The command that runs a function of `inside.zygote` where Tandem's files are missing. `inside_sources` must be
-    sent over the channel next.
+    """Returns the command that runs a function of `inside.zygote` in a sandbox without Tandem's files.
+
+    Send `inside_sources` over the channel next.
     """
     return [*PYTHON, _START_INSIDE, entry, str(channel), json.dumps(path), json.dumps(settings)]
 
 
 @cache
 def inside_sources() -> bytes:
-    """The modules of a sandbox's first process, each after those it imports."""
+    """Returns the sources of the modules of a sandbox's first process, in import order."""
     folder = Path(__file__).parent / "inside"
     sources = {"tandem": "", "tandem.reward": "", "tandem.reward.sandbox": "", "tandem.reward.sandbox.inside": ""}
     for name in _INSIDE_MODULES:
@@ -186,10 +188,10 @@ def open_alone(
     folder: str = "/",
     on_close: Callable[[], None] = lambda: None,
 ) -> Sandbox:
-    """A sandbox whose first process is started by a command of its own, after `prefix`.
+    """Starts a sandbox whose first process has its own command, which begins with `prefix`.
 
     Raises:
-        SandboxError: it cannot be started.
+        SandboxError: the sandbox cannot be started.
     """
     settings = {"proc": proc, "apart": apart}
     process: ChildProcess | None = None
@@ -200,7 +202,7 @@ def open_alone(
             folder=folder,
         )
         process.connection.settimeout(ZYGOTE_SECONDS)
-        process.connection.sendall(inside_sources())  # fits into the socket's buffer: nothing waits for the process
+        process.connection.sendall(inside_sources())  # does not block: it fits the socket's buffer
     except OSError as error:
         if process is not None:
             process.close()
@@ -209,13 +211,13 @@ def open_alone(
 
 
 def start(command: Callable[[int], Sequence[str]], descriptors: Sequence[int], *, folder: str = "/") -> ChildProcess:
-    """Starts a command that inherits nothing of this process but its channel and the descriptors. Raises OSError."""
+    """Starts a command that inherits only its channel and the descriptors. Raises OSError."""
     return ChildProcess(command, descriptors=descriptors, environment=_ENVIRONMENT, folder=folder, capture="errors")
 
 
 @contextmanager
 def open_proc() -> Iterator[int]:
-    """A descriptor of /proc. Raises OSError."""
+    """Opens a descriptor of /proc. Raises OSError."""
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield proc

@@ -1,4 +1,4 @@
-"""The files of the machine that a sandbox shows: what Python needs, read-only, and nothing else."""
+"""The machine's files that are visible in a sandbox: only those that Python needs, read-only."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Layout:
     """The root of a sandbox. All paths are absolute."""
 
     binds: tuple[tuple[str, str], ...]
-    """(path on the machine, path in the sandbox); folders with all that is below them."""
+    """(path on the machine, path in the sandbox) of files and whole folders."""
     links: tuple[tuple[str, str], ...]
-    """(symbolic link, its target), made before the rest."""
+    """(symbolic link, its target). Links are created first."""
     devices: tuple[str, ...]
     hidden: tuple[str, ...]
-    """Folders below the binds that appear empty: installed packages, Tandem itself."""
+    """Folders below the binds that appear empty: installed packages and Tandem itself."""
     path: tuple[str, ...]
     """`sys.path` in the sandbox."""
     stage: str
@@ -41,8 +41,9 @@ class Layout:
 
 
 def layout_for(packages: Sequence[str] = ()) -> Layout:
-    """The root with the standard library and the given installed packages, named as in `import`. Packages that these
-    import must be named as well.
+    """Returns a root with the standard library and the given installed packages, named as in `import`.
+
+    Packages that these import must be named as well.
 
     Raises:
         ScorerError: a package is not installed.
@@ -53,7 +54,7 @@ def layout_for(packages: Sequence[str] = ()) -> Layout:
         for path in (*_SYSTEM_LIBRARIES, *_SYSTEM_FILES)
         if os.path.exists(path) and not os.path.islink(path)
     ]
-    # Of the base installation of Python, not of a virtual environment.
+    # Paths of Python's base installation, not of a virtual environment.
     roots = {"base": sys.base_prefix, "installed_base": sys.base_prefix}
     roots |= {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
     paths = sysconfig.get_paths(vars=roots)

@@ -18,8 +18,8 @@ class SandboxPool:
     """Keeps `SPARE` sandboxes started. Each serves one answer and is discarded; taking one starts another. Thread-safe.
 
     Args:
-        launcher: starts them.
-        launch: makes another launcher if that one has ended.
+        launcher: starts the sandboxes.
+        launch: creates another launcher if the launcher has ended.
         seccomp: whether programs run behind the filter of system calls.
     """
 
@@ -36,10 +36,10 @@ class SandboxPool:
         return self._launcher.name
 
     def take(self) -> Sandbox:
-        """An unused sandbox. The caller closes it.
+        """Returns an unused sandbox, which the caller closes.
 
         Raises:
-            SandboxError: none starts, not even with a new launcher.
+            SandboxError: no sandbox starts, not even with a new launcher.
         """
         try:
             return self._ready()

@@ -1,4 +1,4 @@
-"""One sandbox as the scorer sees it: it runs one program at a time and reports how each ended."""
+"""The scorer's side of one sandbox, which runs one program at a time and reports how each ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.reward.sandbox.limits import Limits, Outcome
 from tandem.reward.workers.child_process import ChildProcess
 
 GRACE_SECONDS = 10.0
-"""How long a sandbox may take beyond the limits of a run to report its outcome."""
+"""Time beyond the limits of a run within which a sandbox must report the outcome."""
 _HEADER_BYTES = 1 << 16
 _EXIT_SECONDS = 1.0  # for a sandbox to end by itself once its channel is closed
 
@@ -21,11 +21,11 @@ Kind = Literal["script", "answer", "test"]
 
 
 class SandboxError(Exception):
-    """A sandbox did not start, refused a run, or did not report its outcome. Never the fault of the answer."""
+    """A sandbox did not start, refused a run, or did not report its outcome. The answer is never the cause."""
 
 
 class SandboxDiedError(SandboxError):
-    """A sandbox, or the program in it, was killed from outside. A fresh one is worth a try."""
+    """A sandbox, or the program in it, was killed from outside. The run may succeed in a new sandbox."""
 
 
 class Sandbox:
@@ -56,7 +56,7 @@ class Sandbox:
         """Whether the working folder is empty, so that a further run of the same answer may follow."""
 
     def await_ready(self, seconds: float) -> None:
-        """Raises SandboxError if it did not start, or has ended since."""
+        """Waits until the sandbox has started. Raises SandboxError if it did not start, or has ended since."""
         self._channel.settimeout(seconds)
         try:
             message = wire.receive(self._channel, _HEADER_BYTES)
@@ -74,7 +74,7 @@ class Sandbox:
     def start(
         self, kind: Kind, texts: Sequence[str], limits: Limits, stdin: bytes = b"", line: socket.socket | None = None
     ) -> None:
-        """Begins a run; `outcome` waits for its end.
+        """Starts a run. `outcome` waits for its end.
 
         Args:
             kind: `script`: (prelude, code) with `stdin`; `answer`: (prelude, code), called over `line`; `test`:
@@ -82,7 +82,7 @@ class Sandbox:
             line: one end of a socket pair between an answer and its caller.
 
         Raises:
-            SandboxError: the sandbox has gone.
+            SandboxError: the sandbox has ended.
         """
         self._deadline = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         self._most_bytes = 2 * limits.output_bytes + _HEADER_BYTES
@@ -97,7 +97,7 @@ class Sandbox:
             raise SandboxDiedError(f"a sandbox took no program: {error}") from None
 
     def fileno(self) -> int:
-        """Readable when a run has ended."""
+        """Returns a descriptor that becomes readable when a run has ended."""
         return self._channel.fileno()
 
     def stop(self) -> None:
@@ -108,7 +108,7 @@ class Sandbox:
             return  # it has ended; `outcome` reports that
 
     def outcome(self) -> Outcome:
-        """Waits for the end of the run, as reported by the first process of the sandbox.
+        """Waits until the sandbox's first process reports the end of the run.
 
         Raises:
             SandboxDiedError: that process ended without a report.
@@ -133,7 +133,7 @@ class Sandbox:
         return Outcome(header["code"], header["stopped"], out, err, header["cpu"], header["wall"], header["memory"])
 
     def run(self, kind: Kind, texts: Sequence[str], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """Starts a run and waits for its outcome. Raises SandboxError like both."""
+        """Starts a run and waits for its outcome. Raises the errors of `start` and `outcome`."""
         self.start(kind, texts, limits, stdin)
         return self.outcome()
 

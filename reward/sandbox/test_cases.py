@@ -16,16 +16,16 @@ Comparison = Literal["tokens", "lines"]
 _MOST_TESTS = 10_000
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 _INTEGER = re.compile(r"[-+]?\d+", re.ASCII)
-_MAX_DIGITS = 400  # longer numbers are compared as text: no float is that long
+_MAX_DIGITS = 400  # longer numbers are compared as text, because no float is that long
 
 
 class UnusableTestsError(Exception):
-    """The ground truth holds no tests that can be run; the message says what is wrong with it."""
+    """The ground truth has no tests that can be run. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptTest:
-    """The program reads `stdin` and prints."""
+    """A test that runs the program with `stdin` and compares its output."""
 
     stdin: str
     wanted: str
@@ -33,7 +33,7 @@ class ScriptTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """A function, or a method of the class `Solution`, is called."""
+    """A test that calls a function, or a method of the class `Solution`."""
 
     function: str
     arguments: tuple[object, ...]
@@ -43,9 +43,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True)
 class StatementTest:
-    """Python text that raises if the answer is wrong; with `check(candidate)` in it, that is called with the entry
-    point.
-    """
+    """Python text that raises if the answer is wrong. If it defines `check(candidate)`, that gets the entry point."""
 
     text: str
     entry_point: str = ""
@@ -55,22 +53,20 @@ Test = ScriptTest | CallTest | StatementTest
 
 
 def parse_tests(ground_truth: object, extra_info: Mapping[str, object]) -> list[Test]:
-    """The tests of a ground truth, at least one.
+    """Parses the tests of a ground truth. Returns at least one.
 
     - `{"inputs": […], "outputs": […]}` (APPS, TACO): input and output of a program; with `"fn_name"`, arguments and
-      result of a
-      function: a list each, or as text one JSON value a line (LiveCodeBench).
-    - a list of `{"input": …, "output": …}` (LiveCodeBench); with `"testtype": "functional"` of the function
-      `extra_info["fn_name"]` or `"metadata": {"func_name": …}` of the case.
+      result of a function: a list each, or text with one JSON value per line (LiveCodeBench).
+    - a list of `{"input": …, "output": …}` (LiveCodeBench); with `"testtype": "functional"`, for the function
+      `extra_info["fn_name"]` or the case's `"metadata": {"func_name": …}`.
     - a list of statements, `["assert f(1) == 2", …]`, or `{"test_list": […], "test_setup_code": …, "test_imports":
       […]}` (MBPP).
     - `{"test": "def check(candidate): …", "entry_point": "f"}` (HumanEval).
-    - JSON text of any of these; or a text with `assert` in it as one test. `test_…` functions and unittest's cases in a
-      test are run;
-      `from solution import f` in it means the answer (KodCode).
+    - JSON text of any of these, or a text that contains `assert`, as one test. `test_…` functions and unittest cases
+      in a test are run; `from solution import f` in it imports from the answer (KodCode).
 
     Raises:
-        UnusableTestsError: it is none of these, or incomplete.
+        UnusableTestsError: the ground truth has none of these formats, or is incomplete.
     """
     function = extra_info.get("fn_name")
     match _loaded(ground_truth):
@@ -97,14 +93,14 @@ def parse_tests(ground_truth: object, extra_info: Mapping[str, object]) -> list[
 
 
 def spread(tests: Sequence[Test], most: int) -> list[Test]:
-    """At most so many of them, evenly from the first to the last; 0: all."""
+    """Selects at most `most` tests, evenly from the first to the last. 0: all."""
     if not 0 < most < len(tests):
         return list(tests)
     return [tests[number * len(tests) // most] for number in range(most)]
 
 
 def _loaded(ground_truth: object) -> object:
-    """JSON text as what it says, other text and values as they are."""
+    """Parses JSON text. Returns other text and values unchanged."""
     if not isinstance(ground_truth, str) or ground_truth.lstrip()[:1] not in ("{", "["):
         return ground_truth
     try:
@@ -169,7 +165,7 @@ def _texts(values: object) -> list[str]:
 
 
 def _name(value: object) -> str:
-    """A name of a function; of `Solution().f` and `Solution.f` the last part."""
+    """Returns the name of a function; the last part of `Solution().f` and `Solution.f`."""
     name = value.rpartition(".")[2] if isinstance(value, str) else None
     if name is None or (name and not name.isidentifier()):
         raise UnusableTestsError(f"{shown(value)} is no function's name")
@@ -177,10 +173,10 @@ def _name(value: object) -> str:
 
 
 def same_output(got: str, wanted: str, comparison: Comparison, tolerance: float) -> bool:
-    """Whether a program printed what was wanted.
+    """Whether a program's output matches the expected one.
 
-    `tokens`: the same words, wherever lines break. `lines`: the same words in the same lines, blank ones at the end
-    aside. A word that is a number on both sides may differ by the tolerance, unless both are integers.
+    `tokens`: the same words, regardless of line breaks. `lines`: the same words in the same lines, ignoring blank lines
+    at the end. Words that are numbers on both sides may differ by the tolerance, unless both are integers.
     """
     if comparison == "tokens":
         return _same_words(got.split(), wanted.split(), tolerance)
@@ -210,8 +206,9 @@ def _close(got: float, wanted: float, tolerance: float) -> bool:
 
 
 def same_value(got: object, wanted: object, tolerance: float) -> bool:
-    """Whether a function returned what was wanted: tuples count as lists, and floats may differ by the tolerance.
-    `wanted` is of JSON.
+    """Whether a function's result matches the expected one, which is a JSON value.
+
+    Tuples count as lists, and floats may differ by the tolerance.
 
     Raises:
         RecursionError: both are nested too deeply.

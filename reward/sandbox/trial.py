@@ -1,4 +1,4 @@
-"""Runs the tests of one answer in sandboxes. Every verdict is reached outside the sandbox that the answer runs in."""
+"""Runs the tests of one answer in sandboxes. Verdicts are computed outside the answer's sandbox."""
 
 from __future__ import annotations
 
@@ -31,38 +31,35 @@ from tandem.reward.workers.processes import memory_kills
 Verdict = Literal["passed", "wrong", "error", "time", "memory", "output"]
 
 _MIN_SECONDS = 0.1  # a test with less time left fails
-_SETTLE_SECONDS = 0.2  # after a sandbox died: if its launcher died, its other sandboxes end a moment later
-_TEST_GRACE_SECONDS = 2.0  # so that a test outlives the answer that it calls, and sees it end
+_SETTLE_SECONDS = 0.2  # wait after a sandbox died: if its launcher died, its other sandboxes end a moment later
+_TEST_GRACE_SECONDS = 2.0  # so that a test outlives the answer that it calls, and detects its end
 _MAX_REPLY_BYTES = 8 << 20  # of a function's result as text
-_NO_OBJECT = object()  # stands for an object that is not data; equal to nothing
+_NO_OBJECT = object()  # placeholder for an object that is not data; equal to no value
 
 
 @cache
 def sandboxes(packages: tuple[str, ...], allow_unsandboxed: bool) -> SandboxPool:
-    """The pool of sandboxes with these packages, shared by this process until it ends. Raises ScorerError like
-    `open_sandboxes`.
-    """
+    """Returns this process's shared pool of sandboxes with these packages. Raises ScorerError like `open_sandboxes`."""
     return open_sandboxes(packages, allow_unsandboxed=allow_unsandboxed)
 
 
 class Trial:
-    """Runs the tests of one answer. Every test has a process of its own, so one that hangs or crashes fails alone.
+    """Runs the tests of one answer. Every test has its own process, so a test that hangs or crashes fails alone.
 
-    The answer's sandbox never holds the expected results: output and results are compared here, and the statements of
-    a test run in another sandbox, which calls the answer over a socket that carries plain data.
+    The answer's sandbox never holds the expected results. Output and results are compared here. The statements of a
+    test run in another sandbox, which calls the answer over a socket that carries plain data.
 
-    Only what the first process of a sandbox reports of its program counts against the answer. If a sandbox dies in the
-    middle of a run, or its program is killed, the test is repeated in a fresh one, once per trial. A sandbox that dies
-    again is an error, whatever the cause. A program that is killed again fails (`memory`), because it may have killed
-    itself; if the kernel has killed a process for lack of memory meanwhile, that is an error as well.
+    Only reports by the first process of a sandbox count against the answer. If a sandbox dies during a run, or its
+    program is killed, the test is repeated in a new sandbox, once per trial. If a sandbox dies again, that is an error.
+    If a program is killed again, it fails (`memory`), because it may have killed itself; it is an error if the kernel
+    has killed a process for lack of memory in the meantime.
 
     Args:
         code: of the answer, run after `prelude`.
-        deadline: of the whole trial (`time.monotonic`), waits for a sandbox excluded; past it every test fails
-            (`time`).
+        deadline: of the whole trial (`time.monotonic`), without waits for a sandbox. Later tests fail (`time`).
 
     Raises (its methods, too):
-        SandboxError: no sandbox starts, or they die.
+        SandboxError: no sandbox starts, or the sandboxes die.
     """
 
     def __init__(self, pool: SandboxPool, prelude: str, code: str, limits: Limits, deadline: float) -> None:
@@ -84,7 +81,7 @@ class Trial:
         self._close_all()
 
     def verdict(self, test: Test, comparison: Comparison, tolerance: float) -> Verdict:
-        """Runs one test. Raises UnusableTestsError if it cannot be run by anybody."""
+        """Runs one test. Raises UnusableTestsError if the test itself cannot be run."""
         started = time.monotonic()
         if self._deadline - started < _MIN_SECONDS:
             return "time"
@@ -117,7 +114,7 @@ class Trial:
                 return self._try_statements(test, limits)
 
     def _box(self, role: str) -> Sandbox:
-        """The sandbox of the answer or of the tests; a fresh one if the last program left files in it."""
+        """Returns the sandbox of the answer or of the tests; a new one if the last program left files in it."""
         box = self._boxes.get(role)
         if box is not None and not box.clean:
             box.close()
@@ -134,7 +131,9 @@ class Trial:
         self._boxes.clear()
 
     def _outcome(self, box: Sandbox) -> Outcome:
-        """Raises SandboxDiedError also if the program was killed for the first time, or by the kernel."""
+        """Waits for the outcome. Raises SandboxDiedError also if the program was killed for the first time, or by the
+        kernel.
+        """
         outcome = box.outcome()
         if outcome.killed and (not self._died or self._kills_before != memory_kills()):
             raise SandboxDiedError("a program was killed")
@@ -169,7 +168,7 @@ class Trial:
             got = plain.decode(reply["value"], lambda _: _NO_OBJECT)
             right = any(same_value(got, wanted, tolerance) for wanted in test.wanted)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return "wrong"  # it wrote to the socket itself, or returned an endless structure
+            return "wrong"  # the answer wrote to the socket itself, or returned an endless structure
         return "passed" if right else "wrong"
 
     def _try_statements(self, test: StatementTest, limits: Limits) -> Verdict:
@@ -191,12 +190,12 @@ class Trial:
 
 
 def _blamed(outcome: Outcome) -> Verdict:
-    """Verdict on a program that ended instead of answering."""
+    """Returns the verdict on a program that ended without an answer."""
     return outcome.failure or "error"
 
 
 def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, object] | None:
-    """The answer's reply; None if it ended, sent too much, or nothing in time."""
+    """Returns the answer's reply; None if the answer ended, sent too much, or sent nothing in time."""
     deadline = time.monotonic() + seconds
     received = bytearray()
     try:

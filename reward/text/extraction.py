@@ -13,15 +13,16 @@ _BOX = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last `\boxed{…}`; None if there is none or its braces are unbalanced. An escaped brace counts as
-    a brace.
+    r"""Returns the content of the last `\boxed{…}`; None if it is missing or its braces are unbalanced.
+
+    An escaped brace counts as a brace.
     """
     start = text.rfind(_BOX)
     return braced(text, start + len(_BOX) - 1) if start >= 0 else None
 
 
 def braced(text: str, start: int) -> str | None:
-    """The text between the opening brace at `start` and its closing brace; None if there is no closing brace."""
+    """Returns the text between the opening brace at `start` and its closing brace; None without a closing brace."""
     depth = 0
     for match in _BRACE.finditer(text, start):
         depth += 1 if match[0] == "{" else -1
@@ -31,9 +32,7 @@ def braced(text: str, start: int) -> str | None:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """Content of the last `<tag>…</tag>`, read from left to right: a part ends at the first closing tag after its
-    opening tag.
-    """
+    """Returns the content of the last `<tag>…</tag>`. Each part ends at the first closing tag after its opening tag."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     found, position = None, 0
     while (start := text.find(opening, position)) >= 0:
@@ -46,7 +45,7 @@ def last_tagged(text: str, tag: str) -> str | None:
 
 
 def last_code_block(text: str) -> str | None:
-    """Content of the last closed code block, without the name of its language."""
+    """Returns the content of the last closed code block, without the name of its language."""
     fences = [match.start() for match in re.finditer(r"^ {0,3}```", text, re.MULTILINE)]
     if len(fences) < 2:
         return None

@@ -8,20 +8,20 @@ from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.protos.error_text import shown
 
 TOKENS = "num_tokens"
-"""Key of `extra_info` with the number of tokens of the answer, since scorers have no tokenizer."""
+"""Key of `extra_info` with the number of tokens of the answer. Scorers have no tokenizer."""
 
 Unit = Literal["tokens", "characters"]
 
 
 def measured(item: ScoreItem, unit: Unit) -> int | Unscored:
-    """The length of an answer in characters (Unicode code points), or in tokens as given by `extra_info.num_tokens`."""
+    """Returns the answer's length in characters (Unicode code points), or in tokens from `extra_info.num_tokens`."""
     if unit == "characters":
         return len(item.solution)
     return told_count(item, TOKENS)
 
 
 def told_count(item: ScoreItem, key: str) -> int | Unscored:
-    """The count under a key of `extra_info`; unscored (`invalid_input`) without one."""
+    """Returns the count under a key of `extra_info`; unscored (`invalid_input`) without one."""
     count: object = item.extra_info.get(key)
     if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
         return count

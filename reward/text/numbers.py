@@ -6,7 +6,7 @@ import math
 
 
 def finite(value: object) -> float | None:
-    """The value as a float, booleans as 1 or 0; None if it is not a number, not finite, or too large for a float."""
+    """Returns the value as a float, booleans as 1 or 0; None for a non-number or a non-finite or too large number."""
     if not isinstance(value, int | float):
         return None
     try:

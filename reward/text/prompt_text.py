@@ -1,4 +1,4 @@
-"""What a judge model is shown of an item: the question, and templates that answers cannot break."""
+"""Builds the prompt of a judge model: the question of an item, and templates that answers cannot break."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 
 
 class PromptTemplate:
-    """A text with placeholders `{name}`. Only known names are placeholders; other braces are text. Values are inserted
-    unchanged, and a placeholder inside a value stays text.
+    """A text with placeholders `{name}`. Only known names are placeholders; other braces are text.
+
+    Values are inserted unchanged. A placeholder inside a value stays text.
 
     Raises:
-        ValueError: a required placeholder is missing, or one looks like a misspelt known one.
+        ValueError: a required placeholder is missing, or one looks like a misspelt known name.
     """
 
     def __init__(self, text: str, *, known: Sequence[str] = ITEM_NAMES, needed: Sequence[str] = ("answer",)) -> None:
@@ -35,12 +36,12 @@ class PromptTemplate:
             raise ValueError(f"template: it lacks {{{missing[0]}}}")
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The text with a value for each of `names`."""
+        """Returns the text with the placeholders replaced by their values."""
         return _PLACEHOLDER.sub(lambda match: values[match[1]] if match[1] in self.names else match[0], self._text)
 
 
 def item_values(item: ScoreItem, names: set[str], question_field: str) -> dict[str, str] | Unscored:
-    """Texts for the placeholders `names`; unscored (`invalid_input`), naming the field, if the item lacks one."""
+    """Returns texts for the placeholders `names`; unscored (`invalid_input`) if the item lacks a field."""
     values = {"answer": item.solution, "data_source": item.data_source}
     if "question" in names:
         prompt = prompt_of(item, question_field)
@@ -61,7 +62,7 @@ def item_values(item: ScoreItem, names: set[str], question_field: str) -> dict[s
 
 
 def prompt_of(item: ScoreItem, field: str) -> str | list[Message] | Unscored:
-    """`extra_info[field]`: a text, or chat messages with text (other content is refused)."""
+    """Returns `extra_info[field]`: a text, or chat messages with text. Other content is refused."""
     prompt = item.extra_info.get(field)
     if isinstance(prompt, str):
         return prompt
@@ -77,7 +78,7 @@ def prompt_of(item: ScoreItem, field: str) -> str | list[Message] | Unscored:
 
 
 def as_text(prompt: str | Sequence[Message]) -> str:
-    """A prompt as one text: a single message unchanged, a conversation with the role before each turn."""
+    """Returns a prompt as one text: a single message unchanged, a conversation with the role before each turn."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:

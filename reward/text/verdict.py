@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from tandem.reward.text.numbers import finite
 
 _END_CHARACTERS = 8000  # the verdict is at the end; earlier text is not searched
-_MOST_OBJECTS = 200  # opening braces tried before a text is taken to have no JSON
+_MOST_OBJECTS = 200  # opening braces tried before the search for JSON gives up
 _OBJECT_START = re.compile(r'\{\s*"')
 _PATTERN_SECONDS = 1.0
 
 
 class NoVerdictError(Exception):
-    """The judge's answer has no usable verdict; the message says why."""
+    """The judge's answer has no usable verdict. The message says why."""
 
 
 class VerdictReader:
@@ -26,16 +26,16 @@ class VerdictReader:
     Args:
         pattern: a regular expression; its first group (or all of it) is the verdict. Empty: `key` of the last JSON
             object that has it.
-        labels: verdict → number, upper and lower case alike; empty: the verdict is a number.
-        lowest, highest: a number outside is not a verdict. It is not clamped: a judge that leaves its scale did not
-        understand its task.
+        labels: verdict → number, case-insensitive. Empty: the verdict is a number.
+        lowest, highest: a number outside is not a verdict. It is not clamped, because a judge that leaves its scale did
+        not understand its task.
 
     Raises:
         ValueError: the pattern is not a regular expression, or the range is empty.
     """
 
     def __init__(self, *, pattern: str, key: str, labels: Mapping[str, float], lowest: float, highest: float) -> None:
-        import regex  # unlike `re`, a search can have a time limit and lets other threads run
+        import regex  # unlike `re`, its search has a time limit and lets other threads run
 
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest) and not labels:
             raise ValueError(f"lowest {lowest:g} must be below highest {highest:g}, both finite")
@@ -52,10 +52,10 @@ class VerdictReader:
         self._lowest, self._highest = lowest, highest
 
     def read(self, answer: str) -> float:
-        """The verdict as a number.
+        """Returns the verdict as a number.
 
         Raises:
-            NoVerdictError: there is none, or it is outside the range.
+            NoVerdictError: there is no verdict, or it is outside the range.
         """
         said = answer.rpartition("</think>")[2].partition("<think>")[0][-_END_CHARACTERS:]
         found = self._last_object(said) if self._pattern is None else self._last_match(said)

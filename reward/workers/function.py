@@ -1,9 +1,9 @@
 """A Python function as scorer, by import path, with verl's `compute_score(data_source, solution_str, ground_truth,
 extra_info)`.
 
-A function whose parameters are the plurals, as verl's batch reward manager calls it (`data_sources`, `solution_strs`,
-`ground_truths`, `extra_infos`), judges several answers at once. Either may be a coroutine function. It runs in worker
-processes (`tandem.reward.workers.pool`), never in the service: user's code may hang, crash, print or leak.
+A function with the plural parameters of verl's batch reward manager (`data_sources`, `solution_strs`, `ground_truths`,
+`extra_infos`) judges several answers at once. Both kinds may be coroutine functions. They run in worker processes
+(`tandem.reward.workers.pool`), never in the service, because user's code may hang, crash, print or leak.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tandem.protos.errors import ScorerError
 from tandem.reward.text.numbers import finite
 
 MAX_COMPONENTS = 100
-"""Numbers in the dict that a function returns."""
+"""Maximum number of numbers in the dict that a function returns."""
 _MAX_DETAIL = 300
 _VERSION_CHARACTERS = 12
-_LOOP = asyncio.Runner()  # one for all calls: what a user's module keeps open belongs to a loop
+_LOOP = asyncio.Runner()  # one for all calls, because objects that a user's module keeps open belong to a loop
 _SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionJudge:
-    """Calls the function and turns whatever it returns or raises into a `Score`."""
+    """Calls the function and converts its result or exception into a `Score`."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def judge(self, item: ScoreItem) -> Score:
-        """What the function makes of it. Raises MemoryError, which is the process's to answer for, and nothing else."""
+        """Judges an item. Raises only MemoryError, which the worker process handles."""
         try:
             result = self.function(
                 data_source=item.data_source,
@@ -57,20 +57,19 @@ class FunctionJudge:
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:
-            # A failure is not a score: what the function raised becomes the reason, and the next item is judged as
-            # ever.
+            # A failure is not a score: the exception becomes the reason, and the next item is judged as usual.
             return failure(error)
         return to_score(result)
 
 
 @dataclass(frozen=True, slots=True)
 class CoroutineJudge:
-    """Awaits the function for all items at the same time: what is awaited is as a rule the network."""
+    """Awaits the function for all items concurrently, because such functions usually wait for the network."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, object] = field(default_factory=dict)
     seconds: float | None = None
-    """Longest time of one item; past it the item alone is unscored (`timeout`)."""
+    """Time limit of one item. Past it, only this item is unscored (`timeout`)."""
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
         """One result an item. Raises MemoryError and nothing else."""
@@ -100,9 +99,7 @@ class CoroutineJudge:
 
 @dataclass(frozen=True, slots=True)
 class BatchFunctionJudge:
-    """Calls the function with all items. If it raises, the items are judged in ever smaller batches, so only the
-    culprit suffers.
-    """
+    """Calls the function with all items. If it raises, smaller and smaller batches isolate the faulty item."""
 
     function: Callable[..., Any]
     arguments: Mapping[str, object] = field(default_factory=dict)
@@ -136,7 +133,7 @@ class BatchFunctionJudge:
 
 
 def failure(error: BaseException) -> Unscored:
-    """Why what the function raised is no score: a limit of the process it ran into, else `crashed`."""
+    """Returns the reason for an exception of the function: the process limit that it hit, otherwise `crashed`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     message = clean(f"{type(error).__name__}: {_text(error)}"[:_MAX_DETAIL] + place)
@@ -146,9 +143,9 @@ def failure(error: BaseException) -> Unscored:
 
 
 def to_score(result: object) -> Score:
-    """A number or bool, or a dict with `score` and other components (numeric ones become the breakdown), as a `Score`.
+    """Converts a number, a bool, or a dict with `score` and other components to a `Score`.
 
-    Anything else, NaN and infinities included, is unscored (`invalid_input`).
+    Numeric components become the breakdown. Other results, NaN and infinities are unscored (`invalid_input`).
     """
     components: Mapping[str, object] = {}
     if isinstance(result, Mapping):
@@ -171,7 +168,7 @@ def to_score(result: object) -> Score:
 
 
 def _number_of(value: object) -> float | None:
-    read_scalar = getattr(value, "item", None)  # numpy's and torch's scalars, without importing either
+    read_scalar = getattr(value, "item", None)  # scalars of numpy and torch, without importing either
     if callable(read_scalar):
         try:
             value = read_scalar()
@@ -181,16 +178,16 @@ def _number_of(value: object) -> float | None:
 
 
 def clean(text: str) -> str:
-    """Text that UTF-8 can hold, as wires want it: lone surrogates are replaced."""
+    """Replaces lone surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode() if not text.isascii() else text
 
 
 def load_function(path: str, arguments: Mapping[str, object]) -> FunctionJudge | CoroutineJudge | BatchFunctionJudge:
-    """The function at `module.path:function` or `file.py:function`, its signature checked against verl's calls.
+    """Loads the function at `module.path:function` or `file.py:function` and checks its signature against verl's calls.
 
     Raises:
-        ScorerError: module or file is missing or does not import, the function is missing, or cannot take the
-            arguments.
+        ScorerError: the module or file is missing or cannot be imported, or the function is missing or does not accept
+            the arguments.
     """
     place, _, name = path.rpartition(":")
     module = _import_file(path, Path(place)) if place.endswith(".py") else _import_module(path, place)
@@ -206,20 +203,20 @@ def load_function(path: str, arguments: Mapping[str, object]) -> FunctionJudge |
 
 
 def source_version(path: str) -> str:
-    """A version for a function: the beginning of the SHA-256 of its file as it is now; "" if it is in none.
+    """Returns a version of a function: the beginning of the SHA-256 of its current file; "" without a file.
 
-    Nothing is imported for it, and what the file imports is not in it.
+    Imports nothing. Modules that the file imports do not count.
     """
     place = path.rpartition(":")[0]
     file = Path(place) if place.endswith(".py") else _file_of(place)
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:_VERSION_CHARACTERS] if file is not None else ""
     except OSError:
-        return ""  # whoever loads the function says why
+        return ""  # loading the function reports the cause
 
 
 def _file_of(module: str) -> Path | None:
-    """Where a worker will import a module from."""
+    """Returns the file from which a worker will import a module."""
     for root in (Path.cwd(), *map(Path, sys.path)):
         package = root.joinpath(*module.split("."))
         for file in (package / "__init__.py", package.with_name(f"{package.name}.py")):
@@ -235,8 +232,8 @@ def _import_file(path: str, file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and typing look a class's module up there
-    sys.path.insert(0, str(file.parent.resolve()))  # as `python file.py` would, for imports of its neighbours
+    sys.modules[name] = module  # dataclasses and typing look up a class's module there
+    sys.path.insert(0, str(file.parent.resolve()))  # as `python file.py` does, for imports from its folder
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
@@ -259,11 +256,11 @@ def _import_module(path: str, place: str) -> ModuleType:
 
 
 def _takes(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """Whether the function judges batches. Raises ScorerError if it can be called neither way."""
+    """Whether the function judges batches. Raises ScorerError if it supports neither kind of call."""
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return False  # some builtins have no signature to look at
+        return False  # some builtins have no signature
     batch = set(_BATCH[:2]) <= set(signature.parameters)
     names = _BATCH if batch else _SINGLE
     try:

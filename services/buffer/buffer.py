@@ -1,8 +1,9 @@
 """The experience buffer: the stages `prompts`, `generated` and `scored` in Redis. Each verb is one atomic script.
 
 Services claim a group, work on it, and complete it. A claim is a lease with a fencing token. If its holder dies, the
-group returns to the front of its queue with what `renew` saved; if the holder was only late, its result is refused.
-Claims of `scored` are no leases: they belong to a trainer incarnation, and only the next incarnation takes them back.
+group returns to the front of its queue with the partial results that `renew` saved. If the holder was only late, its
+result is refused. Claims of `scored` are not leases. They belong to a trainer incarnation, and only the next
+incarnation takes them back.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Released = Literal["requeued", "dropped", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the feed may admit: `free` credits are left, the run needs `wanted` more groups, `cursor` is next."""
+    """State for the feed: `free` credits, `wanted` groups that the run still needs, and the next position `cursor`."""
 
     free: int
     wanted: int
@@ -34,7 +35,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A leased group. `partial` is what an earlier holder saved by `renew`."""
+    """A leased group. `partial` has the partial results that an earlier holder saved by `renew`."""
 
     group_id: str
     stage: Stage
@@ -54,8 +55,8 @@ class ScoredClaim:
 class Buffer(Ledger, Registry):
     """One run's buffer. Thread-safe, except that one thread at a time calls `claim_scored`.
 
-    Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a
-    full Redis raises EnvironmentLackError. Nothing is ever trimmed or evicted.
+    If Redis is unreachable, every method waits up to `connection.OUTAGE_SECONDS` and then raises UnavailableError. A
+    full Redis raises EnvironmentLackError. Data is never trimmed or evicted.
     """
 
     def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
@@ -78,9 +79,9 @@ class Buffer(Ledger, Registry):
         failure_budget: Mapping[str, int],
         resume: bool,
     ) -> None:
-        """Creates the run, or with `resume` keeps its groups and takes over limits and target.
+        """Creates the run. With `resume`, keeps the groups of an existing run and sets its limits and target.
 
-        `failure_budget` holds, for `infrastructure` and `data`, how many failures of that kind a group survives.
+        `failure_budget`: how many failures of each kind, `infrastructure` and `data`, a group survives.
 
         Raises:
             RunExistsError: the run exists and `resume` is False.
@@ -103,23 +104,24 @@ class Buffer(Ledger, Registry):
     def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
         """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
 
-        `cursor` is the feed's position after the last offered group; the position after the last one taken is stored
-        with it.
+        `cursor` is the feed's position after the last offered group. The position after the last admitted group is
+        stored.
 
         Raises:
-            DataError: a group was admitted before; then none is.
+            DataError: a group was admitted before. In this case no group is admitted.
         """
         checked_ids(group_id for group_id, _ in groups)
         flat = [value for group in groups for value in group]
         return int(self.connection.run("admit", new_request(), cursor, *flat))
 
     def admission(self) -> Admission:
-        """What the feed may admit now."""
+        """Returns what the feed may admit now."""
         return Admission(*map(int, self.connection.run("admission")))
 
     def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
-        """Says that the feed has nothing more to admit. `target` is refused (False) while groups are wanted, and a
-        group dropped later undoes it.
+        """Marks the feed as finished. `target` is refused (False) while groups are wanted.
+
+        A group that is dropped later undoes `target`.
         """
         return bool(self.connection.run("mark_exhausted", why))
 
@@ -130,11 +132,11 @@ class Buffer(Ledger, Registry):
         return bool(self.connection.run("exhausted"))
 
     def claim(self, stage: Stage, worker: str, n: int, lease_seconds: float, timeout_seconds: float) -> list[Claim]:
-        """Leases up to n groups of a stage; waits for the first of them. [] at the timeout.
+        """Leases up to n groups of a stage. Waits for the first one; returns [] at the timeout.
 
         Raises:
-            NotAdmittedError: stage `prompts`, and `worker` is not a sampler LIVE at the published version.
-            FencedError: stage `prompts`, and this process was replaced by a later start of the sampler.
+            NotAdmittedError: for stage `prompts`, if `worker` is not a sampler LIVE at the published version.
+            FencedError: for stage `prompts`, if a later start of the sampler replaced this process.
         """
         arguments = (stage, worker, self._generation(worker), n, milliseconds(lease_seconds))
         assert n > 0
@@ -149,7 +151,7 @@ class Buffer(Ledger, Registry):
         return self.connection.wait_for(f"signal:{stage}", attempt, timeout_seconds)
 
     def claim_scored(self, incarnation: int, n: int, timeout_seconds: float) -> list[ScoredClaim]:
-        """Claims up to n scored groups in order of completion; waits for the first of them. [] at the timeout.
+        """Claims up to n scored groups in order of completion. Waits for the first one; returns [] at the timeout.
 
         Raises:
             FencedError: a later trainer started.
@@ -157,7 +159,7 @@ class Buffer(Ledger, Registry):
         assert n > 0
 
         def attempt() -> list[ScoredClaim]:
-            # Kept until an answer arrives. If one is lost, even beyond the outage deadline, the next call gets it.
+            # Kept until an answer arrives. If an answer is lost, even past the outage deadline, the next call gets it.
             reply = self.connection.run("claim_scored", incarnation, self._scored_request, n)
             self._scored_request = new_request()
             return [
@@ -167,7 +169,7 @@ class Buffer(Ledger, Registry):
         return self.connection.wait_for("signal:scored", attempt, timeout_seconds)
 
     def read(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Payloads of the groups, in their order.
+        """Returns the payloads of the groups, in the given order.
 
         Raises:
             LedgerError: Redis holds no payload of a group.
@@ -184,9 +186,7 @@ class Buffer(Ledger, Registry):
     def renew(
         self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[int, bytes] | None = None
     ) -> list[int]:
-        """Extends leases to `lease_seconds` from now, saving partial results by token. Returns the tokens of leases
-        that are lost.
-        """
+        """Extends leases to `lease_seconds` from now and saves partial results by token. Returns tokens of lost leases."""
         arguments: list[bytes | str | int] = []
         for claim in claims:
             saved = (partial or {}).get(claim.token)
@@ -196,18 +196,19 @@ class Buffer(Ledger, Registry):
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
         """Moves the group to the next stage with its payload and ends the lease.
 
-        False if the lease is no longer current: the result is refused and counted. Repeated with the same claim: True,
-        and nothing happens. `headers` (`tandem.protos.codec.encode_headers`) go with a group that becomes scored.
+        Returns False if the lease is no longer current; the result is then refused and counted. A repetition with the
+        same claim returns True and has no effect. `headers` (`tandem.protos.codec.encode_headers`) are stored with a
+        group that becomes scored.
         """
         assert bool(headers) == (claim.stage == "generated"), "headers belong to scored groups"
         return bool(self.connection.run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
 
     def release(self, claim: Claim, reason: str, kind: FailureKind, detail: str = "") -> Released:
-        """Gives the group back, or drops it with `reason` once its budget for this kind of failure is spent.
+        """Requeues the group, or drops it with `reason` once its budget for this kind of failure is spent.
 
         `detail` explains the reason; `drop_errors` returns it if the group is the first to be dropped for that reason.
-        `voluntary` spends none and puts the group to the front of its queue; a failure puts it to the back. `refused`
-        if the lease is no longer current.
+        `voluntary` spends no budget and puts the group at the front of its queue. A failure puts it at the back.
+        Returns `refused` if the lease is no longer current.
         """
         reply = self.connection.run(
             "release", new_request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind, detail

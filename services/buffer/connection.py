@@ -1,4 +1,4 @@
-"""A connection to Redis: runs verbs as Lua scripts, waits for an outage to end within a deadline, and raises
+"""A connection to Redis. It runs verbs as Lua scripts, retries within a deadline during an outage, and raises
 TandemErrors.
 """
 
@@ -35,12 +35,12 @@ from tandem.protos.errors import (
 )
 
 OUTAGE_SECONDS = 10.0
-"""How long a verb waits for a Redis that went away: it may be restarting and loading its append-only file."""
+"""How long a verb waits for an unreachable Redis, which may be restarting and loading its append-only file."""
 
 _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
-_POLL_SECONDS = 1.0  # nobody signals that a lease expired
+_POLL_SECONDS = 1.0  # an expired lease sends no signal
 _OLDEST_REDIS = (6, 2)
 _REFUSALS: dict[str, type[TandemError]] = {
     "DATA": DataError,
@@ -65,16 +65,16 @@ Claimed = TypeVar("Claimed")
 
 @dataclass(frozen=True, slots=True)
 class KeySpace:
-    """A kind of data in Redis: the scripts that work on it, the prefix of its keys, and what errors say of it."""
+    """A kind of data in Redis: its scripts, the prefix of its keys, and its name in errors."""
 
     package: str
-    """Of the scripts, one `<verb>.lua` each."""
+    """Package of the scripts, one `<verb>.lua` each."""
     prelude: tuple[str, ...]
-    """Scripts that are put before each verb, after common.lua."""
+    """Scripts inserted before each verb, after common.lua."""
     prefix: str
     remedy_when_full: str
     kind: str = ""
-    """What errors call one of its namespaces. Empty: they leave the place out, for callers who need not know it."""
+    """Name of one of its namespaces in errors. Empty: errors do not name the namespace."""
 
 
 RUNS = KeySpace(
@@ -88,7 +88,7 @@ RUNS = KeySpace(
 
 @cache
 def script_text(space: KeySpace, verb: str) -> str:
-    """The Lua text of a verb: common.lua, the prelude, then <verb>.lua."""
+    """Returns the Lua text of a verb: common.lua, the prelude, then <verb>.lua."""
     files = resources.files(space.package)
     texts = [files.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in (*space.prelude, verb)]
     common = resources.files(RUNS.package).joinpath("common.lua").read_text(encoding="utf-8")
@@ -96,17 +96,17 @@ def script_text(space: KeySpace, verb: str) -> str:
 
 
 class Connection:
-    """One namespace of a key space in Redis. Thread-safe: every call takes a connection of its own from the pool.
+    """One namespace of a key space in Redis. Thread-safe: every call uses its own connection from the pool.
 
     Args:
         redis_url: `redis://…`, `rediss://…` or `unix:///path/of.sock`.
-        name: of the namespace; part of every key, as the cluster's hash tag.
-        connect_timeout_seconds: how long to wait for the server to answer the first time.
+        name: of the namespace. It is part of every key, as the cluster's hash tag.
+        connect_timeout_seconds: how long to wait for the server's first answer.
 
     Raises:
-        ConfigError: the URL cannot be read.
-        UnavailableError: nobody answers there.
-        EnvironmentLackError: the server refuses us, or is too old.
+        ConfigError: the URL is invalid.
+        UnavailableError: no server answers there.
+        EnvironmentLackError: the server refuses the connection, or is too old.
     """
 
     def __init__(self, redis_url: str, name: str, space: KeySpace, *, connect_timeout_seconds: float = 5.0) -> None:
@@ -121,7 +121,7 @@ class Connection:
                 protocol=2,
                 socket_timeout=_SOCKET_SECONDS,
                 socket_connect_timeout=connect_timeout_seconds,
-                retry=Retry(NoBackoff(), 0),  # `retried` retries, and knows which calls may be repeated
+                retry=Retry(NoBackoff(), 0),  # `retried` does the retries
             )
         except ValueError as error:
             raise ConfigError(
@@ -138,37 +138,37 @@ class Connection:
         self.redis.close()
 
     def server_info(self, section: str, outage_seconds: float | None = None) -> Mapping[str, Any]:
-        """A section of the server's INFO."""
+        """Returns a section of the server's INFO."""
         return self.retried(lambda: self.redis.info(section), outage_seconds)
 
     def setting(self, name: str) -> str:
-        """A setting of the server; empty if CONFIG GET is refused."""
+        """Returns a setting of the server; empty if CONFIG GET is refused."""
 
         def ask() -> str:
             try:
                 return str(self.redis.config_get(name).get(name, ""))
-            except redis.ResponseError:  # managed servers keep CONFIG to themselves
+            except redis.ResponseError:  # managed servers refuse CONFIG
                 return ""
 
         return self.retried(ask)
 
     def key(self, name: str) -> str:
-        """A key of this namespace."""
+        """Returns the full name of a key of this namespace."""
         return self.prefix + name
 
     def hash(self, name: str) -> dict[bytes, bytes]:
-        """The fields of a hash of this namespace."""
+        """Returns the fields of a hash of this namespace."""
         return cast("dict[bytes, bytes]", self.retried(lambda: self.redis.hgetall(self.key(name))))
 
     def run(self, verb: str, *arguments: bytes | str | int) -> Any:
-        """Runs a verb atomically. If an answer is lost it runs twice, so each is idempotent or carries a request id."""
+        """Runs a verb atomically. It runs twice if an answer is lost, so each is idempotent or carries a request id."""
         script = self._scripts.get(verb)
         if script is None:
             script = self._scripts[verb] = self.redis.register_script(script_text(self._space, verb))
         return self.retried(lambda: script(keys=[self.key("meta")], args=arguments))
 
     def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
-        """The call's answer, retried while Redis is away; raises a TandemError for what Redis refuses."""
+        """Calls and retries while Redis is unreachable. Raises a TandemError for an error reported by Redis."""
         deadline = time.monotonic() + (OUTAGE_SECONDS if outage_seconds is None else outage_seconds)
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -192,10 +192,10 @@ class Connection:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def wait_for(self, signal: str, attempt: Callable[[], list[Claimed]], timeout_seconds: float) -> list[Claimed]:
-        """Repeats the attempt until it claims something or the time is up; in between it blocks on the signal list.
+        """Repeats the attempt until it claims an item or the time is over. In between it blocks on the signal list.
 
-        The list holds a token for each waiting item, and whoever takes a token makes an attempt, so no signal is lost.
-        If a taker dies, or a lease expires, which nobody signals, the next attempt comes after a second at most.
+        The list has a token for each waiting item. A client that takes a token makes an attempt, so no signal is lost.
+        If such a client dies, or a lease expires (without a signal), the next attempt follows within a second.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -220,12 +220,12 @@ class Connection:
 
 
 def new_request() -> str:
-    """An id under which the answer of a verb is kept for a minute."""
+    """Returns a new id, under which the answer of a verb is kept for a minute."""
     return uuid.uuid4().hex
 
 
 def milliseconds(seconds: float) -> int:
-    """As the scripts count time."""
+    """Converts seconds to whole milliseconds, the scripts' unit of time."""
     return round(seconds * 1000)
 
 

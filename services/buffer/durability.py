@@ -1,6 +1,6 @@
-"""What Tandem requires of a Redis: what it acknowledged is on disk, and it never evicts anything.
+"""Checks Tandem's requirements for Redis: acknowledged writes are on disk, and keys are never evicted.
 
-The embedded Redis is set up so (`tandem.services.buffer.redis_server`); one that a user names is asked.
+The embedded Redis meets them (`tandem.services.buffer.redis_server`). The settings of a user's Redis are checked here.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from tandem.services.buffer.connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """How a server is set up to keep its data."""
+    """A server's settings for persistence and memory."""
 
     appendonly: bool
     appendfsync: str
-    """`always`, `everysec` or `no`; empty: the server does not tell."""
+    """`always`, `everysec` or `no`; empty if the server does not report it."""
     maxmemory_bytes: int
-    """0: no limit of its own."""
+    """0: no limit."""
     maxmemory_policy: str
 
     @property
     def evicts(self) -> bool:
-        """Whether it removes keys when it is full, instead of refusing to write."""
+        """Whether the server removes keys when it is full, instead of refusing writes."""
         return self.maxmemory_bytes > 0 and self.maxmemory_policy != "noeviction"
 
 
 @dataclass(frozen=True, slots=True)
 class Weakness:
-    """A setting that breaks a promise of Tandem's."""
+    """A setting that breaks one of Tandem's guarantees."""
 
     fact: str
     cost: str
@@ -41,7 +41,7 @@ class Weakness:
 
 
 def read_settings(connection: Connection) -> RedisSettings:
-    """The settings of a server: from INFO, and from CONFIG GET, which managed servers refuse."""
+    """Reads a server's settings from INFO, and from CONFIG GET, which managed servers refuse."""
     memory = connection.server_info("memory")
     return RedisSettings(
         appendonly=bool(connection.server_info("persistence")["aof_enabled"]),
@@ -52,7 +52,7 @@ def read_settings(connection: Connection) -> RedisSettings:
 
 
 def weaknesses(settings: RedisSettings) -> list[Weakness]:
-    """What these settings break, the worst first."""
+    """Returns the weaknesses of these settings, the worst first."""
     found = []
     if settings.maxmemory_policy != "noeviction":
         when = "is full" if settings.evicts else "is given a maxmemory"
@@ -95,7 +95,7 @@ def check_group_room(connection: Connection, group_bytes: int) -> None:
     """Refuses a run whose payloads could fill more than half of Redis' memory, and a Redis that evicts.
 
     Raises:
-        ConfigError: naming what is needed, what there is, and the remedy.
+        ConfigError: the message names the required and the available memory, and the remedy.
     """
     settings = read_settings(connection)
     if settings.evicts:
@@ -113,10 +113,10 @@ def check_group_room(connection: Connection, group_bytes: int) -> None:
 
 
 def check_room(connection: Connection, job_bytes: int, group_bytes: int = 0) -> None:
-    """Refuses a server whose memory limit is less than what jobs may hold plus twice what the groups of a run may.
+    """Refuses a server whose memory limit is less than the limit of jobs plus twice the limit of a run's groups.
 
     Raises:
-        ConfigError: naming the sizes and the remedy.
+        ConfigError: the message names the sizes and the remedy.
     """
     limit = read_settings(connection).maxmemory_bytes
     if limit and 2 * group_bytes + job_bytes > limit:
@@ -133,10 +133,10 @@ def _mebibytes(num_bytes: int) -> str:
 
 
 def check_settings(connection: Connection) -> list[str]:
-    """What the settings of a server break, one line each, with the remedy.
+    """Returns one line with the remedy for each weakness of a server's settings.
 
     Raises:
-        ConfigError: it evicts, so groups and jobs would disappear silently.
+        ConfigError: the server evicts keys, so groups and jobs would disappear silently.
     """
     settings = read_settings(connection)
     lines = [f"Redis at {connection.place}: {weakness}" for weakness in weaknesses(settings)]

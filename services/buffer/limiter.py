@@ -1,8 +1,8 @@
-"""The staleness limiter in Python: the twin of scripts/limiter.lua, and the place to read what it promises.
+"""The staleness limiter in Python: a copy of scripts/limiter.lua, which documents its rules.
 
-A group is admitted only while fewer than (S + 1)·P groups are outstanding: from its admission until a version trained
-on it is published, or until it is dropped. So S = 0 is synchronous training, and S bounds the mean age of what is
-trained.
+A group is outstanding from its admission until a version trained on it is published, or until it is dropped. A group is
+admitted only while fewer than (S + 1)·P groups are outstanding. S = 0 is synchronous training, and S bounds the mean
+age of trained groups.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Limiter:
-    """Counters that only grow, and the set of outstanding groups they must agree with.
+    """Monotonic counters and the set of outstanding groups, which must agree with them.
 
-    `retired` counts every return of a credit: by publication and by a drop alike. `restored` counts groups whose credit
-    was taken back by a rollback; these alone may lift `outstanding` above the budget, and nothing is admitted until it
-    is below again.
+    `retired` counts every returned credit, by publication or by a drop. `restored` counts groups whose credit a
+    rollback took back. Only these can raise `outstanding` above the budget; then no group is admitted until it is below
+    again.
     """
 
     groups_per_batch: int
@@ -41,18 +41,18 @@ class Limiter:
 
     @property
     def wanted(self) -> int:
-        """Groups the run still needs: its target, and a replacement of every dropped group."""
+        """Groups that the run still needs: its target and a replacement of every dropped group."""
         return max(0, self.target_groups + self.dropped - self.admitted)
 
     def admit(self, offered: Sequence[str]) -> list[str]:
-        """Takes the prefix that credits and target allow, and returns it."""
+        """Admits the prefix that credits and target allow, and returns it."""
         taken = list(offered[: min(self.free, self.wanted)])
         self.outstanding.update(taken)
         self.admitted += len(taken)
         return taken
 
     def retire(self, group_ids: Iterable[str]) -> None:
-        """Returns the credits of groups whose version is published. A group without one is left alone."""
+        """Returns the credits of groups whose version is published. Groups without a credit are skipped."""
         retiring = self.outstanding.intersection(group_ids)
         self.outstanding -= retiring
         self.retired += len(retiring)
@@ -64,7 +64,7 @@ class Limiter:
         self.dropped += len(dropping)
 
     def restore(self, group_ids: Iterable[str]) -> None:
-        """Takes credits back for groups that a rollback makes outstanding again, beyond the budget if need be."""
+        """Takes credits back for groups that a rollback makes outstanding again, beyond the budget if necessary."""
         restoring = set(group_ids) - self.outstanding
         self.outstanding |= restoring
         self.restored += len(restoring)

