@@ -28,7 +28,7 @@ class VerdictReader:
             object that has it.
         labels: verdict → number, case-insensitive. Empty: the verdict is a number.
         lowest, highest: a number outside is not a verdict. It is not clamped, because a judge that leaves its scale did
-        not understand its task.
+            not understand its task.
 
     Raises:
         ValueError: the pattern is not a regular expression, or the range is empty.

@@ -186,7 +186,7 @@ class Buffer(Ledger, Registry):
     def renew(
         self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[int, bytes] | None = None
     ) -> list[int]:
-        """Extends leases to `lease_seconds` from now and saves partial results by token. Returns tokens of lost leases."""
+        """Extends leases to `lease_seconds` from now and saves partial results by token. Returns lost tokens."""
         arguments: list[bytes | str | int] = []
         for claim in claims:
             saved = (partial or {}).get(claim.token)

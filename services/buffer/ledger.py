@@ -89,8 +89,7 @@ class Ledger:
         Raises:
             FencedError: a later trainer started.
             LedgerError: a group is trained after the checkpoint in Redis but missing in the records, or two records
-            have
-                the same group.
+                have the same group.
         """
         batches = [[version, checked_ids(recorded[version])] for version in sorted(recorded)]
         self.connection.run("rollback", incarnation, checkpoint_version, json.dumps(batches))

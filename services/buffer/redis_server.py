@@ -138,7 +138,7 @@ def _options(data: Path, log: Path, socket: Path) -> list[str]:
 
 
 def _socket_path(data: Path) -> Path:
-    """Returns <data>/redis.sock or, if that path is too long for a socket, a fixed path in a private temporary folder."""
+    """Returns <data>/redis.sock or, if that is too long for a socket, a fixed path in a private temporary folder."""
     socket = data / "redis.sock"
     if len(os.fsencode(socket)) <= _MAX_SOCKET_PATH:
         return socket
