@@ -1,4 +1,4 @@
-"""What every command has in common: how it ends, and where it prints. Imports nothing heavy."""
+"""Exit codes and output shared by all commands. Imports no slow modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 def console() -> Console:
-    """Standard output, as rich sees it."""
+    """Returns a rich console on standard output."""
     from rich.console import Console
 
     return Console()
@@ -36,9 +36,7 @@ def print_error(line: str) -> None:
 
 
 def command(function: Callable[P, int]) -> Callable[P, NoReturn]:
-    """Makes a command of a function that returns its exit code. A user's error is one line and exit code 2, never a
-    traceback.
-    """
+    """Turns a function that returns an exit code into a command. A UserError prints one line and exits with code 2."""
 
     @functools.wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> NoReturn:
@@ -62,8 +60,9 @@ def command(function: Callable[P, int]) -> Callable[P, NoReturn]:
 
 @contextmanager
 def full_disk_named(place: Path) -> Iterator[None]:
-    """Turns the OSError of a full disk into one line, which names the error's file, else standard output if that is
-    full, else `place`.
+    """Turns the OSError of a full disk into one line that names the full place.
+
+    That is the error's file, otherwise standard output if it is full, otherwise `place`.
 
     Raises:
         EnvironmentLackError: the disk is full.
@@ -78,11 +77,12 @@ def full_disk_named(place: Path) -> Iterator[None]:
 
 
 def _output_is_written() -> bool:
-    """Flushes standard output; False if that fails. The rest is then discarded: Python would flush again at exit, and
-    exit with a code of its own.
+    """Flushes standard output. Returns False and discards the rest if that fails.
+
+    Otherwise Python would flush again at exit and change the exit code.
     """
     try:
-        print(end="", flush=True)  # works without any standard output, too
+        print(end="", flush=True)  # also works without a standard output
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
@@ -92,8 +92,8 @@ def _output_is_written() -> bool:
 def run_service_command(work: Callable[[], None]) -> NoReturn:
     """Runs a service and exits without Python's finalisation.
 
-    Threads of gRPC, gloo and CUDA are known to hang in it. A service that crashed but does not exit is never restarted,
-    and one that stopped delays the stop of the run.
+    Threads of gRPC, gloo and CUDA sometimes hang in it. Then a crashed service would not be restarted, and a stopped
+    one would delay the stop of the run.
     """
     from tandem.services.process import run_service
 

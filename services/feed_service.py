@@ -1,4 +1,4 @@
-"""The feed: reads the dataset, shuffles it by seed and epoch, admits groups under the limiter, and marks its end."""
+"""The feed: reads the dataset, shuffles it by seed and epoch, admits groups within the limits, and marks its end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tandem.services.service_info import ServiceEndpoint, ServiceInfo
 
 log = logging.getLogger(__name__)
 
-_CHUNK_GROUPS = 64  # in one admission, so that no single call to Redis is large
+_CHUNK_GROUPS = 64  # per admission, so that no call to Redis is large
 _SHORTEST_POLL_SECONDS = 0.005
 _LONGEST_POLL_SECONDS = 0.02
 _MAX_LOGGED_FAULTS = 20
-_IDLE_POLL_SECONDS = 0.25  # once exhausted, when only a dropped group needs a replacement
+_IDLE_POLL_SECONDS = 0.25  # when exhausted, to replace dropped groups
 
 
 def epoch_order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
-    """The row numbers of one epoch, shuffled by (seed, epoch): the same on every machine and after every restart."""
-    entropy = [seed & (2**64 - 1), epoch]  # two's complement: a negative seed is one as well
+    """Returns the row numbers of one epoch, shuffled by (seed, epoch). Equal on all machines and after restarts."""
+    entropy = [seed & (2**64 - 1), epoch]  # two's complement, so negative seeds work
     # numpy keeps the raw bits of PCG64 stable over versions, but not `Generator.permutation`.
     keys = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(num_rows)
     return np.argsort(keys, kind="stable")
@@ -40,7 +40,7 @@ def epoch_order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class PreparedGroup:
-    """A group ready for admission; `position` counts rows from the run's start, skipped ones included."""
+    """A group ready for admission. `position` counts rows from the run's start, including skipped rows."""
 
     position: int
     group_id: str
@@ -48,7 +48,7 @@ class PreparedGroup:
 
 
 class PromptStream:
-    """The sequence of prompts from a position on, endless or `max_epochs` long, prepared in advance."""
+    """The sequence of prompts from a position on, endless or `max_epochs` long. Prompts are prepared in advance."""
 
     def __init__(
         self, dataset: Mixture, builder: PromptBuilder, *, seed: int, shuffle: bool, max_epochs: int, position: int
@@ -65,14 +65,14 @@ class PromptStream:
 
     @property
     def finished(self) -> bool:
-        """True when the last epoch has nothing left."""
+        """Whether the last epoch has no prompts left."""
         return not self._ready and self._end is not None and self._next >= self._end
 
     def prepare(self, num_groups: int) -> None:
         """Builds prompts until `num_groups` are ready or the last epoch ends.
 
         Raises:
-            DataError: no row of the file can be used (ModelError if the chat template is why).
+            DataError: no row of the file can be used (ModelError if the chat template is the cause).
         """
         while len(self._ready) < num_groups and (self._end is None or self._next < self._end):
             epoch, place = divmod(self._next, len(self._dataset))
@@ -84,10 +84,9 @@ class PromptStream:
             self._next += 1
 
     def run(self, num_groups: int) -> list[PreparedGroup]:
-        """Up to `num_groups` next groups, whose positions have no gap between them.
+        """Returns up to `num_groups` next groups with consecutive positions.
 
-        The buffer stores one cursor and counts back from it when it admits only a part, so no row in between may be
-        skipped.
+        The buffer stores one cursor and counts back from it if it admits only a part, so no row may be skipped.
         """
         self.prepare(num_groups)
         ready: list[PreparedGroup] = []
@@ -98,7 +97,7 @@ class PromptStream:
         return ready
 
     def advance(self, num_groups: int) -> None:
-        """Removes the first groups, which were admitted."""
+        """Removes the first groups, after their admission."""
         for _ in range(num_groups):
             self._ready.popleft()
 
@@ -125,7 +124,7 @@ class PromptStream:
 
 
 class Feed:
-    """Admits groups while there are credits, until the run has what it needs or the data ends."""
+    """Admits groups while there are credits, until the run has enough groups or the data ends."""
 
     def __init__(self, buffer: Buffer, stream: PromptStream) -> None:
         self._buffer = buffer
@@ -136,7 +135,7 @@ class Feed:
         self.activity = "starting"
 
     def run(self, stop: threading.Event) -> None:
-        """Feeds until told to stop. Once exhausted it goes on running, to replace groups that are dropped later."""
+        """Admits groups until told to stop. When exhausted, it keeps running to replace groups dropped later."""
         poll = _SHORTEST_POLL_SECONDS
         while not stop.is_set():
             admission = self._buffer.admission()
@@ -144,13 +143,13 @@ class Feed:
                 poll = _SHORTEST_POLL_SECONDS
                 continue
             started = time.monotonic()
-            self._stream.prepare(_CHUNK_GROUPS)  # meanwhile, so that groups are ready when credits return
+            self._stream.prepare(_CHUNK_GROUPS)  # prepares groups for when credits return
             stop.wait(_IDLE_POLL_SECONDS if self._exhausted else poll)
             self.waiting_seconds += time.monotonic() - started
             poll = min(2 * poll, _LONGEST_POLL_SECONDS)
 
     def _admit(self, admission: Admission) -> bool:
-        """Admits what is possible now. False if it has to wait."""
+        """Admits as many groups as possible now. Returns False if it has to wait."""
         if admission.wanted <= 0:
             self._mark_exhausted("target", "the run has all the groups it needs")
             return False
@@ -177,7 +176,7 @@ class Feed:
         self.activity = activity
 
     def figures(self) -> dict[str, float]:
-        """Sums since the process's start, for heartbeat and Info."""
+        """Returns sums since the process's start, for heartbeat and Info."""
         skipped = Counter(fault.reason for fault in self._stream.faults.values())
         return {
             "groups_admitted": self.admitted,
@@ -188,7 +187,7 @@ class Feed:
 
 
 def open_stream(recipe: Recipe, position: int) -> PromptStream:
-    """The training prompts of a recipe from a position on. Raises DataError or ModelError as their parts do."""
+    """Opens the training prompts of a recipe at a position. Raises DataError or ModelError."""
     dataset = Mixture(recipe.data.train_files)
     builder = PromptBuilder(
         model_path=recipe.model.path,
@@ -216,7 +215,7 @@ def main(recipe: Recipe, redis_url: str) -> None:
 
     Raises:
         UserError: dataset, model folder or chat template cannot be used; a port is in use.
-        TandemError: Redis is gone.
+        TandemError: Redis is unreachable.
     """
     configure_logging("feed", run=recipe.run.run_id)
     stop = stop_event()

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """What a stage makes of a group: the payload, and the headers if the group becomes scored."""
+    """Result of a stage for a group: the payload, and the headers if the group becomes scored."""
 
     payload: bytes
     headers: str = ""
@@ -25,8 +25,8 @@ class GroupLeases:
     """Groups of one stage of the buffer as a `LeaseSource`.
 
     Args:
-        report: called before anything finished is saved, so that the worker's figures in the registry already count
-            whatever another service reads from the buffer.
+        report: called before finished work is saved, so that the worker's figures in the registry already count the
+            results that other services read from the buffer.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class GroupLeases:
         self._report = report
 
     def claim(self, limit: int, timeout_seconds: float) -> Sequence[Claim]:
-        """Raises NotAdmittedError and FencedError as `Buffer.claim` does."""
+        """Claims groups. Raises NotAdmittedError and FencedError as `Buffer.claim`."""
         return self._buffer.claim(self._stage, self._worker, limit, self._lease_seconds, timeout_seconds)
 
     def renew(self, leases: Sequence[Claim], partials: Mapping[int, bytes]) -> Collection[int]:
-        """Tokens of leases that are lost."""
+        """Extends leases and saves partial results. Returns the tokens of lost leases."""
         if partials:
             self._report()
         return self._buffer.renew(leases, self._lease_seconds, partials)
@@ -59,7 +59,7 @@ class GroupLeases:
         return self._buffer.complete(lease, result.payload, result.headers)
 
     def release(self, lease: Claim, release: Release, partial: bytes | None) -> str:
-        """Gives the group back, or drops it once its budget is spent."""
+        """Requeues the group, or drops it once its budget is spent."""
         if partial is not None:
             self.renew([lease], {lease.token: partial})
         outcome = self._buffer.release(lease, release.reason, release.kind, release.detail)

@@ -1,10 +1,10 @@
 """The loop of every service that works on leases: claim, work on many at once, renew, then complete or release.
 
-The sampler, the scorer and the worker for reward jobs all run it. They differ in where their leases come from
-(`LeaseSource`) and in what they do with one (`LeaseWorker`).
+The sampler, the scorer and the worker for reward jobs run it. They differ in the source of their leases (`LeaseSource`)
+and in the work on a lease (`LeaseWorker`).
 
-Leases are kept by their fencing token, not by the name of what is leased: a group that was given back may be claimed
-again before the first claim of it is forgotten.
+Leases are stored by fencing token, not by group or chunk id, because a released group may be claimed again before its
+first claim is removed.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from tandem.services.buffer.buffer import FailureKind
 log = logging.getLogger(__name__)
 
 OUTAGE_PAUSE_SECONDS = 1.0
-"""Between two attempts to reach a Redis that is away or full, where the loop tolerates that."""
-_CLAIM_SECONDS = 0.5  # the longest wait of one claim, hence also the longest delay of a stop
+"""Pause between two attempts to reach an unreachable or full Redis, if the loop tolerates outages."""
+_CLAIM_SECONDS = 0.5  # longest wait of one claim, and thus the longest delay of a stop
 _POLL_SECONDS = 0.2  # between two checks for a stop while no lease can be claimed
 _REFUSED_SECONDS = 0.1  # after a refused claim: an update is under way, or nothing is published yet
-_GRACE_SECONDS = 5.0  # for work that runs in threads and must notice the cancellation by itself
+_GRACE_SECONDS = 5.0  # for work in threads, which must notice the cancellation by itself
 _OUTAGES = (UnavailableError, EnvironmentLackError)
 
 
 class Lease(Protocol):
-    """A claim with a fencing token that no other claim ever has."""
+    """A claim with a unique fencing token."""
 
     @property
     def token(self) -> int: ...
 
 
 class Result(Protocol):
-    """What work on a lease comes to."""
+    """Result of the work on a lease."""
 
     @property
     def figures(self) -> Mapping[str, int]:
-        """Numbers that the loop adds to its figures once the result is accepted."""
+        """Numbers that the loop adds to its figures when the result is accepted."""
 
 
 LeaseT = TypeVar("LeaseT", bound=Lease)
@@ -63,7 +63,7 @@ class Release:
     reason: str
     kind: FailureKind
     detail: str = ""
-    """For the log: what failed."""
+    """Cause of the failure, for the log."""
 
 
 SHUTDOWN = Release("shutdown", "voluntary")
@@ -75,50 +75,50 @@ class Held(Generic[LeaseT]):
 
     lease: LeaseT
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when the lease is lost and when the service stops: the rest of the work is of no use."""
+    """Set when the lease is lost or the service stops, because the rest of the work is then useless."""
     unsaved: Callable[[], bytes] | None = None
-    """Set by the worker when it has something new to save: the loop calls it at the next renewal or release."""
+    """Set by the worker when it has new results to save. The loop calls it at the next renewal or release."""
     task: asyncio.Task[None] | None = None
     settling: bool = False
-    """True while the loop completes or releases it: nothing cancels that."""
+    """True while the loop completes or releases the lease, which cannot be cancelled."""
 
     def take_unsaved(self) -> bytes | None:
-        """What is to be saved now, once."""
+        """Returns the unsaved results, if any, and marks them as saved."""
         make, self.unsaved = self.unsaved, None
         return None if make is None else make()
 
 
 class LeaseSource(Protocol[LeaseT, ResultT_contra]):
-    """Where leases come from. The methods block; the loop calls them in threads."""
+    """Source of leases. The methods block; the loop calls them in threads."""
 
     def claim(self, limit: int, timeout_seconds: float) -> Sequence[LeaseT]:
-        """Up to `limit` leases; waits for the first of them."""
+        """Returns up to `limit` leases. Waits for the first one."""
 
     def renew(self, leases: Sequence[LeaseT], partials: Mapping[int, bytes]) -> Collection[int]:
         """Extends leases and saves partial results by token. Returns the tokens of leases that are lost."""
 
     def complete(self, lease: LeaseT, result: ResultT_contra) -> bool:
-        """False: the lease is no longer current, and the result was refused."""
+        """Completes a lease. Returns False if it is no longer current and the result was refused."""
 
     def release(self, lease: LeaseT, release: Release, partial: bytes | None) -> str:
         """Saves the partial result, if there is one, and ends the lease. Returns `requeued`, `dropped` or `refused`."""
 
 
 class LeaseWorker(Protocol[LeaseT, ResultT_co]):
-    """What a service does with a lease."""
+    """The work of a service on its leases."""
 
     runs_in_threads: bool
-    """True: `work` waits for a thread, which looks at `Held.cancelled`. False: cancelling its task ends it."""
+    """True: `work` waits for a thread, which checks `Held.cancelled`. False: cancelling its task ends it."""
 
     async def work(self, held: Held[LeaseT]) -> ResultT_co | Release | None:
-        """The result, or why there is none. None: the lease was lost, there is nothing to complete or release."""
+        """Returns the result, or the reason for a release. None: the lease was lost, so neither applies."""
 
     def check(self) -> bool:
-        """Called before every claim. False ends the loop; raises if the worker cannot go on."""
+        """Called before every claim. False ends the loop. Raises if the worker cannot continue."""
         return True
 
     def interrupt(self) -> None:
-        """Called once when the loop ends: makes work that hangs in a thread return soon."""
+        """Called once when the loop ends. Makes work that hangs in a thread return soon."""
         return
 
 
@@ -126,9 +126,9 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
     """Runs a worker on up to `capacity` leases at once.
 
     Args:
-        unit: what a lease is for, in the plural; the names of the figures begin with it.
-        lease_seconds: a third of it passes between two renewals.
-        tolerates_outages: whether a Redis that is away or full is waited for; else it ends the loop.
+        unit: plural noun for the leased items, with which the names of the figures begin.
+        lease_seconds: lifetime of a lease. It is renewed after a third of it.
+        tolerates_outages: whether the loop waits for an unreachable or full Redis. Otherwise such a Redis ends it.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
     ) -> None:
         self.paused = False
         self.refusal = ""
-        """Why the last claim was refused; empty if it was not."""
+        """Why the last claim was refused; empty if it was accepted."""
         self._source = source
         self._worker = worker
         self._unit = unit
@@ -163,14 +163,14 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         return len(self._held)
 
     def figures(self) -> dict[str, float]:
-        """Sums since the loop was made, and how many leases it holds now."""
+        """Returns sums since the loop was created, and the number of current leases."""
         names = ("completed", "requeued", "dropped", "refused", "lost")
         sums = {f"{self._unit}_{name}": float(self._counts[name]) for name in names}
         now = {f"{self._unit}_held": len(self._held), "outages": self._counts["outages"]}
         return {**sums, **now, **self._result_figures}
 
     async def run(self, stop: threading.Event) -> None:
-        """Works until told to stop, then gives back what is unfinished. Raises what ended the work early."""
+        """Works until told to stop, then releases unfinished leases. Raises the error that ended the work early."""
         renewals = asyncio.create_task(self._renew_forever())
         try:
             while not stop.is_set() and self._failure is None and self._worker.check():
@@ -192,14 +192,14 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._changed.set()
 
     async def drained(self, timeout_seconds: float) -> bool:
-        """Waits until no lease is held or about to be; False at the deadline. Pause first."""
+        """Waits until no lease is held or being claimed. Returns False at the deadline. Pause first."""
         deadline = time.monotonic() + timeout_seconds
         while (self._held or self._claiming) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return not self._held and not self._claiming
 
     async def pause(self, held: Held[LeaseT], seconds: float) -> bool:
-        """For workers: saves what is unsaved, then waits. False if the lease was cancelled meanwhile."""
+        """For workers: saves unsaved results, then waits. Returns False if the lease was cancelled meanwhile."""
         await self._renew([held])
         deadline = time.monotonic() + seconds
         while not held.cancelled.is_set() and (left := deadline - time.monotonic()) > 0:
@@ -213,7 +213,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             self.refusal = ""
             if not self.paused:
                 return leases
-            for lease in leases:  # it was paused while the claim waited
+            for lease in leases:  # the loop was paused while the claim waited
                 await self._release(lease, Release("paused", "voluntary"), None)
         except NotAdmittedError as error:
             self.refusal = str(error)
@@ -241,7 +241,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             try:
                 outcome = await self._worker.work(held)
             except asyncio.CancelledError:
-                outcome = SHUTDOWN if self._stopping else None  # None: somebody else has the lease
+                outcome = SHUTDOWN if self._stopping else None  # None: another worker has the lease
             held.settling = True
             if isinstance(outcome, Release):
                 await self._release(held.lease, outcome, held.take_unsaved())
@@ -257,7 +257,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._counts[await asyncio.to_thread(self._source.release, lease, release, partial)] += 1
 
     async def _release_after(self, held: Held[LeaseT], error: Exception) -> None:
-        """Gives a lease back once Redis answers again, so that nobody thinks its holder died of the work."""
+        """Releases a lease once Redis answers again, so that the work is not blamed for the death of its holder."""
         if not self._tolerates_outages:
             raise error
         while not self._stopping:
@@ -286,7 +286,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             self.fail(error)
 
     async def _renew(self, held: Sequence[Held[LeaseT]]) -> None:
-        """Extends leases, saves what is unsaved, and cancels the work on leases that are lost."""
+        """Extends leases, saves unsaved results, and cancels the work on lost leases."""
         current = [one for one in held if not one.cancelled.is_set()]
         if not current:
             return
@@ -312,7 +312,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
 
     async def _shut_down(self) -> None:
-        """Ends the work; each task then releases its lease with what is finished, so that another worker goes on."""
+        """Ends the work. Each task then releases its lease with its partial results, and another worker continues."""
         await asyncio.sleep(0)  # a task that is cancelled before its first step would never release its lease
         self._stopping = True
         self._changed.set()
@@ -326,9 +326,9 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
 
 
 async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
-    """The call's result, from a daemon thread of its own: a call that hangs does not keep the process from ending.
+    """Runs the call in a new daemon thread, so that a call that hangs does not keep the process from ending.
 
-    Cancelling the task does not end the call; its result is then discarded.
+    Cancelling the task does not end the call. Its result is then discarded.
     """
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[Returned] = loop.create_future()
@@ -339,14 +339,14 @@ async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Re
         if error is not None:
             future.set_exception(error)
         else:
-            future.set_result(result)  # type: ignore[arg-type]  # None only if that is what the call returned
+            future.set_result(result)  # type: ignore[arg-type]  # None only if the call returned it
 
     def run() -> None:
         try:
             result, error = context.run(call, *arguments), None
         except BaseException as raised:
             result, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed, so no task waits
             loop.call_soon_threadsafe(resolve, result, error)
 
     threading.Thread(target=run, name="lease-work", daemon=True).start()

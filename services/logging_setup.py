@@ -1,8 +1,8 @@
-"""Logging of the services: the standard library's, set up once a process by its main function.
+"""Logging of the services with the standard library. The main function of each process configures it once.
 
-`TANDEM_LOG=text` (default) writes `SERVICE: MESSAGE` lines, with the level before the message if it is not INFO.
-`TANDEM_LOG=json` writes one JSON object a line. `TANDEM_LOG_LEVEL` is the least level that is written (default INFO).
-The fields run, service and replica are the process's; a message adds group and version by
+`TANDEM_LOG=text` (default) writes `SERVICE: MESSAGE` lines, with the level before the message unless it is INFO.
+`TANDEM_LOG=json` writes one JSON object per line. `TANDEM_LOG_LEVEL` is the lowest level written (default INFO).
+The process sets the fields run, service and replica; a message adds group and version by
 `log.info(..., extra={"group": "0-17", "version": 3})`.
 """
 
@@ -23,10 +23,10 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def configure_logging(service: str, *, run: str = "", replica: int | None = None) -> None:
-    """Sends what `tandem.*` logs to standard output. May be called again, with other fields.
+    """Sends the logs of `tandem.*` to standard output. May be called again with other fields.
 
     Raises:
-        ConfigError: TANDEM_LOG or TANDEM_LOG_LEVEL has a value that is not known.
+        ConfigError: TANDEM_LOG or TANDEM_LOG_LEVEL has an unknown value.
     """
     form = _choice("TANDEM_LOG", _FORMATS)
     level = _choice("TANDEM_LOG_LEVEL", _LEVELS, default="INFO")
@@ -49,7 +49,7 @@ def _choice(variable: str, choices: tuple[str, ...], default: str = "") -> str:
 
 
 class _StandardOutput(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stdout` is at that moment, and flushes each line."""
+    """Writes to the current `sys.stdout` and flushes each line."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)

@@ -1,4 +1,4 @@
-"""What every process of a run does: ends with its parent, stops on a signal, and reports an error in one line."""
+"""Shared by all processes of a run: they end with their parent, stop on a signal, and report errors in one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 def starting() -> Iterator[None]:
     """Turns garbage collection off inside, and excludes the objects made there from later collections.
 
-    Imports make a million objects that stay. Collecting among them is a fifth of the time of a start
+    Imports create a million long-lived objects. Garbage collection among them takes a fifth of the start
     (benchmarks/startup.py).
     """
     gc.disable()
@@ -45,11 +45,11 @@ def starting() -> Iterator[None]:
 
 
 def stop_event() -> threading.Event:
-    """An event that SIGTERM or SIGINT sets. A second signal of the same kind has its default effect."""
+    """Returns an event that SIGTERM or SIGINT sets. A second signal of the same kind has its default effect."""
     event = threading.Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
-        # In a thread, because the interrupted main thread may hold the lock of the event.
+        # In a thread, because the interrupted main thread may hold the event's lock.
         threading.Thread(target=event.set, name="stop").start()
         signal.signal(number, signal.SIG_DFL)
 

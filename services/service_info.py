@@ -1,5 +1,6 @@
-"""What every service shows of itself: the reply to Info, its figures in the registry, and (but for the sampler, which
-has an event loop of its own) the gRPC server that answers.
+"""Reports of every service: the reply to Info, its figures in the registry, and the gRPC server that answers.
+
+The sampler runs its own server on its event loop.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ class ServiceInfo:
     figures: Callable[[], Mapping[str, float]]
     """Sums since the start of the process."""
     activity: Callable[[], str]
-    """What the service does or waits for, in one line."""
+    """Describes in one line what the service does or waits for."""
     buffer: Buffer | None = None
-    """Of its run. None: it belongs to no run."""
+    """Buffer of its run. None: the service belongs to no run."""
     policy_version: Callable[[], int] = lambda: _NO_WEIGHTS
     incarnation: Callable[[], int] | None = None
-    """Of the weights it carries. None: the buffer's."""
+    """Incarnation of its weights. None: the buffer's."""
     started_at: float = field(default_factory=time.time)
 
     def reply(self) -> common_pb2.InfoReply:
-        """The service as it is now. Asks Redis for the counts of the run."""
+        """Returns the current state of the service. Reads the counts of the run from Redis."""
         counts = {} if self.buffer is None else self.buffer.counts()
         return common_pb2.InfoReply(
             service=self.name,
@@ -75,13 +76,13 @@ class Heartbeat:
         self.stop()
 
     def stop(self) -> None:
-        """Sends no more."""
+        """Stops the heartbeats."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
     def send(self) -> None:
-        """Writes the figures now. Raises UnavailableError if Redis is gone."""
-        with self._lock:  # reads and writes in one turn: older figures never replace newer ones
+        """Writes the figures now. Raises UnavailableError if Redis is unreachable."""
+        with self._lock:  # reads and writes under one lock, so that older figures never replace newer ones
             self._buffer.heartbeat(self._name, self._figures())
 
     def _send_forever(self) -> None:
@@ -90,7 +91,7 @@ class Heartbeat:
             try:
                 self.send()
                 missed = False
-            except TandemError as error:  # the main loop decides whether Redis is gone for good
+            except TandemError as error:  # the main loop decides whether the outage is permanent
                 if not missed:
                     log.warning("heartbeat missed: %s", error)
                 missed = True

@@ -24,7 +24,7 @@ SERVICE_NAME = "tandem.v1.RolloutService"
 
 
 class Claims(Protocol):
-    """What the server needs of the loop that claims groups."""
+    """The part of the lease loop that the server uses."""
 
     paused: bool
 
@@ -60,9 +60,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.GenerateReply:
-        """Samples every item. With a required version, any token of another one refuses the whole call
-        (NotAdmittedError).
-        """
+        """Samples every item. If a version is required, a token of another one fails the call (NotAdmittedError)."""
         required = request.required_version if request.HasField("required_version") else None
         if required is not None and self._engine.policy_version != required:
             raise NotAdmittedError(f"asked for version {required}, {self._name} carries {self._engine.policy_version}")
@@ -80,23 +78,21 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Pause(
         self, request: rollout_pb2.PauseRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.SamplerState:
-        """Claims no more prompts; groups in flight go on."""
+        """Stops claiming prompts. Groups in flight continue."""
         self._claims.paused = True
         return self._state()
 
     async def Resume(
         self, request: rollout_pb2.ResumeRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.SamplerState:
-        """Claims again."""
+        """Resumes claiming."""
         self._claims.paused = False
         return self._state()
 
     async def Drain(
         self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.SamplerState:
-        """Pauses, and answers once nothing is in flight or at the deadline, whichever comes first: the reply says
-        which.
-        """
+        """Pauses, and replies once nothing is in flight or at the deadline. The reply says which."""
         self._claims.paused = True
         await self._claims.drained(request.timeout_seconds)
         return self._state()
@@ -104,7 +100,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.JoinWeightGroupReply:
-        """Enters a weight group with all tensor-parallel workers."""
+        """Joins a weight group with all tensor-parallel workers."""
         address = WeightGroupAddress(
             request.host, request.port, request.group_name, request.world_size, request.backend
         )
@@ -114,7 +110,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.UpdateWeightsReply:
-        """Receives a version while sampling goes on, and applies it between two steps."""
+        """Receives a version during sampling and applies it between two steps."""
         manifest = decode_manifest(request.manifest)
         report = await self._engine.update_weights(manifest, request.group_name, request.timeout_seconds)
         return rollout_pb2.UpdateWeightsReply(
@@ -132,7 +128,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     def _sampling(self, message: rollout_pb2.SamplingParameters) -> SamplingParameters:
-        # A field that was not set reads 0: temperature 0 is greedy, the others' 0 would mean nothing.
+        # An unset field reads as 0. Temperature 0 is greedy; 0 is invalid in the other fields.
         return SamplingParameters(
             temperature=message.temperature,
             top_p=message.top_p or 1.0,
@@ -151,7 +147,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         prompt = np.frombuffer(item.prompt_ids, "<i4")
         key = (
             f"generate-{number}" if sampling.seed is not None else ""
-        )  # two items of one request draw their own numbers
+        )  # items of one request have different random numbers
         rows = await self._engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
         return [_sample_message(row, len(prompt)) for row in rows]
 

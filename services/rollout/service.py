@@ -1,7 +1,7 @@
 """The rollout service: one engine that claims prompts, samples the n trajectories of each group, and completes it.
 
-If the advantage estimator compares with the policy's own greedy answer (`trainer.needs_baselines`), every prompt gets
-one trajectory more: role `baseline`, id n, sampled, saved and resumed like the others.
+If the advantage estimator compares with the policy's greedy answer (`trainer.needs_baselines`), every prompt gets an
+additional trajectory with role `baseline` and id n, which is sampled, saved and resumed like the others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from tandem.services.service_info import Heartbeat, ServiceInfo
 
 log = logging.getLogger(__name__)
 
-_CHECK_SECONDS = 10.0  # an engine that hangs would hold its leases for ever
+_CHECK_SECONDS = 10.0  # an engine that hangs would keep its leases forever
 
 
 class Sampler(Protocol):
-    """What sampling needs of an engine."""
+    """The part of an engine that sampling uses."""
 
     @property
     def is_dead(self) -> bool: ...
@@ -60,7 +60,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     """Samples the missing rows of leased groups, many groups at once.
 
     Args:
-        name: of this sampler, in the registry and as holder of leases.
+        name: name of this sampler in the registry and as holder of leases.
         report: see `GroupLeases`.
     """
 
@@ -89,10 +89,10 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         )
 
     async def run(self, stop: threading.Event) -> None:
-        """Works until told to stop; unfinished groups then go back to the buffer with the rows they have.
+        """Works until told to stop, then releases unfinished groups with their finished rows.
 
         Raises:
-            UnavailableError: the engine died, or Redis is gone.
+            UnavailableError: the engine died, or Redis is unreachable.
         """
         checking = asyncio.create_task(self._check_engine())
         try:
@@ -101,13 +101,13 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             checking.cancel()
 
     def check(self) -> bool:
-        """Raises UnavailableError once the engine's process is gone."""
+        """Raises UnavailableError once the engine's process has ended."""
         if self._engine.is_dead:
             raise UnavailableError(f"{self.name}: the engine's process is gone; its last lines are in this log")
         return True
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
-        """Samples the rows that no earlier holder saved."""
+        """Samples the rows that earlier holders did not save."""
         try:
             prompt = decode_group(held.lease.payload).prompt
             rows = _saved_rows(held.lease)
@@ -119,7 +119,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         return GroupResult(_payload(prompt, rows))
 
     def figures(self) -> dict[str, float]:
-        """Sums since the engine was ready, for heartbeat and Info."""
+        """Returns sums since the engine was ready, for heartbeat and Info."""
         engine = self._engine.figures()
         return {
             "sampled_tokens": engine.sampled_tokens,
@@ -132,7 +132,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
         }
 
     def activity(self) -> str:
-        """What the sampler does, in a line."""
+        """Describes in one line what the sampler does."""
         if self.loop.num_held:
             return f"sampling {self.loop.num_held} groups" + (", paused" if self.loop.paused else "")
         if self.loop.paused:
@@ -162,11 +162,11 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
-                task.cancel()  # one error, or a lost lease, ends them all
+                task.cancel()  # an error or a lost lease ends all rows
 
 
 def _saved_rows(claim: Claim) -> dict[int, Trajectory]:
-    """The rows that an earlier holder finished, by trajectory id."""
+    """Returns the rows that an earlier holder finished, by trajectory id."""
     rows = () if claim.partial is None else decode_group(claim.partial).rows
     return {row.trajectory_id: row for row in rows if isinstance(row, Trajectory)}
 
@@ -176,7 +176,7 @@ def _payload(prompt: Prompt, rows: dict[int, Trajectory]) -> bytes:
 
 
 def wanted_rows(num_samples: int, *, with_baseline: bool) -> list[tuple[int, Role]]:
-    """(trajectory id, role) of every row of a group: n of the policy, then its greedy answer."""
+    """Returns (trajectory id, role) of every row of a group: n policy rows, then the baseline, if any."""
     policy: list[tuple[int, Role]] = [(number, "policy") for number in range(num_samples)]
     return [*policy, (num_samples, "baseline")] if with_baseline else policy
 
@@ -186,19 +186,19 @@ def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
 
     Raises:
         UserError: the model cannot be used, memory is short, or the port is in use.
-        TandemError: the engine died, or Redis is gone.
+        TandemError: the engine died, or Redis is unreachable.
     """
     configure_logging("rollout", run=recipe.run.run_id, replica=replica)
     try:
         asyncio.run(_serve(recipe, redis_url, replica, stop_event()))
     finally:
-        gc.freeze()  # an engine leaves millions of objects, which the interpreter would look through before it ends
+        gc.freeze()  # otherwise garbage collection at exit would visit the millions of objects of an engine
 
 
 async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.Event) -> None:
     started_at = time.time()
     config = recipe.rollout
-    # First of all: the engine's process is forked, and must not inherit gRPC's threads or Redis' sockets.
+    # First, because the engine's process is forked and must not inherit gRPC's threads or Redis' sockets.
     with starting():
         engine = await find_engine(config.engine).start(sampler_arguments(recipe))
     try:
@@ -236,7 +236,7 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
 
 
 def sampler_arguments(recipe: Recipe) -> SamplerArguments:
-    """What `tandem run` starts the recipe's samplers with."""
+    """Returns the arguments with which `tandem run` starts the recipe's samplers."""
     return SamplerArguments(
         recipe.rollout,
         model_path=recipe.model.path,

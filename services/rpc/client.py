@@ -1,4 +1,4 @@
-"""Channels to services, and the errors that they raised on the other side."""
+"""Channels to services, and the translation of errors that the services raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SERVICE_CONFIG = {
     "methodConfig": [
         {
             "name": [{"service": "tandem.v1.RewardService"}],
-            # Every call may be repeated: scoring changes nothing, jobs are named by their keys. About 2 s in all.
+            # Every call may be repeated: scoring has no side effects, and jobs have keys. About 2 s in total.
             "retryPolicy": {
                 "maxAttempts": 4,
                 "initialBackoff": "0.1s",
@@ -34,34 +34,35 @@ _SERVICE_CONFIG = {
 _CLIENT_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.per_rpc_retry_buffer_size", 32 << 20),  # what does not fit is not repeated; gRPC's default is 256 KiB
+    ("grpc.per_rpc_retry_buffer_size", 32 << 20),  # larger calls are not repeated; gRPC's default is 256 KiB
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
 ]
 
 
 def connect(addresses: str) -> grpc.Channel:
-    """A channel to `host:port` that connects with the first call; of several, with commas between them, the calls go
-    round.
+    """Opens a channel to `host:port`, or to several addresses separated by commas, among which the calls rotate.
+
+    It connects with the first call.
 
     Raises:
-        UserError: an address is none, or there are several and one of them is not known to this machine.
+        UserError: an address is invalid, or one of several addresses cannot be resolved.
     """
     return grpc.insecure_channel(target_of(named_addresses(addresses)), options=_CLIENT_OPTIONS)
 
 
 def connect_async(addresses: str) -> grpc.aio.Channel:
-    """The same for `grpc.aio`."""
+    """Opens the same channel for `grpc.aio`."""
     return connect_target(target_of(named_addresses(addresses)))
 
 
 def connect_target(target: str) -> grpc.aio.Channel:
-    """The same for what `tandem.services.addresses.target_of` made of addresses."""
+    """Opens the same channel to a target of `tandem.services.addresses.target_of`."""
     return grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raises the TandemError that the other side raised, in place of grpc's own error."""
+    """Raises the TandemError that the other side raised instead of gRPC's error."""
     try:
         yield
     except grpc.RpcError as error:
@@ -69,7 +70,7 @@ def translated() -> Iterator[None]:
 
 
 def from_rpc_error(error: grpc.RpcError) -> TandemError:
-    """The TandemError a failed call stands for: the class the server named, else one by status code."""
+    """Returns the TandemError of a failed call: the class that the server named, otherwise one by status code."""
     detail = error.details() or "no detail"
     metadata = cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ())
     for key, value in metadata:

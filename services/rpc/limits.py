@@ -1,4 +1,4 @@
-"""What applies to every call of a server: request limits, malformed requests, and TandemErrors as status codes."""
+"""Handling of every call of a server: request limits, malformed requests, and TandemErrors as status codes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tandem.protos.errors import DataError, TandemError, UnavailableError
 
 MAX_MESSAGE_BYTES = 256 << 20
 MAX_CALLS = 256
-"""At one server at a time. Each may hold a message of up to 16 MiB that nothing else has counted yet: 4 GiB in all."""
+"""Concurrent calls at one server. Each may hold a message of up to 16 MiB that is not counted yet: 4 GiB in total."""
 ERROR_KEY = "tandem-error"
 """Key of the trailing metadata that names the class of an error."""
-_MAX_DETAIL_BYTES = 4000  # a status travels in headers, for which clients accept 8 KiB
+_MAX_DETAIL_BYTES = 4000  # a status is sent in headers, for which clients accept 8 KiB
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
@@ -30,12 +30,12 @@ _Reader: TypeAlias = Callable[[bytes], object]
 
 @dataclass(frozen=True, slots=True)
 class RpcLimits:
-    """Limits of a server on its callers."""
+    """Limits of a server on its calls."""
 
     max_request_bytes: int = MAX_MESSAGE_BYTES
-    """Of one message. A larger one ends its call before it is read."""
+    """Maximum size of one message. A larger one ends its call before it is read."""
     max_calls: int = MAX_CALLS
-    """At a time, not counting health, reflection and Info. A call beyond that is UNAVAILABLE; clients try again."""
+    """Concurrent calls, without health, reflection and Info. Further calls are UNAVAILABLE, and clients retry them."""
     readers: Mapping[str, _Reader] = field(default_factory=dict)
     """By the path of a method: a second deserializer, for bytes that its own refuses. Raises DecodeError."""
 
@@ -57,8 +57,8 @@ class LimitedServer:
     decoded (a string that is not UTF-8, for instance) becomes a DataError; gRPC would report an internal error. Past
     `max_calls` of the counted services, a call is refused before its message is read.
 
-    An interceptor would do the same at half as much again as an empty call costs, since it adds a coroutine and a queue
-    to each call (part `calls` of benchmarks/reward.py).
+    An interceptor would do the same but make an empty call take half as long again, because it adds a coroutine and a
+    queue to each call (part `calls` of benchmarks/reward.py).
     """
 
     def __init__(self, server: grpc.aio.Server, limits: RpcLimits, counted: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ class LimitedServer:
         self._counted = frozenset(counted)
         self._num_calls = 0
         refuse: Any = self._refuse
-        # Fits any kind of call, since it reads nothing.
+        # Works for any kind of call, because it reads no message.
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(refuse)
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
@@ -75,7 +75,7 @@ class LimitedServer:
         self._server.add_generic_rpc_handlers([_LimitedHandler(handler, self._wrapped) for handler in handlers])
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
-        """Ignored: the server would prefer these handlers to the wrapped ones."""
+        """Ignores the handlers, because the server would prefer them to the wrapped ones."""
 
     def _wrapped(self, method: str, handler: Handler) -> Callable[[], Handler]:
         wrapped = _wrapped(handler, self._limits.readers.get(method))
@@ -84,7 +84,7 @@ class LimitedServer:
         return lambda: wrapped if self._count() else self._refusal
 
     def _count(self) -> bool:
-        """Counts a call until its task ends. False if there are too many."""
+        """Counts a call until its task ends. Returns False if there are too many calls."""
         if self._num_calls >= self._limits.max_calls:
             return False
         task = asyncio.current_task()
@@ -110,7 +110,7 @@ class _LimitedHandler(grpc.GenericRpcHandler):
         self._open: dict[str, Callable[[], Handler]] = {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """The handler of this call; None for a method of another service."""
+        """Returns the handler of this call; None for a method of another service."""
         method = str(handler_call_details.method)
         enter = self._open.get(method)
         if enter is None:

@@ -36,7 +36,7 @@ class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
 
 
 class RpcServer:
-    """A listening server. `address` is `host:port` with the port really bound."""
+    """A listening server. `address` is `host:port` with the bound port."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RpcServer:
         self.address = address
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
-        """Turns health to NOT_SERVING, refuses new calls, and cancels running ones after the grace."""
+        """Sets health to NOT_SERVING, refuses new calls, and cancels running ones after the grace period."""
         await self._health.enter_graceful_shutdown()
         self._on_stop()
         await self._server.stop(grace_seconds)
@@ -67,10 +67,10 @@ async def start_server(
     on_stop: Callable[[], None] = lambda: None,
     limits: RpcLimits = DEFAULT_RPC_LIMITS,
 ) -> RpcServer:
-    """Starts a server with the given services and with health, reflection and Info; port 0 picks a free one.
+    """Starts a server with the given services and with health, reflection and Info. Port 0 picks a free port.
 
-    `on_stop` is called on the event loop when the server begins to stop, so that long calls can end with an error of
-    their own.
+    `on_stop` is called on the event loop when the server begins to stop, so that long calls can end with a specific
+    error.
 
     Raises:
         EnvironmentLackError: the port is in use or the address is not this machine's.
@@ -81,7 +81,7 @@ async def start_server(
         ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
     ]
     server = grpc.aio.server(options=options)
-    # It has the two methods of a server that registering uses.
+    # LimitedServer has the two methods that registration uses.
     registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names))
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), registrar)
     register(registrar)
@@ -106,7 +106,7 @@ async def start_server(
 
 
 def _can_listen(host: str, port: int) -> bool:
-    """Checked first, because gRPC writes a line of its own to standard error when it cannot listen."""
+    """Whether the address is free. Checked first, because gRPC prints to standard error if it cannot listen."""
     try:
         places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
@@ -120,7 +120,7 @@ def _can_listen(host: str, port: int) -> bool:
 
 
 class ServerThread:
-    """The same server on an event loop in a thread, for services without an event loop."""
+    """A server on an event loop in a thread, for services without an event loop."""
 
     def __init__(
         self,
