@@ -1,9 +1,9 @@
 """The reward service of a run: claims generated groups, scores them, completes them. The same core answers
 `RewardService` (services/reward/server.py) and scores the jobs of its clients (services/reward/jobs/worker.py).
 
-A failure is not a score. A row whose scorer hung or crashed is scored again, up to `reward.max_attempts` times; one
-whose scorer was out of reach up to `reward.infrastructure_attempts` times, after growing pauses. Then it keeps its
-reason. A `baseline` row is scored like the others; a group without a score for it does not go on.
+A failure is not a score. A row whose scorer hung or crashed is scored again, up to `reward.max_attempts` times. A row
+whose scorer was unreachable is scored again up to `reward.infrastructure_attempts` times, after growing pauses. Then it
+keeps its reason. A `baseline` row is scored like the others, and a group without a score for it is not completed.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Progress:
     """The scores of a group so far. Saved with the lease, so that the next holder continues from there."""
 
     attempts: int = 0
-    """In which a scorer hung or crashed."""
+    """Attempts in which a scorer hung or crashed."""
     infrastructure_attempts: int = 0
-    """In which a scorer was out of reach."""
+    """Attempts in which a scorer was unreachable."""
     scores: dict[int, Score] = field(default_factory=dict)
     """By trajectory id."""
 
     def open_rows(self, rows: Iterable[Trajectory], config: RewardConfig) -> list[Trajectory]:
-        """The rows that have no score and may still get one."""
+        """Returns the rows that have no score and may still get one."""
         retried: set[UnscoredReason] = set()
         if self.attempts < config.max_attempts:
             retried |= _RETRIED_DATA
@@ -146,10 +146,10 @@ def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTr
 
 
 def unscored_rows_required(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
-    """The rows without a reward that keep a group from going on. Empty: it may go on.
+    """Returns the rows that need a reward before the group can be completed. Empty: it can be completed.
 
-    `min_scored_samples` policy rows with a reward are enough (0: all of them). The baseline row always needs one: the
-    estimator compares the others with it.
+    `min_scored_samples` policy rows with a reward are enough (0: all of them). The baseline row always needs one,
+    because the estimator compares the others with it.
     """
     policy = [row for row in rows if row.trajectory.role == "policy"]
     enough = min_scored_samples > 0 and sum(row.reward is not None for row in policy) >= min_scored_samples
@@ -191,11 +191,11 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         )
 
     def run(self, stop: threading.Event) -> None:
-        """Works until told to stop; unfinished groups then go back to the buffer. Raises what ended the work early."""
+        """Works until told to stop, then requeues unfinished groups. Raises the error that ended the work early."""
         asyncio.run(self.loop.run(stop))
 
     def interrupt(self) -> None:
-        """Closes the core, which ends what hangs in it."""
+        """Closes the core, which ends scorers that hang."""
         self._core.close()
 
     def figures(self) -> dict[str, float]:
@@ -203,7 +203,7 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         return {**self.loop.figures(), **self._core.figures()}
 
     def activity(self) -> str:
-        """What the scorer does, in a line."""
+        """Describes in one line what the scorer does."""
         return f"scoring {self.loop.num_held} groups" if self.loop.num_held else "waiting for generated groups"
 
     async def work(self, held: Held[Claim]) -> GroupResult | Release:
@@ -228,7 +228,7 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
         progress = Progress.from_bytes(held.lease.partial)
         pending = progress.open_rows(rows, self._config)
         if pending:
-            if self._rubric.grouped:  # rows are compared with one another, so all of them again
+            if self._rubric.grouped:  # rows are compared with one another, so all are scored again
                 pending = [row for row in rows if not _failed(row)]
             results = self._core.score(self._rubric, [score_item(group.prompt, row) for row in pending], "ring")
             if held.cancelled.is_set() and any(isinstance(result, Unscored) for result in results):

@@ -13,9 +13,9 @@ import grpc
 from tandem.protos.errors import DeadlineError, UnavailableError
 
 LONGEST_CALL_SECONDS = 3600.0
-"""The deadline of the service, for calls with a later one or none."""
+"""The service's deadline for calls that have a later one or none."""
 IDLE_SECONDS = 600.0
-"""After that, a stream ends on which no request comes and none is being scored."""
+"""A stream ends after this time without a new request or a request being scored."""
 SHUTTING_DOWN = "the service is shutting down; try again, here or at another replica"
 _GRACE_SECONDS = 0.5  # for calls in threads when the service stops
 

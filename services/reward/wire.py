@@ -127,7 +127,7 @@ def _sendable(text: str) -> str:
 
 
 def score_of(message: reward_pb2.ScoreReply.Item) -> Score | None:
-    """What was put into a message; None for one without a result."""
+    """Returns the score in a message; None for a message without a result."""
     kind = message.WhichOneof("result")
     if kind == "scored":
         return Scored(message.scored.value, dict(message.scored.breakdown))
@@ -137,11 +137,11 @@ def score_of(message: reward_pb2.ScoreReply.Item) -> Score | None:
 
 
 class _UnreadableError(Exception):
-    """A field of an item is not what it should be; the message begins with its name."""
+    """A field of an item is invalid. The message begins with its name."""
 
 
 class _Truths(dict[str, Any]):
-    """Ground truths by their texts: a group has one, which is read once."""
+    """Ground truths by text, so that the shared ground truth of a group is parsed once."""
 
     def __missing__(self, text: str) -> object:
         try:

@@ -43,13 +43,13 @@ class Chunk:
             self._results[n] = score
 
     def enter_all(self, reason: Unscored) -> None:
-        """Gives this result to every item that has none."""
+        """Sets this result for every item without one."""
         self._results = [result or reason for result in self._results]
 
     def forget_infrastructure(self, grouped: bool) -> bool:
-        """Removes the results of items whose scorer was out of reach, and of their groups if the rubric compares items.
+        """Removes the results of items whose scorer was unreachable, and of their groups if the rubric compares items.
 
-        Returns whether any item has no result now.
+        Returns whether any item is now without a result.
         """
         failed = {
             n for n, one in enumerate(self._results) if isinstance(one, Unscored) and one.reason == "infrastructure"

@@ -1,7 +1,7 @@
-"""Reward jobs in Redis. Each verb is one atomic script. Every item of a job ends once: scored, unscored or cancelled.
+"""Reward jobs in Redis. Each verb is one atomic script. Every item of a job ends once, scored, unscored or cancelled.
 
 A job consists of chunks: each is stored with its items, leased with a fencing token, scored, and replaced by its
-results. If the holder of a lease dies, the chunk returns to its old place; if it was only late, its results are
+results. If the holder of a lease dies, the chunk returns to its old place. If it was only late, its results are
 refused.
 """
 
@@ -34,7 +34,7 @@ _JOB_ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job at one instant. Times are Unix time in seconds, 0 for what has not happened."""
+    """State of a job. Times are Unix times in seconds, 0 for events that have not happened."""
 
     job_id: str
     idempotency_key: str
@@ -44,15 +44,15 @@ class JobRecord:
     num_items: int
     num_scored: int
     num_unscored: Mapping[str, int]
-    """By reason."""
+    """Unscored items by reason."""
     sum_values: float
-    """Of the scored items."""
+    """Sum over the scored items."""
     num_chunks: int
-    """Stored so far: indices 0 … num_chunks - 1."""
+    """Chunks stored so far, with indices 0 … num_chunks - 1."""
     num_results: int
-    """Chunks with results: cursors 1 … num_results."""
+    """Chunks with results, with cursors 1 … num_results."""
     result_bytes: int
-    """Stored for it: its results, its rubric until it has ended, and its record."""
+    """Bytes stored for the job: its results, its record, and its rubric until it has ended."""
     created_at: float
     finished_at: float
     expires_at: float
@@ -63,13 +63,13 @@ class JobRecord:
 
     @property
     def ended(self) -> bool:
-        """True once no further result will come. The results may still be deleted (`EXPIRED`)."""
+        """Whether no further results will come. The results may still be deleted (`EXPIRED`)."""
         return self.state in ("DONE", "CANCELLED", "EXPIRED")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkClaim:
-    """A leased chunk: its stored items, and what an earlier holder saved."""
+    """A leased chunk: its stored items and the partial results of earlier holders."""
 
     job_id: str
     index: int
@@ -79,14 +79,12 @@ class ChunkClaim:
     attempts: int
     """How often its items were scored before, without a result for some of them."""
     losses: int
-    """Holders in a row that died. One that only lost its lease, and reports it, is not counted."""
+    """Consecutive holders that died. A holder that reports the loss of its lease is not counted."""
     under_way: int
-    """How many units (items, or groups that are compared) the last of them was scoring, of those without a result.
-    0: all of them.
-    """
+    """Number of units (items, or compared groups) without a result that the last dead holder was scoring. 0: all."""
     rubric: str
     digest: str
-    """Of the rubric when the job was submitted."""
+    """Digest of the rubric at submission."""
     items: bytes
     partial: bytes
 
@@ -94,9 +92,9 @@ class ChunkClaim:
 class JobStore:
     """The jobs of one namespace. Thread-safe.
 
-    Every method waits up to `connection.OUTAGE_SECONDS` for a Redis that went away, then raises UnavailableError; a
-    full Redis raises EnvironmentLackError. What a method reports as stored was fsynced, if Redis is set up to do so, as
-    the embedded one is.
+    If Redis is unreachable, every method waits up to `connection.OUTAGE_SECONDS` and then raises UnavailableError. A
+    full Redis raises EnvironmentLackError. Data reported as stored are fsynced if Redis is configured to do so, like
+    the embedded one.
     """
 
     def __init__(self, redis_url: str, config: JobsConfig) -> None:
@@ -111,7 +109,7 @@ class JobStore:
         self.connection.close()
 
     def register(self, worker: str) -> int:
-        """Registers a worker that has just started. The chunks of its predecessor wait again; returns how many."""
+        """Registers a worker that has just started. Requeues the chunks of its predecessor and returns their number."""
         return int(self.connection.run("register", worker))
 
     def submit(self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "") -> JobRecord:
@@ -119,14 +117,14 @@ class JobStore:
 
         Raises:
             JobExistsError: the key's job has another rubric or priority.
-            JobLimitError: other jobs hold as many bytes as they may.
+            JobLimitError: other jobs have reached their limit of stored bytes.
         """
-        # Ids sort by age, so of two chunks with the same place that of the older job comes first.
+        # Ids sort by age, so the older job's chunk comes first if two chunks have the same place.
         fresh = f"{time.time_ns() // 1000:014x}{uuid.uuid4().hex[:18]}"
         return _job(self.connection.run("submit", fresh, key, rubric, priority, name, digest))
 
     def add_chunk(self, job_id: str, index: int, num_items: int, items: bytes) -> tuple[bool, JobRecord]:
-        """Stores a chunk, once. False: there is no room yet, see `has_room`.
+        """Stores a chunk once. Returns False if there is no room yet; see `has_room`.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -143,7 +141,7 @@ class JobStore:
         return bool(room), _job(job)
 
     def seal(self, job_id: str, num_chunks: int) -> JobRecord:
-        """Says that no more chunks follow. The job ends when all have results.
+        """Marks the job as complete: no more chunks follow. It ends when all chunks have results.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -153,7 +151,7 @@ class JobStore:
         return _job(self.connection.run("seal", checked_job_id(job_id), num_chunks))
 
     def claim(self, worker: str, lease_seconds: float, timeout_seconds: float) -> ChunkClaim | None:
-        """Leases the next chunk; waits for one. None at the timeout.
+        """Leases the next chunk. Waits for one; returns None at the timeout.
 
         Chunks of higher priority come first. Jobs of the same priority take turns, item by item.
         """
@@ -166,22 +164,24 @@ class JobStore:
         return claimed[0] if claimed else None
 
     def renew(self, claims: Sequence[ChunkClaim], lease_seconds: float) -> list[int]:
-        """Extends leases to `lease_seconds` from now. Returns the tokens of leases that are lost."""
+        """Extends leases to `lease_seconds` from now. Returns the tokens of lost leases."""
         flat = [part for claim in claims for part in (claim.job_id, claim.index, claim.token)]
         return [int(token) for token in self.connection.run("renew", milliseconds(lease_seconds), *flat)]
 
     def save(self, claim: ChunkClaim, *, partial: bytes, under_way: int, cleared: bool) -> bool:
-        """Saves what is scored so far and what comes next (see `ChunkClaim.under_way`), in case the holder dies.
+        """Saves the results so far and the number of units scored next (`ChunkClaim.under_way`), in case the holder
+        dies.
 
-        `cleared`: the items that earlier holders died of are scored. False if the lease is not current.
+        `cleared`: the items that killed earlier holders are scored. Returns False if the lease is not current.
         """
         return bool(
             self.connection.run("save", claim.job_id, claim.index, claim.token, partial, under_way, int(cleared))
         )
 
     def give_back(self, claim: ChunkClaim, *, attempts: int, partial: bytes, pause_seconds: float) -> bool:
-        """Ends the lease. The chunk waits again after a pause, with its partial results. False if the lease is not
-        current.
+        """Ends the lease and requeues the chunk with its partial results after a pause.
+
+        Returns False if the lease is not current.
         """
         arguments = (claim.job_id, claim.index, claim.token, attempts, partial, milliseconds(pause_seconds))
         return bool(self.connection.run("give_back", new_request(), *arguments))
@@ -189,9 +189,10 @@ class JobStore:
     def complete(
         self, claim: ChunkClaim, results: bytes, *, num_scored: int, sum_values: float, num_unscored: Mapping[str, int]
     ) -> bool:
-        """Stores the results of a chunk and ends its lease. False if the lease is not current: the results are refused.
+        """Stores the results of a chunk and ends its lease. If the lease is not current, refuses them and returns
+        False.
 
-        If jobs then hold too many bytes, results of other jobs that have ended are deleted.
+        If jobs then store too many bytes, results of other ended jobs are deleted.
 
         Raises:
             LedgerError: the numbers do not add up to the items of the chunk.
@@ -209,8 +210,9 @@ class JobStore:
         return _job(self.connection.run("cancel", checked_job_id(job_id)))
 
     def delete(self, job_id: str) -> JobRecord:
-        """Deletes a job that has ended, with its results and its key. Returns it as it was, also when repeated within a
-        minute.
+        """Deletes a job that has ended, with its results and its key.
+
+        Returns its last state, also if repeated within a minute.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -219,7 +221,7 @@ class JobStore:
         return _job(self.connection.run("delete", checked_job_id(job_id)))
 
     def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
-        """The job, and its results after a cursor: up to `max_bytes`, but at least one if there is any.
+        """Returns the job and its results after a cursor: up to `max_bytes`, but at least one if there are any.
 
         0 bytes: only the job.
 
@@ -254,7 +256,7 @@ def _job(reply: Sequence[bytes]) -> JobRecord:
         job_id=fields["job_id"].decode(),
         idempotency_key=fields["idempotency_key"].decode(),
         name=fields["name"].decode(),
-        state=fields["state"].decode(),  # type: ignore[arg-type]  # the scripts write no other
+        state=fields["state"].decode(),  # type: ignore[arg-type]  # the scripts write no other states
         priority=int(fields["priority"]),
         num_items=int(fields["num_items"]),
         num_scored=int(fields["num_scored"]),

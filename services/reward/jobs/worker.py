@@ -1,9 +1,9 @@
 """The worker for reward jobs: leases chunks, scores several at once, and stores their results.
 
-A failure is not a score. Items whose scorer is out of reach are scored again after a pause, up to
-`reward.infrastructure_attempts` times, and then keep that reason; other reasons are final. If several holders of a
-chunk die in a row, the next one scores the items that the last was scoring in smaller and smaller parts, until one item
-is left to blame. The others keep their scores.
+A failure is not a score. Items whose scorer is unreachable are scored again after a pause, up to
+`reward.infrastructure_attempts` times, and then keep that reason. Other reasons are final. If several holders of a
+chunk die in a row, the next one scores the items that the last one was scoring in smaller and smaller parts, until one
+item is identified as the cause. The others keep their scores.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tandem.services.reward.wire import reply_of
 
 _JOIN_SECONDS = 7.0
 _MOST_THREADS = 8
-_MOST_LOSSES = 5  # in a row, at one item: it is the cause
+_MOST_LOSSES = 5  # consecutive losses at one item, after which it is the cause
 _PARTS = 16  # of what a dead holder was scoring: 16 ** 4 > 8192, so four losses lead to one item
 _FIRST_SLICE_UNITS = 64
 _SLICE_SECONDS = 1.0  # slices double while they take less; also the time between two saves
@@ -58,12 +58,12 @@ class ChunkLeases:
         self._lease_seconds = lease_seconds
 
     def claim(self, limit: int, timeout_seconds: float) -> Sequence[ChunkClaim]:
-        """One at most: another replica may have threads to spare."""
+        """Claims at most one chunk, because another replica may have free threads."""
         claim = self._store.claim(self._worker, self._lease_seconds, timeout_seconds)
         return [] if claim is None else [claim]
 
     def renew(self, leases: Sequence[ChunkClaim], partials: Mapping[int, bytes]) -> Collection[int]:
-        """Tokens of leases that are lost. What is scored so far is saved by `JobStore.save` instead."""
+        """Extends leases. Returns the tokens of lost leases. Partial results are saved by `JobStore.save` instead."""
         assert not partials
         return self._store.renew(leases, self._lease_seconds)
 
@@ -78,7 +78,7 @@ class ChunkLeases:
         )
 
     def release(self, lease: ChunkClaim, release: Release, partial: bytes | None) -> str:
-        """Gives the chunk back; after a failure of the infrastructure with a pause, and one attempt more."""
+        """Requeues the chunk. After an infrastructure failure there is a pause, and the attempt is counted."""
         failed = release.kind == "infrastructure"
         attempts = lease.attempts + failed
         pause_seconds = pause_after(attempts) if failed else 0.0
@@ -87,13 +87,13 @@ class ChunkLeases:
 
 
 class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
-    """Context manager: scores chunks until it is left. Unfinished ones then go back with what is scored of them.
+    """Context manager: scores chunks until its exit, which requeues unfinished chunks with their partial results.
 
-    A bug in its thread sets `stop`, and leaving raises it. Close the core before leaving, to end what hangs in it.
+    A bug in its thread sets `stop` and is raised at the exit. Close the core before, to end scorers that hang.
 
     Args:
-        worker: name of this replica; what a predecessor of that name held is taken back at once.
-        stop: set when the worker cannot go on.
+        worker: name of this replica. The leases of its predecessor of that name are taken back at once.
+        stop: set when the worker cannot continue.
     """
 
     runs_in_threads = True
@@ -120,7 +120,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
             unit="chunks",
             capacity=min(reward.num_workers + 1, _MOST_THREADS),  # a chunk's last items need not keep every worker busy
             lease_seconds=reward.lease_seconds,
-            tolerates_outages=True,  # the service goes on scoring for those who call
+            tolerates_outages=True,  # the service keeps scoring calls
         )
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
 
@@ -142,16 +142,16 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         return {f"jobs:{name}": number for name, number in self.loop.figures().items()}
 
     def activity(self) -> str:
-        """What the worker does, in a line."""
+        """Describes in one line what the worker does."""
         num_held = self.loop.num_held
         return f"scoring {num_held} chunks of jobs" if num_held else "waiting for calls and jobs"
 
     def check(self) -> bool:
-        """False once the core is closed: what is out of reach is so because the service ends."""
+        """Returns False once the core is closed, because its scorers are then unreachable."""
         return not self._core.closing
 
     async def work(self, held: Held[ChunkClaim]) -> ChunkResult | Release | None:
-        """Scores the items that no earlier holder saved a result of."""
+        """Scores the items for which earlier holders saved no result."""
         return await run_in_thread(self._process, held)
 
     def _run(self) -> None:
@@ -175,7 +175,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
             held.unsaved = chunk.partial
             return SHUTDOWN
         if held.cancelled.is_set() and chunk.pending():
-            return None  # somebody else has it, or its job was cancelled
+            return None  # another worker has it, or its job was cancelled
         if claim.attempts + 1 < self._attempts and chunk.forget_infrastructure(grouped):
             held.unsaved = chunk.partial
             return Release("infrastructure", "infrastructure")
