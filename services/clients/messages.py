@@ -41,7 +41,7 @@ class Job:
     num_items: int
     num_scored: int
     num_unscored: Mapping[str, int]
-    """By reason; `cancelled` for items of a cancelled job that were never scored."""
+    """Unscored items by reason; `cancelled` for items of a cancelled job that were never scored."""
     num_waiting: int
     mean_value: float
     """Mean score of the scored items."""
@@ -78,7 +78,7 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """What a service says about itself."""
+    """The scorers, limits and default rubric of a service."""
 
     scorers: tuple[ScorerInfo, ...]
     limits: Mapping[str, float]
@@ -195,10 +195,10 @@ class Limits:
         return cls(max_items, max_bytes, min(target_items, max_items), min(target_bytes, max_bytes))
 
     def minus(self, rubric: str) -> Limits:
-        """What is left for the items of a request that carries this rubric.
+        """Returns the limits for the items of a request that carries this rubric.
 
         Raises:
-            DataError: nothing is left, or the rubric cannot be encoded.
+            DataError: no room is left, or the rubric cannot be encoded.
         """
         left = self.max_bytes - len(as_text("the rubric", rubric).encode())
         if left <= 0:

@@ -1,6 +1,4 @@
-"""The streaming calls of a reward client. A stream that breaks is started again where it was, so no item is lost or
-scored twice.
-"""
+"""The streaming calls of a reward client. A broken stream is resumed, so no item is lost or scored twice."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ from tandem.services.reward.stream_errors import error_of
 from tandem.services.rpc.client import from_rpc_error
 
 STREAM_SECONDS = 120.0
-"""Deadline of one stream of a submission or a watch; the next stream goes on with the rest."""
+"""Deadline of one stream of a submission or a watch. The next stream continues with the rest."""
 WINDOW = 8
-"""Most messages without an answer. They are kept, to be sent again."""
+"""Maximum number of unanswered messages. They are kept so that they can be sent again."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 _CLOSE_SECONDS = 5.0
@@ -357,7 +355,7 @@ class ScoreStream:
                 self._retry.progressed()  # the time before was the caller's
             done, _ = await asyncio.wait({self._fetching}, timeout=max(0.0, until - time.monotonic()))
             if not done:
-                return  # the next stream goes on
+                return  # the next stream continues
             batch, self._fetching = self._fetching.result(), None
             if batch is None:
                 self._ended = True

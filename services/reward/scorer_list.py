@@ -1,6 +1,4 @@
-"""What ListScorers tells: the scorers a rubric may name, the limits of a request and of a job, and the service's own
-rubric.
-"""
+"""The reply of ListScorers: the scorers that a rubric may name, the limits, and the service's own rubric."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ MOST_PRIORITY = 100
 """Priorities go from minus this to this."""
 MAX_LISTED_JOBS = 1000
 DEADLINE_MARGIN_SECONDS = 1.0
-"""So long before its deadline a call answers what it has, or a tenth of the time it was given if that is less."""
+"""A call replies this long before its deadline, or a tenth of its time before it if that is less."""
 REQUESTS_PER_STREAM = 8
 """Under way at a time on one ScoreStream; further ones are not read."""
 

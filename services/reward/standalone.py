@@ -1,6 +1,4 @@
-"""`tandem reward serve`: the reward service without a ring. Several of them on one Redis and namespace are replicas of
-one service.
-"""
+"""`tandem reward serve`: the reward service without a ring. Processes on one Redis and namespace are replicas."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
                         redis.restart_if_dead()
             finally:
                 server.stop(_GRACE_SECONDS)
-                core.close()  # ends what hangs, so that its chunks are given back
+                core.close()  # ends scorers that hang, so that their chunks are requeued
 
 
 def _open_store(stack: ExitStack, jobs: JobsConfig, redis_url: str, folder: Path) -> tuple[JobStore, RedisChild | None]:
