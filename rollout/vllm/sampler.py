@@ -15,10 +15,12 @@ from tandem.rollout.vllm.launch import start_vllm
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.inputs.engine import TokensInput
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _SHUTDOWN_SECONDS = 3.0
+_DEATH_POLL_SECONDS = 1.0
 # An engine that makes no step for this long hangs. Its longest operation is applying weights.
 _ANSWER_SECONDS = 120.0
 
@@ -71,18 +73,37 @@ class VllmSampler(Sampler):
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params = _sampling_params(request)
-        final = None
+        salted = tokens_input(request.prompt_ids.tolist(), cache_salt=_stamp(*self._version))
         try:
-            salted = tokens_input(request.prompt_ids.tolist(), cache_salt=_stamp(*self._version))
-            async for output in self._llm.generate(salted, params, request.request_id):
-                final = output
+            output = await self._output(salted, _sampling_params(request), request.request_id)
         except (VLLMValidationError, ValueError) as error:
             raise DataError(f"prompt cannot be sampled: {one_line(error)}") from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise UnavailableError(f"the engine failed: {one_line(error)}") from error
-        assert final is not None, "a request ends with an output"
-        return _completion(final.outputs[0])
+        return _completion(output)
+
+    async def _output(self, prompt: TokensInput, params: SamplingParams, request_id: str) -> CompletionOutput:
+        """Waits for the request's one output. vLLM never answers a request that is added while the engine dies, so this
+        also watches the engine.
+        """
+
+        async def last_output() -> CompletionOutput:
+            final = None
+            async for output in self._llm.generate(prompt, params, request_id):
+                final = output
+            assert final is not None, "a request ends with an output"
+            return final.outputs[0]
+
+        task = asyncio.create_task(last_output())
+        try:
+            while not (await asyncio.wait((task,), timeout=_DEATH_POLL_SECONDS))[0]:
+                if self.is_dead:
+                    raise UnavailableError("the engine has ended")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,), timeout=_SHUTDOWN_SECONDS)  # vLLM aborts the request meanwhile
 
     async def _start_transfer(self, kind: Literal["join", "receive"], arguments: Mapping[str, object]) -> None:
         await self._core("start_weight_transfer", kind, arguments)

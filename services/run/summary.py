@@ -35,14 +35,19 @@ def summarise(
 ) -> dict[str, Any]:
     """The figures of a run from the lines of metrics.jsonl and the evaluations, both by version, and ledger counts.
 
-    Rates cover the training phase, from the publication of version 0 to that of the last batch. A figure that was not
-    measured (no evaluation file, no sampler that acknowledged an update) is None, not 0.
+    Rates of the trainer cover all batches, those of the samplers the time from the first line to the last. A figure
+    that was not measured (no evaluation file, no sampler that acknowledged an update) is None, not 0.
     """
     ordered = sorted(evaluations, key=lambda line: int(line["version"]))
     train_seconds = sum(float(line["seconds_total"]) for line in lines)
     idle_seconds = sum(float(line["trainer_idle_seconds"]) for line in lines)
     last = lines[-1] if lines else {}
-    busy, idle = last.get("sampler_busy_seconds", 0.0), last.get("sampler_idle_seconds", 0.0)
+    first = lines[0] if len(lines) > 1 else {}
+
+    def sampled(total: str) -> float:
+        return float(last.get(total, 0.0)) - float(first.get(total, 0.0))
+
+    busy, idle = sampled("sampler_busy_seconds"), sampled("sampler_idle_seconds")
     stalls = [float(line["weight_stall_seconds"]) for line in lines if line.get("weight_stall_seconds") is not None]
     return {
         "run_id": recipe.run.run_id,
@@ -60,7 +65,9 @@ def summarise(
         "critic_skipped_steps": _total(lines, "critic_skipped_steps"),
         "wall_seconds": wall_seconds,
         "train_seconds": train_seconds,
-        "sampler_tokens_per_second": _ratio(last.get("sampler_tokens", 0.0), train_seconds),
+        "sampler_tokens_per_second": _ratio(
+            sampled("sampler_tokens"), train_seconds - float(first.get("seconds_total", 0.0))
+        ),
         "trainer_tokens_per_second": _ratio(sum(line["num_tokens"] for line in lines), train_seconds),
         **_staleness(lines),
         "sampler_idle_fraction": _ratio(idle, busy + idle),

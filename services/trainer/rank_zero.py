@@ -77,10 +77,6 @@ class RankZero:
             return {"do": "train", "batch": batch_to_json(batch)}
         return {"do": "end" if self._source.exhausted else "wait"}
 
-    def start_measuring(self) -> None:
-        """Starts measuring the rates of the summary."""
-        self._samplers = SamplerTotals(self._sampler_figures(), self._metrics.last)
-
     def check(self) -> None:
         """Raises FencedError if another trainer took over. Called before every optimizer step."""
         self._buffer.check_incarnation(self.incarnation)

@@ -88,7 +88,7 @@ class Trainer:
         if self.version == 0:
             self.evaluate()
             self.wait_for_evaluation()
-        self.begin()
+        self.clock.lap()  # times are measured from here
         while (order := self.next_order())["do"] not in ("end", "stop"):
             if order["do"] == "train":
                 self.train(batch_from_json(order["batch"]))
@@ -108,12 +108,6 @@ class Trainer:
             check_world_size(batch, self.learner.world_size)
             result = self.learn(batch, payloads)
             self.write_line(batch, payloads, result, None)
-
-    def begin(self) -> None:
-        """Starts measuring times and rates."""
-        self.clock.lap()
-        if self.rank_zero:
-            self.rank_zero.start_measuring()
 
     def next_order(self) -> Order:
         """Rank 0's next order, on every rank."""

@@ -90,9 +90,9 @@ def test_a_recipe_trains_with_the_loss_and_the_advantage_of_the_page(installed: 
 def test_the_scorer_of_the_page_is_listed_checked_and_scores(installed: Path, tmp_path: Path) -> None:
     done = python(installed, tmp_path, "-c", SCORING)
     listed, scored = done.stdout.splitlines()
-    assert "name='max_words', type='an integer', default='100', description='Longest answer that scores.'" in listed
+    assert "name='max_words', type='integer', default='100', description='Longest answer that scores.'" in listed
     assert scored == "1 in_process [1.0, 0.0]"
-    assert "scorer word_limit has no such argument; did you mean max_words?" in done.stderr
+    assert "unknown key reward.arguments.max_word; did you mean reward.arguments.max_words?" in done.stderr
 
 
 def add_entry_point(folder: Path, group: str, name: str, value: str) -> Path:
