@@ -43,7 +43,7 @@ class Sequence(Clipped):
     """One bound, or a lower and an upper one."""
 
 
-class AdmissionQueue(Strict):
+class Gate(Strict):
     """A soft gate."""
 
     name: Literal["gate"] = "gate"
@@ -57,7 +57,7 @@ class Plain(Strict):
     name: Literal["plain"] = "plain"
 
 
-Loss = Annotated[Clipped | Sequence | AdmissionQueue | Plain, Field(discriminator="name")]
+Loss = Annotated[Clipped | Sequence | Gate | Plain, Field(discriminator="name")]
 
 
 class Rule(Strict):
@@ -137,12 +137,12 @@ def complaint(trainer: Any, *overrides: str) -> str:
 
 
 def test_a_bare_name_is_a_table_and_a_table_without_a_name_has_the_default_one() -> None:
-    assert read({"loss": "gate"}).loss == AdmissionQueue()
-    assert read({"loss": {"name": "gate", "temperature": 2}}).loss == AdmissionQueue(temperature=2.0)
+    assert read({"loss": "gate"}).loss == Gate()
+    assert read({"loss": {"name": "gate", "temperature": 2}}).loss == Gate(temperature=2.0)
     assert read({"loss": {"clip_low": 0.1}}).loss == Clipped(clip_low=0.1)
     assert read({"loss": {}}).loss == read().loss == Clipped()
     assert read({"loss": Sequence()}).loss == Sequence()
-    assert read({"second_loss": {"temperature": 3}}).second_loss == AdmissionQueue(temperature=3.0)
+    assert read({"second_loss": {"temperature": 3}}).second_loss == Gate(temperature=3.0)
     assert read({"second_loss": "plain"}).second_loss == Plain()
     assert read({"correction": "hard"}).correction == Correction(preset="hard")
     assert read({"adapters": {}}).adapters == Adapters()
@@ -151,12 +151,12 @@ def test_a_bare_name_is_a_table_and_a_table_without_a_name_has_the_default_one()
 @pytest.mark.parametrize(
     ("given_table", "overrides", "loss"),
     [
-        (None, ["trainer.loss=gate"], AdmissionQueue()),
+        (None, ["trainer.loss=gate"], Gate()),
         (None, ["trainer.loss.clip_low=0.1"], Clipped(clip_low=0.1)),
-        (None, ["trainer.loss.name=gate", "trainer.loss.temperature=2"], AdmissionQueue(temperature=2.0)),
+        (None, ["trainer.loss.name=gate", "trainer.loss.temperature=2"], Gate(temperature=2.0)),
         ("sequence", ["trainer.loss.clip_low=0.1"], Sequence(clip_low=0.1)),
-        ("clipped", ["trainer.loss=gate", "trainer.loss.temperature=3"], AdmissionQueue(temperature=3.0)),
-        ("clipped", ["trainer.loss.temperature=3", "trainer.loss=gate"], AdmissionQueue(temperature=3.0)),
+        ("clipped", ["trainer.loss=gate", "trainer.loss.temperature=3"], Gate(temperature=3.0)),
+        ("clipped", ["trainer.loss.temperature=3", "trainer.loss=gate"], Gate(temperature=3.0)),
         ({"clip_high": 0.3}, ["trainer.loss=sequence"], Sequence()),
         ({"clip_high": 0.3}, ["trainer.loss.name=sequence"], Sequence()),
         ({"clip_high": 0.3}, ["trainer.loss.clip_low=0.1", "trainer.loss.name=sequence"], Sequence(clip_low=0.1)),
@@ -246,7 +246,8 @@ def test_a_table_at_the_top_level_names_its_section() -> None:
     assert explain(Toy, caught.value) == "unknown key loss; did you mean trainer.loss?"
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+# "tag" is what pydantic calls the name of a union's member. Hypothesis tries the words of this file as texts.
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda text: "tag" not in text)
 values = st.recursive(
     st.none()
     | st.booleans()
@@ -280,7 +281,7 @@ some_floats = st.floats(0.0, 1.0)
 losses = st.one_of(
     st.builds(Clipped, clip_low=some_floats, clip_high=some_floats),
     st.builds(Sequence, clip_low=some_floats, bounds=some_floats | st.tuples(some_floats, some_floats)),
-    st.builds(AdmissionQueue, temperature=st.floats(1e-3, 10.0)),
+    st.builds(Gate, temperature=st.floats(1e-3, 10.0)),
     st.just(Plain()),
 )
 trainers = st.builds(
