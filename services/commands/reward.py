@@ -156,7 +156,8 @@ def submit(
 
     Example: tandem reward submit answers.parquet --rubric examples/rubrics/gsm8k.toml --watch
     """
-    from tandem.services.commands.reward_tasks import Choice, submit_file
+    from tandem.services.commands.reward_jobs import submit_file
+    from tandem.services.commands.reward_tasks import Choice
     from tandem.services.data.completions import Fields
 
     choice = Choice(address, rubric, scorer, tuple(arguments or ()))
@@ -177,7 +178,7 @@ def jobs(
 
     Example: tandem reward jobs --limit 5
     """
-    from tandem.services.commands.reward_tasks import list_jobs
+    from tandem.services.commands.reward_jobs import list_jobs
 
     return list_jobs(address, limit, as_json=as_json)
 
@@ -191,7 +192,7 @@ def results(job_id: JobId, out: Out = None, strict: Strict = False, address: Add
 
     Example: tandem reward results 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11 --out scores.parquet
     """
-    from tandem.services.commands.reward_tasks import fetch_results
+    from tandem.services.commands.reward_jobs import fetch_results
 
     return fetch_results(address, job_id, console(), out=out, strict=strict)
 
@@ -203,7 +204,7 @@ def cancel(job_id: JobId, address: Address = "") -> int:
 
     Example: tandem reward cancel 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
-    from tandem.services.commands.reward_tasks import cancel_job
+    from tandem.services.commands.reward_jobs import cancel_job
 
     return cancel_job(address, job_id)
 
@@ -215,7 +216,7 @@ def delete(job_id: JobId, address: Address = "") -> int:
 
     Example: tandem reward delete 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
-    from tandem.services.commands.reward_tasks import delete_job
+    from tandem.services.commands.reward_jobs import delete_job
 
     return delete_job(address, job_id)
 
