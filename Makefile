@@ -19,10 +19,10 @@ setup:  ## create or update .venv (needs no root and no compiler)
 demo: setup  ## train a tiny model through the real services, in about five minutes
 	@$(BIN)/tandem demo $(ARGS)
 
-test: setup  ## unit, property and service tests: at most 10 minutes on 2 cores
+test: setup  ## unit, property and service tests
 	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow" --durations=10 $(ARGS)
 
-test-system: setup  ## whole runs with real processes: recipes, replays, kills: at most 20 minutes on 2 cores
+test-system: setup  ## whole runs with real processes: recipes, replays, kills
 	@$(BIN)/pytest -m "system or slow" --durations=10 $(ARGS) || \
 		{ code=$$?; [ $$code -eq 5 ] && echo "test-system: no test was selected"; }
 
