@@ -17,11 +17,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from tandem.protos.errors import EnvironmentLackError, NotAdmittedError, UnavailableError
-from tandem.services.buffer.buffer import FailureKind
+from tandem.services.buffer.buffer import Buffer, Claim, FailureKind, Stage
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Result(Protocol):
 
     @property
     def figures(self) -> Mapping[str, int]:
-        """Numbers that the loop adds to its figures when the result is accepted."""
+        """Added to the loop's figures when the result is accepted."""
 
 
 LeaseT = TypeVar("LeaseT", bound=Lease)
@@ -75,7 +76,7 @@ class Held(Generic[LeaseT]):
 
     lease: LeaseT
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when the lease is lost or the service stops, because the rest of the work is then useless."""
+    """Set when the lease is lost or the service stops."""
     unsaved: Callable[[], bytes] | None = None
     """Set by the worker when it has new results to save. The loop calls it at the next renewal or release."""
     task: asyncio.Task[None] | None = None
@@ -102,6 +103,54 @@ class LeaseSource(Protocol[LeaseT, ResultT_contra]):
 
     def release(self, lease: LeaseT, release: Release, partial: bytes | None) -> str:
         """Saves the partial result, if there is one, and ends the lease. Returns `requeued`, `dropped` or `refused`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """Result of a stage for a group: the payload, and the headers if the group becomes scored."""
+
+    payload: bytes
+    headers: str = ""
+    figures: Mapping[str, int] = field(default_factory=dict)
+
+
+class GroupLeases:
+    """Groups of one stage of the buffer as a `LeaseSource`.
+
+    Args:
+        report: called before finished work is saved, so that the worker's figures in the registry already count the
+            results that other services read from the buffer.
+    """
+
+    def __init__(
+        self, buffer: Buffer, stage: Stage, worker: str, lease_seconds: float, report: Callable[[], None] = lambda: None
+    ) -> None:
+        self._buffer = buffer
+        self._stage = stage
+        self._worker = worker
+        self._lease_seconds = lease_seconds
+        self._report = report
+
+    def claim(self, limit: int, timeout_seconds: float) -> Sequence[Claim]:
+        return self._buffer.claim(self._stage, self._worker, limit, self._lease_seconds, timeout_seconds)
+
+    def renew(self, leases: Sequence[Claim], partials: Mapping[int, bytes]) -> Collection[int]:
+        if partials:
+            self._report()
+        return self._buffer.renew(leases, self._lease_seconds, partials)
+
+    def complete(self, lease: Claim, result: GroupResult) -> bool:
+        self._report()
+        return self._buffer.complete(lease, result.payload, result.headers)
+
+    def release(self, lease: Claim, release: Release, partial: bytes | None) -> str:
+        if partial is not None:
+            self.renew([lease], {lease.token: partial})
+        outcome = self._buffer.release(lease, release.reason, release.kind, release.detail)
+        if release.detail:
+            words = (lease.group_id, outcome, release.reason, release.detail)
+            log.warning("group %s is %s (%s): %s", *words, extra={"group": lease.group_id})
+        return outcome
 
 
 class LeaseWorker(Protocol[LeaseT, ResultT_co]):
@@ -176,7 +225,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             while not stop.is_set() and self._failure is None and self._worker.check():
                 free = self._capacity - len(self._held)
                 if self.paused or free <= 0:
-                    await self._wait_for_change()
+                    await self._wait_for_change(_POLL_SECONDS)
                     continue
                 for lease in await self._claim(free):
                     self._start(lease)
@@ -194,9 +243,9 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
     async def drained(self, timeout_seconds: float) -> bool:
         """Waits until no lease is held or being claimed. Returns False at the deadline. Pause first."""
         deadline = time.monotonic() + timeout_seconds
-        while (self._held or self._claiming) and time.monotonic() < deadline:
+        while (is_busy := bool(self._held) or self._claiming) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        return not self._held and not self._claiming
+        return not is_busy
 
     async def pause(self, held: Held[LeaseT], seconds: float) -> bool:
         """For workers: saves unsaved results, then waits. Returns False if the lease was cancelled meanwhile."""
@@ -273,9 +322,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
             raise error
         log.warning("%s wait: %s", self._unit, error)
         self._counts["outages"] += 1
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), OUTAGE_PAUSE_SECONDS)
+        await self._wait_for_change(OUTAGE_PAUSE_SECONDS)
 
     async def _renew_forever(self) -> None:
         try:
@@ -306,10 +353,10 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         if held.task is not None and not self._worker.runs_in_threads and not held.settling:
             held.task.cancel()
 
-    async def _wait_for_change(self) -> None:
+    async def _wait_for_change(self, seconds: float) -> None:
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
+            await asyncio.wait_for(self._changed.wait(), seconds)
 
     async def _shut_down(self) -> None:
         """Ends the work. Each task then releases its lease with its partial results, and another worker continues."""
@@ -330,24 +377,16 @@ async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Re
 
     Cancelling the task does not end the call. Its result is then discarded.
     """
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    future: asyncio.Future[Returned] = loop.create_future()
-
-    def resolve(result: Returned | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # None only if the call returned it
+    future: Future[Returned] = Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+    context = contextvars.copy_context()
 
     def run() -> None:
         try:
-            result, error = context.run(call, *arguments), None
-        except BaseException as raised:
-            result, error = None, raised
-        with contextlib.suppress(RuntimeError):  # the event loop is closed, so no task waits
-            loop.call_soon_threadsafe(resolve, result, error)
+            future.set_result(context.run(call, *arguments))
+        except BaseException as error:
+            future.set_exception(error)
 
+    waiting = asyncio.wrap_future(future)
     threading.Thread(target=run, name="lease-work", daemon=True).start()
-    return await future
+    return await waiting

@@ -8,20 +8,32 @@ incarnation takes them back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from tandem.protos.codec import decode_headers
-from tandem.protos.errors import LedgerError
+from tandem.protos.errors import DataError, LedgerError
 from tandem.protos.types import RowHeader
 from tandem.services.buffer.connection import RUNS, Connection, milliseconds, new_request
-from tandem.services.buffer.ledger import Ledger, checked_ids, checked_reason
-from tandem.services.buffer.registry import Registry
 
 Stage = Literal["prompts", "generated"]
 FailureKind = Literal["infrastructure", "data", "voluntary"]
 Released = Literal["requeued", "dropped", "refused"]
+SamplerState = Literal["JOINING", "LIVE", "STALE"]
+
+STATES = (
+    *("prompts_waiting", "prompts_leased", "generated_waiting", "generated_leased"),
+    *("scored_waiting", "scored_claimed", "trained", "committed", "dropped"),
+)
+"""The states of a group, in order. `admitted` is always the sum over them."""
+
+_COUNTERS = ("admitted", "retired", "restored", "outstanding", "stale_results_refused", "leases_expired")
+_GROUP_ID = re.compile(r"[0-9]+-[0-9]+")
+_MAX_INDEX = 2**32  # a group's index is the position of a bit in a Redis string
+_MAX_REASON = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +64,38 @@ class ScoredClaim:
     headers: tuple[RowHeader, ...]
 
 
-class Buffer(Ledger, Registry):
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """One rollout replica. `version` and `incarnation` are those of its last completed update, -1 before the first."""
+
+    id: str
+    address: str
+    state: SamplerState
+    version: int
+    incarnation: int
+    tensor_parallel_size: int
+    alive: bool
+    """Whether it sent a heartbeat within the requested time."""
+    generation: int
+    """Number of processes that have registered under this id."""
+
+
+class Buffer:
     """One run's buffer. Thread-safe, except that one thread at a time calls `claim_scored`.
 
     If Redis is unreachable, every method waits up to `connection.OUTAGE_SECONDS` and then raises UnavailableError. A
-    full Redis raises EnvironmentLackError. Data is never trimmed or evicted.
+    full Redis raises EnvironmentLackError. Methods that take the trainer's incarnation raise FencedError once a later
+    trainer has started; they may be called again without effect. Data is never trimmed or evicted.
     """
 
     def __init__(self, redis_url: str, run_id: str, *, connect_timeout_seconds: float = 5.0) -> None:
-        super().__init__()
         self.connection = Connection(redis_url, run_id, RUNS, connect_timeout_seconds=connect_timeout_seconds)
         self.run_id = run_id
         self.place = self.connection.place
         self._scored_request = new_request()
+        self._generations: dict[str, int] = {}
 
     def close(self) -> None:
-        """Closes its connections."""
         self.connection.close()
 
     def create(
@@ -101,35 +129,33 @@ class Buffer(Ledger, Registry):
         """Whether Redis holds a run of this id."""
         return bool(self.connection.retried(lambda: self.connection.redis.exists(self.connection.key("meta"))))
 
-    def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
-        """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
-
-        `cursor` is the feed's position after the last offered group. The position after the last admitted group is
-        stored.
-
-        Raises:
-            DataError: a group was admitted before. In this case no group is admitted.
-        """
-        checked_ids(group_id for group_id, _ in groups)
-        flat = [value for group in groups for value in group]
-        return int(self.connection.run("admit", new_request(), cursor, *flat))
+    # ---- the feed ----
 
     def admission(self) -> Admission:
         """Returns what the feed may admit now."""
         return Admission(*map(int, self.connection.run("admission")))
 
-    def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
-        """Marks the feed as finished. `target` is refused (False) while groups are wanted.
+    def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
+        """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
 
-        A group that is dropped later undoes `target`.
+        `cursor` is the feed's position after the last offered group. The position after the last admitted one is saved.
+
+        Raises:
+            DataError: a group was admitted before. In this case no group is admitted.
         """
+        _checked_ids(group_id for group_id, _ in groups)
+        flat = [value for group in groups for value in group]
+        return int(self.connection.run("admit", new_request(), cursor, *flat))
+
+    def mark_exhausted(self, why: Literal["target", "dataset"]) -> bool:
+        """Marks the feed as finished. `target` is refused (False) while groups are wanted, and undone by a drop."""
         return bool(self.connection.run("mark_exhausted", why))
 
     def exhausted(self) -> bool:
-        """True once no further group can become scored: the feed has ended, and no group waits or is leased before
-        stage `scored`.
-        """
+        """Whether no further group can become scored: the feed has ended, and nothing is left before that stage."""
         return bool(self.connection.run("exhausted"))
+
+    # ---- leases ----
 
     def claim(self, stage: Stage, worker: str, n: int, lease_seconds: float, timeout_seconds: float) -> list[Claim]:
         """Leases up to n groups of a stage. Waits for the first one; returns [] at the timeout.
@@ -144,44 +170,11 @@ class Buffer(Ledger, Registry):
         def attempt() -> list[Claim]:
             reply = self.connection.run("claim", new_request(), *arguments)
             return [
-                Claim(reply[i].decode(), stage, int(reply[i + 1]), reply[i + 2], reply[i + 3])
-                for i in range(0, len(reply), 4)
+                Claim(group_id.decode(), stage, int(token), payload, partial)
+                for group_id, token, payload, partial in _rows(reply, 4)
             ]
 
         return self.connection.wait_for(f"signal:{stage}", attempt, timeout_seconds)
-
-    def claim_scored(self, incarnation: int, n: int, timeout_seconds: float) -> list[ScoredClaim]:
-        """Claims up to n scored groups in order of completion. Waits for the first one; returns [] at the timeout.
-
-        Raises:
-            FencedError: a later trainer started.
-        """
-        assert n > 0
-
-        def attempt() -> list[ScoredClaim]:
-            # Kept until an answer arrives. If an answer is lost, even past the outage deadline, the next call gets it.
-            reply = self.connection.run("claim_scored", incarnation, self._scored_request, n)
-            self._scored_request = new_request()
-            return [
-                ScoredClaim(reply[i].decode(), decode_headers(reply[i + 1].decode())) for i in range(0, len(reply), 2)
-            ]
-
-        return self.connection.wait_for("signal:scored", attempt, timeout_seconds)
-
-    def read(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the payloads of the groups, in the given order.
-
-        Raises:
-            LedgerError: Redis holds no payload of a group.
-        """
-        if not group_ids:
-            return []
-        keys = [self.connection.key(f"payload:{group_id}") for group_id in group_ids]
-        payloads = cast("list[bytes | None]", self.connection.retried(lambda: self.connection.redis.mget(keys)))
-        missing = [group_id for group_id, payload in zip(group_ids, payloads, strict=True) if payload is None]
-        if missing:
-            raise LedgerError(f"run {self.run_id} in Redis at {self.place}: no payload of group {', '.join(missing)}")
-        return [payload for payload in payloads if payload is not None]
 
     def renew(
         self, claims: Sequence[Claim], lease_seconds: float, partial: Mapping[int, bytes] | None = None
@@ -196,9 +189,8 @@ class Buffer(Ledger, Registry):
     def complete(self, claim: Claim, payload: bytes, headers: str = "") -> bool:
         """Moves the group to the next stage with its payload and ends the lease.
 
-        Returns False if the lease is no longer current; the result is then refused and counted. A repetition with the
-        same claim returns True and has no effect. `headers` (`tandem.protos.codec.encode_headers`) are stored with a
-        group that becomes scored.
+        Returns False if the lease is no longer current; the result is then refused and counted. May be called again.
+        `headers` (`tandem.protos.codec.encode_headers`) are stored with a group that becomes scored.
         """
         assert bool(headers) == (claim.stage == "generated"), "headers belong to scored groups"
         return bool(self.connection.run("complete", claim.group_id, claim.stage, claim.token, payload, headers))
@@ -210,8 +202,199 @@ class Buffer(Ledger, Registry):
         `voluntary` spends no budget and puts the group at the front of its queue. A failure puts it at the back.
         Returns `refused` if the lease is no longer current.
         """
-        reply = self.connection.run(
-            "release", new_request(), claim.group_id, claim.stage, claim.token, checked_reason(reason), kind, detail
-        ).decode()
-        assert reply in ("requeued", "dropped", "refused")
-        return reply  # type: ignore[no-any-return]
+        lease = (claim.group_id, claim.stage, claim.token)
+        reply = self.connection.run("release", new_request(), *lease, _checked_reason(reason), kind, detail)
+        return cast(Released, reply.decode())
+
+    # ---- the trainer ----
+
+    def begin_incarnation(self) -> int:
+        """Starts a new trainer incarnation. Earlier ones are refused, and no sampler is LIVE until it is updated.
+
+        Claims stay unchanged until `rollback`. Raises UnavailableError if the run was never created.
+        """
+        return int(self.connection.run("begin_incarnation"))
+
+    def check_incarnation(self, incarnation: int) -> None:
+        """Raises FencedError unless this incarnation is the current one."""
+        self.connection.run("check_incarnation", incarnation)
+
+    def claim_scored(self, incarnation: int, n: int, timeout_seconds: float) -> list[ScoredClaim]:
+        """Claims up to n scored groups in order of completion. Waits for the first one; returns [] at the timeout."""
+        assert n > 0
+
+        def attempt() -> list[ScoredClaim]:
+            # Kept until an answer arrives. If an answer is lost, even past the outage deadline, the next call gets it.
+            reply = self.connection.run("claim_scored", incarnation, self._scored_request, n)
+            self._scored_request = new_request()
+            return [
+                ScoredClaim(group_id.decode(), decode_headers(headers.decode()))
+                for group_id, headers in _rows(reply, 2)
+            ]
+
+        return self.connection.wait_for("signal:scored", attempt, timeout_seconds)
+
+    def read(self, group_ids: Sequence[str]) -> list[bytes]:
+        """Returns the payloads of the groups, in the given order. Raises LedgerError if Redis lacks one."""
+        if not group_ids:
+            return []
+        keys = [self.connection.key(f"payload:{group_id}") for group_id in group_ids]
+        payloads = cast("list[bytes | None]", self.connection.retried(lambda: self.connection.redis.mget(keys)))
+        missing = [group_id for group_id, payload in zip(group_ids, payloads, strict=True) if payload is None]
+        if missing:
+            raise LedgerError(f"run {self.run_id} in Redis at {self.place}: no payload of group {', '.join(missing)}")
+        return cast("list[bytes]", payloads)
+
+    def record(self, incarnation: int, version: int, group_ids: Sequence[str]) -> None:
+        """Marks claimed groups as trained(version) and removes their payloads. Sync the batch to disk first.
+
+        Raises:
+            LedgerError: a group is not claimed, or the version was recorded with other groups.
+        """
+        self.connection.run("record", incarnation, version, *_checked_ids(group_ids))
+
+    def drop_claimed(self, incarnation: int, group_ids: Sequence[str], reason: str) -> None:
+        """Drops claimed groups that selection rejected. Their credits return at once.
+
+        Raises:
+            LedgerError: a group is not claimed.
+        """
+        self.connection.run("drop_claimed", incarnation, _checked_reason(reason), *_checked_ids(group_ids))
+
+    def publish(self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler]) -> None:
+        """Retires the credits of all groups trained at or below `version`.
+
+        Samplers that acknowledged it become LIVE, other LIVE samplers STALE. Pass the `Sampler`s as read when the
+        broadcast began: a sampler that has restarted since stays JOINING, because it has its first weights again. A
+        plain id is not checked for restarts.
+
+        Raises:
+            LedgerError: a later version is published.
+        """
+        self.connection.run("publish", incarnation, version, *_with_generations(acknowledged))
+
+    def commit(self, incarnation: int, version: int) -> None:
+        """Removes the groups trained at or below `version`, which a finished checkpoint contains. They stay counted.
+
+        Raises:
+            LedgerError: the version is not published yet.
+        """
+        self.connection.run("commit", incarnation, version)
+
+    def rollback(self, incarnation: int, checkpoint_version: int, recorded: Mapping[int, Sequence[str]]) -> None:
+        """Makes the ledger agree with the disk: the checkpoint, and the batches `recorded` (version → its group ids).
+
+        Versions up to the checkpoint are committed. Groups recorded later become trained and outstanding again,
+        whatever their state in Redis, until the last of those versions is published. Other claimed groups are requeued
+        in order. The published version becomes the checkpoint's. Records at or below the checkpoint are needed only if
+        Redis may have lost writes. Their groups are then committed too, so they are never trained twice.
+
+        Raises:
+            LedgerError: a group is trained after the checkpoint in Redis but missing in the records, or two records
+                have the same group.
+        """
+        batches = [[version, _checked_ids(recorded[version])] for version in sorted(recorded)]
+        self.connection.run("rollback", incarnation, checkpoint_version, json.dumps(batches))
+
+    def drop_outstanding(self, incarnation: int, reason: str) -> int:
+        """Ends a run: drops every group that is not trained, and returns their number."""
+        return int(self.connection.run("drop_outstanding", incarnation, new_request(), _checked_reason(reason)))
+
+    # ---- the registry ----
+
+    def register_sampler(self, sampler_id: str, address: str, tensor_parallel_size: int) -> None:
+        """Registers a sampler that has just started, as JOINING, and requeues the leases of its predecessor.
+
+        From then on, claims of the earlier process are refused (FencedError) and its heartbeats are ignored.
+        """
+        generation = self.connection.run("register_sampler", sampler_id, address, tensor_parallel_size)
+        self._generations[sampler_id] = int(generation)
+
+    def register_service(self, name: str, address: str) -> None:
+        """Registers a service that has just started, and requeues the leases of its predecessor."""
+        self.connection.run("register_service", name, address)
+
+    def heartbeat(self, name: str, figures: Mapping[str, float]) -> None:
+        """Reports that `name` is alive and stores its figures: sums since its process started. Send one per second."""
+        self.connection.run("heartbeat", name, self._generation(name), json.dumps(dict(figures)))
+
+    def samplers(self, alive_within_seconds: float = 10) -> list[Sampler]:
+        """Returns all samplers that have ever registered, ordered by id."""
+        reply = self.connection.run("samplers_alive", str(alive_within_seconds))
+        return [Sampler(**fields) for fields in json.loads(reply)]
+
+    def admit_sampler(self, incarnation: int, sampler_id: str | Sampler, version: int) -> bool:
+        """Makes a sampler that was updated to `version` LIVE, if that is still the published version.
+
+        Pass the `Sampler` as read when its update began, so that a sampler that has restarted since is not admitted.
+        """
+        return bool(self.connection.run("admit_sampler", incarnation, *_with_generations([sampler_id]), version))
+
+    def services(self) -> dict[str, str]:
+        """Returns the address of every registered service by name."""
+        return self._texts("services")
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Returns the latest figures of every service and sampler by name."""
+        return {name: json.loads(text) for name, text in self._texts("figures").items()}
+
+    def silences(self) -> dict[str, float]:
+        """Returns the seconds since the last heartbeat of every service and sampler by name."""
+        seconds, microseconds = self.connection.retried(self.connection.redis.time)
+        now = seconds + microseconds / 1e6
+        return {name: now - float(beat_ms) / 1000 for name, beat_ms in self._texts("beats").items()}
+
+    # ---- figures ----
+
+    def published_version(self) -> int:
+        """The published policy version, -1 before the first publication."""
+        return int(self._texts("meta").get("published_version", -1))
+
+    def counts(self) -> dict[str, int]:
+        """Returns groups per state (`STATES`), drops by reason (`dropped:<reason>`), and the limiter's counters."""
+        found = {name.decode(): int(figure) for name, figure in _rows(self.connection.run("counts"), 2)}
+        return dict.fromkeys((*_COUNTERS, *STATES), 0) | found
+
+    def drop_errors(self) -> dict[str, str]:
+        """Returns, by reason, the error of the first group dropped for it."""
+        return self._texts("drop_errors")
+
+    def verify(self) -> list[str]:
+        """Returns violations of conservation and consistency, one line each; [] if the ledger is consistent.
+
+        The state of every group is compared with its queue, lease, payload, credit and outcome, and all groups with the
+        counters, atomically.
+        """
+        return [line.decode() for line in self.connection.run("verify")]
+
+    def _texts(self, name: str) -> dict[str, str]:
+        """Returns a hash of the run."""
+        return {field.decode(): text.decode(errors="replace") for field, text in self.connection.hash(name).items()}
+
+    def _generation(self, name: str) -> int | str:
+        return self._generations.get(name, "")
+
+
+def _checked_ids(group_ids: Iterable[str]) -> list[str]:
+    """Returns the ids as a list. Raises DataError for an id that is not "<epoch>-<index>" with an index below 2³²."""
+    checked = list(group_ids)
+    for group_id in checked:
+        if not _GROUP_ID.fullmatch(group_id) or int(group_id.partition("-")[2]) >= _MAX_INDEX:
+            raise DataError(f"group id {group_id!r} is not <epoch>-<index> with an index below {_MAX_INDEX}")
+    return checked
+
+
+def _checked_reason(reason: str) -> str:
+    """Checks that the reason of a drop or release is short, because each reason has a counter."""
+    assert 0 < len(reason) <= _MAX_REASON, f"a reason is a name of at most {_MAX_REASON} characters, got {reason!r}"
+    return reason
+
+
+def _with_generations(samplers: Sequence[str | Sampler]) -> list[str | int]:
+    """Returns id and generation of each sampler. The scripts do not check the generation '' of a plain id."""
+    pairs = [(each.id, each.generation) if isinstance(each, Sampler) else (each, "") for each in samplers]
+    return [value for pair in pairs for value in pair]
+
+
+def _rows(reply: Sequence[bytes], width: int) -> list[Sequence[bytes]]:
+    return [reply[first : first + width] for first in range(0, len(reply), width)]

@@ -36,12 +36,12 @@ from tandem.protos.errors import (
 
 OUTAGE_SECONDS = 10.0
 """How long a verb waits for an unreachable Redis, which may be restarting and loading its append-only file."""
+OLDEST_REDIS = (6, 2)
 
 _SOCKET_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.5
 _POLL_SECONDS = 1.0  # an expired lease sends no signal
-_OLDEST_REDIS = (6, 2)
 _REFUSALS: dict[str, type[TandemError]] = {
     "DATA": DataError,
     "EXISTS": RunExistsError,
@@ -89,10 +89,9 @@ RUNS = KeySpace(
 @cache
 def script_text(space: KeySpace, verb: str) -> str:
     """Returns the Lua text of a verb: common.lua, the prelude, then <verb>.lua."""
-    files = resources.files(space.package)
-    texts = [files.joinpath(f"{name}.lua").read_text(encoding="utf-8") for name in (*space.prelude, verb)]
-    common = resources.files(RUNS.package).joinpath("common.lua").read_text(encoding="utf-8")
-    return "\n".join([common, *texts])
+    files = [resources.files(space.package) / f"{name}.lua" for name in (*space.prelude, verb)]
+    common = resources.files(RUNS.package) / "common.lua"
+    return "\n".join(file.read_text(encoding="utf-8") for file in [common, *files])
 
 
 class Connection:
@@ -128,17 +127,14 @@ class Connection:
                 f"{self.place!r} (run.redis_url, TANDEM_REDIS_URL or --redis-url) cannot be used: {error}"
             ) from None
         self._scripts: dict[str, Script] = {}
-        server = self.server_info("server", connect_timeout_seconds)
-        version = str(server["redis_version"])
-        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_REDIS:
+        version = str(self.server_info("server", connect_timeout_seconds)["redis_version"])
+        if redis_version(version) < OLDEST_REDIS:
             raise EnvironmentLackError(f"Redis at {self.place} is version {version}; Tandem needs 6.2 or later")
 
     def close(self) -> None:
-        """Closes the pool's connections."""
         self.redis.close()
 
     def server_info(self, section: str, outage_seconds: float | None = None) -> Mapping[str, Any]:
-        """Returns a section of the server's INFO."""
         return self.retried(lambda: self.redis.info(section), outage_seconds)
 
     def setting(self, name: str) -> str:
@@ -162,10 +158,9 @@ class Connection:
 
     def run(self, verb: str, *arguments: bytes | str | int) -> Any:
         """Runs a verb atomically. It runs twice if an answer is lost, so each is idempotent or carries a request id."""
-        script = self._scripts.get(verb)
-        if script is None:
-            script = self._scripts[verb] = self.redis.register_script(script_text(self._space, verb))
-        return self.retried(lambda: script(keys=[self.key("meta")], args=arguments))
+        if verb not in self._scripts:
+            self._scripts[verb] = self.redis.register_script(script_text(self._space, verb))
+        return self.retried(lambda: self._scripts[verb](keys=[self.key("meta")], args=arguments))
 
     def retried(self, call: Callable[[], Answer], outage_seconds: float | None = None) -> Answer:
         """Calls and retries while Redis is unreachable. Raises a TandemError for an error reported by Redis."""
@@ -178,14 +173,11 @@ class Connection:
                 raise EnvironmentLackError(f"Redis at {self.place} refuses this user: {error}") from None
             except (redis.ConnectionError, redis.TimeoutError) as error:  # BusyLoadingError is one of these
                 if time.monotonic() + pause > deadline:
-                    raise UnavailableError(
-                        f"Redis at {self.place} cannot be reached: {_one_line(error)}; start it, or name another one"
-                    ) from None
+                    told = f"Redis at {self.place} cannot be reached: {_one_line(error)}"
+                    raise UnavailableError(f"{told}; start it, or name another one") from None
             except redis.InvalidResponse as error:
-                raise EnvironmentLackError(
-                    f"what answers at {self.place} is no Redis: {_one_line(error)}; "
-                    "name another one, or start one there"
-                ) from None
+                told = f"what answers at {self.place} is no Redis: {_one_line(error)}"
+                raise EnvironmentLackError(f"{told}; name another one, or start one there") from None
             except redis.ResponseError as error:
                 raise self._refusal(error) from error
             time.sleep(pause)
@@ -219,13 +211,18 @@ class Connection:
         return error  # a bug in a script: it keeps its traceback
 
 
+def redis_version(version: str) -> tuple[int, ...]:
+    """Returns major and minor number."""
+    return tuple(map(int, version.split(".")[:2]))
+
+
 def new_request() -> str:
     """Returns a new id, under which the answer of a verb is kept for a minute."""
     return uuid.uuid4().hex
 
 
 def milliseconds(seconds: float) -> int:
-    """Converts seconds to whole milliseconds, the scripts' unit of time."""
+    """Returns the scripts' unit of time."""
     return round(seconds * 1000)
 
 

@@ -6,6 +6,7 @@ The embedded Redis meets them (`tandem.services.buffer.redis_server`). The setti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.protos.errors import ConfigError
 from tandem.services.buffer.connection import Connection
@@ -28,8 +29,7 @@ class RedisSettings:
         return self.maxmemory_bytes > 0 and self.maxmemory_policy != "noeviction"
 
 
-@dataclass(frozen=True, slots=True)
-class Weakness:
+class Weakness(NamedTuple):
     """A setting that breaks one of Tandem's guarantees."""
 
     fact: str
@@ -55,81 +55,21 @@ def weaknesses(settings: RedisSettings) -> list[Weakness]:
     """Returns the weaknesses of these settings, the worst first."""
     found = []
     if settings.maxmemory_policy != "noeviction":
+        fact = f"maxmemory-policy is {settings.maxmemory_policy}"
         when = "is full" if settings.evicts else "is given a maxmemory"
-        found.append(
-            Weakness(
-                f"maxmemory-policy is {settings.maxmemory_policy}",
-                f"groups and jobs are lost without a word once it {when}",
-                "set `maxmemory-policy noeviction` there",
-            )
-        )
+        cost = f"groups and jobs are lost without a word once it {when}"
+        found.append(Weakness(fact, cost, "set `maxmemory-policy noeviction` there"))
     if not settings.appendonly:
-        found.append(
-            Weakness(
-                "appendonly is no",
-                "when it ends, groups and jobs are lost",
-                "set `appendonly yes` and `appendfsync always` there",
-            )
-        )
-    elif settings.appendfsync not in ("always", ""):
-        lost = "the last second" if settings.appendfsync == "everysec" else "the last half minute"
-        found.append(
-            Weakness(
-                f"appendfsync is {settings.appendfsync}",
-                f"what it acknowledged within {lost} is lost when it is killed or its machine fails",
-                "set `appendfsync always` there",
-            )
-        )
+        cost, remedy = "when it ends, groups and jobs are lost", "set `appendonly yes` and `appendfsync always` there"
+        found.append(Weakness("appendonly is no", cost, remedy))
     elif not settings.appendfsync:
-        found.append(
-            Weakness(
-                "appendfsync could not be checked",
-                "it refuses CONFIG GET, as managed servers do",
-                "see to it that every write is synced (`appendfsync always`)",
-            )
-        )
+        cost, remedy = "it refuses CONFIG GET, as managed servers do", "see to it that every write is synced"
+        found.append(Weakness("appendfsync could not be checked", cost, f"{remedy} (`appendfsync always`)"))
+    elif settings.appendfsync != "always":
+        lost = "the last second" if settings.appendfsync == "everysec" else "the last half minute"
+        cost = f"what it acknowledged within {lost} is lost when it is killed or its machine fails"
+        found.append(Weakness(f"appendfsync is {settings.appendfsync}", cost, "set `appendfsync always` there"))
     return found
-
-
-def check_group_room(connection: Connection, group_bytes: int) -> None:
-    """Refuses a run whose payloads could fill more than half of Redis' memory, and a Redis that evicts.
-
-    Raises:
-        ConfigError: the message names the required and the available memory, and the remedy.
-    """
-    settings = read_settings(connection)
-    if settings.evicts:
-        raise ConfigError(
-            f"Redis at {connection.place} has maxmemory-policy {settings.maxmemory_policy} and would evict groups: "
-            "set `maxmemory-policy noeviction` there"
-        )
-    limit = settings.maxmemory_bytes
-    if limit and 2 * group_bytes > limit:
-        raise ConfigError(
-            f"the run may hold {_mebibytes(group_bytes)} in Redis at {connection.place}, more than half of its "
-            f"maxmemory {_mebibytes(limit)}: raise maxmemory, or lower run.groups_per_batch, run.staleness_budget, "
-            "rollout.samples_per_prompt or rollout.max_response_tokens"
-        )
-
-
-def check_room(connection: Connection, job_bytes: int, group_bytes: int = 0) -> None:
-    """Refuses a server whose memory limit is less than the limit of jobs plus twice the limit of a run's groups.
-
-    Raises:
-        ConfigError: the message names the sizes and the remedy.
-    """
-    limit = read_settings(connection).maxmemory_bytes
-    if limit and 2 * group_bytes + job_bytes > limit:
-        beside = f", groups {_mebibytes(group_bytes)}" if group_bytes else ""
-        raise ConfigError(
-            f"Redis at {connection.place}: jobs may take {_mebibytes(job_bytes)}{beside}, "
-            f"and its maxmemory is {_mebibytes(limit)}: "
-            "raise maxmemory, or lower jobs.max_unscored_bytes or jobs.max_result_bytes"
-        )
-
-
-def _mebibytes(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.1f} MiB"
 
 
 def check_settings(connection: Connection) -> list[str]:
@@ -143,3 +83,29 @@ def check_settings(connection: Connection) -> list[str]:
     if settings.evicts:
         raise ConfigError(lines[0])
     return lines
+
+
+def check_room(connection: Connection, job_bytes: int, group_bytes: int = 0) -> None:
+    """Refuses a server that evicts, or whose memory is less than that of jobs plus twice that of a run's groups.
+
+    Raises:
+        ConfigError: the message names the sizes and the remedy.
+    """
+    check_settings(connection)
+    limit = read_settings(connection).maxmemory_bytes
+    if limit and 2 * group_bytes > limit:
+        raise ConfigError(
+            f"the run may hold {_mebibytes(group_bytes)} in Redis at {connection.place}, more than half of its "
+            f"maxmemory {_mebibytes(limit)}: raise maxmemory, or lower run.groups_per_batch, run.staleness_budget, "
+            "rollout.samples_per_prompt or rollout.max_response_tokens"
+        )
+    if limit and 2 * group_bytes + job_bytes > limit:
+        beside = f", groups {_mebibytes(group_bytes)}" if group_bytes else ""
+        raise ConfigError(
+            f"Redis at {connection.place}: jobs may take {_mebibytes(job_bytes)}{beside}, and its maxmemory is "
+            f"{_mebibytes(limit)}: raise maxmemory, or lower jobs.max_unscored_bytes or jobs.max_result_bytes"
+        )
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"

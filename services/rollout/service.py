@@ -12,22 +12,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import asdict, replace
 
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, TandemError, UnavailableError
-from tandem.protos.types import Prompt, Role, SamplingParameters, Trajectory, TrajectoryGroup
+from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments, find_engine
-from tandem.rollout.sampler import SamplerFigures
+from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Buffer, Claim
 from tandem.services.config import Recipe
-from tandem.services.group_leases import GroupLeases, GroupResult
-from tandem.services.leases import Held, LeaseLoop, LeaseWorker, Release
+from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
 from tandem.services.rollout.server import start_rollout_server
@@ -38,30 +33,10 @@ log = logging.getLogger(__name__)
 _CHECK_SECONDS = 10.0  # an engine that hangs would keep its leases forever
 
 
-class Sampler(Protocol):
-    """The part of an engine that sampling uses."""
-
-    @property
-    def is_dead(self) -> bool: ...
-
-    @property
-    def policy_version(self) -> int: ...
-
-    async def check(self) -> None: ...
-
-    async def sample_one(
-        self, prompt_ids: NDArray[np.int32], sampling: SamplingParameters, *, trajectory_id: int, key: str = ""
-    ) -> Trajectory: ...
-
-    def figures(self) -> SamplerFigures: ...
-
-
 class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     """Samples the missing rows of leased groups, many groups at once.
 
-    Args:
-        name: name of this sampler in the registry and as holder of leases.
-        report: see `GroupLeases`.
+    `name` is its name in the registry and as holder of leases. For `report` see `GroupLeases`.
     """
 
     runs_in_threads = False
@@ -121,18 +96,10 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     def figures(self) -> dict[str, float]:
         """Returns sums since the engine was ready, for heartbeat and Info."""
         engine = self._engine.figures()
-        return {
-            "sampled_tokens": engine.sampled_tokens,
-            "prompt_tokens": engine.prompt_tokens,
-            "busy_seconds": engine.busy_seconds,
-            "idle_seconds": max(0.0, time.monotonic() - self._started - engine.busy_seconds),
-            "weight_updates": engine.weight_updates,
-            "weight_stall_seconds": engine.weight_stall_seconds,
-            **self.loop.figures(),
-        }
+        idle_seconds = max(0.0, time.monotonic() - self._started - engine.busy_seconds)
+        return {**asdict(engine), "idle_seconds": idle_seconds, **self.loop.figures()}
 
     def activity(self) -> str:
-        """Describes in one line what the sampler does."""
         if self.loop.num_held:
             return f"sampling {self.loop.num_held} groups" + (", paused" if self.loop.paused else "")
         if self.loop.paused:
@@ -205,14 +172,8 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
         buffer = Buffer(redis_url, recipe.run.run_id)
         name = f"rollout-{replica}"
         heartbeat = Heartbeat(buffer, name, lambda: worker.figures())
-        worker = SamplingWorker(
-            buffer,
-            engine,
-            config,
-            name,
-            with_baselines=recipe.trainer.needs_baselines,
-            report=heartbeat.send,
-        )
+        baselines = recipe.trainer.needs_baselines
+        worker = SamplingWorker(buffer, engine, config, name, with_baselines=baselines, report=heartbeat.send)
         info = ServiceInfo(
             name,
             worker.figures,

@@ -8,7 +8,7 @@ from contextlib import closing
 
 from tandem.protos.errors import RunExistsError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.durability import check_group_room, check_room
+from tandem.services.buffer.durability import check_room
 from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import (
     CONFIG_FILE,
@@ -35,9 +35,7 @@ def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    groups = worst_case_redis_bytes(recipe)
-    check_group_room(buffer.connection, groups)
-    check_room(buffer.connection, job_bytes(recipe), groups)
+    check_room(buffer.connection, job_bytes(recipe), worst_case_redis_bytes(recipe))
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,16 +34,8 @@ class RedisChild:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        """Stops the server within 2 s. Killing a hung server is safe, since every acknowledged write is fsynced."""
         assert self._server is not None
-        if self._server.alive:
-            os.kill(self._server.pid, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
-        while self._server.alive and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if self._server.alive:
-            os.kill(self._server.pid, signal.SIGKILL)
-        self._server.stop()
+        self._server.stop(STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
         """Restarts the server if it has died.

@@ -13,8 +13,7 @@ from tandem.protos import rollout_pb2
 from tandem.protos.errors import UnavailableError, WeightTransferError
 from tandem.protos.manifest import weights_digest
 from tandem.protos.types import WeightManifest
-from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.registry import Sampler
+from tandem.services.buffer.buffer import Buffer, Sampler
 from tandem.services.config import Recipe
 from tandem.services.trainer.sampler_link import SamplerLink
 from tandem.trainer.weight_sender import WeightSender

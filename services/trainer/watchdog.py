@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from tandem.protos.errors import TandemError
-from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.registry import Sampler
+from tandem.services.buffer.buffer import Buffer, Sampler
 
 log = logging.getLogger(__name__)
 

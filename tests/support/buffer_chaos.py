@@ -10,8 +10,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.ledger import STATES
+from tandem.services.buffer.buffer import STATES, Buffer
 from tests.support import buffer_worker
 from tests.support import redis_ring as ring
 

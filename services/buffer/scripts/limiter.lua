@@ -1,4 +1,4 @@
--- The limiter. services/buffer/limiter.py is the same in Python; a property test compares them.
+-- The limiter. tests/services/buffer/test_limiter.py compares it with its Python twin.
 -- outstanding, the size of a set, equals admitted - retired + restored. These three only grow.
 
 local OUTSTANDING = PREFIX .. 'outstanding'

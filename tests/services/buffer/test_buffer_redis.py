@@ -15,7 +15,7 @@ from tandem.protos.errors import (
     UnavailableError,
 )
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.durability import check_group_room
+from tandem.services.buffer.durability import check_room
 from tandem.services.buffer.redis_server import start_redis
 from tests.support import redis_ring as ring
 
@@ -49,15 +49,15 @@ def test_a_finished_group_leaves_only_one_bit(redis_url: str) -> None:
 def test_a_nearly_full_redis_is_refused_and_a_full_one_is_a_clear_error(tmp_path: Path) -> None:
     with ring.running_redis(tmp_path) as url:
         buffer = ring.new_run(url)
-        check_group_room(buffer.connection, 10**15)  # no limit is set
+        check_room(buffer.connection, 0, 10**15)  # no limit is set
         client = redis.Redis.from_url(url, protocol=2)
         client.config_set("maxmemory", 64 << 20)
-        check_group_room(buffer.connection, 32 << 20)
+        check_room(buffer.connection, 0, 32 << 20)
         with pytest.raises(ConfigError, match=r"33\.0 MiB .* half of its maxmemory 64\.0 MiB: raise maxmemory"):
-            check_group_room(buffer.connection, 33 << 20)
+            check_room(buffer.connection, 0, 33 << 20)
         client.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(ConfigError, match="maxmemory-policy noeviction"):
-            check_group_room(buffer.connection, 1)
+            check_room(buffer.connection, 0, 1)
         client.config_set("maxmemory-policy", "noeviction")
         assert ring.offer(buffer, 1) == ["0-0"]
         [claim] = ring.claim(buffer, "prompts")

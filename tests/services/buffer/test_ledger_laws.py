@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem.protos.errors import LedgerError
-from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.ledger import STATES
+from tandem.services.buffer.buffer import STATES, Buffer
 from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
 from tests.support import redis_ring as ring
 from tests.support.buffer_chaos import Chaos

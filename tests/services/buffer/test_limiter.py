@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,12 +18,60 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.ledger import STATES
-from tandem.services.buffer.limiter import Limiter
+from tandem.services.buffer.buffer import STATES, Buffer
 from tests.support import redis_ring as ring
 
 _QUICK = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@dataclass
+class Limiter:
+    """scripts/limiter.lua in Python: monotonic counters and the set of outstanding groups, which must agree.
+
+    `retired` counts every returned credit, by publication or by a drop. `restored` counts groups whose credit a
+    rollback took back. Only these can raise `outstanding` above the budget.
+    """
+
+    groups_per_batch: int
+    staleness_budget: int
+    target_groups: int
+    admitted: int = 0
+    retired: int = 0
+    restored: int = 0
+    dropped: int = 0
+    outstanding: set[str] = field(default_factory=set)
+
+    @property
+    def budget(self) -> int:
+        return (self.staleness_budget + 1) * self.groups_per_batch
+
+    @property
+    def free(self) -> int:
+        return max(0, self.budget - len(self.outstanding))
+
+    @property
+    def wanted(self) -> int:
+        return max(0, self.target_groups + self.dropped - self.admitted)
+
+    def admit(self, offered: Sequence[str]) -> list[str]:
+        taken = list(offered[: min(self.free, self.wanted)])
+        self.outstanding.update(taken)
+        self.admitted += len(taken)
+        return taken
+
+    def retire(self, group_ids: Iterable[str]) -> int:
+        retiring = self.outstanding.intersection(group_ids)
+        self.outstanding -= retiring
+        self.retired += len(retiring)
+        return len(retiring)
+
+    def drop(self, group_ids: Iterable[str]) -> None:
+        self.dropped += self.retire(group_ids)
+
+    def restore(self, group_ids: Iterable[str]) -> None:
+        restoring = set(group_ids) - self.outstanding
+        self.outstanding |= restoring
+        self.restored += len(restoring)
 
 
 class RingMachine(RuleBasedStateMachine):

@@ -19,8 +19,7 @@ from tandem.protos.errors import FencedError, WeightTransferError, error_class
 from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import WeightGroupAddress
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.services.buffer.buffer import Buffer
-from tandem.services.buffer.registry import Sampler
+from tandem.services.buffer.buffer import Buffer, Sampler
 from tandem.services.rpc.server import ServerThread
 from tandem.services.trainer.publisher import Publication, Publisher
 from tandem.trainer.weight_sender import WeightSender

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.protos import training_pb2, training_pb2_grpc
-from tandem.services.buffer.registry import Sampler
+from tandem.services.buffer.buffer import Sampler
 from tandem.services.rpc.client import connect, translated
 from tandem.services.trainer.watchdog import Watchdog, diagnose
 from tests.support.service_wire import check_what_it_says
