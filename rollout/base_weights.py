@@ -34,8 +34,7 @@ class BaseWeights:
     ) -> list[tuple[str, torch.Tensor]]:
         """Returns names and tensors of the full model on `device`, from the checked tensors of a version's buckets.
 
-        Raises:
-            MissingBaseWeightsError: the base was neither sent nor held, and is not in the folder.
+        Raises MissingBaseWeightsError if the base was neither sent nor held, and is not in the folder.
         """
         if adapters.brings_base:
             self._tensors = {t.name: arrived[t.name].cpu() for spec in adapters.base for t in spec.tensors}
@@ -66,14 +65,12 @@ class BaseWeights:
             for spec in specs:
                 part = {tensor.name: found[tensor.name].to(getattr(torch, tensor.dtype)) for tensor in spec.tensors}
                 if fill_bucket(spec, part, empty_bucket(spec, device)) != spec.digest:
-                    raise MissingBaseWeightsError(
-                        f"{self._folder} holds other weights than the trainer's base, which must be sent"
-                    )
+                    told = f"{self._folder} holds other weights than the trainer's base, which must be sent"
+                    raise MissingBaseWeightsError(told)
                 tensors |= part
         except (OSError, SafetensorError, KeyError, DataError) as error:
-            raise MissingBaseWeightsError(
-                f"the trainer's base weights are not in {self._folder} and must be sent"
-            ) from error
+            told = f"the trainer's base weights are not in {self._folder} and must be sent"
+            raise MissingBaseWeightsError(told) from error
         self._specs, self._tensors, self._files = specs, tensors, files
 
 
@@ -113,9 +110,9 @@ def _state(file: Path) -> tuple[int, ...]:
     """Returns a value that changes with the file. If it changed, the mapped weights are no longer the checked ones."""
     try:
         found = file.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
     except OSError:
         return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:

@@ -59,18 +59,11 @@ class Engine(ABC):
     async def start(self, arguments: SamplerArguments) -> Sampler:
         """Loads the model; call it from the main thread, before threads or gRPC exist.
 
-        Raises:
-            ModelError: the model folder cannot be used.
-            EnvironmentLackError: memory is short, or the engine does not start on this machine.
+        Raises ModelError for a bad model folder, EnvironmentLackError if memory is short or the engine does not start.
         """
 
     def check(self, config: RolloutConfig) -> None:
-        """Checks the configuration before a start.
-
-        Raises:
-            EnvironmentLackError: the library is not installed.
-            ConfigError: the engine does not support the configuration.
-        """
+        """Raises EnvironmentLackError if the library is not installed, ConfigError for an unsupported setting."""
         if not self.installed:
             others = [name for name in engine_names() if name != self.name and find_engine(name).installed]
             instead = f', or set rollout.engine="{others[0]}"' if others else ""
@@ -79,10 +72,7 @@ class Engine(ABC):
             )
 
     def core_environment(self, cores: Sequence[int]) -> Mapping[str, str]:
-        """Returns environment variables that pin each worker of a sampler to one of these cores.
-
-        Empty if the engine distributes the cores by itself.
-        """
+        """Returns environment variables that pin each worker to one of these cores. Empty: the engine does it."""
         return {}
 
     def remove_leftovers(self) -> None:  # noqa: B027 (most engines leave nothing)

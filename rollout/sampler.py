@@ -31,6 +31,7 @@ from tandem.protos.types import (
     WeightManifest,
 )
 
+PromptIds = Sequence[int] | NDArray[np.int32]
 NO_VERSION = (0, -1)
 """Incarnation and policy version of weights that no trainer has sent."""
 _LONGEST_POLL_SECONDS = 0.02
@@ -160,41 +161,27 @@ class Sampler(ABC):
         return replace(self._figures, busy_seconds=self._figures.busy_seconds + running)
 
     async def sample(
-        self,
-        prompt_ids: Sequence[int] | NDArray[np.int32],
-        num_samples: int,
-        sampling: SamplingParameters,
-        *,
-        key: str = "",
+        self, prompt_ids: PromptIds, num_samples: int, sampling: SamplingParameters, *, key: str = ""
     ) -> tuple[Trajectory, ...]:
         """Samples the trajectories 0 … num_samples − 1 of one prompt; see `sample_one`."""
         rows = (self.sample_one(prompt_ids, sampling, trajectory_id=number, key=key) for number in range(num_samples))
         return tuple(await asyncio.gather(*rows))
 
     async def sample_one(
-        self,
-        prompt_ids: Sequence[int] | NDArray[np.int32],
-        sampling: SamplingParameters,
-        *,
-        trajectory_id: int,
-        key: str = "",
+        self, prompt_ids: PromptIds, sampling: SamplingParameters, *, trajectory_id: int, key: str = ""
     ) -> Trajectory:
-        """Samples one trajectory.
+        """Samples one trajectory, a request of its own.
 
         With a `key` (a group's id) or a seed in `sampling`, its random numbers depend only on the run's seed, those two
-        and `trajectory_id`. Each trajectory is a separate request with its own spans; it ends, is saved and is aborted
-        independently of the others.
+        and `trajectory_id`.
 
-        Raises:
-            DataError: the prompt does not fit the model, or the sampling parameters cannot be used.
-            UnavailableError: the engine has ended.
+        Raises DataError if the prompt or the parameters cannot be used, UnavailableError once the engine has ended.
         """
         prompt = np.asarray(prompt_ids, np.int32)
         room = self._max_model_tokens - len(prompt)
         if not len(prompt) or room < 1:
-            raise DataError(
-                f"prompt of {len(prompt)} tokens leaves no room in {self._max_model_tokens} tokens, or is empty"
-            )
+            told = f"prompt of {len(prompt)} tokens leaves no room in {self._max_model_tokens} tokens, or is empty"
+            raise DataError(told)
         fitting = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         request_id = f"{key}/{trajectory_id}/{next(self._request_numbers)}"
         request = SamplingRequest(request_id, prompt, fitting, self._request_seed(sampling, key, trajectory_id))
@@ -203,18 +190,16 @@ class Sampler(ABC):
         self._figures.prompt_tokens += len(prompt)
         self._figures.sampled_tokens += len(completion.token_ids)
         text = self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
-        segment = _segment(prompt, completion)
-        return Trajectory(trajectory_id, "policy", (segment,), completion.finish_reason, text, sampling)
+        segments = (_segment(prompt, completion),)
+        return Trajectory(trajectory_id, "policy", segments, completion.finish_reason, text, sampling)
 
     async def join_weight_group(self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float) -> None:
         """Joins a weight group with one rank per tensor-parallel worker, from `first_rank` on; leaves the previous one.
 
-        Raises:
-            WeightTransferError: not all ranks connected before the deadline.
+        Raises WeightTransferError if not all ranks connect before the deadline.
         """
-        arguments = {"address": asdict(address), "first_rank": first_rank, "timeout_seconds": timeout_seconds}
         async with self._update_lock:
-            await self._transfer("join", arguments, timeout_seconds)
+            await self._transfer("join", {"address": asdict(address), "first_rank": first_rank}, timeout_seconds)
 
     async def update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
         """Receives a version during generation and applies it between two engine steps. Running requests keep their KV.
@@ -228,11 +213,7 @@ class Sampler(ABC):
         return await asyncio.shield(asyncio.ensure_future(self._update_weights(manifest, group_name, timeout_seconds)))
 
     async def _update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
-        arguments = {
-            "manifest": encode_manifest(manifest),
-            "group_name": group_name,
-            "timeout_seconds": timeout_seconds,
-        }
+        arguments = {"manifest": encode_manifest(manifest), "group_name": group_name}
         async with self._update_lock:
             workers = await self._transfer("receive", arguments, timeout_seconds)
             stall_seconds = await self._apply_staged_weights(manifest.incarnation, manifest.policy_version)
@@ -247,7 +228,7 @@ class Sampler(ABC):
         """Starts a transfer on every worker and waits for all of them."""
         # A worker's error names the cause, so the workers' deadline comes first.
         deadline = time.monotonic() + timeout_seconds + 1.0
-        await self._start_transfer(kind, arguments)
+        await self._start_transfer(kind, {**arguments, "timeout_seconds": timeout_seconds})
         pause = 0.001
         while True:
             await asyncio.sleep(pause)

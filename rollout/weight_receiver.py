@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,31 @@ from tandem.rollout.sampler import TransferProgress
 _Arrivals = Iterator[tuple[BucketSpec, torch.Tensor]]
 
 
-@dataclass
-class _Transfer:
+class _Transfer(threading.Thread):
     """A thread that joins a group or receives a version."""
 
-    deadline: float
-    previous: threading.Thread | None
-    started: float = field(default_factory=time.perf_counter)
-    thread: threading.Thread | None = None
-    progress: TransferProgress = field(
-        default_factory=lambda: TransferProgress(done=False, seconds=0.0, digests=[], error=None)
-    )
+    def __init__(self, timeout_seconds: float, work: Callable[[_Transfer], None]) -> None:
+        super().__init__(name="weights", daemon=True)
+        self._deadline = time.monotonic() + timeout_seconds
+        self._work = work
+        self.progress = TransferProgress(done=False, seconds=0.0, digests=[], error=None)
 
     @property
     def seconds_left(self) -> float:
-        return max(self.deadline - time.monotonic(), 0.001)
+        return max(self._deadline - time.monotonic(), 0.001)
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._work(self)
+        except TandemError as error:
+            self.progress["error"] = (type(error).__name__, str(error))
+        except Exception as error:  # a bug: report it to the waiting caller instead of losing it with this thread
+            self.progress["error"] = ("WeightTransferError", f"{type(error).__name__}: {error}")
+        finally:
+            del self._work  # it refers to the previous transfer
+            self.progress["seconds"] = time.perf_counter() - started
+            self.progress["done"] = True
 
 
 class StagedReceiver:
@@ -78,10 +87,7 @@ class StagedReceiver:
         self._staged: list[tuple[str, torch.Tensor]] = []
 
     def start_join(self, address: Mapping[str, Any], first_rank: int, timeout_seconds: float) -> None:
-        """Starts to join a group as rank `first_rank` + this worker's rank, and leaves the previous group.
-
-        `address` holds the fields of a `WeightGroupAddress`.
-        """
+        """Starts to join a `WeightGroupAddress` as rank `first_rank` + this worker's; leaves the previous group."""
         group, rank = WeightGroupAddress(**address), first_rank + self._rank
         self._start(timeout_seconds, lambda transfer: self._join(transfer, group, rank))
 
@@ -91,9 +97,8 @@ class StagedReceiver:
 
     def progress(self) -> TransferProgress:
         """Returns the progress of the newest transfer."""
-        transfer = self._transfer
-        assert transfer is not None, "progress is asked for after a start"
-        return transfer.progress
+        assert self._transfer is not None, "progress is asked for after a start"
+        return self._transfer.progress
 
     def take(self) -> list[tuple[str, torch.Tensor]]:
         """Returns names and tensors of the staged version and drops its references to them."""
@@ -101,31 +106,19 @@ class StagedReceiver:
         return staged
 
     def _start(self, timeout_seconds: float, work: Callable[[_Transfer], None]) -> None:
-        transfer = _Transfer(time.monotonic() + timeout_seconds, self._transfer.thread if self._transfer else None)
+        previous = self._transfer
 
-        def run() -> None:
-            stream = (
-                torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
-            )
-            try:
-                if transfer.previous is not None:
-                    transfer.previous.join(transfer.seconds_left)
-                    if transfer.previous.is_alive():
-                        raise WeightTransferError("the transfer before this one has not ended")
-                with stream:
-                    work(transfer)
-            except TandemError as error:
-                transfer.progress["error"] = (type(error).__name__, str(error))
-            except Exception as error:  # a bug: report it to the waiting caller instead of losing it with this thread
-                transfer.progress["error"] = ("WeightTransferError", f"{type(error).__name__}: {error}")
-            finally:
-                transfer.previous = None
-                transfer.progress["seconds"] = time.perf_counter() - transfer.started
-                transfer.progress["done"] = True
+        def run(transfer: _Transfer) -> None:
+            if previous is not None:
+                previous.join(transfer.seconds_left)
+                if previous.is_alive():
+                    raise WeightTransferError("the transfer before this one has not ended")
+            on_cuda = self._device.type == "cuda"
+            with torch.cuda.stream(torch.cuda.Stream(self._device)) if on_cuda else nullcontext():
+                work(transfer)
 
-        transfer.thread = threading.Thread(target=run, name="weights", daemon=True)
-        self._transfer = transfer
-        transfer.thread.start()
+        self._transfer = _Transfer(timeout_seconds, run)
+        self._transfer.start()
 
     def _join(self, transfer: _Transfer, address: WeightGroupAddress, rank: int) -> None:
         if self._group is not None:
@@ -143,10 +136,8 @@ class StagedReceiver:
         arrived: list[tuple[str, torch.Tensor]] = []
         fault: WeightTransferError | None = None
         for number, (spec, buffer) in enumerate(arrivals):
-            place = (
-                f"version {manifest.policy_version}, bucket {number + 1} of "
-                f"{len(manifest.buckets)} by {manifest.backend}"
-            )
+            bucket = f"bucket {number + 1} of {len(manifest.buckets)} by {manifest.backend}"
+            place = f"version {manifest.policy_version}, {bucket}"
             try:
                 transfer.progress["digests"].append(check_bucket(spec, buffer, place=place))
             except WeightTransferError as error:
@@ -166,16 +157,15 @@ class StagedReceiver:
             return
         whole = manifest.adapters.base if manifest.adapters else manifest.buckets
         sent = {tensor.name: tensor.shape for bucket in whole for tensor in bucket.tensors}
-        missing = sorted(self._expected.keys() - sent.keys() - self._optional)
-        unknown = sorted(sent.keys() - self._expected.keys() - self._optional)
-        other = sorted(name for name, shape in sent.items() if self._expected.get(name, shape) != shape)
-        if missing or unknown or other:
-            name, why = next(
-                (names[0], why) for names, why in ((missing, "lacks"), (unknown, "adds"), (other, "reshapes")) if names
-            )
-            raise WeightTransferError(
-                f"version {manifest.policy_version} {why} parameter {name}: it belongs to another model"
-            )
+        differences = {
+            "lacks": self._expected.keys() - sent.keys() - self._optional,
+            "adds": sent.keys() - self._expected.keys() - self._optional,
+            "reshapes": {name for name, shape in sent.items() if self._expected.get(name, shape) != shape},
+        }
+        for why, names in differences.items():
+            if names:
+                told = f"version {manifest.policy_version} {why} parameter {min(names)}"
+                raise WeightTransferError(f"{told}: it belongs to another model")
 
     def _from_group(self, transfer: _Transfer, manifest: WeightManifest, group_name: str) -> _Arrivals:
         group = self._group

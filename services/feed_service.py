@@ -6,7 +6,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ _MAX_LOGGED_FAULTS = 20
 _IDLE_POLL_SECONDS = 0.25  # when exhausted, to replace dropped groups
 
 
+@lru_cache(maxsize=1)
 def epoch_order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
     """Returns the row numbers of one epoch, shuffled by (seed, epoch). Equal on all machines and after restarts."""
     entropy = [seed & (2**64 - 1), epoch]  # two's complement, so negative seeds work
@@ -38,8 +41,7 @@ def epoch_order(seed: int, epoch: int, num_rows: int) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable")
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedGroup:
+class PreparedGroup(NamedTuple):
     """A group ready for admission. `position` counts rows from the run's start, including skipped rows."""
 
     position: int
@@ -48,19 +50,26 @@ class PreparedGroup:
 
 
 class PromptStream:
-    """The sequence of prompts from a position on, endless or `max_epochs` long. Prompts are prepared in advance."""
+    """The recipe's prompts from a position on, endless or `max_epochs` long. Raises DataError or ModelError."""
 
-    def __init__(
-        self, dataset: Mixture, builder: PromptBuilder, *, seed: int, shuffle: bool, max_epochs: int, position: int
-    ) -> None:
+    def __init__(self, recipe: Recipe, position: int) -> None:
         self.faults: dict[int, RowFault] = {}
-        self._dataset = dataset
-        self._builder = builder
-        self._seed = seed
-        self._shuffle = shuffle
-        self._end = max_epochs * len(dataset) if max_epochs else None
+        self._dataset = Mixture(recipe.data.train_files)
+        self._builder = PromptBuilder(
+            model_path=recipe.model.path,
+            chat_template=recipe.model.chat_template,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            num_samples=recipe.rollout.samples_per_prompt,
+            sampling=SamplingParameters(
+                temperature=recipe.rollout.temperature,
+                max_tokens=recipe.rollout.max_response_tokens,
+                stop=recipe.rollout.stop,
+            ),
+        )
+        self._seed = recipe.run.seed
+        self._shuffle = recipe.data.shuffle
+        self._end = recipe.data.max_epochs * len(self._dataset) if recipe.data.max_epochs else None
         self._next = position
-        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
         self._ready: deque[PreparedGroup] = deque()
 
     @property
@@ -71,12 +80,13 @@ class PromptStream:
     def prepare(self, num_groups: int) -> None:
         """Builds prompts until `num_groups` are ready or the last epoch ends.
 
-        Raises:
-            DataError: no row of the file can be used (ModelError if the chat template is the cause).
+        Raises DataError if no row can be used (ModelError if the chat template is the cause).
         """
         while len(self._ready) < num_groups and (self._end is None or self._next < self._end):
-            epoch, place = divmod(self._next, len(self._dataset))
-            group = self._build(epoch, self._row_index(epoch, place))
+            epoch, index = divmod(self._next, len(self._dataset))
+            if self._shuffle:
+                index = int(epoch_order(self._seed, epoch, len(self._dataset))[index])
+            group = self._build(epoch, index)
             if group is not None:
                 self._ready.append(PreparedGroup(self._next, group.group_id, encode_group(group)))
             elif len(self.faults) == self._dataset.num_rows:
@@ -89,24 +99,13 @@ class PromptStream:
         The buffer stores one cursor and counts back from it if it admits only a part, so no row may be skipped.
         """
         self.prepare(num_groups)
-        ready: list[PreparedGroup] = []
-        for prepared in self._ready:
-            if len(ready) == num_groups or (ready and prepared.position != ready[-1].position + 1):
-                break
-            ready.append(prepared)
-        return ready
+        ready = enumerate(islice(self._ready, num_groups))
+        return [group for number, group in ready if group.position == self._ready[0].position + number]
 
     def advance(self, num_groups: int) -> None:
         """Removes the first groups, after their admission."""
         for _ in range(num_groups):
             self._ready.popleft()
-
-    def _row_index(self, epoch: int, place: int) -> int:
-        if not self._shuffle:
-            return place
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self._seed, epoch, len(self._dataset)))
-        return int(self._order[1][place])
 
     def _build(self, epoch: int, index: int) -> TrajectoryGroup | None:
         number = self._dataset.locate(index, epoch)
@@ -138,8 +137,7 @@ class Feed:
         """Admits groups until told to stop. When exhausted, it keeps running to replace groups dropped later."""
         poll = _SHORTEST_POLL_SECONDS
         while not stop.is_set():
-            admission = self._buffer.admission()
-            if self._admit(admission):
+            if self._admit(self._buffer.admission()):
                 poll = _SHORTEST_POLL_SECONDS
                 continue
             started = time.monotonic()
@@ -169,8 +167,8 @@ class Feed:
         self.activity = "admitting"
         return number > 0
 
-    def _mark_exhausted(self, why: str, activity: str) -> None:
-        if self._exhausted != why and self._buffer.mark_exhausted("target" if why == "target" else "dataset"):
+    def _mark_exhausted(self, why: Literal["target", "dataset"], activity: str) -> None:
+        if self._exhausted != why and self._buffer.mark_exhausted(why):
             self._exhausted = why
             log.info("exhausted (%s): %s; %d groups admitted by this process", why, activity, self.admitted)
         self.activity = activity
@@ -186,30 +184,6 @@ class Feed:
         }
 
 
-def open_stream(recipe: Recipe, position: int) -> PromptStream:
-    """Opens the training prompts of a recipe at a position. Raises DataError or ModelError."""
-    dataset = Mixture(recipe.data.train_files)
-    builder = PromptBuilder(
-        model_path=recipe.model.path,
-        chat_template=recipe.model.chat_template,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        num_samples=recipe.rollout.samples_per_prompt,
-        sampling=SamplingParameters(
-            temperature=recipe.rollout.temperature,
-            max_tokens=recipe.rollout.max_response_tokens,
-            stop=recipe.rollout.stop,
-        ),
-    )
-    return PromptStream(
-        dataset,
-        builder,
-        seed=recipe.run.seed,
-        shuffle=recipe.data.shuffle,
-        max_epochs=recipe.data.max_epochs,
-        position=position,
-    )
-
-
 def main(recipe: Recipe, redis_url: str) -> None:
     """Runs the feed until SIGTERM.
 
@@ -220,6 +194,6 @@ def main(recipe: Recipe, redis_url: str) -> None:
     configure_logging("feed", run=recipe.run.run_id)
     stop = stop_event()
     buffer = Buffer(redis_url, recipe.run.run_id)
-    feed = Feed(buffer, open_stream(recipe, buffer.admission().cursor))
+    feed = Feed(buffer, PromptStream(recipe, buffer.admission().cursor))
     with ServiceEndpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), recipe.run.host):
         feed.run(stop)

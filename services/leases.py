@@ -1,10 +1,8 @@
 """The loop of every service that works on leases: claim, work on many at once, renew, then complete or release.
 
 The sampler, the scorer and the worker for reward jobs run it. They differ in the source of their leases (`LeaseSource`)
-and in the work on a lease (`LeaseWorker`).
-
-Leases are stored by fencing token, not by group or chunk id, because a released group may be claimed again before its
-first claim is removed.
+and in the work on a lease (`LeaseWorker`). Leases are stored by fencing token, not by group or chunk id, because a
+released group may be claimed again before its first claim is removed.
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ class Lease(Protocol):
 
 
 class Result(Protocol):
-    """Result of the work on a lease."""
+    """Result of the work on a lease. The loop adds `figures` to its own when the result is accepted."""
 
     @property
-    def figures(self) -> Mapping[str, int]:
-        """Added to the loop's figures when the result is accepted."""
+    def figures(self) -> Mapping[str, int]: ...
 
 
 LeaseT = TypeVar("LeaseT", bound=Lease)
@@ -117,9 +114,7 @@ class GroupResult:
 class GroupLeases:
     """Groups of one stage of the buffer as a `LeaseSource`.
 
-    Args:
-        report: called before finished work is saved, so that the worker's figures in the registry already count the
-            results that other services read from the buffer.
+    It calls `report` before it saves work, so that the registry's figures count all that others read from the buffer.
     """
 
     def __init__(
@@ -160,7 +155,7 @@ class LeaseWorker(Protocol[LeaseT, ResultT_co]):
     """True: `work` waits for a thread, which checks `Held.cancelled`. False: cancelling its task ends it."""
 
     async def work(self, held: Held[LeaseT]) -> ResultT_co | Release | None:
-        """Returns the result, or the reason for a release. None: the lease was lost, so neither applies."""
+        """Returns the result, or the reason for a release. None: the lease was lost."""
 
     def check(self) -> bool:
         """Called before every claim. False ends the loop. Raises if the worker cannot continue."""
@@ -306,7 +301,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
         self._counts[await asyncio.to_thread(self._source.release, lease, release, partial)] += 1
 
     async def _release_after(self, held: Held[LeaseT], error: Exception) -> None:
-        """Releases a lease once Redis answers again, so that the work is not blamed for the death of its holder."""
+        """Releases a lease once Redis answers again, so that its work is not blamed for a dead holder."""
         if not self._tolerates_outages:
             raise error
         while not self._stopping:
@@ -373,10 +368,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
 
 
 async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
-    """Runs the call in a new daemon thread, so that a call that hangs does not keep the process from ending.
-
-    Cancelling the task does not end the call. Its result is then discarded.
-    """
+    """Runs the call in a daemon thread: one that hangs keeps no process from ending. Cancelling does not end it."""
     future: Future[Returned] = Future()
     future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
     context = contextvars.copy_context()

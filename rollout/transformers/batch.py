@@ -97,22 +97,21 @@ class LanguageModel:
 
 
 class Batch:
-    """Reads the prompts of its rows, each prompt once, and samples their first tokens."""
+    """Rows that make steps together. Creating it reads each prompt once and samples the first tokens."""
 
     def __init__(self, language_model: LanguageModel, rows: Sequence[Row], version: tuple[int, int]) -> None:
         self._language_model = language_model
         self.rows = list(rows)
         device = language_model.model.device
-        prompts = list(dict.fromkeys(tuple(row.request.prompt_ids.tolist()) for row in rows))
+        row_prompts = [tuple(row.request.prompt_ids.tolist()) for row in rows]
+        prompts = list(dict.fromkeys(row_prompts))
         longest = max(map(len, prompts))
-        padding = [longest - len(prompt) for prompt in prompts]
-        input_ids = torch.tensor([[0] * pad + list(p) for pad, p in zip(padding, prompts, strict=True)], device=device)
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding], device=device)
+        input_ids = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
         self._cache = DynamicCache(config=language_model.model.config)
         logits = language_model.next_token_logits(input_ids, mask, self._cache)
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
-        places = [numbers[tuple(row.request.prompt_ids.tolist())] for row in rows]
-        index = torch.tensor(places, device=device)
+        index = torch.tensor([numbers[prompt] for prompt in row_prompts], device=device)
         self._cache.reorder_cache(index)
         self._mask_BT = mask[index]
         self._sample(logits[index], version)
@@ -141,15 +140,12 @@ class Batch:
 
     def merge(self, other: Batch) -> None:
         """Adds the rows of another batch. Both must be mergeable."""
-        num_tokens = max(self._num_needed_tokens(), other._num_needed_tokens())
-        self._mask_BT = torch.cat([_last(batch._mask_BT, num_tokens, dim=1) for batch in (self, other)])
+        num_tokens = int(max(batch._mask_BT.sum(-1).max() for batch in (self, other)))
+        self._mask_BT = torch.cat([_last(batch._mask_BT, num_tokens) for batch in (self, other)])
         for mine, theirs in zip(self._cache.layers, other._cache.layers, strict=True):
-            mine.keys = torch.cat([_last(layer.keys, num_tokens, dim=2) for layer in (mine, theirs)])
-            mine.values = torch.cat([_last(layer.values, num_tokens, dim=2) for layer in (mine, theirs)])
+            mine.keys = torch.cat([_last(layer.keys, num_tokens) for layer in (mine, theirs)])
+            mine.values = torch.cat([_last(layer.values, num_tokens) for layer in (mine, theirs)])
         self.rows += other.rows
-
-    def _num_needed_tokens(self) -> int:
-        return int(self._mask_BT.sum(-1).max())
 
     def _sample(self, logits_BV: Tensor, version: tuple[int, int]) -> None:
         samplings = [row.request.sampling for row in self.rows]
@@ -185,11 +181,7 @@ def _truncated(row: Row, scores_V: Tensor) -> Tensor:
     return scores[0]
 
 
-def _last(tensor: Tensor, num_tokens: int, *, dim: int) -> Tensor:
-    """Returns the last `num_tokens` along `dim`, padded with zeros on the left if there are fewer."""
-    present = tensor.shape[dim]
-    if present >= num_tokens:
-        return tensor.narrow(dim, present - num_tokens, num_tokens)
-    shape = list(tensor.shape)
-    shape[dim] = num_tokens - present
-    return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
+def _last(tensor: Tensor, num_tokens: int) -> Tensor:
+    """Returns the last tokens of (B, T) or (B, heads, T, size), padded with zeros on the left if there are fewer."""
+    missing = num_tokens - tensor.shape[1 if tensor.ndim == 2 else 2]
+    return torch.nn.functional.pad(tensor, (missing, 0) if tensor.ndim == 2 else (0, 0, missing, 0))  # negative: cut

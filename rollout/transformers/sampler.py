@@ -42,13 +42,12 @@ class _Call(Generic[T]):
     future: Future[T] = field(default_factory=Future)
 
     def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            self.future.set_result(self.function())
-        except Exception as error:
-            self.future.set_exception(WeightTransferError(f"weights could not be applied: {one_line(error)}"))
-            raise
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.function())
+            except Exception as error:
+                self.future.set_exception(WeightTransferError(f"weights could not be applied: {one_line(error)}"))
+                raise
 
 
 class TransformersSampler(Sampler):
@@ -149,20 +148,15 @@ class TransformersSampler(Sampler):
             ended = f"the engine failed: {one_line(error)}"
         with self._lock:
             self._ended = ended
-        unanswered: list[Row | _Call[Any]] = [row for batch in self._batches for row in batch.rows]
-        unanswered += self._waiting
-        while not self._inbox.empty():
-            if (item := self._inbox.get()) is not None:
-                unanswered.append(item)
+        for batch in self._batches:
+            self._waiting += batch.rows
+        unanswered = [*self._waiting, *(self._inbox.get() for _ in range(self._inbox.qsize()))]
         for item in unanswered:
-            if item.future.set_running_or_notify_cancel():
+            if item is not None and item.future.set_running_or_notify_cancel():
                 item.future.set_exception(UnavailableError(ended))
 
     def _read_inbox(self) -> bool:
-        """Runs the calls and queues the rows that arrived since the last step. Waits if there is nothing to sample.
-
-        Returns False when the sampler is closed.
-        """
+        """Runs the calls and queues the rows that arrived. Waits if there is nothing to sample. False: closed."""
         while True:
             try:
                 item = self._inbox.get(block=not self._batches and not self._waiting)

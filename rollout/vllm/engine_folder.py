@@ -48,10 +48,7 @@ def sweep_engine_folders() -> None:
 
 
 def name_shared_memory() -> None:
-    """Names this process's later shared memory after its engine folder, if it has one.
-
-    With Python's random names, the shared memory of a killed engine could not be told from that of other processes.
-    """
+    """Names this process's later shared memory after its engine folder, so that a killed engine's can be found."""
     place = Path(tempfile.gettempdir())
     if place.name.startswith(f"tandem-{_KIND}-"):
         shared_memory._SHM_NAME_PREFIX = f"/{_own_name(place)}"  # type: ignore[attr-defined]  # there is no public way
@@ -63,10 +60,7 @@ def _own_name(folder: Path) -> str:
 
 
 def _remove_engine_folder(folder: Path) -> None:
-    """Removes the folder and the shared memory of its tensor-parallel workers.
-
-    That shared memory is named after the folder, or after the workers' rendezvous file in it.
-    """
+    """Removes the folder and the shared memory named after it, or after the workers' rendezvous file in it."""
     names = [f"{_own_name(folder)}[0-9a-f][0-9a-f][0-9a-f][0-9a-f]"]
     names += [f"{meeting.name}-*" for meeting in folder.glob("vllm_dist_*")]
     for segment in (segment for name in names for segment in _SHARED_MEMORY.glob(name)):

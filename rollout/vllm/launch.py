@@ -24,11 +24,7 @@ _PREFILL_TOKENS = 4096  # maximum per step on CPUs
 def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
     """Loads the model in a new engine process, whose sockets and temporary files are in `folder`.
 
-    On CPUs the process is forked, so this must be called before this process has threads.
-
-    Raises:
-        ModelError: vLLM cannot use the model.
-        EnvironmentLackError: memory is short, or the engine does not start on this machine.
+    On CPUs the process is forked, so this must be called before this process has threads. Raises as `Engine.start`.
     """
     check_model_folder(arguments)
     if Path(arguments.model_path).is_dir():

@@ -2,10 +2,7 @@
 
 vLLM calls `register`, the entry point `tandem` of the group `vllm.general_plugins`, in every process it starts. Where
 the engine is forked, rollout/vllm/launch.py calls `extend_engine_core` before the fork, so a checkout that is not
-installed works too.
-
-One message changes both. With one worker call for the weights and another for the version, the engine could make a step
-in between, and its tokens would carry the wrong stamp.
+installed works too. One message changes weights and stamp: with two, the engine could make a step in between.
 """
 
 from __future__ import annotations
@@ -33,10 +30,7 @@ _EXTENDED = "_tandem_extended"
 
 
 def register() -> None:
-    """Entry point of the plugin.
-
-    A process that vLLM started also ends with its parent from here on, even after kill -9, and names its shared memory.
-    """
+    """Entry point of the plugin. A process that vLLM started also ends with its parent from here on."""
     if multiprocessing.parent_process() is not None:
         _die_with_parent()
         name_shared_memory()
@@ -80,12 +74,10 @@ def _die_with_parent() -> None:
 
 
 def _start_weight_transfer(core: EngineCore, kind: str, arguments: dict[str, object]) -> None:
-    """Starts a transfer on every worker. It runs in threads, in parallel to the engine's steps."""
     core.collective_rpc(f"tandem_start_{kind}", kwargs=arguments)
 
 
 def _weight_transfer_progress(core: EngineCore) -> Sequence[TransferProgress]:
-    """Returns the progress of the transfer on each worker."""
     return core.collective_rpc("tandem_progress")
 
 

@@ -66,7 +66,7 @@ class VllmSampler(Sampler):
         finally:
             self._folder.close()
         # its __del__ calls it again during the interpreter's shutdown
-        self._llm.shutdown = _nothing  # type: ignore[method-assign]
+        self._llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
 
     async def _generate(self, request: SamplingRequest) -> Completion:
         from vllm.exceptions import VLLMValidationError
@@ -83,9 +83,7 @@ class VllmSampler(Sampler):
         return _completion(output)
 
     async def _output(self, prompt: TokensInput, params: SamplingParams, request_id: str) -> CompletionOutput:
-        """Waits for the request's one output. vLLM never answers a request that is added while the engine dies, so this
-        also watches the engine.
-        """
+        """Waits for the request's output, and watches the engine: one that dies may never answer a new request."""
 
         async def last_output() -> CompletionOutput:
             final = None
@@ -109,7 +107,6 @@ class VllmSampler(Sampler):
         await self._core("start_weight_transfer", kind, arguments)
 
     async def _transfer_progress(self) -> Sequence[TransferProgress]:
-        """See `Sampler`. A call takes the engine about 0.2 ms between two steps."""
         progress: Sequence[TransferProgress] = await self._core("weight_transfer_progress")
         return progress
 
@@ -125,9 +122,8 @@ class VllmSampler(Sampler):
         except TimeoutError as error:
             raise UnavailableError(f"the engine did not answer {method} within {_ANSWER_SECONDS:g} s") from error
         except EngineDeadError as error:
-            raise UnavailableError(
-                "the engine's process is gone; its last lines are above or in the sampler's log"
-            ) from error
+            told = "the engine's process is gone; its last lines are above or in the sampler's log"
+            raise UnavailableError(told) from error
         except Exception as error:  # vLLM raises a bare Exception for any error in the engine
             raise WeightTransferError(f"{method} failed inside the engine: {error}") from error
 
@@ -161,10 +157,6 @@ def _completion(output: CompletionOutput) -> Completion:
     spans = [VersionSpan(span.start, *_parse_stamp(span.version)) for span in output.weight_versions or ()]
     reasons: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     return Completion(output.token_ids, logprobs.logprobs, spans, reasons.get(output.finish_reason, "error"))
-
-
-def _nothing(timeout: float | None = None) -> None:
-    pass
 
 
 def _stamp(incarnation: int, policy_version: int) -> str:

@@ -33,10 +33,7 @@ class WeightReceiver:
         return _receiver_of(self).progress()
 
     def tandem_apply(self: WorkerBase) -> None:
-        """Loads the staged version into the running model. Without staged buckets nothing changes.
-
-        EngineCore calls it between two steps.
-        """
+        """Loads the staged version, if any, into the running model. EngineCore calls it between two steps."""
         staged = _receiver_of(self).take()
         if staged:
             load_into_running_model(self.model_runner.get_model(), staged, self.vllm_config)

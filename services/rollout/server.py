@@ -1,6 +1,4 @@
-"""A sampler's gRPC side: direct sampling (evaluation uses it), pause and drain, and the two calls of a weight
-update.
-"""
+"""A sampler's gRPC side: direct sampling (for evaluation), pause and drain, and the two calls of a weight update."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
     async def run(self, stop: threading.Event) -> None:
         """Works until told to stop, then releases unfinished groups with their finished rows.
 
-        Raises:
-            UnavailableError: the engine died, or Redis is unreachable.
+        Raises UnavailableError if the engine died or Redis is unreachable.
         """
         checking = asyncio.create_task(self._check_engine())
         try:

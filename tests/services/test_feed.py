@@ -14,7 +14,7 @@ from tandem.protos.codec import decode_group
 from tandem.protos.errors import DataError, ModelError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe, parse_recipe
-from tandem.services.feed_service import Feed, PromptStream, epoch_order, open_stream
+from tandem.services.feed_service import Feed, PromptStream, epoch_order
 from tandem.services.service_info import ServiceEndpoint, ServiceInfo
 from tests.support.dataset_files import chat_folder, verl_row, write_lines
 from tests.support.redis_ring import SAMPLER, claim, new_run, offer
@@ -73,11 +73,11 @@ def test_order_is_fixed_by_seed_and_epoch() -> None:
 
 def test_a_stream_is_the_same_from_any_position(recipe: Callable[..., Recipe]) -> None:
     settings = recipe(questions(10), seed=3)
-    whole = positions(open_stream(settings, 0), 25)
+    whole = positions(PromptStream(settings, 0), 25)
     assert sorted(whole[:10]) == [f"0-{n}" for n in range(10)] and sorted(whole[10:20]) == [f"1-{n}" for n in range(10)]
     assert [name.split("-")[1] for name in whole[:10]] != [name.split("-")[1] for name in whole[10:20]]
-    assert positions(open_stream(settings, 7), 18) == whole[7:]
-    assert positions(open_stream(recipe(questions(10), shuffle=False), 0), 12) == [
+    assert positions(PromptStream(settings, 7), 18) == whole[7:]
+    assert positions(PromptStream(recipe(questions(10), shuffle=False), 0), 12) == [
         *(f"0-{n}" for n in range(10)),
         "1-0",
         "1-1",
@@ -85,7 +85,7 @@ def test_a_stream_is_the_same_from_any_position(recipe: Callable[..., Recipe]) -
 
 
 def test_stream_ends_after_max_epochs(recipe: Callable[..., Recipe]) -> None:
-    stream = open_stream(recipe(questions(4), max_epochs=2), 0)
+    stream = PromptStream(recipe(questions(4), max_epochs=2), 0)
     assert len(positions(stream, 100)) == 8 and stream.finished and stream.run(1) == []
 
 
@@ -95,7 +95,7 @@ def test_skipped_rows_split_the_stream_into_runs(
     rows = questions(8)
     rows[2] = rows[3] = "broken"
     rows[6] = verl_row("x" * 200, "1")
-    stream = open_stream(recipe(rows, shuffle=False), 0)
+    stream = PromptStream(recipe(rows, shuffle=False), 0)
     runs = []
     for _ in range(4):
         run = stream.run(100)[:5]
@@ -112,21 +112,21 @@ def test_skipped_rows_split_the_stream_into_runs(
 
 def test_a_dataset_without_a_usable_row_is_an_error_not_a_hang(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no usable row"):
-        open_stream(recipe([verl_row("a", None)] * 3), 0).run(1)
+        PromptStream(recipe([verl_row("a", None)] * 3), 0).run(1)
     with pytest.raises(DataError, match="no usable row"):
-        open_stream(recipe([verl_row("a", None)] * 3), 2).run(1)
+        PromptStream(recipe([verl_row("a", None)] * 3), 2).run(1)
     settings = recipe(questions(3))
     (tmp_path / "chat.jinja").write_text("{{ raise_exception('no') }}")
     broken = settings.model_copy(
         update={"model": settings.model.model_copy(update={"chat_template": str(tmp_path / "chat.jinja")})}
     )
     with pytest.raises(ModelError, match=r"chat\.jinja refuses every row"):
-        open_stream(broken, 0).run(1)
+        PromptStream(broken, 0).run(1)
 
 
 def test_admits_under_the_limiter_and_marks_the_target(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     buffer = new_run(redis_url, groups_per_batch=4, staleness_budget=1, target_groups=10)
-    with feeding(buffer, open_stream(recipe(questions(6)), 0)) as feed:
+    with feeding(buffer, PromptStream(recipe(questions(6)), 0)) as feed:
         eventually(lambda: feed.admitted == 8)
         eventually(lambda: feed.figures()["waiting_seconds"] > 0.05)
         assert feed.admitted == 8 and feed.activity == "waiting for credits"
@@ -148,7 +148,7 @@ def test_admits_under_the_limiter_and_marks_the_target(redis_url: str, recipe: C
 
 def test_a_reached_target_reopens_only_when_a_group_is_dropped(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     buffer = new_run(redis_url, groups_per_batch=2, staleness_budget=1, target_groups=3)
-    with feeding(buffer, open_stream(recipe(questions(6)), 0)) as feed:
+    with feeding(buffer, PromptStream(recipe(questions(6)), 0)) as feed:
         eventually(lambda: feed.activity == "the run has all the groups it needs")
         claims = claim(buffer, "prompts", 3)
         assert feed.admitted == 3 and len(claims) == 3 and not buffer.exhausted()
@@ -169,7 +169,7 @@ def test_a_reached_target_reopens_only_when_a_group_is_dropped(redis_url: str, r
 def test_the_end_of_the_data_ends_the_feed(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     buffer = new_run(redis_url, groups_per_batch=8, staleness_budget=1, target_groups=100)
     rows = [*questions(5), "broken"]
-    with feeding(buffer, open_stream(recipe(rows, max_epochs=2), 0)) as feed:
+    with feeding(buffer, PromptStream(recipe(rows, max_epochs=2), 0)) as feed:
         eventually(lambda: "last epoch" in feed.activity)
         assert feed.admitted == 10 and feed.figures()["rows_skipped:malformed"] == 1
         for one in claim(buffer, "prompts", 10):
@@ -184,11 +184,11 @@ def test_a_restarted_feed_resumes_where_it_stopped(redis_url: str, recipe: Calla
     rows = questions(9)
     rows[4] = "broken"
     settings = recipe(rows, seed=11)
-    expected = positions(open_stream(settings, 0), 20)
+    expected = positions(PromptStream(settings, 0), 20)
     buffer = new_run(redis_url, groups_per_batch=3, staleness_budget=0, target_groups=20)
     seen: list[str] = []
     while len(seen) < 20:
-        with feeding(buffer, open_stream(settings, buffer.admission().cursor)) as feed:
+        with feeding(buffer, PromptStream(settings, buffer.admission().cursor)) as feed:
             eventually(lambda: feed.admitted > 0)
             seen += [one.group_id for one in retired(buffer)]
     assert seen == expected
@@ -213,7 +213,7 @@ def retired(buffer: Buffer) -> list[object]:
 def test_the_endpoint_answers_info_and_sends_heartbeats(redis_url: str, recipe: Callable[..., Recipe]) -> None:
     buffer = new_run(redis_url, groups_per_batch=2, target_groups=2, run_id="feed-test")
     offer(buffer, 1)  # an earlier process of this feed
-    feed = Feed(buffer, open_stream(recipe(questions(3)), 1))
+    feed = Feed(buffer, PromptStream(recipe(questions(3)), 1))
     before = time.time()
     with ServiceEndpoint(ServiceInfo("feed", feed.figures, lambda: feed.activity, buffer), "127.0.0.1") as endpoint:
         assert buffer.services()["feed"] == endpoint.address
@@ -224,7 +224,7 @@ def test_the_endpoint_answers_info_and_sends_heartbeats(redis_url: str, recipe: 
 
 
 def test_preparing_does_not_read_the_whole_file(recipe: Callable[..., Recipe]) -> None:
-    stream = open_stream(recipe(questions(5000)), 0)
+    stream = PromptStream(recipe(questions(5000)), 0)
     started = time.monotonic()
     stream.run(4)
     assert time.monotonic() - started < 1.0
