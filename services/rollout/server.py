@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, replace
-from typing import Any
 
 import grpc
 import numpy as np
@@ -14,14 +13,15 @@ from tandem.protos.errors import DataError, NotAdmittedError
 from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress
 from tandem.rollout.sampler import Sampler
+from tandem.services.buffer.buffer import Claim
 from tandem.services.config import Recipe
-from tandem.services.leases import LeaseLoop
+from tandem.services.leases import GroupResult, LeaseLoop
 from tandem.services.rpc.server import RpcServer, start_server
 from tandem.services.service_info import ServiceInfo
 
 SERVICE_NAME = "tandem.v1.RolloutService"
 
-Claims = LeaseLoop[Any, Any]
+Claims = LeaseLoop[Claim, GroupResult]
 Context = grpc.aio.ServicerContext
 
 
