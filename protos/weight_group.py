@@ -198,11 +198,19 @@ class WeightGroupStore:
 
     def __init__(self, host: str, group_name: str, world_size: int, backend: str, timeout_seconds: float) -> None:
         try:
-            self.store = dist.TCPStore(
-                host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_seconds), wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise EnvironmentLackError(f"cannot listen on {host} for the weight group: {_first_line(error)}") from error
+            family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, 0), family=family)  # TCPStore's own listens on every interface
+        except OSError as error:
+            raise EnvironmentLackError(f"cannot listen on {host} for the weight group: {error}") from error
+        self.store = dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         self.address = WeightGroupAddress(host, self.store.port, group_name, world_size, backend)
 
     def connect(self, device: torch.device, timeout_seconds: float) -> WeightGroup:

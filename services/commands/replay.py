@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,7 @@ from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
 from tandem.services.run.metrics import METRICS_FILE, JsonLines
 from tandem.services.run.preflight import check_models
 from tandem.services.trainer.batch_source import groups_of_rank
-from tandem.services.trainer.launch import single_rank_environment
+from tandem.services.trainer.launch import run_local_ranks
 from tandem.services.trainer.publisher import copy_digest
 from tandem.services.trainer.recovery import check_world_size
 from tandem.trainer.batch.record import BATCHES_FOLDER, read_record, recorded_versions
@@ -43,10 +42,8 @@ def main(folder: Path) -> int:
     check_models(recipe)
     _check_export(folder / HF_FOLDER)
     num_ranks = recipe.trainer.num_ranks * recipe.trainer.num_nodes
-    if num_ranks > 1 and "RANK" not in os.environ:
-        return _run_ranks(folder, num_ranks)
-    if num_ranks == 1:
-        os.environ.update(single_rank_environment())
+    if num_ranks > 1 and "RANK" not in os.environ:  # all on this machine, even if the run used several
+        return run_local_ranks([sys.executable, "-m", "tandem.services.commands.replay", str(folder)], num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the run's trainer: the number of threads affects sums
     return Replay(folder, recipe).run()
 
@@ -59,23 +56,6 @@ def _check_export(folder: Path) -> None:
                 pass
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the run's export {file} cannot be read ({error}); copy it again") from None
-
-
-def _run_ranks(folder: Path, num_ranks: int) -> int:
-    """Runs all ranks as processes on this machine, even if the run used several machines."""
-    shared = {**os.environ, **single_rank_environment(), "WORLD_SIZE": str(num_ranks)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tandem.services.commands.replay", str(folder)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        return max(rank.wait() for rank in ranks)  # every collective operation has a deadline
-    finally:
-        for rank in ranks:
-            rank.kill()
 
 
 class Replay:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tandem.services.run.folder import cannot_write
+from tandem.trainer.backend.rank_variables import RANK_VARIABLES
 
 State = Literal["waiting", "starting", "running", "restarting", "stopped", "failed"]
 
@@ -28,10 +29,6 @@ FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
 MOST_DEATHS = 5
 STEADY_SECONDS = 120.0
-
-
-_RANK_VARIABLES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-"""Not inherited: if set in the user's shell, they would make the trainer a rank of another job."""
 
 _EXCEPTION = re.compile(r"\b(?:\w+\.)*\w+(?:Error|Exception)(?:: .+)?$")
 
@@ -107,7 +104,7 @@ class Child:
         """
         assert self._process is None, f"{self.name} is already running"
         environment = {
-            **{name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES},
+            **{name: value for name, value in os.environ.items() if name not in RANK_VARIABLES},
             **self.spec.environment,
             PARENT_VARIABLE: str(os.getpid()),
             PROCESS_MARK_VARIABLE: self._mark,

@@ -1,61 +1,97 @@
-"""`tandem serve trainer`: runs this process as the only rank, or as torchrun's agent for several ranks and machines."""
+"""`tandem serve trainer`: runs this process as the only rank, starts all ranks of this machine, or joins torchrun's
+rendezvous if the trainer uses several machines.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 from tandem.services.config import Recipe
+from tandem.services.process import stop_event
+from tandem.trainer.backend.rank_variables import STORE_FILE
 
 log = logging.getLogger(__name__)
 
 RESTARTS_ACROSS_MACHINES = 5
+_POLL_SECONDS = 0.05
+_STOP_SECONDS = 30.0  # for ranks that were told to stop; the supervisor kills earlier
 
 
 def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
-    """Runs this rank if torchrun started this process. Otherwise runs the single rank here, or starts all of this
-    machine's ranks through torchrun.
+    """Runs the only rank or a rank that was started by this function in this process; otherwise starts the ranks.
 
     `recipe_arguments` are passed on to the ranks: the recipe's file and overrides.
     """
-    if "RANK" not in os.environ:
-        if recipe.trainer.num_ranks * recipe.trainer.num_nodes > 1:
-            run_ranks(recipe, redis_url, recipe_arguments)
+    if "RANK" not in os.environ and recipe.trainer.num_ranks * recipe.trainer.num_nodes > 1:
+        os.environ.update(
+            TANDEM_REDIS_URL=redis_url,
+            TANDEM_PARENT_PID=str(os.getpid()),  # the ranks exit with this process
+        )
+        if recipe.trainer.num_nodes > 1:
+            join_rendezvous(recipe, recipe_arguments)
             return
-        os.environ.update(single_rank_environment())
+        command = [sys.executable, "-m", "tandem.services.cli", "serve", "trainer", *recipe_arguments]
+        sys.exit(run_local_ranks(command, recipe.trainer.num_ranks, stop=stop_event()))
     from tandem.services.trainer.service import main
 
     main(recipe, redis_url)
 
 
-def single_rank_environment() -> Mapping[str, str]:
-    """The variables that torchrun sets for a world of one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def run_local_ranks(command: Sequence[str], num_ranks: int, *, stop: threading.Event | None = None) -> int:
+    """Runs `command` once for each rank and returns the exit code of the first rank that failed, or 0. The others
+    are killed then, because they would wait for the failed rank.
+
+    The ranks meet in a file that only this user can open, so no port is open. `stop` forwards SIGTERM to the ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="tandem-ranks-") as folder, ExitStack() as stack:
+        shared = {
+            **os.environ,
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            STORE_FILE: f"{folder}/store",
+        }
+        ranks = []
+        for rank in range(num_ranks):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=environment))
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
+        stop = stop or threading.Event()
+        while not stop.wait(_POLL_SECONDS):
+            codes = [rank.poll() for rank in ranks]
+            if any(codes):
+                code = next(code for code in codes if code)
+                log.error("rank %d ended with exit code %d", codes.index(code), code)
+                return code if code > 0 else 128 - code
+            if None not in codes:
+                return 0
+        for process in ranks:
+            process.terminate()
+        return max(process.wait(_STOP_SECONDS) for process in ranks)
 
 
 def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[str]:
-    """Arguments of torchrun on this machine. On one machine the supervisor restarts the whole trainer. Across machines
-    only torchrun can restart all ranks together, so it does.
+    """Arguments of torchrun on one of several machines. Only torchrun can restart the ranks of all machines together,
+    so it does, not the supervisor.
     """
-    trainer = recipe.trainer
-    several = trainer.num_nodes > 1
     return [
         "--nnodes",
-        str(trainer.num_nodes),
+        str(recipe.trainer.num_nodes),
         "--nproc-per-node",
-        str(trainer.num_ranks),
+        str(recipe.trainer.num_ranks),
         "--max-restarts",
-        str(RESTARTS_ACROSS_MACHINES if several else 0),
+        str(RESTARTS_ACROSS_MACHINES),
         "--rdzv-backend",
         "c10d",
         "--rdzv-endpoint",
-        trainer.rendezvous if several else "127.0.0.1:0",
+        recipe.trainer.rendezvous,
         "--rdzv-id",
         recipe.run.run_id,
         "--log-dir",
@@ -68,16 +104,12 @@ def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[
     ]
 
 
-def run_ranks(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str]) -> None:
+def join_rendezvous(recipe: Recipe, recipe_arguments: Sequence[str]) -> None:
     """Runs torchrun's agent and exits with the code of the rank that failed first, which keeps a user error a user
     error.
     """
-    os.environ.update(
-        TANDEM_REDIS_URL=redis_url,
-        TANDEM_PARENT_PID=str(os.getpid()),  # the ranks exit with this agent
-        # With a store shared with the rendezvous, restarted ranks would read their predecessors' addresses.
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-    )
+    # With a store shared with the rendezvous, restarted ranks would read their predecessors' addresses.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -349,6 +350,12 @@ def test_a_full_disk_is_reported_and_leaves_no_unfinished_folder(
     with pytest.raises(EnvironmentLackError, match=rf"{folder}: .*No space left.*; free space"):
         sender.broadcast(sender.manifest(1, 1, "disk", location=str(folder)), TIMEOUT)
     assert list(folder.parent.iterdir()) == []
+
+
+def test_the_store_listens_on_its_host_alone() -> None:
+    group_store = WeightGroupStore("127.0.0.1", "private", 2, "gloo", TIMEOUT)
+    listening = {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+    assert {ip for ip, port in listening if port == group_store.address.port} == {"127.0.0.1"}
 
 
 def test_rank_0_may_join_after_the_others() -> None:

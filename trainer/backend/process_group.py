@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from datetime import timedelta
 
 import torch
 from torch import distributed
 
+from tandem.trainer.backend.rank_variables import STORE_FILE
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
 
 def join_process_group(timeout_seconds: float) -> torch.device:
-    """Joins the ranks given by torchrun's variables (a group of one without them) and returns this rank's device.
+    """Joins the other ranks that the environment names (`rank_variables`; a group of one without them) and returns
+    this rank's device.
 
-    NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank (or OMP_NUM_THREADS of them).
+    NCCL on CUDA; gloo on CPUs, with one deterministic thread per rank (or OMP_NUM_THREADS of them). The ranks of one
+    machine meet in a file, and gloo listens on loopback.
     """
     # torch warns at every collective.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
     device = _device()
     if not distributed.is_initialized():
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_seconds)
-        if is_alone():
-            distributed.init_process_group(
-                backend, store=distributed.HashStore(), rank=0, world_size=1, timeout=timeout
-            )
+        if is_alone() or STORE_FILE in os.environ:
+            # Not so for NCCL: the weight group of this process may reach samplers on other machines.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+            rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+            store = distributed.HashStore() if is_alone() else distributed.FileStore(os.environ[STORE_FILE], world_size)
+            distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:
             distributed.init_process_group(backend, timeout=timeout)
     return device
@@ -36,7 +45,7 @@ def leave_process_group() -> None:
 
 
 def is_alone() -> bool:
-    """Whether this process was started without torchrun's variables."""
+    """Whether this process was started as the only rank."""
     return "WORLD_SIZE" not in os.environ
 
 
