@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,11 @@ SCHEMA = pa.schema(
 )
 
 
+_HEADER_FIELDS = tuple(RowHeader.__dataclass_fields__)
+_header_values = attrgetter(*_HEADER_FIELDS)
+_span_values = attrgetter(*VersionSpan.__dataclass_fields__)
+
+
 def encode_group(group: TrajectoryGroup) -> bytes:
     """Encodes the group as an Arrow IPC stream of one record batch."""
     return batch_to_payload(group_to_batch(group))
@@ -70,17 +76,13 @@ def batch_to_payload(batch: pa.RecordBatch) -> bytes:
 
 
 def decode_group(payload: bytes) -> TrajectoryGroup:
-    """Decodes the output of `encode_group`.
-
-    Raises:
-        SchemaVersionError: a newer Tandem wrote the payload.
-        DataError: the payload is not such a stream.
-    """
-    return batch_to_group(payload_to_batch(payload))
+    """Decodes the output of `encode_group`. Raises SchemaVersionError if a newer Tandem wrote it, and DataError."""
+    batch = payload_to_batch(payload)
+    return rows_to_group(decode_prompt(batch.schema.metadata[PROMPT_KEY].decode()), batch)
 
 
 def payload_to_batch(payload: bytes) -> pa.RecordBatch:
-    """Reads the record batch of an encoded group without decoding its rows. Raises the errors of `decode_group`."""
+    """The record batch of an encoded group, whose rows are not decoded. Raises as `decode_group`."""
     try:
         with pa.ipc.open_stream(payload) as reader:
             check_schema_version(reader.schema.metadata)
@@ -103,49 +105,39 @@ def check_schema_version(metadata: Mapping[bytes, bytes] | None) -> None:
 
 
 def group_to_batch(group: TrajectoryGroup) -> pa.RecordBatch:
-    """Converts the group to a record batch of one row per segment. The metadata holds prompt and schema version."""
+    """A record batch of one row per segment. The metadata holds prompt and schema version."""
     rows: list[tuple[Trajectory, ScoredTrajectory | None, int, Segment]] = []
     for row in group.rows:
         trajectory, scored = (row.trajectory, row) if isinstance(row, ScoredTrajectory) else (row, None)
         assert trajectory.segments, "a trajectory has at least one segment"
         rows.extend((trajectory, scored, number, segment) for number, segment in enumerate(trajectory.segments))
     segments = [segment for _, _, _, segment in rows]
-    columns = [
-        pa.array([t.trajectory_id for t, _, _, _ in rows], pa.int32()),
-        pa.array([number for _, _, number, _ in rows], pa.int32()),
-        pa.array([t.role for t, _, _, _ in rows], pa.string()),
-        _list_array([s.ids for s in segments], np.int32),
-        _list_array([s.behavior_logprobs for s in segments], np.float32),
-        _list_array([s.loss_mask for s in segments], np.uint8),
-        pa.array([[_span_json(span) for span in s.spans] for s in segments], pa.list_(_SPAN)),
-        pa.array([json.dumps(_sampling_json(t.sampling)) for t, _, _, _ in rows], pa.string()),
-        pa.array([t.finish_reason for t, _, _, _ in rows], pa.string()),
-        pa.array([t.text for t, _, _, _ in rows], pa.string()),
-        pa.array([t.earned_reward for t, _, _, _ in rows], pa.float64()),
-        pa.array([json.dumps(dict(t.metadata)) for t, _, _, _ in rows], pa.string()),
-        pa.array([scored is not None for _, scored, _, _ in rows], pa.bool_()),
-        pa.array([scored.reward if scored else None for _, scored, _, _ in rows], pa.float64()),
-        pa.array([json.dumps(dict(scored.breakdown)) if scored else "{}" for _, scored, _, _ in rows], pa.string()),
-        pa.array([scored.unscored_reason if scored else None for _, scored, _, _ in rows], pa.string()),
-        pa.array([scored.unscored_detail if scored else "" for _, scored, _, _ in rows], pa.string()),
-        pa.array(
-            [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
-            pa.list_(pa.float32()),
-        ),
-    ]
+    columns = {
+        "trajectory_id": [t.trajectory_id for t, _, _, _ in rows],
+        "segment": [number for _, _, number, _ in rows],
+        "role": [t.role for t, _, _, _ in rows],
+        "ids": _list_array([s.ids for s in segments], np.int32),
+        "behavior_logprobs": _list_array([s.behavior_logprobs for s in segments], np.float32),
+        "loss_mask": _list_array([s.loss_mask for s in segments], np.uint8),
+        "spans": [[_span_values(span) for span in s.spans] for s in segments],
+        "sampling": [json.dumps(_sampling_json(t.sampling)) for t, _, _, _ in rows],
+        "finish_reason": [t.finish_reason for t, _, _, _ in rows],
+        "text": [t.text for t, _, _, _ in rows],
+        "earned_reward": [t.earned_reward for t, _, _, _ in rows],
+        "metadata": [json.dumps(dict(t.metadata)) for t, _, _, _ in rows],
+        "scored": [scored is not None for _, scored, _, _ in rows],
+        "reward": [scored.reward if scored else None for _, scored, _, _ in rows],
+        "breakdown": [json.dumps(dict(scored.breakdown)) if scored else "{}" for _, scored, _, _ in rows],
+        "unscored_reason": [scored.unscored_reason if scored else None for _, scored, _, _ in rows],
+        "unscored_detail": [scored.unscored_detail if scored else "" for _, scored, _, _ in rows],
+        "token_rewards": [t.token_rewards[number] if t.token_rewards else None for t, _, number, _ in rows],
+    }
     metadata = {VERSION_KEY: str(SCHEMA_VERSION).encode(), PROMPT_KEY: encode_prompt(group.prompt).encode()}
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.with_metadata(metadata))
-
-
-def batch_to_group(batch: pa.RecordBatch) -> TrajectoryGroup:
-    """Converts the record batch of `group_to_batch` back to the group."""
-    metadata = batch.schema.metadata
-    check_schema_version(metadata)
-    return rows_to_group(decode_prompt(metadata[PROMPT_KEY].decode()), batch)
+    return pa.RecordBatch.from_pydict(columns, schema=SCHEMA.with_metadata(metadata))
 
 
 def rows_to_group(prompt: Prompt, batch: pa.RecordBatch) -> TrajectoryGroup:
-    """Builds a group from its prompt and a record batch of its segments, ordered by trajectory and segment."""
+    """A group from its prompt and a record batch of its segments, ordered by trajectory and segment."""
     plain = {name: batch.column(name).to_pylist() for name in _PLAIN_COLUMNS}
     ids = _split(batch.column("ids"))
     behavior_logprobs = _split(batch.column("behavior_logprobs"))
@@ -185,7 +177,7 @@ def prompt_of(payload: bytes) -> Prompt:
 
 
 def reward_breakdowns(payload: bytes) -> list[dict[str, float]]:
-    """Returns the reward components of each policy trajectory with a reward, without decoding the rest of the group."""
+    """The reward components of each policy trajectory with a reward; the rest of the group is not decoded."""
     batch = pa.ipc.open_stream(payload).read_next_batch()
     names = ("segment", "role", "reward", "breakdown")
     rows = zip(*(batch.column(name).to_pylist() for name in names), strict=True)
@@ -225,22 +217,14 @@ def _split(column: pa.ListArray) -> list[NDArray[Any]]:
 
 
 def encode_prompt(prompt: Prompt) -> str:
-    """Encodes the prompt as JSON text. Raises DataError if a field of the dataset row cannot be JSON."""
+    """The prompt as JSON text. Raises DataError if a field of the dataset row cannot be JSON."""
+    fields = {name: getattr(prompt, name) for name in Prompt.__dataclass_fields__}
+    fields["token_ids"] = prompt.token_ids.tolist()
+    fields["sampling"] = _sampling_json(prompt.sampling)
+    fields["messages"] = [dict(message) for message in prompt.messages]
+    fields["extra_info"] = dict(prompt.extra_info)
     try:
-        return json.dumps(
-            {
-                "epoch": prompt.epoch,
-                "index": prompt.index,
-                "token_ids": prompt.token_ids.tolist(),
-                "num_samples": prompt.num_samples,
-                "sampling": _sampling_json(prompt.sampling),
-                "data_source": prompt.data_source,
-                "ability": prompt.ability,
-                "ground_truth": prompt.ground_truth,
-                "messages": [dict(message) for message in prompt.messages],
-                "extra_info": dict(prompt.extra_info),
-            }
-        )
+        return json.dumps(fields)
     except TypeError as error:
         raise DataError(f"row {prompt.index} holds a value that JSON cannot: {error}") from error
 
@@ -255,7 +239,7 @@ def decode_prompt(text: str) -> Prompt:
 
 
 def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
-    """Returns one header per segment of a scored group, in the order of the payload."""
+    """One header per segment of a scored group, in the order of the payload."""
     return tuple(
         RowHeader(
             group_id=group.group_id,
@@ -275,43 +259,18 @@ def group_headers(group: TrajectoryGroup) -> tuple[RowHeader, ...]:
 
 
 def encode_headers(headers: Sequence[RowHeader]) -> str:
-    """Encodes headers as compact JSON text: a list of lists in the order of `RowHeader`'s fields."""
-    return json.dumps([_header_json(header) for header in headers], separators=(",", ":"))
+    """Headers as compact JSON text: a list of lists in the order of `RowHeader`'s fields."""
+    return json.dumps([_header_values(header) for header in headers], separators=(",", ":"), default=_span_values)
 
 
 def decode_headers(text: str) -> tuple[RowHeader, ...]:
     """Decodes the output of `encode_headers`."""
-    return tuple(_header(*row) for row in json.loads(text))
-
-
-def _header_json(header: RowHeader) -> list[object]:
-    spans = [[span.first_token, span.incarnation, span.policy_version] for span in header.spans]
-    return [spans if name == "spans" else getattr(header, name) for name in RowHeader.__dataclass_fields__]
-
-
-def _header(*values: Any) -> RowHeader:
-    fields = dict(zip(RowHeader.__dataclass_fields__, values, strict=True))
-    return RowHeader(**{**fields, "spans": tuple(VersionSpan(*span) for span in fields["spans"])})
-
-
-def _span_json(span: VersionSpan) -> dict[str, int]:
-    return {
-        "first_token": span.first_token,
-        "incarnation": span.incarnation,
-        "policy_version": span.policy_version,
-    }
+    fields = [dict(zip(_HEADER_FIELDS, row, strict=True)) for row in json.loads(text)]
+    return tuple(RowHeader(**{**one, "spans": tuple(VersionSpan(*span) for span in one["spans"])}) for one in fields)
 
 
 def _sampling_json(sampling: SamplingParameters) -> dict[str, object]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-        "stop": list(sampling.stop),
-        "repetition_penalty": sampling.repetition_penalty,
-    }
+    return {name: getattr(sampling, name) for name in SamplingParameters.__dataclass_fields__}
 
 
 def _sampling(values: Mapping[str, Any]) -> SamplingParameters:

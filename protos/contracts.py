@@ -1,6 +1,5 @@
-"""Contracts of plug-ins, and the values they take and return: scores and an environment's observations.
-
-The contract of scorer classes is in `tandem.reward.contracts`, because it needs imports that this module may not have.
+"""Contracts of plug-ins, and the values they take and return: scores and an environment's observations. The contract
+of scorer classes is in `tandem.reward.contracts`.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ UnscoredReason = Literal["timeout", "crashed", "infrastructure", "invalid_input"
 
 
 class ScoreItem(NamedTuple):
-    """One answer to score, with the field names of verl's `compute_score`.
-
-    A tuple, because a service creates about 100,000 of them per second.
-    """
+    """One answer to score, with verl's field names. A tuple, because a service creates about 100,000 per second."""
 
     data_source: str
     solution: str
@@ -97,9 +93,7 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """An environment that a policy acts in for several turns. One object runs one episode at a time.
-
-    No service runs environments yet. The contract is published first so that environments can be written against it.
+    """An environment that a policy acts in for several turns, one episode at a time. No service runs environments yet.
 
     An environment that can be interrupted also has `snapshot() -> bytes` and `restore(state: bytes) -> None`.
     """

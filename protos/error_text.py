@@ -7,10 +7,7 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str], above: float = 0.5) -> str:
-    """Returns the known name most similar to `word`, or the one whose initials `word` is; "" if there is none.
-
-    Similarity goes from 0 to 1 and must exceed `above`.
-    """
+    """The known name most similar to `word` (more than `above`, 0 to 1), or the one whose initials it is, else ""."""
     word = word[:200]
     best, likeness = "", above
     for candidate in known:
@@ -30,12 +27,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def printable(name: str) -> str:
-    """Returns a user's name on one line, cut to 80 characters."""
+    """A user's name on one line, cut to 80 characters."""
     return name if name.isprintable() and len(name) <= 80 else f"{name[:80]!r}"
 
 
 def shown(value: object) -> str:
-    """Returns the `repr` of a value, cut to 80 characters."""
+    """The `repr` of a value, cut to 80 characters."""
     try:
         return f"{value!r:.80}"
     except RecursionError:

@@ -18,16 +18,8 @@ LORA_A, LORA_B = ".lora_A", ".lora_B"
 ALIGNMENT = 16
 """Tensors start and buckets end at multiples of this many bytes, so a bucket can be viewed as any dtype in place."""
 ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
 
 ParameterSpec = tuple[str, str, Sequence[int]]
@@ -51,18 +43,14 @@ def plan_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[Buc
             buckets.append(BucketSpec(filled, tuple(tensors)))
             tensors, filled = [], 0
         tensors.append(TensorSpec(name, dtype, tuple(shape), filled, num_bytes))
-        filled += _aligned(num_bytes)
+        filled += -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if tensors:
         buckets.append(BucketSpec(filled, tuple(tensors)))
     return tuple(buckets)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def with_digests(manifest: WeightManifest, digests: Sequence[str]) -> WeightManifest:
-    """Returns the manifest with the buckets' hex digests, which are known after the broadcast."""
+    """The manifest with the buckets' hex digests, which are known after the broadcast."""
     buckets = tuple(replace(bucket, digest=digest) for bucket, digest in zip(manifest.buckets, digests, strict=True))
     return replace(manifest, buckets=buckets)
 
@@ -75,7 +63,7 @@ def with_base(manifest: WeightManifest) -> WeightManifest:
 
 
 def bucket_file(number: int) -> str:
-    """Returns the file name of a bucket's safetensors file in the folder of a `disk` transfer."""
+    """A bucket's safetensors file in the folder of a `disk` transfer."""
     return f"bucket-{number:05d}.safetensors"
 
 
@@ -102,9 +90,9 @@ def decode_manifest(data: bytes) -> WeightManifest:
         if adapters := values.pop("adapters", None):
             adapters = AdapterSpec(**{**adapters, "base": _buckets(adapters["base"])})
         manifest = WeightManifest(**values, buckets=buckets, adapters=adapters)
+    except SchemaVersionError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, SchemaVersionError):
-            raise
         raise DataError(f"weight manifest of {len(data)} bytes cannot be read: {error!r}") from error
     for bucket in manifest.buckets + (manifest.adapters.base if manifest.adapters else ()):
         for tensor in bucket.tensors:
@@ -124,9 +112,7 @@ def _buckets(values: Sequence[Mapping[str, Any]]) -> tuple[BucketSpec, ...]:
 
 
 def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
-    fits = (
-        0 <= tensor.offset and tensor.offset + tensor.num_bytes <= bucket.num_bytes and tensor.offset % ALIGNMENT == 0
-    )
+    fits = 0 <= tensor.offset <= bucket.num_bytes - tensor.num_bytes and tensor.offset % ALIGNMENT == 0
     if not fits or ITEM_BYTES.get(tensor.dtype, -1) * prod(tensor.shape) != tensor.num_bytes:
         raise DataError(
             f"weight manifest: tensor {tensor.name} ({tensor.dtype}, {tensor.shape}) does not fit its bucket"
@@ -134,10 +120,7 @@ def _check_tensor(tensor: TensorSpec, bucket: BucketSpec) -> None:
 
 
 def weights_digest(manifest: WeightManifest) -> str:
-    """Returns one hex digest of all weights of a version. Equal manifests of equal weights have the same digest.
-
-    The buckets of a version with adapters must not include its base.
-    """
+    """One hex digest of all weights of a version. The buckets of a version with adapters must not include its base."""
     joined = hashlib.blake2b(digest_size=16)
     for bucket in (manifest.adapters.base if manifest.adapters else ()) + manifest.buckets:
         joined.update(bytes.fromhex(bucket.digest))

@@ -1,7 +1,4 @@
-"""Loads plug-ins: scorers, policy losses and advantage estimators that other packages add by entry points.
-
-docs/plugins.md shows a package with one of each.
-"""
+"""Loads plug-ins: scorers, losses and estimators that other packages add by entry points (docs/plugins.md)."""
 
 from __future__ import annotations
 
@@ -17,12 +14,9 @@ T = TypeVar("T")
 
 
 def find_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[str, Callable[[], type[T]]]:
-    """Returns a loader for the class of each entry point of a group, by entry point name.
+    """A loader for the class of each entry point of a group, by entry point name.
 
-    Args:
-        kind: the required base class. A loader raises PluginError if its entry point cannot be imported or is not a
-            subclass of it.
-        built_in: names that no entry point may have.
+    A loader raises PluginError if its entry point cannot be imported or is no subclass of `kind`.
 
     Raises:
         PluginError: an entry point has the name of a built-in or of another entry point.
@@ -38,11 +32,7 @@ def find_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[s
 
 
 def load_function(path: str, what: str) -> Callable[..., Any]:
-    """Imports the function at `module:function`. `what` names the function in the error.
-
-    Raises:
-        PluginError: the function cannot be imported.
-    """
+    """The function at `module:function`. Raises PluginError with `what` if it cannot be imported."""
     try:
         function: Callable[..., Any] = resolve_name(path)
     except Exception as error:

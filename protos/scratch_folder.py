@@ -1,8 +1,7 @@
 """Temporary folders that are removed even if their owner is killed.
 
-The process that creates a folder locks it, and forked children share the lock. The kernel releases the lock when all of
-them have ended. A folder without a lock has no owner; `sweep`, or the creation of the next folder of the same kind,
-removes it.
+The process that creates a folder locks it, and its forked children share the lock. A folder without a lock has no
+owner; `sweep`, or the creation of the next folder of the same kind, removes it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ _TRIES = 10  # a concurrent sweep may remove a new folder before it is locked
 
 
 class ScratchFolder:
-    """A private folder `tandem-<kind>-…` in the temporary folder, or in /tmp if the former's path is too long.
-
-    `longest_path` is in bytes. `clear` removes a folder of this kind together with files elsewhere that are named after
-    it.
+    """A private folder `tandem-<kind>-…` in the temporary folder, or in /tmp if that path is longer than
+    `longest_path` bytes. `clear` removes a folder of this kind with the files elsewhere that are named after it.
 
     Raises:
         EnvironmentLackError: no writable temporary folder has a short enough path.
@@ -76,7 +73,7 @@ def _places() -> Iterator[Path]:
 
 
 def _make(prefix: str, longest_path: int) -> tuple[Path, int]:
-    """Creates a folder. Returns it and a descriptor that holds its lock."""
+    """A new folder, and a descriptor that holds its lock."""
     reasons = []
     for place in _places():
         if len(os.fsencode(place / prefix)) + _RANDOM_CHARACTERS > longest_path:
@@ -95,10 +92,7 @@ def _make(prefix: str, longest_path: int) -> tuple[Path, int]:
 
 
 def _locked(folder: Path) -> int | None:
-    """Locks the folder and returns the lock's descriptor.
-
-    Returns None if another process holds the lock, another user owns the folder, or the folder is gone.
-    """
+    """A descriptor that locks the folder; None if it is locked, another user's, or gone."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone, a link, or another user's

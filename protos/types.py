@@ -40,7 +40,7 @@ class SamplingParameters:
 
     @property
     def greedy(self) -> SamplingParameters:
-        """Returns the same parameters with temperature 0, as used for a `baseline`."""
+        """The same with temperature 0, for a `baseline`."""
         return replace(self, temperature=0.0)
 
 
@@ -64,14 +64,9 @@ class Prompt:
         return f"{self.epoch}-{self.index}"
 
     def judged_info(self, num_tokens: int) -> Mapping[str, Any]:
-        """Returns `extra_info` for scorers, with the messages as `prompt` and the number of sampled tokens added.
-
-        Existing keys are kept.
-        """
-        found: dict[str, Any] = {"num_tokens": num_tokens}
-        if self.messages:
-            found["prompt"] = [dict(message) for message in self.messages]
-        return {**found, **self.extra_info}
+        """`extra_info` for scorers, and `num_tokens` (sampled) and `prompt` (messages) where it lacks them."""
+        prompt = {"prompt": [dict(message) for message in self.messages]} if self.messages else {}
+        return {"num_tokens": num_tokens, **prompt, **self.extra_info}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +99,8 @@ class Segment:
 class Trajectory:
     """One sampled answer, usually of one segment. An agent that rewrites its history has more segments.
 
-    `text` is the decoded sampled text. `earned_reward` is the sum of the rewards that an agent earned during the
-    episode. `token_rewards`, if present, assigns them to tokens: one float32 array (T,) per segment.
+    `text` is the decoded sampled text. `earned_reward` is the sum of what an agent earned during the episode;
+    `token_rewards`, if present, assigns it to tokens: one float32 array (T,) per segment.
     """
 
     trajectory_id: int
@@ -121,10 +116,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class ScoredTrajectory:
-    """A trajectory with either a reward or the reason why it has none.
-
-    `reward` is the sum of the earned reward and the score. Rewards of single tokens stay in `trajectory.token_rewards`.
-    """
+    """A trajectory with either a reward (what it earned plus its score) or the reason why it has none."""
 
     trajectory: Trajectory
     reward: float | None
@@ -133,9 +125,7 @@ class ScoredTrajectory:
     unscored_detail: str = ""
 
     def __post_init__(self) -> None:
-        assert (self.reward is None) == (self.unscored_reason is not None), (
-            "a row is scored or has a reason, never both or neither"
-        )
+        assert (self.reward is None) == (self.unscored_reason is not None), "a row has a reward or a reason"
 
     @property
     def token_rewards(self) -> tuple[NDArray[np.float32], ...] | None:
@@ -145,10 +135,7 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The unit that services exchange: one prompt and its trajectories.
-
-    It has no trajectories at stage `prompts`, trajectories without scores at `generated`, and scored ones at `scored`.
-    """
+    """One prompt and its trajectories: none at stage `prompts`, without scores at `generated`, scored at `scored`."""
 
     prompt: Prompt
     rows: tuple[Trajectory | ScoredTrajectory, ...] = ()
@@ -211,10 +198,7 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """P groups and the plan that splits their rows into optimizer steps, ranks and micro-batches.
-
-    Training the batch yields `policy_version`.
-    """
+    """P groups and the plan of their rows. Training the batch yields `policy_version`."""
 
     policy_version: int
     incarnation: int
@@ -259,10 +243,9 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """Describes an adapter-only version, whose buckets hold two factors of each adapted matrix W.
+    """An adapter-only version: buckets of `W.lora_A` (rank, in) and `W.lora_B` (out, rank) of each adapted matrix W.
 
-    The factors are `W.lora_A` (rank, in) and `W.lora_B` (out, rank). The adapted weights are W + scaling·B·A; the other
-    base weights are unchanged.
+    The adapted weights are W + scaling·B·A; the other base weights are unchanged.
     """
 
     rank: int
@@ -275,7 +258,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """Contents of the broadcast of one version. Without buckets, the version equals the previous one."""
+    """What is broadcast of one version. Without buckets, the version equals the previous one."""
 
     incarnation: int
     policy_version: int

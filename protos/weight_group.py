@@ -1,17 +1,16 @@
-"""Sender and receiver of weight transfers: rendezvous of a bare process group, flat buckets, digests.
+"""Both ends of a weight transfer: rendezvous of a bare process group, flat buckets, digests. Imports torch.
 
-This is the only module of `protos` that imports torch.
-
-A bucket is sent as one broadcast of its bytes followed by their 32-byte digest, so data and digest arrive together. The
-digest is computed on the device that holds the bytes, in integer arithmetic with the same result on every device, and
-only 32 KiB of it are copied to the host: about 1 GB/s on one CPU core, memory speed on a GPU. It detects faults (a
-truncated, swapped, stale or damaged bucket), not an adversary: a weight group uses the trusted network of the run.
+A bucket is sent as one broadcast of its bytes and their 32-byte digest. The digest is computed on the device that holds
+the bytes, in integer arithmetic with the same result on every device: about 1 GB/s on one CPU core, memory speed on a
+GPU. It detects faults (a truncated, swapped, stale or damaged bucket), not an adversary: a weight group uses the
+trusted network of the run.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import os
 import socket
 import time
@@ -36,7 +35,7 @@ _ROWS_AT_ONCE_ELSEWHERE = 2048
 
 
 def bucket_digest(data: torch.Tensor) -> bytes:
-    """Computes a 32-byte digest of a flat uint8 tensor whose length is a multiple of 8. All devices agree on it."""
+    """A 32-byte digest of a flat uint8 tensor whose length is a multiple of 8. All devices agree on it."""
     assert data.dtype == torch.uint8 and data.dim() == 1 and data.numel() % 8 == 0
     words = data.view(torch.int64)
     num_rows = words.numel() // _COLUMNS
@@ -98,15 +97,12 @@ def check_bucket(spec: BucketSpec, buffer: torch.Tensor, *, place: str) -> str:
 
 
 def view_as(data: torch.Tensor, offset: int, num_bytes: int, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Views a part of a flat uint8 tensor as a tensor of the given type and shape, without a copy."""
+    """A part of a flat uint8 tensor as a tensor of the given type and shape, without a copy."""
     return data[offset : offset + num_bytes].view(getattr(torch, dtype)).view(tuple(shape))
 
 
 def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Returns base + scaling·B·A, rounded once, to the base's dtype.
-
-    Trainer and samplers both use this function, so their weights are bit-identical.
-    """
+    """base + scaling·B·A, rounded once, to the base's dtype. Trainer and samplers share it, so their bits are equal."""
     dtype = torch.promote_types(base.dtype, torch.float32)
     merged = lora_b.to(dtype) @ lora_a.to(dtype)
     merged *= scaling
@@ -115,16 +111,13 @@ def merge_adapter(base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
 
 
 def bucket_tensors(spec: BucketSpec, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the names and views of the tensors in a bucket."""
+    """The names and views of the tensors in a bucket."""
     for tensor in spec.tensors:
         yield tensor.name, view_as(buffer, tensor.offset, tensor.num_bytes, tensor.dtype, tensor.shape)
 
 
 def export_cuda_bucket(buffer: torch.Tensor) -> dict[str, Any]:
-    """Returns a JSON-serialisable handle of a flat uint8 CUDA tensor.
-
-    The exporter must keep the tensor until every importer has released it.
-    """
+    """A JSON-serialisable handle of a flat uint8 CUDA tensor, to be kept until every importer has released it."""
     torch.cuda.current_stream(buffer.device).synchronize()
     fields = dict(zip(_IPC_FIELDS, reduce_tensor(buffer)[1], strict=True))
     handles = {name: base64.b64encode(fields[name]).decode() for name in _IPC_HANDLES}
@@ -161,40 +154,17 @@ def _gpu_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)  # unlike the index, the same in all processes
 
 
-# The arguments of torch's rebuild_cuda_tensor, in the order in which reduce_tensor gives them.
-_IPC_FIELDS = (
-    *(
-        "tensor_cls",
-        "tensor_size",
-        "tensor_stride",
-        "tensor_offset",
-        "storage_cls",
-        "dtype",
-        "storage_device",
-        "storage_handle",
-    ),
-    *(
-        "storage_size_bytes",
-        "storage_offset_bytes",
-        "requires_grad",
-        "ref_counter_handle",
-        "ref_counter_offset",
-        "event_handle",
-    ),
-    "event_sync_required",
-)
+_IPC_FIELDS = tuple(inspect.signature(rebuild_cuda_tensor).parameters)
+"""In the order in which `reduce_tensor` gives them."""
 _IPC_HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 _IPC_NUMBERS = (
-    "tensor_offset",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_offset",
-    "event_sync_required",
+    *("tensor_offset", "storage_size_bytes", "storage_offset_bytes"),
+    *("ref_counter_offset", "event_sync_required"),
 )
 
 
 class WeightGroupStore:
-    """The sender's store. It listens from its creation on, so its address can be sent before any rank connects."""
+    """The sender's store. It listens at once, so its address can be sent before any rank connects."""
 
     def __init__(self, host: str, group_name: str, world_size: int, backend: str, timeout_seconds: float) -> None:
         try:
@@ -214,7 +184,7 @@ class WeightGroupStore:
         self.address = WeightGroupAddress(host, self.store.port, group_name, world_size, backend)
 
     def connect(self, device: torch.device, timeout_seconds: float) -> WeightGroup:
-        """Returns rank 0's group once every other rank has connected. Raises WeightTransferError at the deadline."""
+        """Rank 0's group, once every other rank has connected. Raises WeightTransferError at the deadline."""
         return WeightGroup(self.address, 0, device, timeout_seconds, self.store)
 
 
@@ -255,12 +225,9 @@ class WeightGroup:
 
         Raises WeightTransferError, after which the group cannot be used.
         """
-        assert buffer.device.type == self.device.type, (
-            f"a {self.address.backend} group carries {self.device.type} tensors"
-        )
+        assert buffer.device.type == self.device.type
         options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
+        options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_seconds)
         try:
             work = self._group.broadcast([buffer], options)
@@ -269,9 +236,8 @@ class WeightGroup:
             else:
                 work.wait(timedelta(seconds=timeout_seconds))
         except RuntimeError as error:
-            raise WeightTransferError(
-                f"broadcast in weight group {self.address.group_name} failed: {_first_line(error)}"
-            ) from error
+            group = self.address.group_name
+            raise WeightTransferError(f"broadcast in weight group {group} failed: {_first_line(error)}") from error
 
     def close(self) -> None:
         """Ends the group. Peers still in a broadcast get an error at once instead of at their deadline."""
@@ -291,9 +257,7 @@ def _process_group(
         return dist.ProcessGroupGloo(store, rank, address.world_size, options)
     if address.backend == "nccl":
         if not hasattr(dist, "ProcessGroupNCCL") or device.type != "cuda":
-            raise EnvironmentLackError(
-                "weights.backend nccl needs GPUs and a CUDA build of torch; use gloo or disk on CPUs"
-            )
+            raise EnvironmentLackError("weights.backend nccl needs GPUs and a CUDA torch; use gloo or disk on CPUs")
         with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_BLOCKING_WAIT="0"):
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -316,10 +280,7 @@ def _wait_on_gpu(work: Any, timeout_seconds: float) -> None:
 
 
 def _local_address(host: str, port: int) -> str:
-    """Returns this machine's address on the route to the sender.
-
-    Gloo would resolve the host name, which often fails in containers.
-    """
+    """This machine's address on the route to the sender. Gloo would resolve the host name; in containers that fails."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -327,15 +288,14 @@ def _local_address(host: str, port: int) -> str:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ.pop(name, None) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
+            del os.environ[name]
+            if value is not None:
                 os.environ[name] = value
 
 

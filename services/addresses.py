@@ -16,9 +16,7 @@ _CONNECT_SECONDS = 3.0
 
 
 def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
-    """Returns the given addresses, otherwise those of TANDEM_REWARD_ADDRESS, otherwise the default.
-
-    Text may contain several addresses, separated by commas.
+    """The given addresses (text: separated by commas), otherwise those of TANDEM_REWARD_ADDRESS, otherwise the default.
 
     Raises:
         UserError: an address is not host:port.
@@ -38,22 +36,21 @@ def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
 
 
 def check_listening(addresses: Sequence[str]) -> None:
-    """Tries to connect to each address in turn, for commands that should not retry a wrong address for long.
+    """Connects to one of the addresses, so that a command does not retry a wrong address for long.
 
     Raises:
         UnavailableError: nothing listens at any of them.
     """
     failures = []
     for address in addresses:
-        unix = address.startswith("unix:")
+        host, _, port = address.rpartition(":")
         try:
-            if unix:
+            if address.startswith("unix:"):
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.settimeout(_CONNECT_SECONDS)
                     probe.connect(address.removeprefix("unix:").removeprefix("//"))
-                return
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+            else:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
             return
         except OSError as error:
             failures.append(error.strerror or str(error))
@@ -64,9 +61,7 @@ def check_listening(addresses: Sequence[str]) -> None:
 
 
 def target_of(addresses: Sequence[str]) -> str:
-    """Returns the addresses as a gRPC target.
-
-    gRPC resolves a single name itself. It uses all its IP addresses and resolves it again when they change.
+    """The addresses as a gRPC target. A single name stays a name, which gRPC resolves again when its IPs change.
 
     Raises:
         UserError: one of several addresses cannot be resolved, or they are not all IPv4 or all IPv6.
@@ -79,13 +74,11 @@ def target_of(addresses: Sequence[str]) -> str:
     for version, kind in ((4, "ipv4"), (6, "ipv6")):
         if all(version in one for one in found):
             return f"{kind}:" + ",".join(dict.fromkeys(place for one in found for place in one[version]))
-    raise UserError(
-        f"addresses {', '.join(addresses)}: some are IPv4 only and some IPv6 only; use addresses of one kind"
-    )
+    raise UserError(f"addresses {', '.join(addresses)}: some are only IPv4, some only IPv6; use addresses of one kind")
 
 
 def _resolve(address: str) -> dict[int, list[str]]:
-    """Returns the IP addresses of host:port by IP version, with the port."""
+    """The IP addresses of host:port by IP version, with the port."""
     host, _, port = address.rpartition(":")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)

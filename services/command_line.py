@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 def console() -> Console:
-    """Returns a rich console on standard output."""
+    """A rich console on standard output."""
     from rich.console import Console
 
     return Console()
@@ -35,23 +35,34 @@ def print_error(line: str) -> None:
     print(f"tandem: {line}", file=sys.stderr, flush=True)
 
 
+def exit_code_of(work: Callable[[], int | None]) -> int:
+    """Runs a command or a service, and returns its exit code: 0 for None, 2 for a UserError, 1 for another TandemError,
+    130 for Ctrl-C. Errors are printed in one line. Any other exception is a bug and is raised.
+    """
+    try:
+        with full_disk_named(Path.cwd()), missing_extra_named():
+            return work() or 0
+    except UserError as error:
+        print_error(str(error))
+        return 2
+    except TandemError as error:
+        print_error(f"{type(error).__name__}: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
 def command(function: Callable[P, int]) -> Callable[P, NoReturn]:
-    """Turns a function that returns an exit code into a command. A UserError prints one line and exits with code 2."""
+    """Turns a function that returns an exit code into a command."""
 
     @functools.wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> NoReturn:
-        try:
-            with full_disk_named(Path.cwd()), missing_extra_named():
-                code = function(*arguments, **options)
-                print(end="", flush=True)
-        except UserError as error:
-            print_error(str(error))
-            code = 2
-        except TandemError as error:
-            print_error(f"{type(error).__name__}: {error}")
-            code = 1
-        except KeyboardInterrupt:
-            code = 130
+        def work() -> int:
+            code = function(*arguments, **options)
+            print(end="", flush=True)
+            return code
+
+        code = exit_code_of(work)
         _output_is_written()
         raise typer.Exit(code)
 
@@ -60,12 +71,8 @@ def command(function: Callable[P, int]) -> Callable[P, NoReturn]:
 
 @contextmanager
 def full_disk_named(place: Path) -> Iterator[None]:
-    """Turns the OSError of a full disk into one line that names the full place.
-
-    That is the error's file, otherwise standard output if it is full, otherwise `place`.
-
-    Raises:
-        EnvironmentLackError: the disk is full.
+    """Turns the OSError of a full disk into an EnvironmentLackError that names the full place: the error's file, else
+    standard output if it is full, else `place`.
     """
     try:
         yield
@@ -77,9 +84,8 @@ def full_disk_named(place: Path) -> Iterator[None]:
 
 
 def _output_is_written() -> bool:
-    """Flushes standard output. Returns False and discards the rest if that fails.
-
-    Otherwise Python would flush again at exit and change the exit code.
+    """Flushes standard output. If that fails, returns False and discards the rest: Python would flush again at exit and
+    change the exit code.
     """
     try:
         print(end="", flush=True)  # also works without a standard output
@@ -89,27 +95,23 @@ def _output_is_written() -> bool:
     return True
 
 
+def run_service(work: Callable[[], int | None]) -> NoReturn:
+    """Runs the main function of a process and ends it with its exit code."""
+    sys.exit(exit_code_of(work))
+
+
 def run_service_command(work: Callable[[], None]) -> NoReturn:
-    """Runs a service and exits without Python's finalisation.
+    """Runs a service and exits without Python's finalisation, in which threads of gRPC, gloo and CUDA sometimes hang.
 
-    Threads of gRPC, gloo and CUDA sometimes hang in it. Then a crashed service would not be restarted, and a stopped
-    one would delay the stop of the run.
+    Then a crashed service would not be restarted, and a stopped one would delay the stop of the run.
     """
-    from tandem.services.process import run_service
-
-    def guarded() -> None:
-        with full_disk_named(Path.cwd()):
-            work()
-
-    code: object = 1
     try:
-        run_service(guarded)
+        code = exit_code_of(work)
     except SystemExit as ended:
-        code = ended.code
-    except KeyboardInterrupt:
-        code = 130
+        code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:  # a bug: its traceback belongs in the log
         traceback.print_exc()
+        code = 1
     _output_is_written()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code)

@@ -1,9 +1,8 @@
 """Logging of the services with the standard library. The main function of each process configures it once.
 
 `TANDEM_LOG=text` (default) writes `SERVICE: MESSAGE` lines, with the level before the message unless it is INFO.
-`TANDEM_LOG=json` writes one JSON object per line. `TANDEM_LOG_LEVEL` is the lowest level written (default INFO).
-The process sets the fields run, service and replica; a message adds group and version by
-`log.info(..., extra={"group": "0-17", "version": 3})`.
+`TANDEM_LOG=json` writes JSON lines with run, service and replica, and with group and version if a message adds them by
+`log.info(..., extra={"group": "0-17", "version": 3})`. `TANDEM_LOG_LEVEL` is the lowest level written (default INFO).
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import TextIO
 from tandem.protos.errors import ConfigError
 
 FIELDS = ("run", "service", "replica", "group", "version")
-_FORMATS = ("text", "json")
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def configure_logging(service: str, *, run: str = "", replica: int | None = None) -> None:
@@ -28,8 +25,8 @@ def configure_logging(service: str, *, run: str = "", replica: int | None = None
     Raises:
         ConfigError: TANDEM_LOG or TANDEM_LOG_LEVEL has an unknown value.
     """
-    form = _choice("TANDEM_LOG", _FORMATS)
-    level = _choice("TANDEM_LOG_LEVEL", _LEVELS, default="INFO")
+    form = _choice("TANDEM_LOG", ("text", "json"), default="text")
+    level = _choice("TANDEM_LOG_LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR"), default="INFO")
     fields = {"run": run, "service": service, "replica": replica}
     handler = _StandardOutput()
     handler.setFormatter(_JsonFormatter(fields) if form == "json" else _TextFormatter(fields))
@@ -40,8 +37,8 @@ def configure_logging(service: str, *, run: str = "", replica: int | None = None
     logger.setLevel(level)
 
 
-def _choice(variable: str, choices: tuple[str, ...], default: str = "") -> str:
-    value = os.environ.get(variable, "") or default or choices[0]
+def _choice(variable: str, choices: tuple[str, ...], default: str) -> str:
+    value = os.environ.get(variable) or default
     found = next((one for one in choices if one.lower() == value.lower()), None)
     if found is None:
         raise ConfigError(f"{variable}={value!r} is not one of {', '.join(choices)}")

@@ -1,4 +1,4 @@
-"""Shared by all processes of a run: they end with their parent, stop on a signal, and report errors in one line."""
+"""Shared by all processes of a run: they end with their parent and stop on a signal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import ctypes
 import gc
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
-
-from tandem.protos.errors import TandemError, UserError
-from tandem.protos.extras import missing_extra_named
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,10 +26,8 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Turns garbage collection off inside, and excludes the objects made there from later collections.
-
-    Imports create a million long-lived objects. Garbage collection among them takes a fifth of the start
-    (benchmarks/startup.py).
+    """Turns garbage collection off inside, and excludes the objects made there from later collections: imports create a
+    million of them, and collection among them takes a fifth of the start (benchmarks/startup.py).
     """
     gc.disable()
     try:
@@ -45,7 +38,7 @@ def starting() -> Iterator[None]:
 
 
 def stop_event() -> threading.Event:
-    """Returns an event that SIGTERM or SIGINT sets. A second signal of the same kind has its default effect."""
+    """An event that SIGTERM or SIGINT sets. A second signal of the same kind has its default effect."""
     event = threading.Event()
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -53,23 +46,6 @@ def stop_event() -> threading.Event:
         threading.Thread(target=event.set, name="stop").start()
         signal.signal(number, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
     return event
-
-
-def run_service(main: Callable[[], None]) -> NoReturn:
-    """Runs the main function of a process and ends it with exit code 0, 2 (UserError) or 1 (another TandemError).
-
-    Any other exception is a bug: its traceback goes to the log, and the supervisor restarts the service.
-    """
-    try:
-        with missing_extra_named():
-            main()
-    except UserError as error:
-        print(f"tandem: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except TandemError as error:
-        print(f"tandem: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
-    sys.exit(0)

@@ -1,23 +1,19 @@
-"""Reports of every service: the reply to Info, its figures in the registry, and the gRPC server that answers.
-
-The sampler runs its own server on its event loop.
-"""
+"""Reports of every service: the reply to Info, its figures in the registry, and the gRPC server that answers."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-
-import grpc
+from functools import partial
+from typing import Unpack
 
 from tandem.protos import common_pb2
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.rpc.limits import DEFAULT_RPC_LIMITS, RpcLimits
-from tandem.services.rpc.server import ServerThread
+from tandem.services.rpc.server import ServerOptions, ServerThread
 from tandem.services.run.control import software_version
 
 log = logging.getLogger(__name__)
@@ -34,7 +30,7 @@ class ServiceInfo:
     figures: Callable[[], Mapping[str, float]]
     """Sums since the start of the process."""
     activity: Callable[[], str]
-    """Describes in one line what the service does or waits for."""
+    """One line: what the service does or waits for."""
     buffer: Buffer | None = None
     """Buffer of its run. None: the service belongs to no run."""
     policy_version: Callable[[], int] = lambda: _NO_WEIGHTS
@@ -43,7 +39,7 @@ class ServiceInfo:
     started_at: float = field(default_factory=time.time)
 
     def reply(self) -> common_pb2.InfoReply:
-        """Returns the current state of the service. Reads the counts of the run from Redis."""
+        """The current state of the service. Reads the counts of the run from Redis."""
         counts = {} if self.buffer is None else self.buffer.counts()
         return common_pb2.InfoReply(
             service=self.name,
@@ -104,29 +100,11 @@ class ServiceEndpoint:
         EnvironmentLackError: on entry, if the port is in use.
     """
 
-    def __init__(
-        self,
-        info: ServiceInfo,
-        host: str,
-        *,
-        port: int = 0,
-        register: Callable[[grpc.aio.Server], None] = lambda server: None,
-        service_names: Sequence[str] = (),
-        on_stop: Callable[[], None] = lambda: None,
-        limits: RpcLimits = DEFAULT_RPC_LIMITS,
-    ) -> None:
+    def __init__(self, info: ServiceInfo, host: str, *, port: int = 0, **options: Unpack[ServerOptions]) -> None:
         assert info.buffer is not None, "only a service of a run has a place in a registry"
         self._info = info
         self._buffer = info.buffer
-        self._listen: Callable[[], ServerThread] = lambda: ServerThread(
-            host,
-            port,
-            info=info.reply,
-            register=register,
-            service_names=service_names,
-            on_stop=on_stop,
-            limits=limits,
-        )
+        self._listen = partial(ServerThread, host, port, info=info.reply, **options)
         self._heartbeat = Heartbeat(info.buffer, info.name, info.figures)
         self.address = ""
 

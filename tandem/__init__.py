@@ -13,15 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tandem.protos.contracts import (
-        Environment,
-        Observation,
-        Score,
-        Scored,
-        ScoreItem,
-        StepResult,
-        Unscored,
-    )
+    from tandem.protos.contracts import Environment, Observation, Score, Scored, ScoreItem, StepResult, Unscored
     from tandem.protos.errors import TandemError, UserError
     from tandem.reward.contracts import Scorer
     from tandem.services.clients import AsyncRewardClient, RewardClient
@@ -52,16 +44,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "tandem.protos.contracts": ("Environment", "Observation", "Score", "ScoreItem", "Scored", "StepResult", "Unscored"),
-    "tandem.protos.errors": ("TandemError", "UserError"),
-    "tandem.reward.contracts": ("Scorer",),
-    "tandem.services.clients": ("AsyncRewardClient", "RewardClient"),
-    "tandem.trainer.estimators.inputs": ("Estimate", "EstimatorBatch"),
-    "tandem.trainer.estimators.options": ("EstimatorOptions",),
-    "tandem.trainer.policy_losses.inputs": ("LossTerms", "LossTokens"),
-    "tandem.trainer.policy_losses.options": ("LossOptions",),
+    "protos.contracts": "Environment Observation Score ScoreItem Scored StepResult Unscored",
+    "protos.errors": "TandemError UserError",
+    "reward.contracts": "Scorer",
+    "services.clients": "AsyncRewardClient RewardClient",
+    "trainer.estimators.inputs": "Estimate EstimatorBatch",
+    "trainer.estimators.options": "EstimatorOptions",
+    "trainer.policy_losses.inputs": "LossTerms LossTokens",
+    "trainer.policy_losses.options": "LossOptions",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: f"tandem.{module}" for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

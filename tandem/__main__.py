@@ -1,4 +1,4 @@
-"""The command `tandem`. In a base installation, which lacks the command line's packages, it names the pip command."""
+"""The command `tandem`. A base installation lacks the command line's packages: then it names the pip command."""
 
 from __future__ import annotations
 

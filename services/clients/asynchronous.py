@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
 from typing import Any, Self
 
 import grpc
@@ -15,7 +16,7 @@ from google.protobuf.message import Message
 
 from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score, ScoreItem, Unscored
-from tandem.protos.errors import TandemError, UnavailableError
+from tandem.protos.errors import UnavailableError
 from tandem.services.addresses import named_addresses, target_of
 from tandem.services.clients.item_reader import ItemReader, Items
 from tandem.services.clients.messages import (
@@ -32,7 +33,7 @@ from tandem.services.clients.messages import (
     split,
 )
 from tandem.services.clients.streams import ScoreStream, StreamRetry, Stub, Submission, batch_scores, watch_job
-from tandem.services.rpc.client import connect_target, from_rpc_error
+from tandem.services.rpc.client import connect_async, translated
 
 DAY_SECONDS = 86_400.0
 CHUNK_ITEMS = 256
@@ -43,17 +44,16 @@ REQUEST_ITEMS = 128
 REQUESTS_IN_FLIGHT = 4
 _LINGER_SECONDS = 0.02  # how long a batch of `score_stream` waits for more items
 _SHORT_SECONDS = 10.0  # deadline of calls that score and store nothing
-_NO_STALL = float("inf")
 
 
 class AsyncRewardClient:
     """The client of the reward service for `async` programs. An async context manager, for one event loop.
 
     Args:
-        addresses: host:port; several as a list or separated by commas, among which calls are distributed. Default:
-            those of TANDEM_REWARD_ADDRESS, else 127.0.0.1:50051.
-        timeout_seconds: longest time that one request of `score` or `score_stream` may take.
-        retry_seconds: how long streams (submission, watch, `score_stream`) try to reach a service that does not answer.
+        addresses: host:port; several as a list or separated by commas, over which calls are spread. Default: those of
+            TANDEM_REWARD_ADDRESS, else 127.0.0.1:50051.
+        timeout_seconds: longest time for one request of `score` or `score_stream`.
+        retry_seconds: how long submission, watch and `score_stream` try to reach a service that does not answer.
         stall_seconds: how long a submission may make no progress while the service answers, e.g. because too many
             items wait to be scored.
 
@@ -84,8 +84,8 @@ class AsyncRewardClient:
 
     async def close(self) -> None:
         """Closes the connections. Calls in progress are cancelled, jobs go on."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
             await channel.close()
 
     async def score(
@@ -96,7 +96,7 @@ class AsyncRewardClient:
         Args:
             items: an `Unscored` in place of an item is returned as it is.
             rubric: TOML. Empty: the service's own rubric.
-            timeout_seconds: of each request. Default: the client's.
+            timeout_seconds: for each request. Default: the client's.
 
         Raises:
             DataError: a group is larger than a request may be.
@@ -125,9 +125,8 @@ class AsyncRewardClient:
         return [result for result in results if result is not None]
 
     async def score_stream(self, items: Items, rubric: str = "") -> AsyncGenerator[Score]:
-        """The scores of items that arrive over time, in their order, each soon after its item arrived.
-
-        The items of a group must be adjacent. Raises what `score` and `items` raise.
+        """The scores of items that arrive over time, in their order, each soon after its item. The items of a group
+        must be adjacent. Raises what `score` and `items` raise.
         """
         async for scores in self.score_batches(items, rubric):
             for score in scores:
@@ -138,14 +137,10 @@ class AsyncRewardClient:
         limits = (await self._limits(REQUEST_ITEMS, CHUNK_BYTES)).minus(rubric)
         reader = ItemReader(items, limits, linger_seconds=_LINGER_SECONDS)
         stream = ScoreStream(reader, rubric, self._timeout, StreamRetry(self._retry_seconds, self._timeout))
-        try:
+        with self._address_named(), closing(stream):
             async with aclosing(stream.run(await self._stub())) as batches:
                 async for scores in batches:
                     yield scores
-        except UnavailableError as error:
-            raise self._with_address(error) from error
-        finally:
-            stream.close()
 
     async def submit(
         self,
@@ -158,24 +153,20 @@ class AsyncRewardClient:
         on_progress: Callable[[Job], None] = lambda job: None,
         on_fault: Callable[[int, Unscored], None] = lambda index, fault: None,
     ) -> Job:
-        """Stores the items as a job, which is scored even if this client ends. Returns the job when the last item is
-        stored.
+        """Stores the items as a job, which is scored even if this client ends. Returns the job once all are stored.
 
-        A broken connection is opened again, and the submission continues with what is not stored yet. The same key
-        always means the same job: an interrupted submission is continued by submitting the same items again, and a
-        complete one returns its job at once.
+        A broken connection is opened again, and the submission continues after what is stored. The same key always
+        means the same job: to continue an interrupted submission, submit the same items again.
 
         Args:
             items: read once, in another thread if it is a plain iterable. The items of a group must be adjacent.
             rubric: TOML. Empty: the service's own rubric.
-            key: at most 200 bytes. Default for a sequence: a digest of items, rubric and priority; for an iterator: a
-                new key.
+            key: at most 200 bytes. Default: a digest of items, rubric and priority for a sequence, else a new key.
             name: shown in lists of jobs.
             priority: -100 to 100; higher is scored first.
             on_progress: called with the job after every reply of the service.
-            on_fault: called with the number of every item that cannot be scored (an `Unscored` in its place, a field
-                that is not text, too many bytes), and the reason. The item is stored in its place, and its result will
-                be `invalid_input`.
+            on_fault: called with the number and the reason of every item that cannot be scored (an `Unscored` in its
+                place, a field that is not text, too many bytes). Its result will be `invalid_input`.
 
         Raises:
             JobExistsError: the key belongs to a job with another rubric or priority.
@@ -185,38 +176,25 @@ class AsyncRewardClient:
             TandemError: the service cannot be reached, or the submission makes no progress.
         """
         limits = (await self._limits(CHUNK_ITEMS, CHUNK_BYTES)).minus(rubric)
-        if not key:
-            key = (
-                await asyncio.to_thread(job_key, items, rubric, priority)
-                if isinstance(items, Sequence)
-                else f"once-{uuid.uuid4().hex}"
-            )
+        if not key and isinstance(items, Sequence):
+            key = await asyncio.to_thread(job_key, items, rubric, priority)
+        key = key or f"once-{uuid.uuid4().hex}"
         header = reward_pb2.SubmitJobRequest.Header(
             idempotency_key=as_text("key", key), rubric=rubric, priority=priority, name=as_text("name", name)
         )
         reader = ItemReader(items, limits, on_fault=on_fault)
         retry = StreamRetry(self._retry_seconds, self._stall_seconds)
-        try:
+        with self._address_named(), closing(reader):
             return await Submission(header, reader, on_progress, retry).run(await self._stub())
-        except UnavailableError as error:
-            raise self._with_address(error) from error
-        finally:
-            reader.close()
 
     async def get(self, job_id: str) -> Job:
         """The job's current state. Raises UnknownJobError if there is no such job, or TandemError as `score`."""
-        return await self._job("GetJob", reward_pb2.GetJobRequest(job_id=as_text("job_id", job_id)))
+        return await self._job("GetJob", reward_pb2.GetJobRequest, job_id)
 
     async def watch(
-        self,
-        job_id: str,
-        *,
-        with_results: bool = False,
-        after_cursor: int = 0,
-        timeout_seconds: float = DAY_SECONDS,
+        self, job_id: str, *, with_results: bool = False, after_cursor: int = 0, timeout_seconds: float = DAY_SECONDS
     ) -> AsyncGenerator[JobEvent]:
-        """The job's progress and, if wanted, its results as they come, until it has ended. A stream that breaks is
-        resumed.
+        """The job's progress and, if wanted, its results as they come, until it has ended. Broken streams are resumed.
 
         Raises:
             UnknownJobError: there is no such job.
@@ -227,20 +205,15 @@ class AsyncRewardClient:
         request = reward_pb2.WatchJobRequest(
             job_id=as_text("job_id", job_id), with_results=with_results, after_cursor=after_cursor
         )
-        retry = StreamRetry(self._retry_seconds, _NO_STALL)
-        try:
-            deadline = time.monotonic() + timeout_seconds
+        retry = StreamRetry(self._retry_seconds, stall_seconds=math.inf)
+        deadline = time.monotonic() + timeout_seconds
+        with self._address_named():
             async with aclosing(watch_job(await self._stub(), request, retry, deadline)) as events:
                 async for event in events:
                     yield event
-        except UnavailableError as error:
-            raise self._with_address(error) from error
 
     async def results(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> AsyncGenerator[tuple[int, Score]]:
-        """The number and the result of every item, in the order in which they were scored, until the job has ended.
-
-        Raises as `watch`.
-        """
+        """Number and result of every item, as they are scored, until the job has ended. Raises as `watch`."""
         async with aclosing(self.watch(job_id, with_results=True, timeout_seconds=timeout_seconds)) as events:
             async for event in events:
                 for number, score in enumerate(event.results, start=event.first_item):
@@ -255,21 +228,14 @@ class AsyncRewardClient:
         return await self.get(job_id)
 
     async def cancel(self, job_id: str) -> Job:
-        """Cancels the job: scored items keep their scores, the others get `cancelled`. A job that has ended stays as it
-        is. Raises as `get`.
-        """
-        return job_from_proto(
-            await self._call("CancelJob", reward_pb2.CancelJobRequest(job_id=as_text("job_id", job_id)))
-        )
+        """Cancels the job, if it has not ended: items without a result get `cancelled`. Raises as `get`."""
+        return await self._job("CancelJob", reward_pb2.CancelJobRequest, job_id)
 
     async def delete(self, job_id: str) -> Job:
-        """Deletes a job that has ended, with its results and its key; returns its last state.
-
-        Raises as `get`, and JobError for a job that has not ended.
+        """Deletes a job with its results and its key; returns its last state. Raises as `get`, and JobError for a job
+        that has not ended.
         """
-        return job_from_proto(
-            await self._call("DeleteJob", reward_pb2.DeleteJobRequest(job_id=as_text("job_id", job_id)))
-        )
+        return await self._job("DeleteJob", reward_pb2.DeleteJobRequest, job_id)
 
     async def jobs(self, limit: int = 100) -> list[Job]:
         """The newest jobs, newest first; at most 1,000."""
@@ -281,8 +247,8 @@ class AsyncRewardClient:
         self._known = scorers_from_proto(await self._call("ListScorers", reward_pb2.ListScorersRequest()))
         return self._known
 
-    async def _job(self, method: str, request: Message) -> Job:
-        return job_from_proto(await self._call(method, request))
+    async def _job(self, method: str, request: Callable[..., Message], job_id: str) -> Job:
+        return job_from_proto(await self._call(method, request(job_id=as_text("job_id", job_id))))
 
     async def _limits(self, target_items: int, target_bytes: int) -> Limits:
         known = self._known or await self.scorers()
@@ -291,21 +257,22 @@ class AsyncRewardClient:
     async def _stub(self) -> Stub:
         if self._channel is None:
             target = await asyncio.to_thread(target_of, self.addresses)  # this may ask a name server
-            self._channel = self._channel or connect_target(target)
+            self._channel = self._channel or connect_async(target)
         return reward_pb2_grpc.RewardServiceStub(self._channel)
 
     async def _call(self, method: str, request: Message, timeout_seconds: float = _SHORT_SECONDS) -> Any:
-        try:
+        with self._address_named(), translated():
             return await getattr(await self._stub(), method)(request, timeout=timeout_seconds)
-        except grpc.RpcError as error:
-            raise self._with_address(from_rpc_error(error)) from error
 
-    def _with_address(self, error: TandemError) -> TandemError:
-        """The error; that of an unreachable service with its address."""
-        text = str(error)
-        if not isinstance(error, UnavailableError) or not text.startswith("cannot be reached"):
-            return error
-        return UnavailableError(f"the reward service at {', '.join(self.addresses)} {text}")
+    @contextmanager
+    def _address_named(self) -> Iterator[None]:
+        """Adds the address to the error of a service that cannot be reached."""
+        try:
+            yield
+        except UnavailableError as error:
+            if not str(error).startswith("cannot be reached"):
+                raise
+            raise UnavailableError(f"the reward service at {', '.join(self.addresses)} {error}") from error.__cause__
 
 
 def job_key(items: Sequence[ScoreItem | Unscored], rubric: str, priority: int = 0) -> str:

@@ -5,23 +5,55 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Self, TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
 
-from tandem.protos.contracts import Score, ScoreItem, Unscored
+from tandem.protos.contracts import Score
 from tandem.services.clients.asynchronous import DAY_SECONDS, AsyncRewardClient
 from tandem.services.clients.item_reader import Items
-from tandem.services.clients.messages import Job, JobEvent, Scorers
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _waiting(
+    method: Callable[Concatenate[AsyncRewardClient, P], Coroutine[object, object, T]],
+) -> Callable[Concatenate[RewardClient, P], T]:
+    """The method with the same arguments that waits for the result of this one."""
+
+    @wraps(method)
+    def call(self: RewardClient, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return self._run(method(self._client, *arguments, **options))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncRewardClient, P], AsyncGenerator[T]],
+) -> Callable[Concatenate[RewardClient, P], Iterator[T]]:
+    """The method with the same arguments that yields what this one yields."""
+
+    @wraps(method)
+    def call(self: RewardClient, /, *arguments: P.args, **options: P.kwargs) -> Iterator[T]:
+        generator = method(self._client, *arguments, **options)
+        try:
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield self._run(anext(generator))
+        finally:
+            self._run(generator.aclose())
+
+    return call
 
 
 class RewardClient:
     """The client of the reward service. Every method waits for its result; arguments and errors are those of
     `AsyncRewardClient`.
 
-    A context manager that several threads may use. Its connections live on an event loop in a thread of its own.
+    A context manager that several threads may use. Its connections live on an event loop in a thread of its own. Items
+    are read, `on_progress` and `on_fault` called, in other threads.
     """
 
     def __init__(
@@ -53,78 +85,28 @@ class RewardClient:
         """Closes the connections. Calls in progress are cancelled, jobs go on."""
         self._finalizer()
 
-    def score(
-        self, items: Sequence[ScoreItem | Unscored], rubric: str = "", *, timeout_seconds: float | None = None
-    ) -> list[Score]:
-        """See `AsyncRewardClient.score`."""
-        return self._run(self._client.score(items, rubric, timeout_seconds=timeout_seconds))
+    score = _waiting(AsyncRewardClient.score)
+    submit = _waiting(AsyncRewardClient.submit)
+    get = _waiting(AsyncRewardClient.get)
+    wait = _waiting(AsyncRewardClient.wait)
+    cancel = _waiting(AsyncRewardClient.cancel)
+    delete = _waiting(AsyncRewardClient.delete)
+    jobs = _waiting(AsyncRewardClient.jobs)
+    scorers = _waiting(AsyncRewardClient.scorers)
+    watch = _iterating(AsyncRewardClient.watch)
+    _score_batches = _iterating(AsyncRewardClient.score_batches)
+
+    # The event loop is asked once for the scores of a reply, not for each score.
 
     def score_stream(self, items: Items, rubric: str = "") -> Iterator[Score]:
-        """See `AsyncRewardClient.score_stream`. The items are read in another thread."""
-        for scores in self._iterate(self._client.score_batches(items, rubric)):
+        """See `AsyncRewardClient.score_stream`."""
+        for scores in self._score_batches(items, rubric):
             yield from scores
-
-    def submit(
-        self,
-        items: Items,
-        rubric: str = "",
-        *,
-        key: str = "",
-        name: str = "",
-        priority: int = 0,
-        on_progress: Callable[[Job], None] = lambda job: None,
-        on_fault: Callable[[int, Unscored], None] = lambda index, fault: None,
-    ) -> Job:
-        """See `AsyncRewardClient.submit`. Items are read, `on_progress` and `on_fault` called, in other threads."""
-        return self._run(
-            self._client.submit(
-                items, rubric, key=key, name=name, priority=priority, on_progress=on_progress, on_fault=on_fault
-            )
-        )
-
-    def get(self, job_id: str) -> Job:
-        """See `AsyncRewardClient.get`."""
-        return self._run(self._client.get(job_id))
-
-    def watch(
-        self,
-        job_id: str,
-        *,
-        with_results: bool = False,
-        after_cursor: int = 0,
-        timeout_seconds: float = DAY_SECONDS,
-    ) -> Iterator[JobEvent]:
-        """See `AsyncRewardClient.watch`."""
-        return self._iterate(
-            self._client.watch(
-                job_id, with_results=with_results, after_cursor=after_cursor, timeout_seconds=timeout_seconds
-            )
-        )
 
     def results(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> Iterator[tuple[int, Score]]:
         """See `AsyncRewardClient.results`."""
         for event in self.watch(job_id, with_results=True, timeout_seconds=timeout_seconds):
             yield from enumerate(event.results, start=event.first_item)
-
-    def wait(self, job_id: str, *, timeout_seconds: float = DAY_SECONDS) -> Job:
-        """See `AsyncRewardClient.wait`."""
-        return self._run(self._client.wait(job_id, timeout_seconds=timeout_seconds))
-
-    def cancel(self, job_id: str) -> Job:
-        """See `AsyncRewardClient.cancel`."""
-        return self._run(self._client.cancel(job_id))
-
-    def delete(self, job_id: str) -> Job:
-        """See `AsyncRewardClient.delete`."""
-        return self._run(self._client.delete(job_id))
-
-    def jobs(self, limit: int = 100) -> list[Job]:
-        """See `AsyncRewardClient.jobs`."""
-        return self._run(self._client.jobs(limit))
-
-    def scorers(self) -> Scorers:
-        """See `AsyncRewardClient.scorers`."""
-        return self._run(self._client.scorers())
 
     def _run(self, work: Coroutine[object, object, T]) -> T:
         """Waits for the result. Every call inside has a deadline."""
@@ -138,11 +120,3 @@ class RewardClient:
         except BaseException:
             future.cancel()
             raise
-
-    def _iterate(self, generator: AsyncGenerator[T]) -> Iterator[T]:
-        try:
-            with suppress(StopAsyncIteration):
-                while True:
-                    yield self._run(anext(generator))
-        finally:
-            self._run(generator.aclose())

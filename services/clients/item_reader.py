@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from functools import partial
 
 from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.services.clients.messages import Batcher, EncodedItem, Limits, encode
@@ -34,17 +35,15 @@ class ItemReader:
         self._linger = linger_seconds
         self._lock = threading.Lock()
         self._batcher = Batcher(limits)
-        self._plain: Iterator[ScoreItem | Unscored] | None = None
-        self._arriving: AsyncIterator[ScoreItem | Unscored] | None = None
+        self._read_batch: Callable[[], Coroutine[object, object, None]]
         if isinstance(items, AsyncIterable):
-            self._arriving = aiter(items)
+            self._read_batch = partial(self._read_arriving, aiter(items))
         else:
-            self._plain = iter(items)
+            self._read_batch = partial(asyncio.to_thread, self._read_plain, iter(items))
         self._ready: deque[list[EncodedItem]] = deque()
         self._reading: asyncio.Future[None] | None = None
         self._ended = False
-        self.num_items = 0
-        """Items read so far."""
+        self._num_items = 0
 
     async def next(self) -> list[EncodedItem] | None:
         """The next batch; None after the last. Raises what the iterable raises, and DataError as `Batcher.add`."""
@@ -55,8 +54,7 @@ class ItemReader:
                 if self._ended:
                     return None
             if self._reading is None:
-                read = asyncio.to_thread(self._read) if self._plain is not None else self._arrive()
-                self._reading = asyncio.ensure_future(read)
+                self._reading = asyncio.ensure_future(self._read_batch())
             done, _ = await asyncio.wait({self._reading}, timeout=self._linger)
             if done:
                 reading, self._reading = self._reading, None
@@ -74,21 +72,14 @@ class ItemReader:
             self._reading = None
         self._ended = True
 
-    def _read(self) -> None:
-        """Reads until a batch is full. Runs in another thread."""
-        assert self._plain is not None
-        while True:
-            try:
-                item = next(self._plain)
-            except StopIteration:
-                self._end()
-                return
+    def _read_plain(self, items: Iterator[ScoreItem | Unscored]) -> None:
+        for item in items:
             if self._take(item):
                 return
+        self._end()
 
-    async def _arrive(self) -> None:
-        assert self._arriving is not None
-        async for item in self._arriving:
+    async def _read_arriving(self, items: AsyncIterator[ScoreItem | Unscored]) -> None:
+        async for item in items:
             if self._take(item):
                 return
         self._end()
@@ -96,11 +87,11 @@ class ItemReader:
     def _take(self, item: ScoreItem | Unscored) -> bool:
         """Adds an item. Returns whether batches are ready."""
         with self._lock:
-            encoded = encode(self.num_items, item, self._limits)
+            encoded = encode(self._num_items, item, self._limits)
             if encoded.fault is not None:
                 self._on_fault(encoded.index, encoded.fault)
             self._ready.extend(self._batcher.add(encoded))
-            self.num_items += 1
+            self._num_items += 1
             return bool(self._ready)
 
     def _end(self) -> None:

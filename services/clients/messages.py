@@ -1,13 +1,11 @@
-"""The reward client's messages: items, scores and jobs to and from protobuf, and how a sequence of items is split into
-requests. No input or output.
-"""
+"""The reward client's items, scores and jobs to and from protobuf, and how items are split into requests. No I/O."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Parameter, Score, ScoreItem, ScorerInfo, Unscored
@@ -17,13 +15,7 @@ from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES, score_of
 JobState = Literal["open", "running", "done", "cancelled", "expired"]
 ItemMessage = reward_pb2.ScoreRequest.Item
 
-_STATES: Mapping[int, JobState] = {
-    reward_pb2.Job.OPEN: "open",
-    reward_pb2.Job.RUNNING: "running",
-    reward_pb2.Job.DONE: "done",
-    reward_pb2.Job.CANCELLED: "cancelled",
-    reward_pb2.Job.EXPIRED: "expired",
-}
+_STATES: dict[int, JobState] = {getattr(reward_pb2.Job, state.upper()): state for state in get_args(JobState)}
 _FRAME_BYTES = 6  # tag and length of an item in its request
 _HEAD_BYTES = 256  # what a request holds besides items and rubric
 _MAX_FAULT = 300
@@ -88,22 +80,9 @@ class Scorers:
 
 def job_from_proto(message: reward_pb2.Job) -> Job:
     """The job of a message. A state that this version does not know becomes `running`."""
-    return Job(
-        job_id=message.job_id,
-        idempotency_key=message.idempotency_key,
-        name=message.name,
-        state=_STATES.get(message.state, "running"),
-        priority=message.priority,
-        num_items=message.num_items,
-        num_scored=message.num_scored,
-        num_unscored=dict(message.num_unscored),
-        num_waiting=message.num_waiting,
-        mean_value=message.mean_value,
-        created_at=message.created_at,
-        finished_at=message.finished_at,
-        expires_at=message.expires_at,
-        result_bytes=message.result_bytes,
-    )
+    fields = {name: getattr(message, name) for name in Job.__dataclass_fields__}
+    state = _STATES.get(message.state, "running")
+    return Job(**{**fields, "state": state, "num_unscored": dict(message.num_unscored)})
 
 
 def event_from_proto(message: reward_pb2.JobEvent) -> JobEvent:
@@ -114,21 +93,15 @@ def event_from_proto(message: reward_pb2.JobEvent) -> JobEvent:
 
 def scorers_from_proto(message: reward_pb2.ListScorersReply) -> Scorers:
     """What a service says about itself, from its message."""
-    infos = tuple(
-        ScorerInfo(
-            name=one.name,
-            version=one.version,
-            summary=one.summary,
-            isolation=one.isolation,
-            parameters=tuple(Parameter(p.name, p.type, p.default, p.description) for p in one.parameters),
-        )
-        for one in message.scorers
-    )
-    return Scorers(infos, dict(message.limits), message.default_rubric)
+    infos = []
+    for one in message.scorers:
+        parameters = tuple(Parameter(p.name, p.type, p.default, p.description) for p in one.parameters)
+        infos.append(ScorerInfo(one.name, one.version, one.summary, parameters, one.isolation))
+    return Scorers(tuple(infos), dict(message.limits), message.default_rubric)
 
 
 def score_from_proto(message: reward_pb2.ScoreReply.Item) -> Score:
-    """The score of a message. Without a result it is unscored (`infrastructure`), because the service is at fault."""
+    """The score of a message; `infrastructure` if it has none, because that is the service's fault."""
     return score_of(message) or Unscored("infrastructure", "the service sent neither a score nor a reason")
 
 
@@ -154,7 +127,7 @@ def item_to_proto(item: ScoreItem) -> ItemMessage | Unscored:
 
 
 def as_text(name: str, text: str) -> str:
-    """Returns the text. Raises DataError if UTF-8 cannot encode it: Python represents undecodable bytes like that."""
+    """The text. Raises DataError if UTF-8 cannot encode it."""
     if not _is_utf8(text):
         raise DataError(f"{name} {text!r:.80} cannot be encoded in UTF-8")
     return text
@@ -169,10 +142,8 @@ def _is_utf8(text: str) -> bool:
 
 
 def invalid_message(fault: Unscored, group: str = "") -> ItemMessage:
-    """A message in place of an item that cannot be encoded.
-
-    Its `extra_info` is a JSON string instead of an object. The service answers with `invalid_input` and quotes the
-    string.
+    """A message in place of an item that cannot be encoded. Its `extra_info` is a JSON string, not an object: the
+    service answers with `invalid_input` and quotes the string.
     """
     text = fault.detail[:_MAX_FAULT].encode(errors="replace").decode()
     return ItemMessage(extra_info=json.dumps(text, ensure_ascii=False), group=group)
@@ -195,16 +166,11 @@ class Limits:
         return cls(max_items, max_bytes, min(target_items, max_items), min(target_bytes, max_bytes))
 
     def minus(self, rubric: str) -> Limits:
-        """Returns the limits for the items of a request that carries this rubric.
-
-        Raises:
-            DataError: no room is left, or the rubric cannot be encoded.
-        """
+        """The limits for the items of a request with this rubric. Raises DataError if no room is left."""
         left = self.max_bytes - len(as_text("the rubric", rubric).encode())
         if left <= 0:
-            raise DataError(
-                f"the rubric has {len(rubric):,} characters; a whole request may have {self.max_bytes:,} bytes"
-            )
+            most = f"a whole request may have {self.max_bytes:,} bytes"
+            raise DataError(f"the rubric has {len(rubric):,} characters; {most}")
         return Limits(self.max_items, left, self.target_items, min(self.target_bytes, left))
 
 
@@ -234,8 +200,8 @@ def encode(index: int, item: ScoreItem | Unscored, limits: Limits) -> EncodedIte
 
 @dataclass(slots=True)
 class Batcher:
-    """Splits a sequence of items into batches within limits, never inside a group. The same sequence is always split at
-    the same places. The items of a group must be adjacent.
+    """Splits items into batches within limits, never inside a group, and the same items always at the same places. The
+    items of a group must be adjacent.
     """
 
     limits: Limits
@@ -301,10 +267,9 @@ class Batcher:
 
     def _place(self, unit: list[EncodedItem], num_bytes: int) -> list[list[EncodedItem]]:
         limits = self.limits
-        fits = (
-            len(self._batch) + len(unit) <= limits.target_items and self._batch_bytes + num_bytes <= limits.target_bytes
-        )
-        full = [self.flush()] if self._batch and not fits else []
+        num_items, total_bytes = len(self._batch) + len(unit), self._batch_bytes + num_bytes
+        overfull = num_items > limits.target_items or total_bytes > limits.target_bytes
+        full = [self.flush()] if self._batch and overfull else []
         self._batch += unit
         self._batch_bytes += num_bytes
         if len(self._batch) >= limits.target_items:

@@ -142,30 +142,22 @@ class Submission:
     """A job being sent: header, chunks, seal. Keeps the chunks that the service has not confirmed."""
 
     def __init__(
-        self,
-        header: SubmitRequest.Header,
-        reader: ItemReader,
-        on_progress: Callable[[Job], None],
-        retry: StreamRetry,
+        self, header: SubmitRequest.Header, reader: ItemReader, on_progress: Callable[[Job], None], retry: StreamRetry
     ) -> None:
         self._retry = retry
         self._header = header
         self._reader = reader
         self._on_progress = on_progress
         self._window: dict[int, SubmitRequest.Chunk] = {}
-        self._num_chunks = 0
-        """Chunks read so far."""
-        self._num_items = 0
-        """Items in them."""
-        self._known: tuple[int, int] = (0, 0)
-        """Chunks and items that the service had before this submission."""
-        self._stored = 0
-        """Chunks the service has now."""
+        self._num_chunks = 0  # chunks read so far
+        self._num_items = 0  # items in them
+        self._known = (0, 0)  # chunks and items that the service had before this submission
+        self._stored = 0  # chunks that the service has now
         self._job_id = ""
         self._changed = asyncio.Event()
 
     async def run(self, stub: Stub) -> Job:
-        """Submits until the job is sealed. A job that is sealed already is returned as it is.
+        """Submits until the job is sealed, and returns it. A job that is sealed already is returned as it is.
 
         Raises:
             TandemError: the service refuses the job, cannot be reached, or makes no progress.
@@ -222,37 +214,31 @@ class Submission:
             batch = await self._reader.next()
             self._retry.progressed()
             known_chunks, known_items = self._known
+            if batch is not None:
+                self._num_chunks += 1
+                self._num_items += len(batch)
+            too_few = batch is None and self._num_chunks < known_chunks
+            if too_few or (self._num_chunks == known_chunks and self._num_items != known_items):
+                raise DataError(
+                    f"job {self._job_id} of key {self._header.idempotency_key!r} already holds {known_items} items in "
+                    f"{known_chunks} chunks, but here are {self._num_items} items in {self._num_chunks}: the key "
+                    "belongs to other items; choose another key"
+                )
             if batch is None:
-                if self._num_chunks < known_chunks:
-                    raise self._other_items()
                 return None
-            index = self._num_chunks
-            self._num_chunks += 1
-            self._num_items += len(batch)
-            if self._num_chunks == known_chunks and self._num_items != known_items:
-                raise self._other_items()
-            if index >= self._stored:
-                chunk = SubmitRequest.Chunk(index=index, items=[item.message for item in batch])
-                self._window[index] = chunk
-                return chunk
-
-    def _other_items(self) -> DataError:
-        chunks, items = self._known
-        return DataError(
-            f"job {self._job_id} of key {self._header.idempotency_key!r} already holds {items} items in {chunks} "
-            f"chunks, but here are {self._num_items} items in {self._num_chunks}: the key belongs to other items; "
-            "choose another key"
-        )
+            if self._num_chunks > self._stored:
+                index = self._num_chunks - 1
+                self._window[index] = SubmitRequest.Chunk(index=index, items=[item.message for item in batch])
+                return self._window[index]
 
 
 async def watch_job(
     stub: Stub, request: reward_pb2.WatchJobRequest, retry: StreamRetry, deadline: float
 ) -> AsyncGenerator[JobEvent]:
-    """A job's events after a cursor, until it has ended and all its results were sent, if they are wanted. `deadline`
-    is a time of `time.monotonic`.
+    """A job's events after a cursor, until it has ended and the results that are wanted were sent.
 
     Raises:
-        TandemError: there is no such job, the service cannot be reached, or the deadline has passed.
+        TandemError: there is no such job, the service cannot be reached, or the deadline (monotonic) has passed.
     """
     cursor, ended = request.after_cursor, False
     while True:
@@ -284,8 +270,7 @@ async def watch_job(
 class ScoreStream:
     """Scores batches of items as they come. Scores are yielded in the order of the items.
 
-    A stream accepts new batches for `timeout_seconds` and stays open as long again, so that each batch has that time
-    to be answered.
+    A stream takes new batches for `timeout_seconds` and stays open as long again, so that each batch can be answered.
     """
 
     def __init__(self, reader: ItemReader, rubric: str, timeout_seconds: float, retry: StreamRetry) -> None:
@@ -296,10 +281,8 @@ class ScoreStream:
         self._fetching: asyncio.Future[list[EncodedItem] | None] | None = None
         self._ended = False
         self._num_batches = 0
-        self._window: dict[int, list[EncodedItem]] = {}
-        """Batches without an answer, by request id."""
-        self._answers: dict[int, list[Score]] = {}
-        """Answers that wait for earlier ones."""
+        self._window: dict[int, list[EncodedItem]] = {}  # batches without an answer, by request id
+        self._answers: dict[int, list[Score]] = {}  # answers that wait for earlier ones
         self._room = asyncio.Event()
 
     async def run(self, stub: Stub) -> AsyncGenerator[list[Score]]:
@@ -366,9 +349,8 @@ class ScoreStream:
 
     def _request(self, request_id: int) -> reward_pb2.ScoreStreamRequest:
         items = [item.message for item in self._window[request_id]]
-        return reward_pb2.ScoreStreamRequest(
-            request_id=request_id, request=reward_pb2.ScoreRequest(items=items, rubric=self._rubric)
-        )
+        request = reward_pb2.ScoreRequest(items=items, rubric=self._rubric)
+        return reward_pb2.ScoreStreamRequest(request_id=request_id, request=request)
 
 
 def batch_scores(batch: list[EncodedItem], reply: reward_pb2.ScoreReply) -> list[Score]:

@@ -18,9 +18,10 @@ from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsErr
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import find_engine, usable_engine
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.command_line import run_service
 from tandem.services.config import Recipe, load_recipe, read_values
 from tandem.services.data.arithmetic import write_task
-from tandem.services.process import die_with_parent, run_service
+from tandem.services.process import die_with_parent
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, write_text
 from tandem.services.run.preflight import REDIS_SECONDS
 from tandem.services.run.supervisor import run_recipe

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
+from tandem.services.command_line import run_service
 from tandem.services.config import Recipe, load_resolved
-from tandem.services.process import run_service
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
 from tandem.services.run.metrics import METRICS_FILE, JsonLines
 from tandem.services.run.preflight import check_models

@@ -1,4 +1,4 @@
-"""Scores the requests of `Score` and `ScoreStream` within their deadlines, by any rubric."""
+"""Scores the requests of `Score` and `ScoreStream`, with any rubric, before their deadlines."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tandem.services.reward.wire import check_size, read_items, reply_of, with_f
 from tandem.services.rpc.limits import MAX_CALLS
 
 MAX_INLINE_WORK = 128 << 10
-"""Bytes that the fastest scorers may read on the event loop. There a request takes a few milliseconds at most, and a
-thread would cost more: the part `calls` of benchmarks/reward.py measures it.
+"""Bytes that the fastest scorers may read on the event loop. That takes a few milliseconds at most; a thread would cost
+more (part `calls` of benchmarks/reward.py).
 """
 _FAST_SCORERS = frozenset({"exact", "math_boxed", "math_dapo", "overlong", "target_length"})
-_SLOW_FACTOR = 16  # other scorers take that much longer for a byte (measured: up to 1,000 ns against 6 ns)
-_ITEM_BYTES = 256  # the cost of an item before its first byte is read
+_SLOW_FACTOR = 16  # other scorers need this many times as long for a byte (measured: up to 1,000 ns against 6 ns)
+_ITEM_BYTES = 256  # an item costs as much as these bytes before its first byte is read
 _ARGUMENT_BYTES = 64  # arguments of this length cost as much as another scorer: `tags` looks for every name in them
 _FIRST_SLICE_ITEMS = 64
 _SLICE_SECONDS = 1.0  # slices double while they take less, so that the wait at the end of each does not matter
 
-_MARGIN_SHARE = 0.1  # of the call's time, if that is shorter
+_MARGIN_SHARE = 0.1  # of the call's time, if this is less than DEADLINE_MARGIN_SECONDS
 _MAX_BYTES_IN_FLIGHT = 256 << 20
 _MAX_RUBRICS = 64
-_SCORING_THREADS = MAX_CALLS  # nearly all of them wait, and no call may queue for a thread behind calls that hang
+_SCORING_THREADS = MAX_CALLS  # one a call: calls that hang must not keep others from a thread
 _COMPILING_THREADS = 2
 
 Result = TypeVar("Result")
 
 
 class RequestScorer:
-    """Scores requests on an event loop, in threads. Close the core first: that ends calls that hang in it."""
+    """Scores requests: small ones on the event loop, others in threads."""
 
     def __init__(self, core: ScoringCore, shutdown: Shutdown) -> None:
         self._core = core
@@ -51,19 +51,19 @@ class RequestScorer:
         self._bytes_in_flight = 0
 
     def close(self) -> None:
-        """Starts no further work in threads."""
+        """Starts no more work in threads. Close the core first, which ends calls that hang in it."""
         self._scoring.shutdown(wait=False, cancel_futures=True)
         self._compiling.shutdown(wait=False, cancel_futures=True)
 
     async def score(self, request: reward_pb2.ScoreRequest, seconds: float) -> reward_pb2.ScoreReply:
-        """One result for each item, in order, within `seconds`. Shortly before the end, items without a result become
-        unscored (`timeout`). If the caller cancels, the items leave every queue at once.
+        """Returns one result for each item, in order, within `seconds`. Shortly before that time is over, items without
+        a result become unscored (`timeout`). If the caller cancels, the items leave every queue at once.
 
         Raises:
-            DataError, SizeError: the request is over a limit.
-            ScorerError: its rubric cannot be used.
-            UnavailableError: too much is being scored, or the service ends.
-            DeadlineError: scorers of this process took longer; they are not interrupted within an item.
+            DataError, SizeError: the request exceeds a limit.
+            ScorerError: the rubric cannot be used.
+            UnavailableError: too many bytes are being scored, or the service stops.
+            DeadlineError: scorers in this process took longer; nothing interrupts them within an item.
         """
         num_bytes = request.ByteSize()
         check_size("the request", len(request.items), num_bytes)
@@ -76,17 +76,16 @@ class RequestScorer:
         margin = min(DEADLINE_MARGIN_SECONDS, _MARGIN_SHARE * seconds)
         answering = asyncio.get_running_loop().call_later(seconds - margin, cancellation.cancel)
         self._bytes_in_flight += num_bytes
+        arguments = (rubric, request, cancellation)
         try:
-            return await self._shutdown.run_in(
-                self._scoring, self._score, rubric, request, cancellation, seconds=seconds
-            )
+            return await self._shutdown.run_in(self._scoring, self._score, *arguments, seconds=seconds)
         finally:
             answering.cancel()
             cancellation.cancel()  # the caller may have gone
             self._bytes_in_flight -= num_bytes
 
     async def rubric(self, text: str) -> CompiledRubric:
-        """The compiled rubric, cached by its text. Raises ScorerError if it cannot be used."""
+        """Compiles a rubric, or takes it from the cache. Raises ScorerError if it cannot be used."""
         known = self._rubrics.get(text)
         if known is not None:
             self._rubrics.move_to_end(text)
@@ -100,7 +99,7 @@ class RequestScorer:
         return compiled
 
     async def look_up(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """Runs a short call in a thread that no scoring occupies."""
+        """Runs a short call in a thread that scores nothing, so it need not wait for scorers."""
         return await self._shutdown.run_in(self._compiling, call, *arguments)
 
     def _score(
@@ -112,12 +111,12 @@ class RequestScorer:
         else:
             scores = score_in_slices(self._core, rubric, items, "calls", cancellation)
         if self._core.closing and any(one.reason == "infrastructure" for one in scores if isinstance(one, Unscored)):
-            raise UnavailableError(SHUTTING_DOWN)  # the shutdown is the cause, not the items
+            raise UnavailableError(SHUTTING_DOWN)  # the shutdown made the scorers unreachable
         return reply_of(with_faults(scores, faults) if faults else scores)
 
 
 def is_quick(rubric: CompiledRubric, num_items: int, num_bytes: int) -> bool:
-    """Whether a request may be scored on the event loop: its bytes bound the time of these scorers."""
+    """Whether a request takes so little time that it may be scored on the event loop."""
     size = num_bytes + _ITEM_BYTES * num_items
     if not rubric.in_process or size > MAX_INLINE_WORK:
         return False
@@ -135,11 +134,9 @@ def score_in_slices(
     priority: Priority,
     cancellation: CancellationToken,
 ) -> list[Score]:
-    """One result for each item, in order. Remote scorers get the items slice by slice, so that other calls to the same
-    scorer take turns with a long batch. Items of a group stay together.
-
-    Items for worker processes are not sliced: calls take turns there anyway, and one item that hangs would delay the
-    next slice.
+    """Returns one result for each item, in order. Remote scorers get a long batch in slices, so that other calls take
+    turns with it; a group is never split. Worker processes get it whole: calls take turns there anyway, and an item
+    that hangs would delay the next slice.
     """
     remote = any(spec.isolation == "remote" for spec in rubric.rubric.specs())
     if not remote or (rubric.grouped and any(item.group for item in items)):

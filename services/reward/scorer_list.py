@@ -1,6 +1,8 @@
-"""The reply of ListScorers: the scorers that a rubric may name, the limits, and the service's own rubric."""
+"""Limits of requests, and the reply of ListScorers, which names them."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
 
 from tandem.protos import reward_pb2
 from tandem.reward.config import RewardConfig
@@ -19,11 +21,11 @@ MAX_LISTED_JOBS = 1000
 DEADLINE_MARGIN_SECONDS = 1.0
 """A call replies this long before its deadline, or a tenth of its time before it if that is less."""
 REQUESTS_PER_STREAM = 8
-"""Under way at a time on one ScoreStream; further ones are not read."""
+"""Requests of a ScoreStream that are scored at once. It reads no more than these."""
 
 
 def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> reward_pb2.ListScorersReply:
-    """The whole reply; it stays the same for the life of a service."""
+    """The scorers that a rubric may name, the limits, and the service's own rubric. The same for a service's life."""
     reply = reward_pb2.ListScorersReply
     limits: dict[str, float] = {
         "max_items_per_request": MAX_ITEMS,
@@ -49,17 +51,5 @@ def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> re
         "output_bytes": reward.limits.output_bytes,
         "num_workers": reward.num_workers,
     }
-    scorers = [
-        reply.ScorerInfo(
-            name=info.name,
-            version=info.version,
-            summary=info.summary,
-            parameters=[
-                reply.Parameter(name=one.name, type=one.type, default=one.default, description=one.description)
-                for one in info.parameters
-            ],
-            isolation=info.isolation,
-        )
-        for info in core.scorers()
-    ]
+    scorers = [reply.ScorerInfo(**asdict(info)) for info in core.scorers()]
     return reply(scorers=scorers, limits=limits, default_rubric=core.default.text)

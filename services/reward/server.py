@@ -1,7 +1,4 @@
-"""gRPC `RewardService`: scores at once, durable jobs, and the list of scorers.
-
-Every wait is bounded by the caller's deadline or by one of the service.
-"""
+"""gRPC `RewardService`: scores, durable jobs, and the list of scorers. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -20,7 +18,6 @@ from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import JobRecord, JobStore
-from tandem.services.reward.replies import job_message, submit_reply
 from tandem.services.reward.request_scorer import RequestScorer
 from tandem.services.reward.scorer_list import (
     MAX_KEY_BYTES,
@@ -41,7 +38,6 @@ RPC_LIMITS = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
 """For the server on which the servicer is registered."""
 
 _DEFAULT_LISTED_JOBS = 100
-
 _HEARTBEAT_SECONDS = 10.0
 _STORING_THREADS = 16
 _EVENT_BYTES = 1 << 20  # results read at once
@@ -52,7 +48,7 @@ Result = TypeVar("Result")
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """Implements reward.proto. The server calls `end_streams` when it begins to stop; call `close` after that."""
+    """The service of reward.proto. The server calls `end_streams` when it begins to stop; `close` comes after that."""
 
     def __init__(self, core: ScoringCore, store: JobStore, reward: RewardConfig, jobs: JobsConfig) -> None:
         self._core = core
@@ -66,24 +62,22 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._scorer = RequestScorer(core, self._shutdown)
 
     def end_streams(self) -> None:
-        """Ends all streams as UNAVAILABLE. Called on the event loop."""
+        """Ends all streams with UNAVAILABLE. Called on the event loop."""
         self._shutdown.closing.set()
 
     def close(self) -> None:
-        """Starts no further work in threads. Close the core first: that ends calls that hang in it."""
+        """Starts no more work in threads. Close the core first, which ends calls that hang in it."""
         self._scorer.close()
         self._storing.shutdown(wait=False, cancel_futures=True)
 
-    # ---- scores at once ----
-
     async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
-        """One result for each item, in order. An item that cannot be read is unscored (`invalid_input`)."""
+        """Returns one result for each item, in order. An item that cannot be read is unscored (`invalid_input`)."""
         return await self._scorer.score(request, seconds_left(context))
 
     async def ScoreStream(
         self, request_iterator: AsyncIterator[reward_pb2.ScoreStreamRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.ScoreStreamReply]:
-        """Scores a stream of requests, several at a time. A request that is refused ends the stream."""
+        """Scores a stream of requests, several at a time. A refused request ends the stream."""
         closing = asyncio.ensure_future(self._shutdown.closing.wait())
         reading: asyncio.Future[Any] | None = asyncio.ensure_future(anext(request_iterator, None))
         scoring: dict[asyncio.Future[Any], int] = {}
@@ -116,15 +110,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 if one is not None:
                     one.cancel()
 
-    # ---- jobs ----
-
     @ends_with_error(reward_pb2.SubmitJobReply)
     async def SubmitJob(
         self, request_iterator: AsyncIterator[reward_pb2.SubmitJobRequest], context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.SubmitJobReply]:
-        """Takes header, chunks and seal. Replies to each once it is stored, and every few seconds while a chunk waits
-        for room.
-        """
+        """Stores header, chunks and seal. Replies after each, and every few seconds while a chunk waits for room."""
         job_id = ""
         ends_at = time.monotonic() + seconds_left(context)
         async with aclosing(self._shutdown.requests(request_iterator, ends_at)) as requests:
@@ -132,51 +122,40 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 part = request.WhichOneof("part")
                 if part is None:
                     raise DataError("a message holds neither header, chunk nor seal")
-                if (part == "header") != (job_id == ""):
-                    raise DataError(
-                        "a submission begins with a header, and has one"
-                        if job_id
-                        else f"a {part} came before the header"
-                    )
-                if part == "header":
-                    job = await self._opened(request.header)
-                    job_id = job.job_id
-                elif part == "seal":
-                    job = await self._stored(self._store.seal, job_id, request.seal.num_chunks)
-                else:
-                    async with aclosing(self._added(job_id, request.chunk, ends_at)) as progress:
+                if part == "header" and job_id:
+                    raise DataError("a submission begins with a header, and has one")
+                if part != "header" and not job_id:
+                    raise DataError(f"a {part} came before the header")
+                if part == "chunk":
+                    async with aclosing(self._add(job_id, request.chunk, ends_at)) as progress:
                         async for job in progress:
-                            yield submit_reply(job)
+                            yield reward_pb2.SubmitJobReply(job=job.to_proto(), next_chunk=job.num_chunks)
                     continue
-                yield submit_reply(job)
+                if part == "header":
+                    job = await self._open(request.header)
+                    job_id = job.job_id
+                else:
+                    job = await self._stored(self._store.seal, job_id, request.seal.num_chunks)
+                yield reward_pb2.SubmitJobReply(job=job.to_proto(), next_chunk=job.num_chunks)
 
-    async def _opened(self, header: reward_pb2.SubmitJobRequest.Header) -> JobRecord:
+    async def _open(self, header: reward_pb2.SubmitJobRequest.Header) -> JobRecord:
         key = header.idempotency_key
         if not key:
-            raise DataError(
-                "header.idempotency_key is empty: choose one, e.g. a UUID; the same key always means the same job"
-            )
+            raise DataError("header.idempotency_key is empty: choose one, e.g. a UUID; the same key is the same job")
         for name, text, most in (("idempotency_key", key, MAX_KEY_BYTES), ("name", header.name, MAX_NAME_BYTES)):
             if len(text.encode()) > most:
                 raise DataError(f"header.{name} has {len(text.encode()):,} bytes, at most {most} are allowed")
         if abs(header.priority) > MOST_PRIORITY:
             raise DataError(f"header.priority {header.priority} is not between -{MOST_PRIORITY} and {MOST_PRIORITY}")
         rubric = await self._scorer.rubric(header.rubric) if header.rubric else self._core.default
-        submit = self._store.submit
-        return await self._stored(
-            lambda: submit(
-                key,
-                rubric=header.rubric,
-                priority=header.priority,
-                name=header.name,
-                digest=rubric.digest,  # another service may mean other scorers by the same names
-            )
-        )
+        submit = partial(self._store.submit, rubric=header.rubric, priority=header.priority, name=header.name)
+        # With a digest, because another service may mean other scorers by the same names.
+        return await self._stored(partial(submit, key, digest=rubric.digest))
 
-    async def _added(
+    async def _add(
         self, job_id: str, chunk: reward_pb2.SubmitJobRequest.Chunk, ends_at: float
     ) -> AsyncGenerator[JobRecord]:
-        """The job once the chunk is stored, and every few seconds before that."""
+        """Yields the job once the chunk is stored, and every few seconds while it waits for room."""
         items = chunk.SerializeToString()
         check_size(f"chunk {chunk.index}", len(chunk.items), len(items))
         if not chunk.items:
@@ -195,15 +174,15 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         yield job
 
     async def GetJob(self, request: reward_pb2.GetJobRequest, context: grpc.aio.ServicerContext) -> reward_pb2.Job:
-        """The job as it is now."""
+        """Returns the job as it is now."""
         job, _ = await self._stored(self._store.events, request.job_id, 0, 0)
-        return job_message(job)
+        return job.to_proto()
 
     @ends_with_error(reward_pb2.JobEvent)
     async def WatchJob(
         self, request: reward_pb2.WatchJobRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[reward_pb2.JobEvent]:
-        """Results in the order of their completion, and progress. The last event shows the job that has ended."""
+        """Sends results in the order of their completion, and progress. The last event shows the job that has ended."""
         cursor, num_bytes = request.after_cursor, _EVENT_BYTES if request.with_results else 0
         sent: JobRecord | None = None
         sent_at, pause = 0.0, _FIRST_PAUSE_SECONDS
@@ -215,15 +194,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             for data in results:
                 cursor += 1
                 part = reward_pb2.JobEvent.Results.FromString(data)
-                yield reward_pb2.JobEvent(job=job_message(job), results=part, cursor=cursor)
-            if not request.with_results:
-                cursor = job.num_results
+                yield reward_pb2.JobEvent(job=job.to_proto(), results=part, cursor=cursor)
+            cursor = cursor if request.with_results else job.num_results
             if job.ended and cursor == job.num_results:
-                yield reward_pb2.JobEvent(job=job_message(job), cursor=cursor)
+                yield reward_pb2.JobEvent(job=job.to_proto(), cursor=cursor)
                 return
             if job != sent or time.monotonic() - sent_at > _HEARTBEAT_SECONDS:
                 if not results:
-                    yield reward_pb2.JobEvent(job=job_message(job), cursor=cursor)
+                    yield reward_pb2.JobEvent(job=job.to_proto(), cursor=cursor)
                 pause = _FIRST_PAUSE_SECONDS if job != sent else pause
                 sent, sent_at = job, time.monotonic()
             if cursor == job.num_results:
@@ -233,20 +211,20 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def CancelJob(
         self, request: reward_pb2.CancelJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
-        """Keeps the results there are; the other items become `cancelled`. A job that has ended is left as it is."""
-        return job_message(await self._stored(self._store.cancel, request.job_id))
+        """Cancels a job: items without a result become `cancelled`. A job that has ended is left as it is."""
+        return (await self._stored(self._store.cancel, request.job_id)).to_proto()
 
     async def DeleteJob(
         self, request: reward_pb2.DeleteJobRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.Job:
         """Deletes a job that has ended, with its results and its key."""
-        return job_message(await self._stored(self._store.delete, request.job_id))
+        return (await self._stored(self._store.delete, request.job_id)).to_proto()
 
     async def ListScorers(
         self, request: reward_pb2.ListScorersRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.ListScorersReply:
-        """The scorers that a rubric may name, the limits of requests and jobs, and the default rubric."""
-        async with self._listing:  # it reads source code, for which older Pythons have no two threads at once
+        """Returns the scorers that a rubric may name, the limits, and the default rubric."""
+        async with self._listing:  # it reads source code, which older Pythons cannot do in two threads at once
             if self._scorers is None:
                 self._scorers = await self._scorer.look_up(scorer_list, self._core, self._reward, self._jobs)
             return self._scorers
@@ -254,12 +232,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def ListJobs(
         self, request: reward_pb2.ListJobsRequest, context: grpc.aio.ServicerContext
     ) -> reward_pb2.ListJobsReply:
-        """The newest jobs, newest first."""
+        """Returns the newest jobs, newest first."""
         if request.limit > MAX_LISTED_JOBS:
             raise DataError(f"limit is {request.limit}, at most {MAX_LISTED_JOBS} jobs are listed")
         jobs = await self._stored(self._store.list_jobs, request.limit or _DEFAULT_LISTED_JOBS)
-        return reward_pb2.ListJobsReply(jobs=[job_message(job) for job in jobs])
+        return reward_pb2.ListJobsReply(jobs=[job.to_proto() for job in jobs])
 
-    async def _stored(self, verb: Callable[..., Result], *arguments: object) -> Result:
-        """Runs a verb of the store in a thread; the store has its own deadlines."""
-        return await self._shutdown.run_in(self._storing, verb, *arguments)
+    async def _stored(self, call: Callable[..., Result], *arguments: object) -> Result:
+        """Runs a call of the store in a thread. The store has its own deadlines."""
+        return await self._shutdown.run_in(self._storing, call, *arguments)

@@ -1,9 +1,9 @@
-"""The reward service of a run: claims generated groups, scores them, completes them. The same core answers
-`RewardService` (services/reward/server.py) and scores the jobs of its clients (services/reward/jobs/worker.py).
+"""The reward service of a run: claims generated groups, scores them, completes them. The same core answers calls
+(`RewardServicer`) and scores jobs (`JobWorker`).
 
-A failure is not a score. A row whose scorer hung or crashed is scored again, up to `reward.max_attempts` times. A row
-whose scorer was unreachable is scored again up to `reward.infrastructure_attempts` times, after growing pauses. Then it
-keeps its reason. A `baseline` row is scored like the others, and a group without a score for it is not completed.
+A failure is not a score. A row whose scorer hung or crashed is scored again, up to `reward.max_attempts` times; one
+whose scorer was unreachable up to `reward.infrastructure_attempts` times, after growing pauses. Then it keeps its
+reason. A group is not completed without a score for its `baseline` row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import cast
@@ -65,13 +65,14 @@ class Progress:
     """By trajectory id."""
 
     def open_rows(self, rows: Iterable[Trajectory], config: RewardConfig) -> list[Trajectory]:
-        """Returns the rows that have no score and may still get one."""
+        """The rows that have no score and may still get one."""
         retried: set[UnscoredReason] = set()
         if self.attempts < config.max_attempts:
             retried |= _RETRIED_DATA
         if self.infrastructure_attempts < config.infrastructure_attempts:
             retried.add("infrastructure")
-        return [row for row in rows if not _failed(row) and _may_change(self.scores.get(row.trajectory_id), retried)]
+        settled = {n for n, score in self.scores.items() if isinstance(score, Scored) or score.reason not in retried}
+        return [row for row in rows if not _failed(row) and row.trajectory_id not in settled]
 
     def record(self, rows: Sequence[Trajectory], results: Sequence[Score]) -> None:
         """Adds the results of one attempt."""
@@ -108,10 +109,6 @@ class Progress:
         return cls(saved["attempts"], saved["infrastructure_attempts"], scores)
 
 
-def _may_change(score: Score | None, retried: Container[UnscoredReason]) -> bool:
-    return score is None or (isinstance(score, Unscored) and score.reason in retried)
-
-
 def _failed(row: Trajectory) -> bool:
     return row.finish_reason in ("error", "abort")
 
@@ -124,18 +121,16 @@ def score_item(prompt: Prompt, trajectory: Trajectory) -> ScoreItem:
     )
 
 
-def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool | None = None) -> ScoredTrajectory:
-    """The trajectory with its reward (what the agent earned plus the score), or with its reason for having none. The
-    rewards of its tokens are left as they are.
+def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool = False) -> ScoredTrajectory:
+    """The trajectory with its reward (what the agent earned plus the score), or with its reason for having none.
 
-    What was earned is a component of its own, beside the scorer's components or beside `scorer`. `with_earned` adds it
-    where another row of the group earned something, so that all rows have the same components.
+    `with_earned`: a row of the group earned something. Then that is a component of all its rows, beside those of the
+    scorer or beside `scorer`. The rewards of tokens are left as they are.
     """
     if isinstance(score, Unscored):
         return ScoredTrajectory(trajectory, None, unscored_reason=score.reason, unscored_detail=score.detail)
-    earned = trajectory.earned_reward
-    breakdown = score.breakdown
-    if with_earned if with_earned is not None else earned:
+    earned, breakdown = trajectory.earned_reward, score.breakdown
+    if with_earned:
         breakdown = {**(breakdown or {"scorer": score.value}), "earned": earned}
     return ScoredTrajectory(trajectory, earned + score.value, breakdown)
 
@@ -147,10 +142,8 @@ def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTr
 
 
 def unscored_rows_required(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
-    """Returns the rows that need a reward before the group can be completed. Empty: it can be completed.
-
-    `min_scored_samples` policy rows with a reward are enough (0: all of them). The baseline row always needs one,
-    because the estimator compares the others with it.
+    """The rows that need a reward before the group can be completed: the baseline, with which the others are compared,
+    and all policy rows unless `min_scored_samples` (0: all) of them have one.
     """
     policy = [row for row in rows if row.trajectory.role == "policy"]
     enough = min_scored_samples > 0 and sum(row.reward is not None for row in policy) >= min_scored_samples
@@ -162,10 +155,7 @@ def _failures(rows: Iterable[ScoredTrajectory]) -> list[Unscored]:
 
 
 def _release_for(failures: Sequence[Unscored]) -> Release:
-    """With the reason that most rows share. It is the data's failure unless every scorer was out of reach.
-
-    A group without attempts left comes back without being scored until its budget in the buffer is spent.
-    """
+    """With the reason that most rows share. It is the data's failure unless every scorer was unreachable."""
     reasons = Counter(failure.reason for failure in failures)
     (reason, _), *_ = reasons.most_common(1)
     kind: FailureKind = "infrastructure" if set(reasons) == {"infrastructure"} else "data"

@@ -1,4 +1,4 @@
-"""Waits of the reward service's calls: bounded by the call's deadline, ended by the service's shutdown."""
+"""Waits of the reward service's calls. They end at the call's deadline, and when the service stops."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import grpc
 from tandem.protos.errors import DeadlineError, UnavailableError
 
 LONGEST_CALL_SECONDS = 3600.0
-"""The service's deadline for calls that have a later one or none."""
+"""Deadline of calls that have a later one or none."""
 IDLE_SECONDS = 600.0
-"""A stream ends after this time without a new request or a request being scored."""
+"""A stream ends after this time without a request that is new or being scored."""
 SHUTTING_DOWN = "the service is shutting down; try again, here or at another replica"
 _GRACE_SECONDS = 0.5  # for calls in threads when the service stops
 
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Shutdown:
-    """Ends the waits of calls when the service stops. Used on one event loop."""
+    """Ends the waits of calls on one event loop when the service stops."""
 
     def __init__(self) -> None:
         self.closing = asyncio.Event()
@@ -45,11 +45,11 @@ class Shutdown:
     async def run_in(
         self, threads: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any, seconds: float | None = None
     ) -> Result:
-        """The call's result, from a thread. When the service stops, it waits a little longer for it.
+        """Runs a call in a thread and returns its result.
 
         Raises:
             DeadlineError: it takes longer than `seconds` (default: LONGEST_CALL_SECONDS).
-            UnavailableError: the service stops.
+            UnavailableError: the service stops, and the call does not end soon.
         """
         self.check()
         seconds = LONGEST_CALL_SECONDS if seconds is None else seconds
@@ -69,18 +69,17 @@ class Shutdown:
         raise DeadlineError(f"not done within {seconds:.0f} s")
 
     async def requests(self, stream: AsyncIterator[Result], ends_at: float) -> AsyncGenerator[Result]:
-        """The requests of a stream. Raises when the service stops, when the call's time is over, and when no request
-        has come for IDLE_SECONDS.
+        """The requests of a stream. Raises UnavailableError when the service stops, and DeadlineError when the call's
+        time is over or no request came for IDLE_SECONDS.
         """
         closing = asyncio.ensure_future(self.closing.wait())
         try:
             while True:
                 reading = asyncio.ensure_future(anext(stream, None))
+                timeout = min(IDLE_SECONDS, max(0.0, ends_at - time.monotonic()))
+                either = {closing, reading}
                 try:
-                    timeout = min(IDLE_SECONDS, max(0.0, ends_at - time.monotonic()))
-                    done, _ = await asyncio.wait(
-                        {closing, reading}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-                    )
+                    done, _ = await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                     self.check()
                     _check_time(ends_at)
                     if not done:
@@ -96,7 +95,7 @@ class Shutdown:
 
 
 def seconds_left(context: grpc.aio.ServicerContext) -> float:
-    """Until the deadline of the caller, or of the service if that is earlier."""
+    """The time until the caller's deadline, or LONGEST_CALL_SECONDS if that is less."""
     left = context.time_remaining()
     return LONGEST_CALL_SECONDS if left is None else min(left, LONGEST_CALL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""`tandem reward serve`: the reward service without a ring. Processes on one Redis and namespace are replicas."""
+"""`tandem reward serve`: the reward service without a run. Processes on one Redis and namespace are replicas."""
 
 from __future__ import annotations
 
@@ -34,16 +34,12 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
 
     Args:
         config: `config.reward.port` 0 picks a free port.
-        host: address to listen on.
-        redis_url: where the jobs are stored. Empty: an embedded Redis with its data in `folder`. Settings of a named
-            Redis that may lose jobs are logged.
-        folder: for the embedded Redis and its log; not used otherwise.
-        name: of this replica in its namespace. A replica that restarts under its name gets the chunks of its
-            predecessor back at once. Default: the machine's name and the port.
+        redis_url: where the jobs are stored. Empty: an embedded Redis with its data and log in `folder`.
+        name: of this replica. A replica that restarts under its name gets the chunks of its predecessor back at once.
+            Default: the machine's name and the port.
 
     Raises:
-        UserError: the scorers cannot be built, the port is in use, there is no redis-server, or none with room for the
-            jobs.
+        UserError: the scorers cannot be built, the port is in use, or there is no Redis with room for the jobs.
         TandemError: Redis is gone.
     """
     configure_logging("reward")
@@ -87,22 +83,16 @@ def _open_store(stack: ExitStack, jobs: JobsConfig, redis_url: str, folder: Path
     """The store, and the embedded Redis if none is named. Raises UserError if there is no room for the jobs."""
     if not redis_url:
         check_job_room(jobs, folder)
-        redis = _own_redis(stack, folder)
+        try:
+            redis = stack.enter_context(RedisChild(folder, report=log.info))
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise  # the command says so
+            said = f"--folder {folder}: {error.strerror or error}; name a folder that can be written"
+            raise EnvironmentLackError(said) from None
         return stack.enter_context(closing(JobStore(redis.url, jobs))), redis
     store = stack.enter_context(closing(JobStore(redis_url, jobs)))
     for line in check_settings(store.connection):
         log.warning(line)
     check_room(store.connection, jobs.redis_bytes)
     return store, None
-
-
-def _own_redis(stack: ExitStack, folder: Path) -> RedisChild:
-    """Starts the embedded Redis. Raises EnvironmentLackError if the folder cannot be written."""
-    try:
-        return stack.enter_context(RedisChild(folder, report=log.info))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # the command says so
-        raise EnvironmentLackError(
-            f"--folder {folder}: {error.strerror or error}; name a folder that can be written"
-        ) from None

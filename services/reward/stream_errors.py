@@ -1,4 +1,4 @@
-"""Errors in the streams of `RewardService`: a TandemError as a `StreamError`, whose `oneof` names the cause."""
+"""Errors in the streams of `RewardService`: a UserError as a `StreamError`, whose `oneof` names the cause."""
 
 from __future__ import annotations
 
@@ -39,22 +39,21 @@ Handler = TypeVar("Handler", bound=Callable[..., AsyncGenerator[Message]])
 def error_message(error: UserError) -> reward_pb2.StreamError:
     """The error for the wire."""
     message = reward_pb2.StreamError(message=str(error))
-    for kind, cause in _CAUSES.items():
-        if isinstance(error, kind):
-            getattr(message, cause).SetInParent()
-            break
+    cause = next((name for kind, name in _CAUSES.items() if isinstance(error, kind)), None)
+    if cause is not None:
+        getattr(message, cause).SetInParent()
     return message
 
 
 def error_of(message: reward_pb2.StreamError) -> TandemError:
-    """The error of a message; a TandemError if this version does not know the cause."""
+    """The error of a message: a TandemError if this version does not know the cause."""
     cause = message.WhichOneof("cause")
     kind = next((kind for kind, name in _CAUSES.items() if name == cause), TandemError)
     return kind(message.message)
 
 
 def ends_with_error(reply: Callable[..., Message]) -> Callable[[Handler], Handler]:
-    """For a handler that streams replies: a UserError is sent as a last `reply(error=...)` and then raised."""
+    """Decorates a handler that streams replies: a UserError is sent as a last `reply(error=...)` and then raised."""
 
     def decorate(handler: Handler) -> Handler:
         @wraps(handler)

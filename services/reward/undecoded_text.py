@@ -1,8 +1,7 @@
 """Reads requests in which the text of an item is not UTF-8, so that this item alone is at fault.
 
-Protobuf refuses such a request as a whole. The messages here are those of reward.proto with `bytes` in place of the
-strings of an item; `tandem.services.reward.wire.read_items` then decodes the texts item by item. Only requests that
-protobuf refused are read this way, so the others pay nothing (part `calls` of benchmarks/reward.py).
+Protobuf refuses such a request as a whole. The messages here are those of reward.proto with `bytes` in place of an
+item's strings; `wire.read_items` decodes them item by item. Only requests that protobuf refused are read this way.
 """
 
 from __future__ import annotations

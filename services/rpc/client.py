@@ -40,9 +40,8 @@ _CLIENT_OPTIONS = [
 
 
 def connect(addresses: str) -> grpc.Channel:
-    """Opens a channel to `host:port`, or to several addresses separated by commas, among which the calls rotate.
-
-    It connects with the first call.
+    """A channel to `host:port`, or to several addresses separated by commas, over which the calls rotate. It connects
+    with the first call.
 
     Raises:
         UserError: an address is invalid, or one of several addresses cannot be resolved.
@@ -50,13 +49,8 @@ def connect(addresses: str) -> grpc.Channel:
     return grpc.insecure_channel(target_of(named_addresses(addresses)), options=_CLIENT_OPTIONS)
 
 
-def connect_async(addresses: str) -> grpc.aio.Channel:
-    """Opens the same channel for `grpc.aio`."""
-    return connect_target(target_of(named_addresses(addresses)))
-
-
-def connect_target(target: str) -> grpc.aio.Channel:
-    """Opens the same channel to a target of `tandem.services.addresses.target_of`."""
+def connect_async(target: str) -> grpc.aio.Channel:
+    """The same channel for `grpc.aio`, to a target of `target_of`."""
     return grpc.aio.insecure_channel(target, options=_CLIENT_OPTIONS)
 
 
@@ -70,7 +64,7 @@ def translated() -> Iterator[None]:
 
 
 def from_rpc_error(error: grpc.RpcError) -> TandemError:
-    """Returns the TandemError of a failed call: the class that the server named, otherwise one by status code."""
+    """The TandemError of a failed call: of the class that the server named, otherwise of one by status code."""
     detail = error.details() or "no detail"
     metadata = cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ())
     for key, value in metadata:

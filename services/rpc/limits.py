@@ -40,9 +40,6 @@ class RpcLimits:
     """By the path of a method: a second deserializer, for bytes that its own refuses. Raises DecodeError."""
 
 
-DEFAULT_RPC_LIMITS = RpcLimits()
-
-
 @dataclass(frozen=True, slots=True)
 class _Malformed:
     """Takes the place of a request whose bytes cannot be decoded."""
@@ -57,8 +54,7 @@ class LimitedServer:
     decoded (a string that is not UTF-8, for instance) becomes a DataError; gRPC would report an internal error. Past
     `max_calls` of the counted services, a call is refused before its message is read.
 
-    An interceptor would do the same but make an empty call take half as long again, because it adds a coroutine and a
-    queue to each call (part `calls` of benchmarks/reward.py).
+    An interceptor would make an empty call take half as long again (part `calls` of benchmarks/reward.py).
     """
 
     def __init__(self, server: grpc.aio.Server, limits: RpcLimits, counted: Sequence[str]) -> None:
@@ -66,8 +62,7 @@ class LimitedServer:
         self._limits = limits
         self._counted = frozenset(counted)
         self._num_calls = 0
-        refuse: Any = self._refuse
-        # Works for any kind of call, because it reads no message.
+        refuse: Any = self._refuse  # serves any kind of call, because it reads no message
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(refuse)
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
@@ -122,22 +117,13 @@ class _LimitedHandler(grpc.GenericRpcHandler):
 
 
 def _wrapped(handler: Handler, reader: _Reader | None) -> Handler:
-    read, write = _reading(handler, reader), handler.response_serializer
-    # The stubs type a handler's context as grpc.ServicerContext; it is an aio one in truth.
-    inner: Any
-    if handler.unary_unary is not None:
-        inner = handler.unary_unary
-        call = grpc.unary_unary_rpc_method_handler(_unary(inner, _checked), read, write)
-    elif handler.unary_stream is not None:
-        inner = handler.unary_stream
-        call = grpc.unary_stream_rpc_method_handler(_streaming(inner, _checked), read, write)
-    elif handler.stream_unary is not None:
-        inner = handler.stream_unary
-        call = grpc.stream_unary_rpc_method_handler(_unary(inner, _checked_stream), read, write)
-    else:
-        inner = handler.stream_stream
-        call = grpc.stream_stream_rpc_method_handler(_streaming(inner, _checked_stream), read, write)
-    return call
+    kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+    wrap = _streaming if handler.response_streaming else _unary
+    call = wrap(getattr(handler, kind), _checked_stream if handler.request_streaming else _checked)
+    made: Handler = getattr(grpc, f"{kind}_rpc_method_handler")(
+        call, _reading(handler, reader), handler.response_serializer
+    )
+    return made
 
 
 def _unary(inner: _Call, checked: Callable[[Any], object]) -> _Call:

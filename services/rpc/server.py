@@ -7,8 +7,9 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 import grpc
 from anyio.from_thread import start_blocking_portal
@@ -17,14 +18,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from tandem.protos import common_pb2, common_pb2_grpc
 from tandem.protos.errors import EnvironmentLackError
-from tandem.services.rpc.limits import DEFAULT_RPC_LIMITS, MAX_MESSAGE_BYTES, LimitedServer, RpcLimits
+from tandem.services.rpc.limits import MAX_MESSAGE_BYTES, LimitedServer, RpcLimits
 
 INFO_SERVICE = "tandem.v1.InfoService"
 _START_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 
 Info = Callable[[], common_pb2.InfoReply]
-Register = Callable[[grpc.aio.Server], None]
 
 
 class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
@@ -35,56 +35,51 @@ class _InfoServicer(common_pb2_grpc.InfoServiceServicer):
         return await asyncio.to_thread(self._info)  # it may ask Redis for queue figures
 
 
+class ServerOptions(TypedDict, total=False):
+    """What a server serves besides Info, health and reflection."""
+
+    register: Callable[[grpc.aio.Server], None]
+    service_names: Sequence[str]
+    on_stop: Callable[[], None]
+    """Called on the event loop when the server begins to stop, so that long calls can end with their own error."""
+    limits: RpcLimits
+
+
+@dataclass(frozen=True, slots=True)
 class RpcServer:
     """A listening server. `address` is `host:port` with the bound port."""
 
-    def __init__(
-        self,
-        server: grpc.aio.Server,
-        address: str,
-        health_servicer: health.aio.HealthServicer,
-        on_stop: Callable[[], None],
-    ) -> None:
-        self._server = server
-        self._health = health_servicer
-        self._on_stop = on_stop
-        self.address = address
+    address: str
+    server: grpc.aio.Server
+    health: health.aio.HealthServicer
+    on_stop: Callable[[], None]
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Sets health to NOT_SERVING, refuses new calls, and cancels running ones after the grace period."""
-        await self._health.enter_graceful_shutdown()
-        self._on_stop()
-        await self._server.stop(grace_seconds)
+        await self.health.enter_graceful_shutdown()
+        self.on_stop()
+        await self.server.stop(grace_seconds)
 
 
-async def start_server(
-    host: str,
-    port: int,
-    *,
-    info: Info,
-    register: Register,
-    service_names: Sequence[str],
-    on_stop: Callable[[], None] = lambda: None,
-    limits: RpcLimits = DEFAULT_RPC_LIMITS,
-) -> RpcServer:
+async def start_server(host: str, port: int, *, info: Info, **options: Unpack[ServerOptions]) -> RpcServer:
     """Starts a server with the given services and with health, reflection and Info. Port 0 picks a free port.
-
-    `on_stop` is called on the event loop when the server begins to stop, so that long calls can end with a specific
-    error.
 
     Raises:
         EnvironmentLackError: the port is in use or the address is not this machine's.
     """
-    options = [
-        ("grpc.max_receive_message_length", limits.max_request_bytes),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
-    ]
-    server = grpc.aio.server(options=options)
+    limits, service_names = options.get("limits", RpcLimits()), options.get("service_names", ())
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", limits.max_request_bytes),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second listener
+        ]
+    )
     # LimitedServer has the two methods that registration uses.
     registrar = cast("grpc.aio.Server", LimitedServer(server, limits, service_names))
     common_pb2_grpc.add_InfoServiceServicer_to_server(_InfoServicer(info), registrar)
-    register(registrar)
+    if register := options.get("register"):
+        register(registrar)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, registrar)
     names = [*service_names, INFO_SERVICE]
@@ -96,13 +91,12 @@ async def start_server(
     except RuntimeError:
         bound = 0
     if bound == 0:
-        raise EnvironmentLackError(
-            f"cannot listen on {host}:{port}: the port is in use or not this machine's; choose another port"
-        )
+        why = "the port is in use or not this machine's; choose another port"
+        raise EnvironmentLackError(f"cannot listen on {host}:{port}: {why}")
     await server.start()
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return RpcServer(server, f"{host}:{bound}", health_servicer, on_stop)
+    return RpcServer(f"{host}:{bound}", server, health_servicer, options.get("on_stop", lambda: None))
 
 
 def _can_listen(host: str, port: int) -> bool:
@@ -122,27 +116,8 @@ def _can_listen(host: str, port: int) -> bool:
 class ServerThread:
     """A server on an event loop in a thread, for services without an event loop."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        info: Info,
-        register: Register,
-        service_names: Sequence[str],
-        on_stop: Callable[[], None] = lambda: None,
-        limits: RpcLimits = DEFAULT_RPC_LIMITS,
-    ) -> None:
-        starting = partial(
-            start_server,
-            host,
-            port,
-            info=info,
-            register=register,
-            service_names=service_names,
-            on_stop=on_stop,
-            limits=limits,
-        )
+    def __init__(self, host: str, port: int, *, info: Info, **options: Unpack[ServerOptions]) -> None:
+        starting = partial(start_server, host, port, info=info, **options)
         with ExitStack() as stack:
             self._portal = stack.enter_context(start_blocking_portal(name="grpc"))
             self._server = self._portal.start_task_soon(starting).result(timeout=_START_SECONDS)

@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 from tandem.services.config.jobs import JobsConfig
-from tandem.services.reward.jobs.store import ChunkClaim, JobRecord, JobStore
+from tandem.services.reward.jobs.store import ChunkClaim, ChunkResult, JobRecord, JobStore
 
 LEASE_SECONDS = 300.0
 
@@ -31,7 +31,7 @@ def claim(store: JobStore, worker: str = "one") -> ChunkClaim:
 
 
 def finish(store: JobStore, claimed: ChunkClaim, num_items: int) -> bool:
-    return store.complete(claimed, b"scored", num_scored=num_items, sum_values=0.5 * num_items, num_unscored={})
+    return store.complete(claimed, ChunkResult(b"scored", num_items, 0.5 * num_items, {}))
 
 
 def expire(store: JobStore, claimed: ChunkClaim) -> None:

@@ -6,52 +6,59 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tandem.services.process import die_with_parent
 from tests.support.paths import ROOT
 
 STOP_SECONDS = 20.0
 
 
 class RewardProcess:
-    """A service with its embedded Redis in `folder`. Clients take a restart on the same port as the same service."""
+    """A service, which starts its own Redis in `folder` if no URL is given. Clients take a restart on the same port as
+    the same service.
+    """
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tandem.services.cli", "reward", "serve", "--port", str(port), "--name", "a"],
-            cwd=folder,
+    def __init__(self, folder: Path, *overrides: str, redis_url: str = "", name: str = "one", port: int = 0) -> None:
+        place = ["--folder", str(folder), "--redis-url", redis_url, "--name", name, "--port", str(port)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tandem.services.cli", "reward", "serve", *overrides, *place],
             env={**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": ""},
             stdout=subprocess.PIPE,
             text=True,
+            preexec_fn=die_with_parent,
         )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()  # bounded by the test's timeout
-        assert line.startswith("reward: listens on "), line
+        assert self.process.stdout is not None
+        line = next((line for line in self.process.stdout if "listens on " in line), "")
+        assert line, f"it ended: {self.process.wait(10)}"
         self.address = line.split()[-1]
         self.port = int(self.address.rpartition(":")[2])
+        # A full pipe would block the service.
+        threading.Thread(target=self.process.stdout.read, daemon=True).start()
 
     def kill(self) -> None:
         """Kills the process as `kill -9` does."""
-        self._process.kill()
-        self._process.wait(STOP_SECONDS)
+        self.process.kill()
+        self.process.wait(STOP_SECONDS)
 
-    def stop(self) -> None:
-        """Stops the process as Ctrl-C does, or by SIGKILL if that takes too long."""
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
+    def terminate(self) -> int:
+        """Stops the process with SIGTERM and returns its exit code."""
+        self.process.terminate()
+        return self.process.wait(STOP_SECONDS)
 
 
 @contextmanager
-def running_reward() -> Iterator[str]:
-    """The address of a service while the block runs."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = RewardProcess(Path(folder))
+def running_reward(folder: Path | None = None, *overrides: str) -> Iterator[str]:
+    """The address of a service while the block runs. It must end well."""
+    with tempfile.TemporaryDirectory() as temporary:
+        process = RewardProcess(folder or Path(temporary), *overrides)
         try:
             yield process.address
         finally:
-            process.stop()
+            try:
+                assert process.terminate() == 0
+            finally:
+                process.kill()

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import queue
-import subprocess
-import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,7 +24,7 @@ from tandem.services.reward.server import RPC_LIMITS, SERVICE_NAME, RewardServic
 from tandem.services.rpc.client import connect
 from tandem.services.rpc.limits import RpcLimits
 from tandem.services.rpc.server import ServerThread
-from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 
 EXACT = '[[components]]\nscorer = "exact"\nname = "same"\n'
 
@@ -73,7 +69,7 @@ class ScriptedCore(ScoringCore):
             return CANCELLED
         self.asked.append(item.solution)
         if item.solution == "wait":
-            until(lambda: cancellation.cancelled or self.go_on.is_set())
+            eventually(lambda: cancellation.cancelled or self.go_on.is_set())
             if cancellation.cancelled:
                 return CANCELLED
         if item.solution == "bug":
@@ -100,14 +96,7 @@ class Service:
     """A server on its own port with a job worker, and a stub that calls it."""
 
     def __init__(
-        self,
-        url: str,
-        core: ScoringCore,
-        *,
-        reward: RewardConfig,
-        jobs: JobsConfig,
-        with_jobs: bool,
-        limits: RpcLimits,
+        self, url: str, core: ScoringCore, *, reward: RewardConfig, jobs: JobsConfig, with_jobs: bool, limits: RpcLimits
     ) -> None:
         self.core = core
         self.jobs = jobs
@@ -124,7 +113,7 @@ class Service:
             limits=limits,
         )
         self.job_worker = JobWorker(self.store, core, worker="one", reward=reward, stop=self.stop)
-        self._with_lane = with_jobs
+        self._with_jobs = with_jobs
         if with_jobs:
             self.job_worker.__enter__()
         self.channel = connect(self.server.address)
@@ -134,14 +123,19 @@ class Service:
         self.server.stop(1.0)
         self.core.close()
         try:
-            if self._with_lane:
+            if self._with_jobs:
                 self.job_worker.__exit__(None, None, None)
         finally:
             self.servicer.close()
             self.channel.close()
             self.store.close()
 
-    # ---- short calls for jobs ----
+    # ---- short calls ----
+
+    def score(self, items: Sequence[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
+        reply = self.stub.Score(reward_pb2.ScoreRequest(items=items, rubric=rubric), timeout=20)
+        assert len(reply.items) == len(items)
+        return list(reply.items)
 
     def submit(
         self, *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0
@@ -226,62 +220,6 @@ def answers(*texts: str, truth: str = "1", group: str = "") -> list[Item]:
 def summary(items: Sequence[reward_pb2.ScoreReply.Item]) -> list[float | str]:
     """The value or the reason of each item."""
     return [one.scored.value if one.WhichOneof("result") == "scored" else one.unscored.reason for one in items]
-
-
-# ---- as a process ----
-
-_MAIN = """
-import sys
-from pathlib import Path
-from tandem.services.config import load_service_config
-from tandem.services.process import die_with_parent, run_service
-from tandem.services.reward.standalone import main
-die_with_parent()
-folder, redis_url, name, *overrides = sys.argv[1:]
-config = load_service_config(None, overrides)
-run_service(lambda: main(config, host="127.0.0.1", redis_url=redis_url, folder=Path(folder), name=name))
-"""
-
-
-class Replica:
-    """A standalone reward service as a process. Without a URL it starts its own Redis."""
-
-    def __init__(self, folder: Path, *overrides: str, redis_url: str = "", name: str = "one") -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN, str(folder), redis_url, name, *overrides],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.address = ""
-        for line in self.process.stdout:
-            if "listens on " in line:
-                self.address = line.split()[-1]
-                break
-        assert self.address, f"it ended: {self.process.wait(10)}"
-        self._rest = threading.Thread(
-            target=self.process.stdout.read, daemon=True
-        )  # a full pipe would block the service
-        self._rest.start()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=10)
-
-    def terminate(self) -> int:
-        """Ends the process with SIGTERM and returns its exit code."""
-        self.process.terminate()
-        return self.process.wait(timeout=20)
-
-
-def until(condition: object, seconds: float = 30.0) -> None:
-    """Waits until the condition holds."""
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 def code_of(error: grpc.RpcError) -> str:

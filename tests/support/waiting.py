@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], Any], seconds: float = 30.0) -> None:
     """Polls the condition until it is true; fails after the given seconds."""
     deadline = time.monotonic() + seconds
     while not condition():

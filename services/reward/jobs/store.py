@@ -1,8 +1,7 @@
 """Reward jobs in Redis. Each verb is one atomic script. Every item of a job ends once, scored, unscored or cancelled.
 
 A job consists of chunks: each is stored with its items, leased with a fencing token, scored, and replaced by its
-results. If the holder of a lease dies, the chunk returns to its old place. If it was only late, its results are
-refused.
+results. If the holder of a lease dies, the chunk returns to its place; results of a holder that was late are refused.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.protos import reward_pb2
 from tandem.protos.errors import UnknownJobError
 from tandem.services.buffer.connection import Connection, KeySpace, milliseconds, new_request
 from tandem.services.config.jobs import JobsConfig
 
 JobState = Literal["OPEN", "RUNNING", "DONE", "CANCELLED", "EXPIRED"]
-
 CANCELLED = "cancelled"
 """Reason of the items of a cancelled job that have no result."""
 
@@ -62,9 +61,17 @@ class JobRecord:
         return self.num_items - self.num_scored - sum(self.num_unscored.values())
 
     @property
+    def mean_value(self) -> float:
+        return self.sum_values / self.num_scored if self.num_scored else 0.0
+
+    @property
     def ended(self) -> bool:
         """Whether no further results will come. The results may still be deleted (`EXPIRED`)."""
         return self.state in ("DONE", "CANCELLED", "EXPIRED")
+
+    def to_proto(self) -> reward_pb2.Job:
+        """The job for a client."""
+        return reward_pb2.Job(**{name: getattr(self, name) for name in reward_pb2.Job.DESCRIPTOR.fields_by_name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class ChunkClaim:
     losses: int
     """Consecutive holders that died. A holder that reports the loss of its lease is not counted."""
     under_way: int
-    """Number of units (items, or compared groups) without a result that the last dead holder was scoring. 0: all."""
+    """How many units (items, or compared groups) without a result the last dead holder was scoring. 0: all."""
     rubric: str
     digest: str
     """Digest of the rubric at submission."""
@@ -89,12 +96,26 @@ class ChunkClaim:
     partial: bytes
 
 
-class JobStore:
-    """The jobs of one namespace. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """The results of all items of a chunk, and their numbers."""
 
-    If Redis is unreachable, every method waits up to `connection.OUTAGE_SECONDS` and then raises UnavailableError. A
-    full Redis raises EnvironmentLackError. Data reported as stored are fsynced if Redis is configured to do so, like
-    the embedded one.
+    results: bytes
+    num_scored: int
+    sum_values: float
+    num_unscored: Mapping[str, int]
+    """By reason."""
+
+    @property
+    def figures(self) -> Mapping[str, int]:
+        return {"items_scored": self.num_scored, "items_unscored": sum(self.num_unscored.values())}
+
+
+class JobStore:
+    """The jobs of one namespace. Thread-safe. Data reported as stored are fsynced if Redis is configured to do so.
+
+    Every method raises UnavailableError if Redis is unreachable for `connection.OUTAGE_SECONDS`, EnvironmentLackError
+    if it is full, and UnknownJobError for the id of a job that does not exist.
     """
 
     def __init__(self, redis_url: str, config: JobsConfig) -> None:
@@ -109,11 +130,11 @@ class JobStore:
         self.connection.close()
 
     def register(self, worker: str) -> int:
-        """Registers a worker that has just started. Requeues the chunks of its predecessor and returns their number."""
+        """Registers a worker that has just started. Requeues its predecessor's chunks and returns their number."""
         return int(self.connection.run("register", worker))
 
     def submit(self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "") -> JobRecord:
-        """Creates the job of an idempotency key, or returns the existing one with its own name and digest.
+        """Creates the job of an idempotency key, or returns the existing one, which keeps its name and digest.
 
         Raises:
             JobExistsError: the key's job has another rubric or priority.
@@ -127,34 +148,29 @@ class JobStore:
         """Stores a chunk once. Returns False if there is no room yet; see `has_room`.
 
         Raises:
-            UnknownJobError: there is no such job.
             JobError: the job takes no more chunks.
             DataError: a chunk before this one is missing.
             JobLimitError: the results of this job, or of all that have not ended, have reached their limit.
         """
-        stored, job = self.connection.run("add_chunk", checked_job_id(job_id), index, num_items, items)
+        stored, job = self.connection.run("add_chunk", _checked_id(job_id), index, num_items, items)
         return bool(stored), _job(job)
 
     def has_room(self, job_id: str, num_bytes: int) -> tuple[bool, JobRecord]:
-        """Whether a chunk of that size has room now, or the job takes no more chunks. Raises UnknownJobError."""
-        room, job = self.connection.run("wait_for_room", checked_job_id(job_id), num_bytes)
+        """Whether a chunk of that size has room now, or the job takes no more chunks."""
+        room, job = self.connection.run("wait_for_room", _checked_id(job_id), num_bytes)
         return bool(room), _job(job)
 
     def seal(self, job_id: str, num_chunks: int) -> JobRecord:
         """Marks the job as complete: no more chunks follow. It ends when all chunks have results.
 
         Raises:
-            UnknownJobError: there is no such job.
             JobError: it is cancelled.
             DataError: another number of chunks is stored.
         """
-        return _job(self.connection.run("seal", checked_job_id(job_id), num_chunks))
+        return _job(self.connection.run("seal", _checked_id(job_id), num_chunks))
 
     def claim(self, worker: str, lease_seconds: float, timeout_seconds: float) -> ChunkClaim | None:
-        """Leases the next chunk. Waits for one; returns None at the timeout.
-
-        Chunks of higher priority come first. Jobs of the same priority take turns, item by item.
-        """
+        """Waits for the next chunk and leases it; None at the timeout. Jobs of a priority take turns, item by item."""
 
         def attempt() -> list[ChunkClaim]:
             reply = self.connection.run("claim", new_request(), worker, milliseconds(lease_seconds))
@@ -169,67 +185,49 @@ class JobStore:
         return [int(token) for token in self.connection.run("renew", milliseconds(lease_seconds), *flat)]
 
     def save(self, claim: ChunkClaim, *, partial: bytes, under_way: int, cleared: bool) -> bool:
-        """Saves the results so far and the number of units scored next (`ChunkClaim.under_way`), in case the holder
-        dies.
-
-        `cleared`: the items that killed earlier holders are scored. Returns False if the lease is not current.
+        """Saves the results so far and how many units are scored next (`ChunkClaim.under_way`), in case the holder
+        dies. `cleared`: the items that killed earlier holders are scored. Returns False if the lease is not current.
         """
-        return bool(
-            self.connection.run("save", claim.job_id, claim.index, claim.token, partial, under_way, int(cleared))
-        )
+        arguments = (claim.job_id, claim.index, claim.token, partial, under_way, int(cleared))
+        return bool(self.connection.run("save", *arguments))
 
     def give_back(self, claim: ChunkClaim, *, attempts: int, partial: bytes, pause_seconds: float) -> bool:
-        """Ends the lease and requeues the chunk with its partial results after a pause.
-
-        Returns False if the lease is not current.
-        """
+        """Ends the lease and requeues the chunk after a pause. Returns False if the lease is not current."""
         arguments = (claim.job_id, claim.index, claim.token, attempts, partial, milliseconds(pause_seconds))
         return bool(self.connection.run("give_back", new_request(), *arguments))
 
-    def complete(
-        self, claim: ChunkClaim, results: bytes, *, num_scored: int, sum_values: float, num_unscored: Mapping[str, int]
-    ) -> bool:
-        """Stores the results of a chunk and ends its lease. If the lease is not current, refuses them and returns
-        False.
+    def complete(self, claim: ChunkClaim, result: ChunkResult) -> bool:
+        """Stores the results of a chunk and ends its lease. Returns False, and stores nothing, if it is not current.
 
         If jobs then store too many bytes, results of other ended jobs are deleted.
 
         Raises:
             LedgerError: the numbers do not add up to the items of the chunk.
         """
-        reasons = [part for reason in num_unscored.items() for part in reason]
-        arguments = (claim.job_id, claim.index, claim.token, results, num_scored, repr(sum_values), *reasons)
+        reasons = [part for reason in result.num_unscored.items() for part in reason]
+        numbers = (result.num_scored, repr(result.sum_values), *reasons)
+        arguments = (claim.job_id, claim.index, claim.token, result.results, *numbers)
         return bool(self.connection.run("complete", new_request(), *arguments))
 
     def cancel(self, job_id: str) -> JobRecord:
-        """Cancels a job: its items without a result become `cancelled`. A job that has ended is left as it is.
-
-        Raises:
-            UnknownJobError: there is no such job.
-        """
-        return _job(self.connection.run("cancel", checked_job_id(job_id)))
+        """Cancels a job: its items without a result become `cancelled`. A job that has ended is left as it is."""
+        return _job(self.connection.run("cancel", _checked_id(job_id)))
 
     def delete(self, job_id: str) -> JobRecord:
-        """Deletes a job that has ended, with its results and its key.
-
-        Returns its last state, also if repeated within a minute.
+        """Deletes a job with its results and its key. Returns its last state, also if repeated within a minute.
 
         Raises:
-            UnknownJobError: there is no such job.
             JobError: it has not ended.
         """
-        return _job(self.connection.run("delete", checked_job_id(job_id)))
+        return _job(self.connection.run("delete", _checked_id(job_id)))
 
     def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
-        """Returns the job and its results after a cursor: up to `max_bytes`, but at least one if there are any.
-
-        0 bytes: only the job.
+        """The job and its results after a cursor: up to `max_bytes`, but one if there are any. 0: only the job.
 
         Raises:
-            UnknownJobError: there is no such job.
             JobError: its results were deleted.
         """
-        job, results = self.connection.run("events", checked_job_id(job_id), after_cursor, max_bytes)
+        job, results = self.connection.run("events", _checked_id(job_id), after_cursor, max_bytes)
         return _job(job), list(results)
 
     def list_jobs(self, limit: int) -> list[JobRecord]:
@@ -242,8 +240,7 @@ class JobStore:
         return {name.decode(): float(figure) for name, figure in zip(reply[::2], reply[1::2], strict=True)}
 
 
-def checked_job_id(job_id: str) -> str:
-    """The id. Raises UnknownJobError if it is no job id."""
+def _checked_id(job_id: str) -> str:
     if not _JOB_ID.fullmatch(job_id):
         raise UnknownJobError(f"there is no job {job_id!r:.80}; a job_id has 32 hexadecimal digits")
     return job_id

@@ -1,9 +1,8 @@
 """The worker for reward jobs: leases chunks, scores several at once, and stores their results.
 
 A failure is not a score. Items whose scorer is unreachable are scored again after a pause, up to
-`reward.infrastructure_attempts` times, and then keep that reason. Other reasons are final. If several holders of a
-chunk die in a row, the next one scores the items that the last one was scoring in smaller and smaller parts, until one
-item is identified as the cause. The others keep their scores.
+`reward.infrastructure_attempts` times, and then keep that reason. Other reasons are final. If holders of a chunk die in
+a row, the next one scores what the last one was scoring in smaller and smaller parts, until one item is the cause.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
 
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Scored, Unscored
@@ -24,7 +21,7 @@ from tandem.reward.scoring import CompiledRubric, ScoringCore
 from tandem.services.leases import SHUTDOWN, Held, LeaseLoop, LeaseWorker, Release, run_in_thread
 from tandem.services.reward.backoff import pause_after
 from tandem.services.reward.jobs.chunk import Chunk
-from tandem.services.reward.jobs.store import ChunkClaim, JobStore
+from tandem.services.reward.jobs.store import ChunkClaim, ChunkResult, JobStore
 from tandem.services.reward.wire import reply_of
 
 _JOIN_SECONDS = 7.0
@@ -35,87 +32,32 @@ _FIRST_SLICE_UNITS = 64
 _SLICE_SECONDS = 1.0  # slices double while they take less; also the time between two saves
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkResult:
-    """The results of all items of a chunk."""
-
-    results: bytes
-    num_scored: int
-    sum_values: float
-    num_unscored: Mapping[str, int]
-
-    @property
-    def figures(self) -> Mapping[str, int]:
-        return {"items_scored": self.num_scored, "items_unscored": sum(self.num_unscored.values())}
-
-
-class ChunkLeases:
-    """Chunks of jobs as a `LeaseSource`."""
-
-    def __init__(self, store: JobStore, worker: str, lease_seconds: float) -> None:
-        self._store = store
-        self._worker = worker
-        self._lease_seconds = lease_seconds
-
-    def claim(self, limit: int, timeout_seconds: float) -> Sequence[ChunkClaim]:
-        """Claims at most one chunk, because another replica may have free threads."""
-        claim = self._store.claim(self._worker, self._lease_seconds, timeout_seconds)
-        return [] if claim is None else [claim]
-
-    def renew(self, leases: Sequence[ChunkClaim], partials: Mapping[int, bytes]) -> Collection[int]:
-        """Extends leases. Returns the tokens of lost leases. Partial results are saved by `JobStore.save` instead."""
-        assert not partials
-        return self._store.renew(leases, self._lease_seconds)
-
-    def complete(self, lease: ChunkClaim, result: ChunkResult) -> bool:
-        """Stores the results."""
-        return self._store.complete(
-            lease,
-            result.results,
-            num_scored=result.num_scored,
-            sum_values=result.sum_values,
-            num_unscored=result.num_unscored,
-        )
-
-    def release(self, lease: ChunkClaim, release: Release, partial: bytes | None) -> str:
-        """Requeues the chunk. After an infrastructure failure there is a pause, and the attempt is counted."""
-        failed = release.kind == "infrastructure"
-        attempts = lease.attempts + failed
-        pause_seconds = pause_after(attempts) if failed else 0.0
-        current = self._store.give_back(lease, attempts=attempts, partial=partial or b"", pause_seconds=pause_seconds)
-        return "requeued" if current else "refused"
-
-
 class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
-    """Context manager: scores chunks until its exit, which requeues unfinished chunks with their partial results.
+    """Source and worker of chunks. A context manager: it scores chunks until its exit, which requeues unfinished ones
+    with their partial results.
 
     A bug in its thread sets `stop` and is raised at the exit. Close the core before, to end scorers that hang.
 
     Args:
-        worker: name of this replica. The leases of its predecessor of that name are taken back at once.
+        worker: name of this replica. It takes back the leases of its predecessor of that name.
         stop: set when the worker cannot continue.
     """
 
     runs_in_threads = True
 
     def __init__(
-        self,
-        store: JobStore,
-        core: ScoringCore,
-        *,
-        worker: str,
-        reward: RewardConfig,
-        stop: threading.Event,
+        self, store: JobStore, core: ScoringCore, *, worker: str, reward: RewardConfig, stop: threading.Event
     ) -> None:
         self._store = store
         self._core = core
         self._worker = worker
+        self._lease_seconds = reward.lease_seconds
         self._attempts = reward.infrastructure_attempts
         self._stop = stop
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self.loop: LeaseLoop[ChunkClaim, ChunkResult] = LeaseLoop(
-            ChunkLeases(store, worker, reward.lease_seconds),
+            self,
             self,
             unit="chunks",
             capacity=min(reward.num_workers + 1, _MOST_THREADS),  # a chunk's last items need not keep every worker busy
@@ -129,9 +71,7 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._closing.set()
         self._thread.join(timeout=_JOIN_SECONDS)
         if self._failure is not None and error is None:
@@ -149,6 +89,28 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
     def check(self) -> bool:
         """Returns False once the core is closed, because its scorers are then unreachable."""
         return not self._core.closing
+
+    def claim(self, limit: int, timeout_seconds: float) -> Sequence[ChunkClaim]:
+        """Claims at most one chunk, because another replica may have free threads."""
+        claim = self._store.claim(self._worker, self._lease_seconds, timeout_seconds)
+        return [] if claim is None else [claim]
+
+    def renew(self, leases: Sequence[ChunkClaim], partials: Mapping[int, bytes]) -> Collection[int]:
+        """Extends leases. Returns the tokens of lost leases. Partial results are saved by `JobStore.save` instead."""
+        assert not partials
+        return self._store.renew(leases, self._lease_seconds)
+
+    def complete(self, lease: ChunkClaim, result: ChunkResult) -> bool:
+        """Stores the results."""
+        return self._store.complete(lease, result)
+
+    def release(self, lease: ChunkClaim, release: Release, partial: bytes | None) -> str:
+        """Requeues the chunk. After an infrastructure failure there is a pause, and the attempt is counted."""
+        failed = release.kind == "infrastructure"
+        attempts = lease.attempts + failed
+        pause_seconds = pause_after(attempts) if failed else 0.0
+        current = self._store.give_back(lease, attempts=attempts, partial=partial or b"", pause_seconds=pause_seconds)
+        return "requeued" if current else "refused"
 
     async def work(self, held: Held[ChunkClaim]) -> ChunkResult | Release | None:
         """Scores the items for which earlier holders saved no result."""
@@ -186,13 +148,10 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
         claim = held.lease
         try:
             rubric = self._core.compile(claim.rubric)
-        except ScorerError as error:
-            # The service accepted it with the job, so another replica may know it.
+            if claim.digest and rubric.digest != claim.digest:
+                raise ScorerError("it has another rubric than the service this job was submitted to")
+        except ScorerError as error:  # the service accepted the job, so another replica may know its rubric
             chunk.enter_all(Unscored("infrastructure", f"{self._worker}: {error}"))
-            return False
-        if claim.digest and rubric.digest != claim.digest:
-            what = "has another rubric than the service this job was submitted to"
-            chunk.enter_all(Unscored("infrastructure", f"{self._worker} {what}"))
             return False
         units = chunk.units(rubric.grouped)
         if claim.losses:
@@ -203,8 +162,8 @@ class JobWorker(LeaseWorker[ChunkClaim, ChunkResult]):
     def _score_suspects(
         self, chunk: Chunk, held: Held[ChunkClaim], rubric: CompiledRubric, units: list[list[int]]
     ) -> list[list[int]]:
-        """Scores the units that the last holder was scoring when it died, in parts, each saved as `under_way` first.
-        Returns the other units.
+        """Scores what the last holder was scoring when it died, in parts, each saved as `under_way` first. Returns the
+        other units.
         """
         claim = held.lease
         number = min(claim.under_way or len(units), len(units))

@@ -13,7 +13,8 @@ from tandem.reward.config import RewardConfig
 from tandem.reward.sandbox.isolation import find_isolation
 from tandem.reward.scoring import ScoringCore
 from tandem.services.rpc.client import connect
-from tests.support.reward_server import Item, Replica, Stub
+from tests.support.reward_process import running_reward
+from tests.support.reward_server import Item, Stub
 
 pytestmark = pytest.mark.skipif(
     find_isolation().name == "none", reason=f"no isolation here: {'; '.join(find_isolation().faults)}"
@@ -63,13 +64,9 @@ def test_answers_beside_misbehaving_ones_get_their_own_results_in_get_pool() -> 
 
 
 def test_answers_beside_misbehaving_ones_get_their_own_results_in_the_service(tmp_path: Path) -> None:
-    replica = Replica(tmp_path, "reward.num_workers=2")
-    try:
-        with connect(replica.address) as channel:
-            items = [Item(solution=solution(program), ground_truth=json.dumps(TESTS)) for _, program in ANSWERS]
-            reply = Stub(channel).Score(reward_pb2.ScoreRequest(items=items, rubric=RUBRIC), timeout=40)
-    finally:
-        assert replica.terminate() == 0
+    with running_reward(tmp_path, "reward.num_workers=2") as address, connect(address) as channel:
+        items = [Item(solution=solution(program), ground_truth=json.dumps(TESTS)) for _, program in ANSWERS]
+        reply = Stub(channel).Score(reward_pb2.ScoreRequest(items=items, rubric=RUBRIC), timeout=40)
     for (counter, _), item in zip(ANSWERS, reply.items, strict=True):
         assert item.WhichOneof("result") == "scored", (counter, item)
         assert item.scored.value == (counter == "passed"), (counter, item)

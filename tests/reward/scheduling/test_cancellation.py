@@ -21,7 +21,7 @@ from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.remote import RemoteScorer
 from tandem.reward.scoring import CompiledRubric, ScoringCore
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
-from tests.support.reward_server import until
+from tests.support.waiting import eventually
 
 FUNCTION = """
 import time
@@ -116,7 +116,7 @@ def test_current_token_is_that_of_the_enclosing_block() -> None:
 def test_cancelling_keeps_finished_scores_and_frees_the_worker(scoring: Scoring) -> None:
     cancellation = CancellationToken()
     call = scoring.begin(cancellation, "1", "0", "hang", "1")
-    until(lambda: "hang" in scoring.judged() and scoring.answered() == 2)
+    eventually(lambda: "hang" in scoring.judged() and scoring.answered() == 2)
     cancellation.cancel()
     assert call.result(timeout=PATIENCE_SECONDS) == [Scored(1.0), Scored(0.0), CANCELLED, CANCELLED]
     assert scoring.soon("1") == [Scored(1.0)], "the time of the one that hangs is 60 s"
@@ -126,9 +126,9 @@ def test_cancelling_keeps_finished_scores_and_frees_the_worker(scoring: Scoring)
 def test_cancelling_a_waiting_call_removes_it_from_the_queue(scoring: Scoring) -> None:
     first, second = CancellationToken(), CancellationToken()
     hanging = scoring.begin(first, "hang")
-    until(lambda: "hang" in scoring.judged())
+    eventually(lambda: "hang" in scoring.judged())
     waiting = scoring.begin(second, *["1"] * 500)
-    until(lambda: scoring.core.figures()["calls_waiting_calls"] == 1)
+    eventually(lambda: scoring.core.figures()["calls_waiting_calls"] == 1)
     second.cancel()
     assert waiting.result(timeout=PATIENCE_SECONDS) == [CANCELLED] * 500
     assert scoring.core.figures()["calls_waiting_calls"] == 0
@@ -157,7 +157,7 @@ def test_cancelling_does_not_interrupt_the_construction_of_a_judge(
     pool = scoring.core._get_pool()
     spec = scoring.core._catalogue.spec(f"{tmp_path}/large.py:f", {}, "here")
     request = pool.submit(spec, items("a"), "calls")
-    until(loads.exists)
+    eventually(loads.exists)
     pool.withdraw(request)
     assert request.wait() == [CANCELLED]
     threading.Timer(2.0, loaded.touch).start()  # longer than the grace period of a withdrawn item
@@ -172,7 +172,7 @@ def test_an_optional_component_without_time_leaves_the_item_unscored(scoring: Sc
     text = "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'slow'\noptional = true\n"
     cancellation = CancellationToken()
     call = scoring.begin(cancellation, "hang", "0", rubric=scoring.core.compile(text))
-    until(lambda: "hang" in scoring.judged())
+    eventually(lambda: "hang" in scoring.judged())
     cancellation.cancel()
     found = call.result(timeout=PATIENCE_SECONDS)
     assert all(score is CANCELLED for score in found), "a number without the second component would be another number"
@@ -191,7 +191,7 @@ def test_an_item_that_failed_a_gate_keeps_its_score_when_cancelled(scoring: Scor
         "calls",
         cancellation,
     )
-    until(lambda: "hang" in scoring.judged())
+    eventually(lambda: "hang" in scoring.judged())
     cancellation.cancel()
     closed, cut = call.result(timeout=PATIENCE_SECONDS)
     assert isinstance(closed, Scored) and closed.value == 0.0 and cut is CANCELLED
@@ -232,7 +232,7 @@ def test_cancelling_frees_the_slots_of_a_remote_scorer(monkeypatch: pytest.Monke
         closing(RemoteScorer(url=server.url, max_concurrent=1, timeout_seconds=50.0)) as judge,
     ):
         call = in_thread(lambda: judge_remotely(judge, items("a", "hang", "b", "c"), "calls", cancellation, False))
-        until(lambda: len(server.asked) == 2)
+        eventually(lambda: len(server.asked) == 2)
         cancellation.cancel()
         assert call.result(timeout=PATIENCE_SECONDS) == [Scored(0.5), CANCELLED, CANCELLED, CANCELLED]
         assert judge.judge_batch(items("d")) == [Scored(0.5)], "the only place is free again"
@@ -267,11 +267,11 @@ def test_a_cancelled_question_is_charged_at_its_highest_price(monkeypatch: pytes
         ) as judge,
     ):
         call = in_thread(lambda: judge_remotely(judge, items("a"), "calls", cancellation, False))
-        until(lambda: len(server.asked) == 1)
+        eventually(lambda: len(server.asked) == 1)
         assert judge.figures()["judge_spent"] == 0.0
         cancellation.cancel()
         assert call.result(timeout=PATIENCE_SECONDS) == [CANCELLED]
-        until(lambda: judge.figures()["judge_spent"] == 1000.0)
+        eventually(lambda: judge.figures()["judge_spent"] == 1000.0)
 
 
 def test_cancelling_a_question_before_it_is_sent_frees_its_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,12 +285,12 @@ def test_cancelling_a_question_before_it_is_sent_frees_its_reservation(monkeypat
         ) as judge,
     ):
         call = in_thread(lambda: judge_remotely(judge, items("a", "b"), "calls", cancellation, False))
-        until(lambda: len(server.asked) == 1 and judge.figures()["judge_waiting_calls"] == 1.0)
+        eventually(lambda: len(server.asked) == 1 and judge.figures()["judge_waiting_calls"] == 1.0)
         session = judge._portal.session
         assert session is not None and session.meter.reserved > 0.0
         cancellation.cancel()
         assert CANCELLED in call.result(timeout=PATIENCE_SECONDS)
-        until(lambda: session.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
+        eventually(lambda: session.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
 
 
 def test_cancelling_ends_the_wait_for_work_that_no_thread_began() -> None:

@@ -159,16 +159,16 @@ def test_a_submission_and_a_watch_survive_kill_9_of_the_service(tmp_path: Path) 
             assert far_enough.wait(60.0)
             service.kill()
             dead.set()
-            service = RewardProcess(tmp_path, service.port)
+            service = RewardProcess(tmp_path, port=service.port)
             job = submitting.result(timeout=100.0)
             seen = []
             for number, score in client.results(job.job_id):
                 if not seen:
                     service.kill()
-                    service = RewardProcess(tmp_path, service.port)
+                    service = RewardProcess(tmp_path, port=service.port)
                 seen.append(number)
                 assert isinstance(score, Scored) and score.value == float(number % 3 == number % 2)
             assert sorted(seen) == list(range(20_000))
             assert client.submit([], '[[components]]\nscorer = "exact"', key="k").job_id == job.job_id
         finally:
-            service.stop()
+            service.kill()

@@ -17,9 +17,9 @@ import pytest
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.command_line import run_service
 from tandem.services.commands import demo
 from tandem.services.config import Recipe, dump_recipe, load_recipe, load_resolved
-from tandem.services.process import run_service
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunAddress, RunLock
 from tests.support.redis_ring import running_redis
 

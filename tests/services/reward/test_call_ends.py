@@ -32,8 +32,8 @@ from tests.support.reward_server import (
     serving,
     submission,
     summary,
-    until,
 )
+from tests.support.waiting import eventually
 
 FUNCTION = """
 import time
@@ -58,7 +58,7 @@ def service(redis_url: str, log: Path) -> Iterator[Service]:
     file.write_text(FUNCTION.format(log=str(log)))
     reward = RewardConfig(scorer=f"{file}:compute_score", num_workers=2, timeout_seconds=300.0)
     with serving(redis_url, reward=reward, with_jobs=False) as one:
-        assert summary(score(one, answers(*["1"] * 8))) == [1.0] * 8
+        assert summary(one.score(answers(*["1"] * 8))) == [1.0] * 8
         yield one
 
 
@@ -67,10 +67,6 @@ def half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are answered after half of their time, so that a slow machine makes no difference."""
     monkeypatch.setattr("tandem.services.reward.request_scorer._MARGIN_SHARE", 0.5)
     monkeypatch.setattr("tandem.services.reward.request_scorer.DEADLINE_MARGIN_SECONDS", 60.0)
-
-
-def score(service: Service, items: list[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
-    return list(service.stub.Score(reward_pb2.ScoreRequest(items=items, rubric=rubric), timeout=20).items)
 
 
 def hanging_now(log: Path) -> int:
@@ -89,7 +85,7 @@ def test_settled_scores_are_returned_before_the_deadline(service: Service) -> No
     request = reward_pb2.ScoreRequest(items=answers("1", "2", "hang", "1"))
     found = list(service.stub.Score(request, timeout=3.0).items)
     assert summary(found[:2]) == [1.0, 0.0] and no_time(found[2]) and len(found) == 4
-    assert summary(score(service, answers(*["1"] * 8))) == [1.0] * 8, "both workers are there again"
+    assert summary(service.score(answers(*["1"] * 8))) == [1.0] * 8, "both workers are there again"
 
 
 @pytest.mark.usefixtures("half")
@@ -124,15 +120,15 @@ def test_a_cancelled_call_stops_its_scoring(service: Service, log: Path) -> None
     before = hanging_now(log)
     hanging = reward_pb2.ScoreRequest(items=answers(*["hang"] * 2))
     calls = [service.stub.Score.future(hanging, timeout=60) for _ in range(2)]
-    until(lambda: hanging_now(log) == before + 2)  # both workers
+    eventually(lambda: hanging_now(log) == before + 2)  # both workers
     calls.append(service.stub.Score.future(reward_pb2.ScoreRequest(items=answers(*["1"] * 500)), timeout=60))
-    until(lambda: service.core.figures()["calls_waiting_calls"] >= 1)
+    eventually(lambda: service.core.figures()["calls_waiting_calls"] >= 1)
     judged = service.core.figures()["worker_items_calls"]
     for call in calls:
         call.cancel()
-    until(lambda: service.servicer._scorer._bytes_in_flight == 0)
+    eventually(lambda: service.servicer._scorer._bytes_in_flight == 0)
     assert service.core.figures()["calls_waiting_calls"] == 0
-    assert summary(score(service, answers("1", "2"))) == [1.0, 0.0], "the workers were given up, long before their time"
+    assert summary(service.score(answers("1", "2"))) == [1.0, 0.0], "the workers were given up, long before their time"
     assert service.core.figures()["worker_items_calls"] < judged + 100 and hanging_now(log) <= before + 4
 
 
@@ -141,9 +137,9 @@ def test_a_cancelled_call_frees_its_thread(redis_url: str, monkeypatch: pytest.M
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
-        until(lambda: core.asked == ["wait"])
+        eventually(lambda: core.asked == ["wait"])
         call.cancel()
-        assert summary(score(one, answers("1"))) == [1.0] and not core.go_on.is_set()
+        assert summary(one.score(answers("1"))) == [1.0] and not core.go_on.is_set()
 
 
 def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +147,7 @@ def test_a_rubric_is_compiled_while_scoring_hangs(redis_url: str, monkeypatch: p
     core = ScriptedCore()
     with serving(redis_url, core, with_jobs=False) as one:
         call = one.stub.Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=60)
-        until(lambda: core.asked == ["wait"])
+        eventually(lambda: core.asked == ["wait"])
         assert one.submit(answers("1"), rubric=EXACT).job.num_items == 1
         assert one.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20).scorers
         assert not call.done()
@@ -168,7 +164,7 @@ def test_a_call_beyond_the_limit_is_retried_and_health_still_answers(redis_url: 
         request = reward_pb2.ScoreRequest(items=answers("1"))
         waiting = reward_pb2.ScoreRequest(items=answers("wait"))
         under_way = one.stub.Score.future(waiting, timeout=60)
-        until(lambda: core.asked == ["wait"])
+        eventually(lambda: core.asked == ["wait"])
         with grpc.insecure_channel(one.server.address, options=[("grpc.enable_retries", 0)]) as channel:
             for refused in (
                 lambda: Stub(channel).Score(request, timeout=20),
@@ -185,13 +181,13 @@ def test_a_call_beyond_the_limit_is_retried_and_health_still_answers(redis_url: 
             assert health.status == health_pb2.HealthCheckResponse.SERVING
             common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=20)
         threading.Timer(0.1, core.go_on.set).start()
-        assert summary(score(one, answers("1"))) == [1.0], "the clients of this project try again"
+        assert summary(one.score(answers("1"))) == [1.0], "the clients of this project try again"
         assert len(under_way.result().items) == 1
         core.go_on.clear()
         again = one.stub.Score.future(waiting, timeout=60)
-        until(lambda: core.asked.count("wait") == 2)
+        eventually(lambda: core.asked.count("wait") == 2)
         again.cancel()
-        assert summary(score(one, answers("2"))) == [0.0], "a call that was cancelled is none any more"
+        assert summary(one.score(answers("2"))) == [0.0], "a call that was cancelled is none any more"
 
 
 # ---- oversized messages and invalid text ----
@@ -210,7 +206,7 @@ def test_a_message_that_is_too_large_is_a_one_line_error_with_both_sizes(service
             list(service.stub.SubmitJob(submission(list(request.items)), timeout=20))
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, grpc.RpcError) and code_of(caught.value.__cause__) == "RESOURCE_EXHAUSTED"
-    assert summary(score(service, answers("1"))) == [1.0]
+    assert summary(service.score(answers("1"))) == [1.0]
 
 
 def test_a_message_that_is_too_large_after_decompression_is_refused(service: Service) -> None:

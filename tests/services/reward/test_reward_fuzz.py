@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 import threading
@@ -24,7 +23,8 @@ from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.undecoded_text import READERS
 from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES
 from tandem.services.rpc.limits import MAX_MESSAGE_BYTES
-from tests.support.reward_server import Item, Replica, Request, Stub, answers, submission, summary
+from tests.support.reward_process import running_reward
+from tests.support.reward_server import Item, Request, Stub, answers, submission, summary
 
 AT_ONCE = 24
 CALL_SECONDS = 60.0
@@ -67,47 +67,17 @@ RUBRICS = (
     '[[components]]\nscorer = "json_schema"\noptional = true\n[[components]]\nscorer = "format"\noptional = true\n',
 )
 TEXTS = (
-    *(
-        "",
-        "1",
-        "1.5e308",
-        "-0",
-        "\x00",
-        "é\u202e\U0001f600",
-        "A" * 3000,
-        "9" * 4400,
-        "#### 1,234",
-        "1/0",
-        "nan",
-        "\n" * 500,
-    ),
-    *("-" * 2000, "$" * 2000, "1," * 2000, "1e" * 2000, "././." * 500),
+    *("", "1", "1.5e308", "-0", "\x00", "é\u202e\U0001f600", "A" * 3000, "9" * 4400, "#### 1,234", "1/0", "nan"),
+    *("\n" * 500, "-" * 2000, "$" * 2000, "1," * 2000, "1e" * 2000, "././." * 500),
+)
+USUAL_JSONS = (
+    *("", "1", '"1"', "null", "true", "[]", "{}", '["a", 1, null]', '{"a": {"b": [1]}}', "NaN", "-Infinity", "1e999"),
+    " 1 ",
 )
 JSONS = (
-    *(
-        "",
-        "1",
-        '"1"',
-        "null",
-        "true",
-        "[]",
-        "{}",
-        '["a", 1, null]',
-        '{"a": {"b": [1]}}',
-        "NaN",
-        "-Infinity",
-        "1e999",
-        " 1 ",
-    ),
-    *(
-        '"\\ud800"',
-        '{"\\udfff": "\\ud800"}',
-        "[" * 50 + "]" * 50,
-        "[" * 100_000,
-        '{"a":' * 5000,
-        "9" * 4000,
-        "9" * 5000,
-    ),
+    *USUAL_JSONS,
+    *('"\\ud800"', '{"\\udfff": "\\ud800"}', "[" * 50 + "]" * 50, "[" * 100_000, '{"a":' * 5000),
+    *("9" * 4000, "9" * 5000),
     *("[" + "1," * 3000 + "1]", "{", '"', "\ufeff1", "\x00", "'1'", "[1" + "0" * 4000 + "]"),
 )
 
@@ -159,12 +129,11 @@ class Fuzz:
         return self.chance.choice(TEXTS)
 
     def item(self) -> Item:
-        truth, extra = self.chance.choice(JSONS[:13]), ""
+        truth, extra = self.chance.choice(USUAL_JSONS), ""
         if self.chance.random() < 0.3:
             truth, extra = self.chance.choice(JSONS), self.chance.choice(JSONS)
-        return Item(
-            data_source=self.text(), solution=self.text(), ground_truth=truth, extra_info=extra, group=self.text()
-        )
+        source, solution, group = self.text(), self.text(), self.text()
+        return Item(data_source=source, solution=solution, ground_truth=truth, extra_info=extra, group=group)
 
     def items(self) -> list[Item]:
         if self.chance.random() < 0.002:
@@ -190,10 +159,9 @@ class Fuzz:
 
     def score_stream(self) -> tuple[str, list[Any]]:
         requests = [self.score()[1][0] for _ in range(self.chance.randrange(4))]
-        numbers = [self.chance.randrange(2**64) for _ in requests]
         return "ScoreStream", [
-            reward_pb2.ScoreStreamRequest(request_id=number, request=request)
-            for number, request in zip(numbers, requests, strict=True)
+            reward_pb2.ScoreStreamRequest(request_id=self.chance.randrange(2**64), request=request)
+            for request in requests
         ]
 
     def submit(self) -> tuple[str, list[Any]]:
@@ -212,19 +180,16 @@ class Fuzz:
     def other(self) -> tuple[str, list[Any]]:
         job_id = self.chance.choice([*self._job_ids, "0" * 32, self.text(), "../" * 20, "*"])
         cursor = self.chance.choice([0, 1, 5, 2**64 - 1])
-        return self.chance.choice(
-            [
-                ("GetJob", [reward_pb2.GetJobRequest(job_id=job_id)]),
-                ("CancelJob", [reward_pb2.CancelJobRequest(job_id=job_id)]),
-                (
-                    "DeleteJob",
-                    [reward_pb2.DeleteJobRequest(job_id=self.text())],
-                ),  # never the job that the test checks at the end
-                ("WatchJob", [reward_pb2.WatchJobRequest(job_id=job_id, with_results=True, after_cursor=cursor)]),
-                ("ListJobs", [reward_pb2.ListJobsRequest(limit=self.chance.choice([0, 3, 1001, 2**32 - 1]))]),
-                ("ListScorers", [reward_pb2.ListScorersRequest()]),
-            ]
-        )
+        calls: list[tuple[str, Any]] = [
+            ("GetJob", reward_pb2.GetJobRequest(job_id=job_id)),
+            ("CancelJob", reward_pb2.CancelJobRequest(job_id=job_id)),
+            ("DeleteJob", reward_pb2.DeleteJobRequest(job_id=self.text())),  # never the job that is checked at the end
+            ("WatchJob", reward_pb2.WatchJobRequest(job_id=job_id, with_results=True, after_cursor=cursor)),
+            ("ListJobs", reward_pb2.ListJobsRequest(limit=self.chance.choice([0, 3, 1001, 2**32 - 1]))),
+            ("ListScorers", reward_pb2.ListScorersRequest()),
+        ]
+        method, request = self.chance.choice(calls)
+        return method, [request]
 
 
 def send(channel: grpc.Channel, method: str, parts: Sequence[bytes]) -> grpc.StatusCode:
@@ -260,35 +225,30 @@ def bombard(channel: grpc.Channel, fuzz: Fuzz, number: int) -> Counter[tuple[str
     return found
 
 
+def health_of(channel: grpc.Channel) -> int:
+    request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+    return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_SECONDS).status)
+
+
 @contextmanager
 def watched_health(address: str) -> Iterator[list[float]]:
     """Polls health on a channel of its own; it must always be SERVING. Yields the seconds of each reply."""
-    over, seconds, faults = threading.Event(), list[float](), list[str]()
+    over, seconds = threading.Event(), list[float]()
 
     def watch() -> None:
         with grpc.insecure_channel(address, options=CHANNEL) as channel:
-            health = health_pb2_grpc.HealthStub(channel)
             while not over.wait(0.05):
                 asked_at = time.monotonic()
-                try:
-                    status = health.Check(
-                        health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=CALL_SECONDS
-                    ).status
-                except grpc.RpcError as error:
-                    faults.append(f"{error.code().name}: {error.details()}")
-                    return
-                if status != health_pb2.HealthCheckResponse.SERVING:
-                    faults.append(f"status {status}")
+                assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
                 seconds.append(time.monotonic() - asked_at)
 
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        yield seconds
-    finally:
-        over.set()
-        watching.join()
-    assert not faults, faults
+    with ThreadPoolExecutor(1) as thread:
+        watching = thread.submit(watch)
+        try:
+            yield seconds
+        finally:
+            over.set()
+        watching.result()
 
 
 def throw_garbage(address: str, chance: random.Random) -> None:
@@ -302,36 +262,29 @@ def throw_garbage(address: str, chance: random.Random) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [3_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_no_request_breaks_the_service(tmp_path: Path, number: int) -> None:
-    replica = Replica(tmp_path)
-    try:
-        with (
-            grpc.insecure_channel(replica.address, options=CHANNEL) as channel,
-            watched_health(replica.address) as seconds,
-        ):
-            stub = Stub(channel)
-            (*_, ended) = stub.SubmitJob(submission(answers("1", "2"), answers("3")), timeout=20)
-            list(stub.WatchJob(reward_pb2.WatchJobRequest(job_id=ended.job.job_id), timeout=20))
-            fuzz = Fuzz(SEED, [ended.job.job_id])
-            found: Counter[tuple[str, str]] = Counter()
-            for _ in range(20):
-                found += bombard(channel, fuzz, number // 20)
-                throw_garbage(replica.address, fuzz.chance)
-                health = health_pb2_grpc.HealthStub(channel)
-                status = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=20).status
-                assert status == health_pb2.HealthCheckResponse.SERVING
-            assert len(seconds) > 20 and sorted(seconds)[len(seconds) // 2] < 1.0, (
-                f"health took {sorted(seconds)[-5:]} s"
-            )
-            assert found.total() == number and replica.process.poll() is None
-            for method in ("Score", "ScoreStream", "SubmitJob", "GetJob", "WatchJob"):
-                least = min(found[method, "OK"], found[method, "INVALID_ARGUMENT"])
-                assert least > number // 400, f"{method}: {dict(found)}"
-            reply = stub.Score(reward_pb2.ScoreRequest(items=answers("1", "2")), timeout=20)
-            assert summary(reply.items) == [1.0, 0.0]
-            (*_, last) = stub.SubmitJob(submission(answers("1", "2"), priority=100), timeout=20)
-            events = list(stub.WatchJob(reward_pb2.WatchJobRequest(job_id=last.job.job_id), timeout=60))
-            assert events[-1].job.num_scored == 2
-            job = stub.GetJob(reward_pb2.GetJobRequest(job_id=ended.job.job_id), timeout=20)
-            assert json.loads(json.dumps(dict(job.num_unscored))) == {} and job.num_scored == 3
-    finally:
-        assert replica.terminate() == 0
+    with (
+        running_reward(tmp_path) as address,
+        grpc.insecure_channel(address, options=CHANNEL) as channel,
+        watched_health(address) as seconds,
+    ):
+        stub = Stub(channel)
+        (*_, ended) = stub.SubmitJob(submission(answers("1", "2"), answers("3")), timeout=20)
+        list(stub.WatchJob(reward_pb2.WatchJobRequest(job_id=ended.job.job_id), timeout=20))
+        fuzz = Fuzz(SEED, [ended.job.job_id])
+        found: Counter[tuple[str, str]] = Counter()
+        for _ in range(20):
+            found += bombard(channel, fuzz, number // 20)
+            throw_garbage(address, fuzz.chance)
+            assert health_of(channel) == health_pb2.HealthCheckResponse.SERVING
+        assert len(seconds) > 20 and sorted(seconds)[len(seconds) // 2] < 1.0, f"health took {sorted(seconds)[-5:]} s"
+        assert found.total() == number
+        for method in ("Score", "ScoreStream", "SubmitJob", "GetJob", "WatchJob"):
+            least = min(found[method, "OK"], found[method, "INVALID_ARGUMENT"])
+            assert least > number // 400, f"{method}: {dict(found)}"
+        reply = stub.Score(reward_pb2.ScoreRequest(items=answers("1", "2")), timeout=20)
+        assert summary(reply.items) == [1.0, 0.0]
+        (*_, last) = stub.SubmitJob(submission(answers("1", "2"), priority=100), timeout=20)
+        events = list(stub.WatchJob(reward_pb2.WatchJobRequest(job_id=last.job.job_id), timeout=60))
+        assert events[-1].job.num_scored == 2
+        job = stub.GetJob(reward_pb2.GetJobRequest(job_id=ended.job.job_id), timeout=20)
+        assert dict(job.num_unscored) == {} and job.num_scored == 3

@@ -38,8 +38,8 @@ from tests.support.reward_server import (
     grouped,
     serving,
     summary,
-    until,
 )
+from tests.support.waiting import eventually
 
 NUMERIC = '[[components]]\nscorer = "numeric"\n'
 WIDE = "".join(f'[[components]]\nscorer = "numeric"\nname = "n{n}"\n' for n in range(MAX_SCORERS))
@@ -52,19 +52,13 @@ def service(redis_url: str) -> Iterator[Service]:
         yield one
 
 
-def score(service: Service, items: list[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
-    reply = service.stub.Score(reward_pb2.ScoreRequest(items=items, rubric=rubric), timeout=20)
-    assert len(reply.items) == len(items)
-    return list(reply.items)
-
-
 # ---- Score ----
 
 
 def test_each_item_has_one_result_in_order(service: Service) -> None:
-    assert summary(score(service, answers("1", "2", "1"))) == [1.0, 0.0, 1.0]
-    assert score(service, []) == []
-    (item,) = score(service, answers("1"), EXACT)
+    assert summary(service.score(answers("1", "2", "1"))) == [1.0, 0.0, 1.0]
+    assert service.score([]) == []
+    (item,) = service.score(answers("1"), EXACT)
     assert (item.scored.value, dict(item.scored.breakdown)) == (1.0, {"same": 1.0})
 
 
@@ -82,14 +76,14 @@ BAD_ITEMS = [
 
 @pytest.mark.parametrize(("bad", "detail"), BAD_ITEMS)
 def test_a_bad_item_is_named_with_its_field_and_the_rest_is_scored(service: Service, bad: Item, detail: str) -> None:
-    found = score(service, [*answers("1"), bad, *answers("2")])
+    found = service.score([*answers("1"), bad, *answers("2")])
     assert summary(found) == [1.0, "invalid_input", 0.0]
     assert found[1].unscored.detail.startswith(detail), found[1].unscored.detail
 
 
 def test_any_valid_json_notation_is_read(service: Service) -> None:
     truths = [' "1" ', '["1", "2"]', '"\\u0031"', "1", "[" * 64 + "]" * 64]
-    found = score(service, [Item(solution="1", ground_truth=truth) for truth in truths])
+    found = service.score([Item(solution="1", ground_truth=truth) for truth in truths])
     assert summary(found) == [1.0, 1.0, 1.0, 1.0, "invalid_input"] and "JSON" not in found[4].unscored.detail
 
 
@@ -164,7 +158,7 @@ def test_health_answers_during_the_longest_work(redis_url: str) -> None:
     with serving(redis_url, core, with_jobs=False) as one:
         health = health_pb2_grpc.HealthStub(one.channel)
         under_way = [one.stub.Score.future(request, timeout=60) for request in requests]
-        until(lambda: core.asked.count("wait") == len(requests))
+        eventually(lambda: core.asked.count("wait") == len(requests))
         reply = health.Check(health_pb2.HealthCheckRequest(service=SERVICE_NAME), timeout=20)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
         assert not any(call.done() for call in under_way)
@@ -190,7 +184,7 @@ def test_replies_are_built_in_the_scoring_thread(redis_url: str, monkeypatch: py
 
     monkeypatch.setattr("tandem.services.reward.request_scorer.reply_of", watched)
     with serving(redis_url, ScriptedCore(), with_jobs=False) as one:
-        assert summary(score(one, answers("1", "2"))) == [1.0, 0.0]
+        assert summary(one.score(answers("1", "2"))) == [1.0, 0.0]
     assert len(threads) == 1 and threads[0].startswith("score")
 
 
@@ -202,7 +196,7 @@ def test_a_long_batch_for_a_remote_scorer_is_sliced_and_groups_stay_together(red
     with serving(redis_url, ScriptedCore(reward), reward=reward, with_jobs=False) as one:
 
         def together(*items: Item, rubric: str = "") -> set[float]:
-            return {item.scored.breakdown["together"] for item in score(one, list(items), rubric)}
+            return {item.scored.breakdown["together"] for item in one.score(list(items), rubric)}
 
         assert together(*answers(*["1"] * 1000)) == {1000}, "callers take turns at the worker processes"
         assert together(*answers(*["1"] * 1000), rubric=far) == {64, 128, 256, 512, 40}
@@ -236,7 +230,7 @@ def test_only_a_few_requests_of_a_stream_are_in_flight(redis_url: str) -> None:
     with serving(redis_url, core, with_jobs=False) as one:
         requests = [stream_request(n, "wait") for n in range(50)]
         replies = one.stub.ScoreStream(iter(requests), timeout=30)
-        until(lambda: len(core.asked) == 8)
+        eventually(lambda: len(core.asked) == 8)
         assert not core.go_on.wait(0.3) and len(core.asked) == 8
         core.go_on.set()
         assert sorted(reply.request_id for reply in replies) == list(range(50))
@@ -262,7 +256,7 @@ def test_scorers_and_limits_are_listed(service: Service) -> None:
     limits = RewardConfig().limits
     assert (reply.limits["processes"], reply.limits["open_files"]) == (limits.processes, limits.open_files)
     assert reply.limits["max_items_per_request"] == MAX_ITEMS and reply.limits["max_request_bytes"] == MAX_REQUEST_BYTES
-    assert summary(score(service, answers("1"), reply.default_rubric)) == [1.0]
+    assert summary(service.score(answers("1"), reply.default_rubric)) == [1.0]
 
 
 def test_streams_end_with_the_service(redis_url: str) -> None:
@@ -288,7 +282,7 @@ def test_streams_end_with_the_service(redis_url: str) -> None:
         readers = [threading.Thread(target=read, args=(call,)) for call in calls]
         for reader in readers:
             reader.start()
-        until(lambda: "wait" in core.asked)
+        eventually(lambda: "wait" in core.asked)
     for reader in readers:
         reader.join(timeout=20)
     feed.close(), chunks.close()
@@ -310,6 +304,6 @@ def test_a_call_in_flight_at_shutdown_can_be_retried_elsewhere(redis_url: str) -
 
         asking = threading.Thread(target=ask)
         asking.start()
-        until(lambda: "wait" in core.asked)
+        eventually(lambda: "wait" in core.asked)
     asking.join(timeout=20)
     assert ended == ["UNAVAILABLE"]

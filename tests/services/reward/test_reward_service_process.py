@@ -1,23 +1,25 @@
-"""The ring's reward service as a process: over gRPC, killed while it scores, and refused at its start."""
+"""A run's reward service as a process: groups, calls and jobs, killed while it scores, and refused at its start."""
 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tandem.protos import reward_pb2, reward_pb2_grpc
+from tandem.protos import reward_pb2
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.rpc.client import connect
 from tests.support.paths import ROOT
 from tests.support.reward_ring import answers, collect, generate, rewards, run_of
+from tests.support.reward_server import EXACT, Stub, submission
+from tests.support.reward_server import answers as job_items
 from tests.support.service_wire import check_what_it_says
 from tests.support.waiting import eventually
 
@@ -31,42 +33,44 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         os._exit(9)
     return {"score": float(solution_str == ground_truth), "acc": solution_str == ground_truth}
 """
+SERVE = """
+import sys
+from tandem.services.command_line import run_service
+from tandem.services.config import load_resolved
+from tandem.services.process import die_with_parent
+from tandem.services.reward.service import main
+die_with_parent()
+run_service(lambda: main(load_resolved(sys.argv[1]), sys.argv[2]))
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def service(redis_url: str, tmp_path: Path) -> Iterator[tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]]:
-    """A run, and the function that starts its reward service as a process."""
-    (tmp_path / "score.py").write_text(FUNCTION)
-    buffer = run_of(redis_url)
-    reward = {
-        "scorer": f"{tmp_path}/score.py:compute_score",
-        "timeout_seconds": 1.0,
-        "num_workers": 2,
-        "max_attempts": 2,
-    }
-    recipe = parse_recipe(
-        {"run": {"run_id": buffer.run_id}, "model": {"path": "x"}, "data": {"train_file": "x"}, "reward": reward}
-    )
-    (tmp_path / "config.json").write_text(dump_recipe(recipe))
-    code = (
-        "from tandem.services.config import load_resolved\nfrom tandem.services.process import run_service\n"
-        "from tandem.services.reward.service import main\n"
-        f"run_service(lambda: main(load_resolved({str(tmp_path / 'config.json')!r}), {redis_url!r}))"
-    )
-    started: list[subprocess.Popen[bytes]] = []
+def buffer(redis_url: str) -> Buffer:
+    return run_of(redis_url)
 
-    def start() -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", code], cwd=ROOT))
+
+@pytest.fixture
+def start(redis_url: str, buffer: Buffer, tmp_path: Path) -> Iterator[Start]:
+    """Starts the run's service as a process; the scorer is that of FUNCTION."""
+    (tmp_path / "score.py").write_text(FUNCTION)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(scorer: str = f"{tmp_path}/score.py:compute_score", **popen: Any) -> subprocess.Popen[str]:
+        reward = {"scorer": scorer, "timeout_seconds": 1.0, "num_workers": 2, "max_attempts": 2}
+        sections = {"run": {"run_id": buffer.run_id}, "model": {"path": "x"}, "data": {"train_file": "x"}}
+        (tmp_path / "config.json").write_text(dump_recipe(parse_recipe({**sections, "reward": reward})))
+        command = [sys.executable, "-c", SERVE, str(tmp_path / "config.json"), redis_url]
+        started.append(subprocess.Popen(command, cwd=ROOT, text=True, **popen))
         return started[-1]
 
-    yield buffer, start
+    yield start
     for process in started:
         process.kill()
         process.wait(timeout=10.0)
 
 
-def test_the_process_serves_grpc_and_stops(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
-    buffer, start = service
+def test_the_process_serves_groups_calls_and_jobs_and_stops(buffer: Buffer, start: Start) -> None:
     before = time.time()
     process = start()
     ids = generate(buffer, [answers("1", "2"), answers("1", "die"), answers("hang", "1"), answers("2", "1")])
@@ -75,28 +79,25 @@ def test_the_process_serves_grpc_and_stops(service: tuple[Buffer, Callable[[], s
     assert groups[ids[0]].scored_rows[0].breakdown == {"acc": 1.0}
     eventually(lambda: buffer.counts()["dropped"] == 2)
     assert buffer.counts()["dropped:timeout"] == buffer.counts()["dropped:crashed"] == 1
-    with connect(buffer.services()["reward"]) as channel:
-        reply = reward_pb2_grpc.RewardServiceStub(channel).Score(score_request(), timeout=20.0)
+    address = buffer.services()["reward"]
+    with connect(address) as channel:
+        stub = Stub(channel)
+        reply = stub.Score(score_request(), timeout=20.0)
+        (*_, submitted) = stub.SubmitJob(submission(job_items("1", "2"), rubric=EXACT), timeout=20)
+        (*_, event) = stub.WatchJob(reward_pb2.WatchJobRequest(job_id=submitted.job.job_id), timeout=20)
+    assert (event.job.num_scored, event.job.mean_value) == (2, 0.5)
     info = check_what_it_says(
-        buffer.services()["reward"],
-        buffer,
-        name="reward",
-        service_names=("tandem.v1.RewardService",),
-        started_after=before,
+        address, buffer, name="reward", service_names=("tandem.v1.RewardService",), started_after=before
     )
-    assert [item.WhichOneof("result") for item in reply.items] == [
-        "scored",
-        "unscored",
-        "unscored",
-        "scored",
-        "unscored",
-    ]
+    kinds = ["scored", "unscored", "unscored", "scored", "unscored"]
+    assert [item.WhichOneof("result") for item in reply.items] == kinds
     assert [reply.items[n].unscored.reason for n in (1, 2, 4)] == ["invalid_input", "crashed", "invalid_input"]
     assert (reply.items[0].scored.value, dict(reply.items[0].scored.breakdown)) == (1.0, {"acc": 1.0})
     assert reply.items[3].scored.value == 0.0
     assert info.figures["groups_completed"] == 2 and info.figures["workers_replaced"] >= 3
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10.0) == 0
+    assert info.figures["jobs:items_scored"] == 2
+    process.terminate()
+    assert process.wait(timeout=20.0) == 0
     assert buffer.verify() == []
 
 
@@ -113,8 +114,7 @@ def score_request() -> reward_pb2.ScoreRequest:
     )
 
 
-def test_a_killed_service_loses_no_group(service: tuple[Buffer, Callable[[], subprocess.Popen[bytes]]]) -> None:
-    buffer, start = service
+def test_a_killed_service_loses_no_group(buffer: Buffer, start: Start) -> None:
     first = start()
     eventually(lambda: "reward" in buffer.services())
     generate(buffer, [answers("hang"), answers("hang")])
@@ -129,25 +129,8 @@ def test_a_killed_service_loses_no_group(service: tuple[Buffer, Callable[[], sub
     assert buffer.verify() == []
 
 
-def test_a_scorer_that_cannot_be_built_is_a_one_line_error(redis_url: str, tmp_path: Path) -> None:
-    buffer = run_of(redis_url)
-    recipe = {
-        "run": {"run_id": buffer.run_id},
-        "model": {"path": "x"},
-        "data": {"train_file": "x"},
-        "reward": {"scorer": "exat"},
-    }
-    (tmp_path / "config.json").write_text(dump_recipe(parse_recipe(recipe)))
-    code = (
-        "from tandem.services.config import load_resolved\nfrom tandem.services.process import run_service\n"
-        "from tandem.services.reward.service import main\n"
-        f"run_service(lambda: main(load_resolved({str(tmp_path / 'config.json')!r}), {redis_url!r}))"
-    )
-    root = ROOT
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root, check=False
-    )
-    assert done.returncode == 2 and done.stderr.startswith(
-        "tandem: reward.scorer 'exat' is unknown; did you mean exact?"
-    )
-    assert done.stderr.count("\n") == 1
+def test_a_scorer_that_cannot_be_built_is_a_one_line_error(start: Start) -> None:
+    process = start("exat", stderr=subprocess.PIPE)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2 and said.startswith("tandem: reward.scorer 'exat' is unknown; did you mean exact?")
+    assert said.count("\n") == 1

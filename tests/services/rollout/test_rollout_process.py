@@ -45,7 +45,7 @@ class Served:
         self.temporary = temporary
         self.started_after = time.time()
         code = (
-            "import sys; from tandem.services.process import run_service; from "
+            "import sys; from tandem.services.command_line import run_service; from "
             "tandem.services.config import load_resolved\n"
             "def main():\n"
             "    from tandem.services.rollout.service import main\n"

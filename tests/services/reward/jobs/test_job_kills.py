@@ -20,9 +20,9 @@ from tandem.reward.scoring import CompiledRubric
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.rpc.client import connect
+from tests.support.reward_process import RewardProcess
 from tests.support.reward_server import (
     Item,
-    Replica,
     Request,
     ScriptedCore,
     Stub,
@@ -30,8 +30,8 @@ from tests.support.reward_server import (
     serving,
     submission,
     summary,
-    until,
 )
+from tests.support.waiting import eventually
 
 NUM_CHUNKS = 60
 CHUNK_ITEMS = 5
@@ -61,10 +61,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(made)
 
 
-def replica(folder: Path, *, redis_url: str = "", name: str = "one", lease_seconds: float = 600.0) -> Replica:
+def replica(folder: Path, *, redis_url: str = "", name: str = "one", lease_seconds: float = 600.0) -> RewardProcess:
     scorer = f"reward.scorer={folder / 'slow.py'}:compute_score"
     limits = (f"reward.lease_seconds={lease_seconds}", "reward.timeout_seconds=100")
-    return Replica(folder, scorer, *limits, redis_url=redis_url, name=name)
+    return RewardProcess(folder, scorer, *limits, redis_url=redis_url, name=name)
 
 
 def chunks() -> list[list[Item]]:
@@ -116,7 +116,7 @@ def test_a_killed_replica_resumes_its_chunks(folder: Path) -> None:
     first = replica(folder, redis_url=redis.url)
     try:
         job = submit(first.address, "killed")
-        until(lambda: job_at(first.address, job.job_id).num_scored > 0)
+        eventually(lambda: job_at(first.address, job.job_id).num_scored > 0)
         first.kill()
         go_on(folder)
         second = replica(folder, redis_url=redis.url)
@@ -136,7 +136,7 @@ def test_another_replica_takes_over_the_chunks_of_a_dead_one(folder: Path) -> No
     pair = [replica(folder, redis_url=redis.url, name=name, lease_seconds=2.0) for name in ("one", "two")]
     try:
         job = submit(pair[0].address, "two")
-        until(lambda: job_at(pair[1].address, job.job_id).num_scored > 0)
+        eventually(lambda: job_at(pair[1].address, job.job_id).num_scored > 0)
         pair[0].kill()
         go_on(folder)
         assert_all_scored_once(pair[1].address, job.job_id)
@@ -173,7 +173,7 @@ def test_a_submission_resumes_after_every_process_was_killed(folder: Path) -> No
 
     def requests() -> Iterator[Request]:
         for request in submission(*chunks(), key=key):
-            until(lambda part=request.chunk: stored >= 20 or part.index <= stored)
+            eventually(lambda part=request.chunk: stored >= 20 or part.index <= stored)
             if stored >= 20:
                 service.kill()  # and its Redis
             yield request

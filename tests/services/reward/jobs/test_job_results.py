@@ -16,12 +16,13 @@ from tandem.protos.errors import EnvironmentLackError, JobError, JobLimitError, 
 from tandem.services.cli import app
 from tandem.services.clients import RewardClient
 from tandem.services.config.jobs import JobsConfig
-from tandem.services.reward.jobs.store import JobRecord, JobStore
+from tandem.services.reward.jobs.store import ChunkResult, JobRecord, JobStore
 from tandem.services.rpc.client import translated
 from tests.support.dataset_files import write_lines
 from tests.support.job_calls import claim, finish, new_store, submit
 from tests.support.redis_ring import lose_every_answer, running_redis
-from tests.support.reward_server import ScriptedCore, Service, answers, code_of, serving, submission, summary, until
+from tests.support.reward_server import ScriptedCore, Service, answers, code_of, serving, submission, summary
+from tests.support.waiting import eventually
 
 RECORD_BYTES = 4096
 OVERHEAD_BYTES = 256
@@ -31,7 +32,7 @@ def finished(store: JobStore, key: str, num_bytes: int, *, seal: bool = True) ->
     """A job whose only chunk has results of this many bytes."""
     job = submit(store, 1, key=key, seal=seal)
     results = b"r" * (num_bytes - OVERHEAD_BYTES)
-    assert store.complete(claim(store), results, num_scored=1, sum_values=1.0, num_unscored={})
+    assert store.complete(claim(store), ChunkResult(results, 1, 1.0, {}))
     return store.events(job.job_id, 0, 0)[0]
 
 
@@ -129,14 +130,14 @@ def test_counted_bytes_are_at_least_the_memory_that_redis_uses(tmp_path: Path) -
             job = store.submit(f"{number:0200}", rubric="r" * 100, priority=0, name="n" * 200, digest="d" * 64)
             for index in range(1 + number % 3):
                 store.add_chunk(job.job_id, index, 1, b"x" * 40)
-                store.complete(claim(store), b"r" * 40, num_scored=1, sum_values=1.0, num_unscored={})
+                store.complete(claim(store), ChunkResult(b"r" * 40, 1, 1.0, {}))
             store.seal(job.job_id, 1 + number % 3)
         assert_counted()
         before, counted = used(), kept(store)
         job = store.submit("many", rubric="", priority=0)  # its record pays for nothing else
         for index in range(400):
             store.add_chunk(job.job_id, index, 1, b"x" * 40)
-            store.complete(claim(store), b"r" * 40, num_scored=1, sum_values=1.0, num_unscored={})
+            store.complete(claim(store), ChunkResult(b"r" * 40, 1, 1.0, {}))
         counted += RECORD_BYTES
         assert_counted()
 
@@ -202,7 +203,7 @@ def test_a_job_with_too_many_results_is_refused_and_keeps_them(redis_url: str) -
         *requests, chunk, _ = submission(*[answers("1")] * 61, key="large")
         job_id = list(one.stub.SubmitJob(iter(requests), timeout=20))[-1].job.job_id
         with one.job_worker:
-            until(lambda: job_of(one, job_id).num_waiting == 0)
+            eventually(lambda: job_of(one, job_id).num_waiting == 0)
             with (
                 pytest.raises(JobLimitError, match=r"half of jobs\.max_result_bytes = 40000; raise") as caught,
                 translated(),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.protos.errors import DataError, JobError, JobExistsError, LedgerError, UnknownJobError
-from tandem.services.reward.jobs.store import CANCELLED, JobStore
+from tandem.services.reward.jobs.store import CANCELLED, ChunkResult, JobStore
 from tests.support.job_calls import LEASE_SECONDS, claim, expire, finish, new_store, submit
 from tests.support.redis_ring import lose_every_answer
 from tests.support.waiting import eventually
@@ -27,8 +27,8 @@ def test_a_job_is_submitted_scored_and_done(store: JobStore) -> None:
     assert (first.index, first.first_item, first.items) == (0, 0, b"key 0")
     assert (second.index, second.first_item, second.items) == (1, 3, b"key 1")
     assert store.claim("one", LEASE_SECONDS, 0) is None
-    assert store.complete(second, b"second", num_scored=2, sum_values=0.25, num_unscored={})
-    assert store.complete(first, b"first", num_scored=1, sum_values=1.0, num_unscored={"timeout": 1, "crashed": 1})
+    assert store.complete(second, ChunkResult(b"second", 2, 0.25, {}))
+    assert store.complete(first, ChunkResult(b"first", 1, 1.0, {"timeout": 1, "crashed": 1}))
     job, results = store.events(job.job_id, 0, 1 << 20)
     assert results == [b"second", b"first"], "in the order of completion"
     assert (job.state, job.num_scored, job.sum_values, job.num_waiting) == ("DONE", 3, 1.25, 0)
@@ -167,7 +167,7 @@ def test_a_result_with_a_wrong_number_of_items_is_a_ledger_error(store: JobStore
     submit(store, 3)
     held = claim(store)
     with pytest.raises(LedgerError, match="has 3 items, not 2"):
-        store.complete(held, b"", num_scored=1, sum_values=0.0, num_unscored={"timeout": 1})
+        store.complete(held, ChunkResult(b"", 1, 0.0, {"timeout": 1}))
     assert finish(store, held, 3)
 
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from tandem.protos.errors import DataError, JobError, JobExistsError, JobLimitError, UnknownJobError
-from tandem.services.reward.jobs.store import CANCELLED, ChunkClaim
+from tandem.services.reward.jobs.store import CANCELLED, ChunkClaim, ChunkResult
 from tests.support.job_calls import LEASE_SECONDS, expire, new_store
 
 LIMIT = 8000
@@ -213,9 +213,7 @@ class Jobs(RuleBasedStateMachine):
         result = f"{claimed.index:0{size}}".encode()
         reasons = {"timeout": failed} if failed else {}
         scored = chunk.num_items - failed
-        accepted = self.store.complete(
-            claimed, result, num_scored=scored, sum_values=0.5 * scored, num_unscored=reasons
-        )
+        accepted = self.store.complete(claimed, ChunkResult(result, scored, 0.5 * scored, reasons))
         assert accepted == current
         if current:
             chunk.state = "ended"

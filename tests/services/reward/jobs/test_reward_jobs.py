@@ -39,8 +39,8 @@ from tests.support.reward_server import (
     serving,
     submission,
     summary,
-    until,
 )
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +158,13 @@ def test_cancelling_a_job_ends_its_watch(redis_url: str) -> None:
     with serving(redis_url, core) as one:
         job_id = one.submit(answers("1"), answers("wait", "1"), answers("2", "2", "2")).job.job_id
         events = one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id, with_results=True), timeout=20)
-        until(lambda: "wait" in core.asked)
+        eventually(lambda: "wait" in core.asked)
         job = one.stub.CancelJob(reward_pb2.CancelJobRequest(job_id=job_id), timeout=20)
         assert job.state == reward_pb2.Job.CANCELLED and job.num_waiting == 0
         assert job.num_scored + job.num_unscored[CANCELLED] == 6 and job.num_unscored[CANCELLED] >= 2
         assert list(events)[-1].job == job
         core.go_on.set()
-        until(lambda: one.store.counts()["stale_results_refused"] == 1)
+        eventually(lambda: one.store.counts()["stale_results_refused"] == 1)
         assert one.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20) == job
 
 
@@ -183,7 +183,7 @@ def test_submission_waits_while_too_many_bytes_are_unscored(redis_url: str) -> N
         call = one.stub.SubmitJob(requests(), timeout=60)
         reader = threading.Thread(target=lambda: replies.extend(call))
         reader.start()
-        until(lambda: len(replies) >= 2)
+        eventually(lambda: len(replies) >= 2)
         assert not core.go_on.wait(0.5)
         assert len(replies) == 2 and one.store.counts()["chunks_waiting"] + one.store.counts()["chunks_leased"] == 1
         assert len(read) < 120, "the client is held up, nothing piles up in the server"
@@ -293,7 +293,7 @@ def test_a_stop_gives_back_unfinished_chunks_with_their_partial_results(redis_ur
     core = ScriptedCore()
     with serving(redis_url, core, jobs=jobs) as one:
         job_id = one.submit([*answers(*["1"] * 64), *answers("wait"), *answers(*["2"] * 300)]).job.job_id
-        until(lambda: "wait" in core.asked)
+        eventually(lambda: "wait" in core.asked)
     assert core.asked.count("1") == 64
     with closing(JobStore(redis_url, jobs)) as store:
         (chunk,) = store.connection.redis.hvals(store.connection.key(f"chunks:{job_id}"))
