@@ -28,9 +28,7 @@ ParameterSpec = tuple[str, str, Sequence[int]]
 
 def plan_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
     """Packs tensors in order into flat uint8 buckets of at most `bucket_bytes`. A larger tensor gets its own bucket.
-
-    Raises:
-        DataError: a dtype that cannot be sent.
+    Raises DataError for a dtype that cannot be sent.
     """
     buckets: list[BucketSpec] = []
     tensors: list[TensorSpec] = []

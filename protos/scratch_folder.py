@@ -21,11 +21,9 @@ _TRIES = 10  # a concurrent sweep may remove a new folder before it is locked
 
 
 class ScratchFolder:
-    """A private folder `tandem-<kind>-…` in the temporary folder, or in /tmp if that path is longer than
-    `longest_path` bytes. `clear` removes a folder of this kind with the files elsewhere that are named after it.
-
-    Raises:
-        EnvironmentLackError: no writable temporary folder has a short enough path.
+    """A private folder `tandem-<kind>-…` in the temporary folder, or in /tmp if that path is longer than `longest_path`
+    bytes. `clear` removes a folder of this kind with the files elsewhere that are named after it. Raises
+    EnvironmentLackError if no writable temporary folder has a short enough path.
     """
 
     def __init__(self, kind: str, *, longest_path: int = 4096, clear: Callable[[Path], None] | None = None) -> None:

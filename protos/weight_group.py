@@ -81,10 +81,8 @@ def fill_bucket(spec: BucketSpec, tensors: Mapping[str, torch.Tensor], buffer: t
 
 
 def check_bucket(spec: BucketSpec, buffer: torch.Tensor, *, place: str) -> str:
-    """Checks the digest of a received bucket and returns it in hex.
-
-    Raises:
-        WeightTransferError: the bytes do not match the digest that was sent with them, or the digest in the manifest.
+    """Checks the digest of a received bucket and returns it in hex. Raises WeightTransferError if the bytes do not
+    match the digest that was sent with them, or the digest in the manifest.
     """
     sent = bytes(buffer[spec.num_bytes :].cpu().numpy())
     found = bucket_digest(buffer[: spec.num_bytes])

@@ -17,9 +17,7 @@ _CONNECT_SECONDS = 3.0
 
 def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
     """The given addresses (text: separated by commas), otherwise those of TANDEM_REWARD_ADDRESS, otherwise the default.
-
-    Raises:
-        UserError: an address is not host:port.
+    Raises UserError if an address is not host:port.
     """
     parts = addresses.split(",") if isinstance(addresses, str) else addresses
     named = tuple(part.strip() for part in parts if part.strip())
@@ -36,10 +34,8 @@ def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
 
 
 def check_listening(addresses: Sequence[str]) -> None:
-    """Connects to one of the addresses, so that a command does not retry a wrong address for long.
-
-    Raises:
-        UnavailableError: nothing listens at any of them.
+    """Connects to one of the addresses, so that a command does not retry a wrong address for long. Raises
+    UnavailableError if nothing listens at any of them.
     """
     failures = []
     for address in addresses:
@@ -61,10 +57,8 @@ def check_listening(addresses: Sequence[str]) -> None:
 
 
 def target_of(addresses: Sequence[str]) -> str:
-    """The addresses as a gRPC target. A single name stays a name, which gRPC resolves again when its IPs change.
-
-    Raises:
-        UserError: one of several addresses cannot be resolved, or they are not all IPv4 or all IPv6.
+    """The addresses as a gRPC target. A single name stays a name, which gRPC resolves again when its IPs change. Raises
+    UserError if one of several addresses cannot be resolved, or they are not all IPv4 or all IPv6.
     """
     if len(addresses) == 1:
         return addresses[0] if addresses[0].startswith("unix:") else f"dns:///{addresses[0]}"

@@ -20,10 +20,8 @@ FIELDS = ("run", "service", "replica", "group", "version")
 
 
 def configure_logging(service: str, *, run: str = "", replica: int | None = None) -> None:
-    """Sends the logs of `tandem.*` to standard output. May be called again with other fields.
-
-    Raises:
-        ConfigError: TANDEM_LOG or TANDEM_LOG_LEVEL has an unknown value.
+    """Sends the logs of `tandem.*` to standard output. May be called again with other fields. Raises ConfigError if
+    TANDEM_LOG or TANDEM_LOG_LEVEL has an unknown value.
     """
     form = _choice("TANDEM_LOG", ("text", "json"), default="text")
     level = _choice("TANDEM_LOG_LEVEL", ("DEBUG", "INFO", "WARNING", "ERROR"), default="INFO")

@@ -215,10 +215,8 @@ class Batcher:
     """Hashes of the complete groups."""
 
     def add(self, item: EncodedItem) -> list[list[EncodedItem]]:
-        """Adds the next item; returns the batches that are full now.
-
-        Raises:
-            DataError: a group does not fit into one request, or its items are not adjacent.
+        """Adds the next item; returns the batches that are full now. Raises DataError if a group does not fit into one
+        request, or its items are not adjacent.
         """
         group = item.message.group
         if self._group and self._group[0].message.group == group:

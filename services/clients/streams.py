@@ -69,9 +69,7 @@ class StreamRetry:
 
     async def wait(self, error: grpc.RpcError | None) -> None:
         """Returns when the stream may be started again. `error` is None for a stream that ended early without one.
-
-        Raises:
-            TandemError: the error is permanent, or the time is over.
+        Raises TandemError if the error is permanent, or the time is over.
         """
         now = time.monotonic()
         if error is not None and not _is_retryable(error):
@@ -235,10 +233,8 @@ class Submission:
 async def watch_job(
     stub: Stub, request: reward_pb2.WatchJobRequest, retry: StreamRetry, deadline: float
 ) -> AsyncGenerator[JobEvent]:
-    """A job's events after a cursor, until it has ended and the results that are wanted were sent.
-
-    Raises:
-        TandemError: there is no such job, the service cannot be reached, or the deadline (monotonic) has passed.
+    """A job's events after a cursor, until it has ended and the results that are wanted were sent. Raises TandemError
+    if there is no such job, the service cannot be reached, or the deadline (monotonic) has passed.
     """
     cursor, ended = request.after_cursor, False
     while True:
@@ -286,10 +282,8 @@ class ScoreStream:
         self._room = asyncio.Event()
 
     async def run(self, stub: Stub) -> AsyncGenerator[list[Score]]:
-        """The scores, some at a time.
-
-        Raises:
-            TandemError: the service refuses a batch, cannot be reached, or does not answer a batch in time.
+        """The scores, some at a time. Raises TandemError if the service refuses a batch, cannot be reached, or does not
+        answer a batch in time.
         """
         next_id = 0
         while not self._ended or self._window:
@@ -354,10 +348,8 @@ class ScoreStream:
 
 
 def batch_scores(batch: list[EncodedItem], reply: reward_pb2.ScoreReply) -> list[Score]:
-    """The scores of a batch, in its order. Items that could not be encoded keep their reason.
-
-    Raises:
-        TandemError: the reply has another number of results.
+    """The scores of a batch, in its order. Items that could not be encoded keep their reason. Raises TandemError if the
+    reply has another number of results.
     """
     if len(reply.items) != len(batch):
         raise TandemError(f"the service sent {len(reply.items)} results for {len(batch)} items")

@@ -41,10 +41,7 @@ _CLIENT_OPTIONS = [
 
 def connect(addresses: str) -> grpc.Channel:
     """A channel to `host:port`, or to several addresses separated by commas, over which the calls rotate. It connects
-    with the first call.
-
-    Raises:
-        UserError: an address is invalid, or one of several addresses cannot be resolved.
+    with the first call. Raises UserError if an address is invalid, or one of several addresses cannot be resolved.
     """
     return grpc.insecure_channel(target_of(named_addresses(addresses)), options=_CLIENT_OPTIONS)
 

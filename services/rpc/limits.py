@@ -47,8 +47,8 @@ class _Malformed:
     fault: str
 
 
-class LimitedServer:
-    """Registers services on a server, with limits and error handling around each method.
+class LimitedServer(grpc.GenericRpcHandler):
+    """Serves what is registered on it through another server, with limits and error handling around each method.
 
     A TandemError from a handler ends the call with the status code and name of its class. A request that cannot be
     decoded (a string that is not UTF-8, for instance) becomes a DataError; gRPC would report an internal error. Past
@@ -58,25 +58,30 @@ class LimitedServer:
     """
 
     def __init__(self, server: grpc.aio.Server, limits: RpcLimits, counted: Sequence[str]) -> None:
-        self._server = server
+        server.add_generic_rpc_handlers([self])
         self._limits = limits
-        self._counted = frozenset(counted)
+        self._counted_services = frozenset(counted)
+        self._handlers: dict[str, Handler] = {}  # by path
+        self._counted: set[str] = set()
         self._num_calls = 0
         refuse: Any = self._refuse  # serves any kind of call, because it reads no message
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(refuse)
 
-    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """As `grpc.aio.Server` does."""
-        self._server.add_generic_rpc_handlers([_LimitedHandler(handler, self._wrapped) for handler in handlers])
-
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
-        """Ignores the handlers, because the server would prefer them to the wrapped ones."""
+        """As `grpc.aio.Server` does."""
+        for name, handler in method_handlers.items():
+            path = f"/{service_name}/{name}"
+            self._handlers[path] = _wrapped(handler, self._limits.readers.get(path))
+            if service_name in self._counted_services:
+                self._counted.add(path)
 
-    def _wrapped(self, method: str, handler: Handler) -> Callable[[], Handler]:
-        wrapped = _wrapped(handler, self._limits.readers.get(method))
-        if method.split("/")[1] not in self._counted:
-            return lambda: wrapped
-        return lambda: wrapped if self._count() else self._refusal
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Ignores the handlers: they are those of `add_registered_method_handlers` again."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """Returns the handler of this call; None for an unknown method."""
+        path = str(handler_call_details.method)
+        return self._refusal if path in self._counted and not self._count() else self._handlers.get(path)
 
     def _count(self) -> bool:
         """Counts a call until its task ends. Returns False if there are too many calls."""
@@ -94,26 +99,6 @@ class LimitedServer:
     async def _refuse(self, _requests: object, context: _Context) -> None:
         most = self._limits.max_calls
         await _end(context, UnavailableError(f"{most} calls are being served, the most this server takes; try again"))
-
-
-class _LimitedHandler(grpc.GenericRpcHandler):
-    """The methods of one service, each wrapped at its first call."""
-
-    def __init__(self, handler: grpc.GenericRpcHandler, wrap: Callable[[str, Handler], Callable[[], Handler]]) -> None:
-        self._handler = handler
-        self._wrap = wrap
-        self._open: dict[str, Callable[[], Handler]] = {}
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
-        """Returns the handler of this call; None for a method of another service."""
-        method = str(handler_call_details.method)
-        enter = self._open.get(method)
-        if enter is None:
-            handler = self._handler.service(handler_call_details)
-            if handler is None:
-                return None
-            enter = self._open[method] = self._wrap(method, handler)
-        return enter()
 
 
 def _wrapped(handler: Handler, reader: _Reader | None) -> Handler:

@@ -18,41 +18,18 @@ WIRES = {"grpc", "redis", "google.protobuf"}
 LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.config"}  # typer imports pydantic
 
 TRAINER_OPTIONS = [
-    "tandem.trainer.aggregation_options",
-    "tandem.trainer.algorithm",
-    "tandem.trainer.models.options",
-    "tandem.trainer.estimators.options",
-    "tandem.trainer.kl_options",
-    "tandem.trainer.named_options",
-    "tandem.trainer.off_policy.options",
-    "tandem.trainer.off_policy.presets",
-    "tandem.trainer.policy_losses.options",
-    "tandem.trainer.batch.selection_options",
+    f"tandem.trainer.{name}"
+    for name in (
+        *("aggregation_options", "algorithm", "models.options", "estimators.options", "kl_options", "named_options"),
+        *("off_policy.options", "off_policy.presets", "policy_losses.options", "batch.selection_options"),
+    )
 ]
 """Modules with options of the algorithms, which must not import the algorithms."""
 
 COMMANDS = [
-    [],
-    ["demo"],
-    ["run"],
-    ["serve"],
-    ["sft"],
-    ["eval"],
-    ["replay"],
-    ["status"],
-    ["ledger"],
-    ["doctor"],
-    ["config"],
-    ["data"],
-    ["data", "check"],
-    ["reward"],
-    ["reward", "score"],
-    ["reward", "submit"],
-    ["reward", "jobs"],
-    ["reward", "results"],
-    ["reward", "cancel"],
-    ["reward", "scorers"],
-    ["reward", "serve"],
+    *([], ["demo"], ["run"], ["serve"], ["sft"], ["eval"], ["replay"], ["status"], ["ledger"], ["doctor"], ["config"]),
+    *(["data"], ["data", "check"], ["reward"]),
+    *(["reward", name] for name in ("score", "submit", "jobs", "results", "cancel", "scorers", "serve")),
 ]
 
 
@@ -66,29 +43,15 @@ def loaded_by(code: str) -> set[str]:
 
 
 CONFIGURATIONS = [
-    "tandem.rollout.config",
-    "tandem.reward.config",
-    "tandem.trainer.config",
+    *("tandem.rollout.config", "tandem.reward.config", "tandem.trainer.config", "tandem.services.config"),
     *TRAINER_OPTIONS,
-    "tandem.services.config",
 ]
 LIGHT = [
     *CONFIGURATIONS,
-    "tandem.protos.types",
-    "tandem.protos.errors",
-    "tandem.protos.contracts",
-    "tandem.protos.codec",
-    "tandem.protos.manifest",
-    "tandem.protos.scratch_folder",
-    "tandem.rollout.vllm.engine_folder",
-    "tandem.trainer.batch.balance",
-    "tandem.trainer.batch.packing",
-    "tandem.trainer.batch.planning",
-    "tandem.trainer.batch.selection",
-    "tandem.services.config.docs",
-    "tandem.services.run.preflight",
-    "tandem.services.run.supervisor",
-    "tandem.services.commands.doctor",
+    *(f"tandem.protos.{name}" for name in ("types", "errors", "contracts", "codec", "manifest", "scratch_folder")),
+    *(f"tandem.trainer.batch.{name}" for name in ("balance", "packing", "planning", "selection")),
+    *("tandem.rollout.vllm.engine_folder", "tandem.services.config.docs", "tandem.services.run.preflight"),
+    *("tandem.services.run.supervisor", "tandem.services.commands.doctor"),
 ]
 
 

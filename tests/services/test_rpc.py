@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from tandem.protos import common_pb2, common_pb2_grpc, reward_pb2, reward_pb2_grpc
 from tandem.protos.errors import (
@@ -22,6 +21,7 @@ from tandem.protos.errors import (
 )
 from tandem.services.rpc.client import connect, translated
 from tandem.services.rpc.server import INFO_SERVICE, ServerThread
+from tests.support.service_wire import ask_info, health_of, listed_services
 
 
 class FailingReward(reward_pb2_grpc.RewardServiceServicer):
@@ -44,21 +44,12 @@ def server() -> Iterator[ServerThread]:
     running.stop()
 
 
-def test_health_and_info_answer(server: ServerThread) -> None:
-    with connect(server.address) as channel:
-        for name in ("", "tandem.v1.RewardService", INFO_SERVICE):
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
-            assert reply.status == health_pb2.HealthCheckResponse.SERVING
-        info = common_pb2_grpc.InfoServiceStub(channel).Info(common_pb2.InfoRequest(), timeout=5)
-        assert (info.service, info.policy_version, dict(info.figures)) == ("reward", 3, {"generated_waiting": 2.0})
-
-
-def test_reflection_lists_the_services(server: ServerThread) -> None:
-    with connect(server.address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        reply = next(stub.ServerReflectionInfo(iter([request]), timeout=5))
-        assert "tandem.v1.RewardService" in {service.name for service in reply.list_services_response.service}
+def test_health_info_and_reflection_answer(server: ServerThread) -> None:
+    for name in ("", "tandem.v1.RewardService", INFO_SERVICE):
+        assert health_of(server.address, name) == health_pb2.HealthCheckResponse.SERVING
+    info = ask_info(server.address)
+    assert (info.service, info.policy_version, dict(info.figures)) == ("reward", 3, {"generated_waiting": 2.0})
+    assert "tandem.v1.RewardService" in listed_services(server.address)
 
 
 @pytest.mark.parametrize("name", ["FencedError", "DataError", "NotAdmittedError", "WeightTransferError", "LedgerError"])

@@ -37,3 +37,10 @@ def finish(store: JobStore, claimed: ChunkClaim, num_items: int) -> bool:
 def expire(store: JobStore, claimed: ChunkClaim) -> None:
     """Makes the lease expire now."""
     store.connection.redis.zadd(store.connection.key("leased"), {f"{claimed.job_id}:{claimed.index}": 0}, xx=True)
+
+
+def keys_of(store: JobStore) -> set[str]:
+    """The keys that the store has in Redis, without its prefix and without replies, which are kept for a minute."""
+    found = store.connection.redis.scan_iter(f"*{store.connection.name}*")
+    names = {key.decode().removeprefix(store.connection.prefix) for key in found}
+    return {name for name in names if not name.startswith("answer:")}

@@ -22,6 +22,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 from typer.testing import CliRunner
 
@@ -40,17 +41,10 @@ SHOWN_IDS = ("0660ca468f1360c816690e7ac842a6a1", "0660ca47159750ed80bfe785e543c8
 SHOWN_TIME = "2026-11-21 14:35"
 SHOWN_SECONDS = {"createdAt": "1795271712.25", "finishedAt": "1795271712.5", "expiresAt": "1795876512.5"}
 MAX_LINES, MAX_COLUMNS = 20, 120
-ERRORS = [
-    "DataError",
-    "SizeError",
-    "ScorerError",
-    "UnknownJobError",
-    "JobExistsError",
-    "JobError",
-    "JobLimitError",
-    "EnvironmentLackError",
-]
-ERRORS += ["DeadlineError", "UnavailableError"]
+ERRORS = (
+    *("DataError", "SizeError", "ScorerError", "UnknownJobError", "JobExistsError", "JobError", "JobLimitError"),
+    *("EnvironmentLackError", "DeadlineError", "UnavailableError"),
+)
 WAIT_SECONDS = 60.0
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -116,17 +110,12 @@ class Reader:
         """Fills the lists of scorers, limits and errors; keeps the page's explanation of each limit."""
         with RewardClient(self.address) as client:
             limits = client.scorers().limits
-        explained = {
-            match[1]: match[2] for match in re.finditer(r"^- `(\w+)` \([\d,.]+\): ((?:.+\n)(?:  .+\n)*)", page, re.M)
-        }
+        scorers = describe()
+        explained = dict(re.findall(r"^- `(\w+)` \([\d,.]+\): ((?:.+\n)(?:  .+\n)*)", page, re.M))
         classes = [getattr(errors, name) for name in ERRORS]
         lists = {
-            "scorers": [
-                f"`{one.name}` (version {one.version}, `{one.isolation}`): {one.summary}" for one in describe()
-            ],
-            "limits": [
-                f"`{name}` ({number(limits[name])}): {explained.get(name, '?')}" for name in limits_in_order(limits)
-            ],
+            "scorers": [f"`{one.name}` (version {one.version}, `{one.isolation}`): {one.summary}" for one in scorers],
+            "limits": [f"`{one}` ({number(limits[one])}): {explained.get(one, '?')}" for one in in_order(limits)],
             "errors": [f"`{one.__name__}` (`{one.grpc_code}`): {inspect.getdoc(one)}" for one in classes],
         }
         for name, texts in lists.items():
@@ -136,20 +125,14 @@ class Reader:
         return page
 
 
-def limits_in_order(limits: object) -> list[str]:
+def in_order(limits: object) -> list[str]:
     return sorted(limits, key=lambda name: (not name.startswith("max_"), name))
 
 
 def item(text: str) -> str:
     """The first paragraph of a text as an item of a list."""
-    return textwrap.fill(
-        " ".join(text.partition("\n\n")[0].split()),
-        MAX_COLUMNS,
-        initial_indent="- ",
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    options = {"initial_indent": "- ", "subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(" ".join(text.partition("\n\n")[0].split()), MAX_COLUMNS, **options)
 
 
 def commands_of(block: str) -> list[str]:
@@ -188,20 +171,11 @@ def run(command: str, address: str) -> str:
 @contextlib.contextmanager
 def reading_folder(address: str) -> Iterator[None]:
     """An empty working folder with links to examples/ and protos/, and the address in the environment."""
-    before, variable = Path.cwd(), os.environ.get("TANDEM_REWARD_ADDRESS")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "examples").symlink_to(ROOT / "examples")
-        (Path(folder) / "protos").symlink_to(ROOT / "protos")
-        os.chdir(folder)
-        os.environ["TANDEM_REWARD_ADDRESS"] = address
-        try:
+        for name in ("examples", "protos"):
+            (Path(folder) / name).symlink_to(ROOT / name)
+        with contextlib.chdir(folder), mock.patch.dict(os.environ, TANDEM_REWARD_ADDRESS=address):
             yield
-        finally:
-            os.chdir(before)
-            if variable is None:
-                del os.environ["TANDEM_REWARD_ADDRESS"]
-            else:
-                os.environ["TANDEM_REWARD_ADDRESS"] = variable
 
 
 def followed() -> str:

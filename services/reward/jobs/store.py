@@ -199,10 +199,8 @@ class JobStore:
     def complete(self, claim: ChunkClaim, result: ChunkResult) -> bool:
         """Stores the results of a chunk and ends its lease. Returns False, and stores nothing, if it is not current.
 
-        If jobs then store too many bytes, results of other ended jobs are deleted.
-
-        Raises:
-            LedgerError: the numbers do not add up to the items of the chunk.
+        If jobs then store too many bytes, results of other ended jobs are deleted. Raises LedgerError if the numbers do
+        not add up to the items of the chunk.
         """
         reasons = [part for reason in result.num_unscored.items() for part in reason]
         numbers = (result.num_scored, repr(result.sum_values), *reasons)
@@ -214,18 +212,14 @@ class JobStore:
         return _job(self.connection.run("cancel", _checked_id(job_id)))
 
     def delete(self, job_id: str) -> JobRecord:
-        """Deletes a job with its results and its key. Returns its last state, also if repeated within a minute.
-
-        Raises:
-            JobError: it has not ended.
+        """Deletes a job with its results and its key. Returns its last state, also if repeated within a minute. Raises
+        JobError if it has not ended.
         """
         return _job(self.connection.run("delete", _checked_id(job_id)))
 
     def events(self, job_id: str, after_cursor: int, max_bytes: int) -> tuple[JobRecord, list[bytes]]:
-        """The job and its results after a cursor: up to `max_bytes`, but one if there are any. 0: only the job.
-
-        Raises:
-            JobError: its results were deleted.
+        """The job and its results after a cursor: up to `max_bytes`, but one if there are any. 0: only the job. Raises
+        JobError if its results were deleted.
         """
         job, results = self.connection.run("events", _checked_id(job_id), after_cursor, max_bytes)
         return _job(job), list(results)

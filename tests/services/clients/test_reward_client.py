@@ -21,8 +21,7 @@ from tandem.protos.errors import (
 )
 from tandem.services.addresses import DEFAULT_ADDRESS, named_addresses, target_of
 from tandem.services.clients import AsyncRewardClient, RewardClient
-from tandem.services.clients import asynchronous as async_client
-from tandem.services.clients.messages import EncodedItem, Limits, encode
+from tandem.services.clients.messages import Limits
 from tests.support.scripted_reward import ScriptedReward, items_of, serving, values
 
 pytest_plugins = ("tests.support.scripted_clients",)
@@ -290,8 +289,3 @@ def test_a_closed_client_may_be_closed_again(address: str) -> None:
     client = RewardClient(address)
     client.close()
     client.close()
-
-
-def test_target_sizes_are_within_the_limits_of_every_service() -> None:
-    assert async_client.CHUNK_ITEMS <= 1024 and async_client.CHUNK_BYTES <= 1 << 22
-    assert isinstance(encode(0, ScoreItem("", "", None), WIDE), EncodedItem)

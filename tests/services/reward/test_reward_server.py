@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -43,13 +42,6 @@ from tests.support.waiting import eventually
 
 NUMERIC = '[[components]]\nscorer = "numeric"\n'
 WIDE = "".join(f'[[components]]\nscorer = "numeric"\nname = "n{n}"\n' for n in range(MAX_SCORERS))
-
-
-@pytest.fixture(scope="module")
-def service(redis_url: str) -> Iterator[Service]:
-    """The real core with its default scorer, shared by tests that leave nothing behind."""
-    with serving(redis_url) as one:
-        yield one
 
 
 # ---- Score ----
@@ -259,51 +251,30 @@ def test_scorers_and_limits_are_listed(service: Service) -> None:
     assert summary(service.score(answers("1"), reply.default_rubric)) == [1.0]
 
 
-def test_streams_end_with_the_service(redis_url: str) -> None:
-    core, ended = ScriptedCore(), []
+def test_calls_end_with_the_service_and_can_be_retried_elsewhere(redis_url: str) -> None:
+    core = ScriptedCore()
     with serving(redis_url, core) as one:
         job_id = one.submit(answers("wait")).job.job_id
         feed, chunks = Feed(), Feed()
         chunks.put(Request(header=Request.Header(idempotency_key="open")))
+        feed.put(stream_request(1, "1"))
         calls = [
             one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id), timeout=30),
             one.stub.ScoreStream(iter(feed), timeout=30),
             one.stub.SubmitJob(iter(chunks), timeout=30),
         ]
-        feed.put(stream_request(1, "1"))
         assert all(next(call) for call in calls), "a stream that has had no reply would be tried elsewhere"
-
-        def read(call: Any) -> None:
-            try:
-                list(call)
-            except grpc.RpcError as error:
-                ended.append(from_rpc_error(error))
-
-        readers = [threading.Thread(target=read, args=(call,)) for call in calls]
-        for reader in readers:
-            reader.start()
-        eventually(lambda: "wait" in core.asked)
-    for reader in readers:
-        reader.join(timeout=20)
+        # The channel of this project would try the call again.
+        channel = grpc.insecure_channel(one.server.address, options=[("grpc.enable_retries", 0)])
+        score = Stub(channel).Score.future(reward_pb2.ScoreRequest(items=answers("wait")), timeout=30)
+        readers = ThreadPoolExecutor(len(calls))
+        ended = [readers.submit(list, call) for call in calls]
+        eventually(lambda: core.asked.count("wait") == 2)
+    for future in ended:
+        error = future.exception(timeout=20)
+        assert isinstance(error, grpc.RpcError)
+        assert isinstance(from_rpc_error(error), UnavailableError) and "shutting down" in str(from_rpc_error(error))
     feed.close(), chunks.close()
-    assert [type(error) for error in ended] == [UnavailableError] * 3 and all("shutting down" in str(e) for e in ended)
-
-
-def test_a_call_in_flight_at_shutdown_can_be_retried_elsewhere(redis_url: str) -> None:
-    core, ended = ScriptedCore(), []
-    with serving(redis_url, core, with_jobs=False) as one:
-
-        def ask() -> None:
-            request = reward_pb2.ScoreRequest(items=answers("wait"))
-            with (
-                grpc.insecure_channel(one.server.address, options=[("grpc.enable_retries", 0)]) as channel,
-                pytest.raises(grpc.RpcError) as caught,
-            ):
-                Stub(channel).Score(request, timeout=30)
-            ended.append(code_of(caught.value))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        eventually(lambda: "wait" in core.asked)
-    asking.join(timeout=20)
-    assert ended == ["UNAVAILABLE"]
+    with channel, pytest.raises(grpc.RpcError) as caught:
+        score.result(timeout=20)
+    assert code_of(caught.value) == "UNAVAILABLE"

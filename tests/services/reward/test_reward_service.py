@@ -192,12 +192,6 @@ def test_a_group_with_an_unscored_greedy_answer_is_dropped_for_its_reason(redis_
     assert worker.figures()["groups_completed"] == 1 and buffer.verify() == []
 
 
-@pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("tandem.services.reward.backoff.LONGEST_PAUSE_SECONDS", 0.01)
-
-
 @pytest.mark.usefixtures("short_pauses")
 def test_infrastructure_failures_have_their_own_budget(redis_url: str) -> None:
     buffer, core = run_of(redis_url, infrastructure=6, data=2), ScriptedCore()

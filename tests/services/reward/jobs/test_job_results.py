@@ -19,7 +19,7 @@ from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import ChunkResult, JobRecord, JobStore
 from tandem.services.rpc.client import translated
 from tests.support.dataset_files import write_lines
-from tests.support.job_calls import claim, finish, new_store, submit
+from tests.support.job_calls import claim, finish, keys_of, new_store, submit
 from tests.support.redis_ring import lose_every_answer, running_redis
 from tests.support.reward_server import ScriptedCore, Service, answers, code_of, serving, submission, summary
 from tests.support.waiting import eventually
@@ -154,11 +154,7 @@ def test_deleting_a_job_frees_its_key_and_its_bytes(redis_url: str, monkeypatch:
         for verb in (store.cancel, lambda job_id: store.events(job_id, 0, 1)):
             with pytest.raises(UnknownJobError, match="it was never submitted, or it was deleted"):
                 verb(job.job_id)
-        left = {
-            key.decode().removeprefix(store.connection.prefix)
-            for key in store.connection.redis.scan_iter(f"*{store.connection.name}*")
-        }
-        assert {name for name in left if not name.startswith("answer:")} <= {"meta", "by_key"}
+        assert keys_of(store) <= {"meta", "by_key"}
         assert finished(store, "key", 5_000).job_id != job.job_id
 
 

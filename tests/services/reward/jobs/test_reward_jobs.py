@@ -43,13 +43,6 @@ from tests.support.reward_server import (
 from tests.support.waiting import eventually
 
 
-@pytest.fixture(scope="module")
-def service(redis_url: str) -> Iterator[Service]:
-    """The real core with its default scorer, shared by tests that leave nothing behind."""
-    with serving(redis_url) as one:
-        yield one
-
-
 def test_a_job_is_scored_item_by_item(service: Service) -> None:
     chunks = [answers("1", "2", "1"), [Item(solution="1", ground_truth="nonsense"), *answers("1")], answers("2")]
     replies = list(service.stub.SubmitJob(submission(*chunks, rubric=EXACT), timeout=20))
@@ -217,10 +210,8 @@ def test_job_calls_without_a_deadline_end_after_the_longest_call_time(
         assert summary(one.results(job_id)) == [0.0]
 
 
-def test_only_items_whose_scorer_is_unreachable_are_scored_again(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+@pytest.mark.usefixtures("short_pauses")
+def test_only_items_whose_scorer_is_unreachable_are_scored_again(redis_url: str) -> None:
     core = ScriptedCore()
     with serving(redis_url, core, reward=RewardConfig(infrastructure_attempts=3)) as one:
         chunk = answers("infrastructure*2", "1", "timeout*1", "infrastructure*9", "2")
@@ -230,8 +221,8 @@ def test_only_items_whose_scorer_is_unreachable_are_scored_again(
         assert core.asked.count("1") == core.asked.count("timeout*1") == 1, "a time-out would only come again"
 
 
-def test_grouped_items_are_scored_again_together(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+@pytest.mark.usefixtures("short_pauses")
+def test_grouped_items_are_scored_again_together(redis_url: str) -> None:
     core = ScriptedCore()
     core.default = grouped(core)
     with serving(redis_url, core) as one:
@@ -252,8 +243,8 @@ def test_an_item_that_kills_services_is_unscored_with_a_reason(redis_url: str) -
         assert found[0].unscored.detail.startswith("5 services in a row ended")
 
 
-def test_a_job_is_never_scored_by_another_rubric_than_its_own(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+@pytest.mark.usefixtures("short_pauses")
+def test_a_job_is_never_scored_by_another_rubric_than_its_own(redis_url: str) -> None:
     jobs = JobsConfig(namespace="changed")
     with serving(redis_url, jobs=jobs, with_jobs=False) as one:
         plain, named = one.submit(answers("1 ")).job.job_id, one.submit(answers("1 "), rubric=EXACT).job.job_id
@@ -263,10 +254,10 @@ def test_a_job_is_never_scored_by_another_rubric_than_its_own(redis_url: str, mo
         assert summary(one.results(named)) == [1.0]
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_a_job_is_never_scored_by_another_scorer_of_the_same_name(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
     jobs, rubric = JobsConfig(namespace="renamed"), '[[components]]\nscorer = "house"\n'
 
     def reward(scorer: str) -> RewardConfig:
@@ -279,11 +270,10 @@ def test_a_job_is_never_scored_by_another_scorer_of_the_same_name(
         (found,) = one.results(named)
         assert found.unscored.reason == "infrastructure" and "has another rubric" in found.unscored.detail
         assert summary(one.results(plain)) == [0.0], "what does not name it is the same"
-    monkeypatch.setattr("tandem.reward.scorers.exact.ExactMatch.VERSION", "2")
-    with serving(redis_url, jobs=jobs, reward=reward("exact"), with_jobs=False) as one:
-        changed = one.submit(answers("1"), rubric=rubric).job.job_id
-    monkeypatch.undo()
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.reward.scorers.exact.ExactMatch.VERSION", "2")
+        with serving(redis_url, jobs=jobs, reward=reward("exact"), with_jobs=False) as one:
+            changed = one.submit(answers("1"), rubric=rubric).job.job_id
     with serving(redis_url, jobs=jobs, reward=reward("exact")) as one:
         assert summary(one.results(changed)) == ["infrastructure"], "nor by another version of it"
 
