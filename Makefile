@@ -23,7 +23,7 @@ test: setup  ## unit, property and service tests
 	@$(BIN)/pytest -n 2 --dist worksteal -m "not system and not slow" --durations=10 $(ARGS)
 
 test-system: setup  ## whole runs with real processes: recipes, replays, kills
-	@$(BIN)/pytest -m "system or slow" --durations=10 $(ARGS) || \
+	@$(BIN)/pytest -n 2 --dist worksteal -m "system or slow" --durations=10 $(ARGS) || \
 		{ code=$$?; [ $$code -eq 5 ] && echo "test-system: no test was selected"; }
 
 check: setup  ## lint, format, types, import rules, house rules, generated files: about a minute

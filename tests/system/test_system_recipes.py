@@ -7,8 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from tests.support.whole_run import ROOT, environment
 
 pytestmark = pytest.mark.system
 
-RUNS_SIDE_BY_SIDE = 2
-"""Parallel runs: a run on the stand-in is mostly start-up, in which one of a dozen processes works at a time."""
 FIGURES: dict[str, Callable[[Recipe], bool]] = {
     "reward_kl": lambda recipe: recipe.trainer.kl.reward is not None,
     "reference_kl": lambda recipe: recipe.trainer.kl.loss is not None,
@@ -115,9 +112,6 @@ def stand_in(recipe: Recipe) -> list[str]:
     return [*small, f'reward.scorer="{scorer}"', "data.eval_file=", "run.metrics_to_tensorboard=false"]
 
 
-Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
-
-
 @pytest.fixture(scope="module")
 def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gsm8k")
@@ -127,23 +121,10 @@ def gsm8k_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, gsm8k_folder: Path) -> Iterator[Runs]:
-    """Runs of all tested recipes, in parallel."""
-
-    def start(file: Path) -> subprocess.CompletedProcess[str]:
-        return tandem(gsm8k_folder, "run", str(file), *stand_in(load_recipe(file)), deadline=150)
-
-    tested = {item.callspec.params.get("file") for item in request.session.items if hasattr(item, "callspec")}
-    with ThreadPoolExecutor(RUNS_SIDE_BY_SIDE) as pool:
-        yield {file.stem: pool.submit(start, file) for file in GSM8K_RECIPES if file in tested}
-        pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("file", GSM8K_RECIPES, ids=lambda file: file.stem)
-def test_every_gsm8k_recipe_takes_two_steps(file: Path, runs: Runs, gsm8k_folder: Path) -> None:
-    done = runs[file.stem].result()
+def test_every_gsm8k_recipe_takes_two_steps(file: Path, gsm8k_folder: Path) -> None:
+    done = tandem(gsm8k_folder, "run", str(file), *stand_in(load_recipe(file)), deadline=150)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run, recipe = gsm8k_folder / "runs" / file.stem, load_recipe(file)
     assert summary(run)["train_steps"] == 2
