@@ -29,7 +29,6 @@ from tandem.services.config import parse_recipe  # noqa: E402
 from tandem.services.data.arithmetic import write_task  # noqa: E402
 from tandem.services.run.ledger import create_ledger  # noqa: E402
 from tandem.services.run.redis_child import RedisChild  # noqa: E402
-from tandem.services.run.supervisor import common_environment  # noqa: E402
 
 DEADLINE_SECONDS = 120.0
 BATCHES = 20
@@ -122,7 +121,7 @@ def _sampler_alone(folder: Path) -> float:
 
         create_ledger(Buffer(redis.url, recipe.run.run_id), recipe, False)
         command = [sys.executable, "-m", "tandem.services.cli", "serve", "rollout", str(run / "config.json")]
-        environment = {**os.environ, **common_environment(redis.url), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "TANDEM_REDIS_URL": redis.url, "OMP_NUM_THREADS": "1"}
         started = time.monotonic()
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.services.command_line import command, console, full_disk_named, run_service_command
+from tandem.services.command_line import argument, command, console, full_disk_named, option, run_service_command
 from tandem.services.commands.reward import reward_app
 
 if TYPE_CHECKING:
@@ -38,28 +38,18 @@ class Service(StrEnum):
     trainer = "trainer"
 
 
-RecipeArgument = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A recipe (TOML), or the config.json of a run.", show_default=False)
-]
+RecipeArgument = Annotated[Path, argument(metavar="RECIPE", help="A recipe (TOML), or the config.json of a run.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings that override the recipe, e.g. trainer.learning_rate=2e-6.",
-        show_default=False,
-    ),
+    argument(metavar="KEY=VALUE", help="Settings that override the recipe, e.g. trainer.learning_rate=2e-6."),
 ]
-RunArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="RUN", help="A run folder. Default: the newest one under runs/.", show_default=False),
-]
+RunArgument = Annotated[str | None, argument(metavar="RUN", help="A run folder. Default: the newest one under runs/.")]
 
 
 @app.command(short_help="Build data and a tiny model, and watch it learn.")
 @command
 def demo(
-    overrides: Overrides = None,
-    seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0,
+    overrides: Overrides = None, seed: Annotated[int, typer.Option(help="Seed of data, model and run.")] = 0
 ) -> int:
     """Builds data and a tiny model, trains it with all services, and shows what it learned. Takes a few minutes and
     downloads nothing.
@@ -91,7 +81,7 @@ def run(
 
 @app.command(short_help="Run one service of a run.")
 def serve(
-    service: Annotated[Service, typer.Argument(help="Which service.", show_default=False)],
+    service: Annotated[Service, argument(help="Which service.")],
     recipe: RecipeArgument,
     overrides: Overrides = None,
     replica: Annotated[int, typer.Option(min=0, help="Number of this sampler, from 0.")] = 0,
@@ -187,8 +177,7 @@ def status(run_folder: RunArgument = None) -> int:
 @app.command(short_help="Check that no group of a run was lost.")
 @command
 def ledger(
-    run_folder: RunArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run_folder: RunArgument = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> int:
     """Counts a run's groups in every state and checks that none was lost or counted twice. Exits 1 if one was.
 
@@ -245,19 +234,10 @@ def config(
 @data_app.command("check", short_help="Check a dataset row by row.")
 @command
 def data_check(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="A Parquet or JSON lines file in verl's or TRL's columns.", show_default=False
-        ),
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Model folder whose tokenizer counts the prompts' tokens.", show_default=False)
-    ] = None,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt allowed; needs --model.", show_default=False)
-    ] = None,
-    chat_template: Annotated[str, typer.Option(help="File with a Jinja chat template.", show_default=False)] = "",
+    file: Annotated[Path, argument(metavar="FILE", help="A Parquet or JSON lines file in verl's or TRL's columns.")],
+    model: Annotated[str | None, option(help="Model folder whose tokenizer counts the prompts' tokens.")] = None,
+    max_prompt_tokens: Annotated[int | None, option(min=1, help="Longest prompt allowed; needs --model.")] = None,
+    chat_template: Annotated[str, option(help="File with a Jinja chat template.")] = "",
 ) -> int:
     """Checks a dataset row by row: columns, roles, empty or too long prompts, duplicates, missing ground truth.
 
@@ -265,9 +245,10 @@ def data_check(
 
     Example: tandem data check data/train.parquet --model models/tiny --max-prompt-tokens 512
     """
-    from tandem.services.commands.data_check import run
+    from tandem.services.commands.data_check import check_file, show
 
-    return run(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
+    report = check_file(file, model_path=model, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template)
+    return show(report, console())
 
 
 def _serve(service: Service, recipe: Recipe, redis_url: str, replica: int, recipe_arguments: list[str]) -> None:

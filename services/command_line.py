@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+option = functools.partial(typer.Option, show_default=False)
+argument = functools.partial(typer.Argument, show_default=False)
+
 
 def console() -> Console:
     """A rich console on standard output."""
     from rich.console import Console
 
     return Console()
+
+
+def print_line(console: Console, line: str) -> None:
+    """Prints a line as it is: without markup, highlights and line breaks."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_error(line: str) -> None:

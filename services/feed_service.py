@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos.codec import encode_group
-from tandem.protos.types import SamplingParameters, TrajectoryGroup
+from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Admission, Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import PromptBuilder, Row, RowFault
@@ -55,17 +55,8 @@ class PromptStream:
     def __init__(self, recipe: Recipe, position: int) -> None:
         self.faults: dict[int, RowFault] = {}
         self._dataset = Mixture(recipe.data.train_files)
-        self._builder = PromptBuilder(
-            model_path=recipe.model.path,
-            chat_template=recipe.model.chat_template,
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
-            num_samples=recipe.rollout.samples_per_prompt,
-            sampling=SamplingParameters(
-                temperature=recipe.rollout.temperature,
-                max_tokens=recipe.rollout.max_response_tokens,
-                stop=recipe.rollout.stop,
-            ),
-        )
+        rollout = recipe.rollout
+        self._builder = PromptBuilder(recipe, num_samples=rollout.samples_per_prompt, temperature=rollout.temperature)
         self._seed = recipe.run.seed
         self._shuffle = recipe.data.shuffle
         self._end = recipe.data.max_epochs * len(self._dataset) if recipe.data.max_epochs else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.protos.errors import DataError, UserError
+from tandem.protos.errors import DataError
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 from tandem.services.data.dataset import COLUMNS, READ_COLUMNS, Dataset, Row, RowFault
 
@@ -59,11 +58,8 @@ class Report:
 def check_file(
     path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
 ) -> Report:
-    """Checks every row. Measures lengths only if a model is given, with its tokenizer and chat template.
-
-    Raises:
-        DataError: the file cannot be read.
-        ModelError: the tokenizer or the chat template is missing or broken.
+    """Checks every row. Measures lengths only if a model is given, with its tokenizer and chat template. Raises
+    DataError or ModelError if file, tokenizer or chat template cannot be read.
     """
     if max_prompt_tokens is not None and model_path is None:
         raise DataError("a limit of prompt tokens needs a model to count them with; add --model FOLDER")
@@ -82,7 +78,7 @@ def check_file(
 
 def _judge(row: Row | RowFault, report: Report, seen: dict[str, tuple[int, str]]) -> RowFault | None:
     if isinstance(row, RowFault):
-        return RowFault(row.index, row.reason, row.detail)
+        return row
     report.roles.update(message["role"] for message in row.messages)
     report.data_sources[row.data_source] += 1
     prompt = json.dumps(row.messages, sort_keys=True, default=str)
@@ -90,11 +86,10 @@ def _judge(row: Row | RowFault, report: Report, seen: dict[str, tuple[int, str]]
     first, first_truth = seen.setdefault(prompt, (row.index, truth))
     if first == row.index:
         return None
-    if first_truth != truth:
-        return RowFault(
-            row.index, "contradiction", f"like row {first}, whose ground truth is {first_truth:.60}, not {truth:.60}"
-        )
-    return RowFault(row.index, "duplicate", f"like row {first}")
+    if first_truth == truth:
+        return RowFault(row.index, "duplicate", f"like row {first}")
+    detail = f"like row {first}, whose ground truth is {first_truth:.60}, not {truth:.60}"
+    return RowFault(row.index, "contradiction", detail)
 
 
 def _measure(row: Row, report: Report, encoder: ChatEncoder, max_prompt_tokens: int | None) -> RowFault | None:
@@ -108,39 +103,22 @@ def _measure(row: Row, report: Report, encoder: ChatEncoder, max_prompt_tokens: 
     return None
 
 
-def run(
-    path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
-) -> int:
-    """Checks a file and prints the report. Returns 0 if every row is fine, 1 if some are faulty, 2 if the file or the
-    model cannot be read.
-    """
-    try:
-        report = check_file(
-            path, model_path=model_path, max_prompt_tokens=max_prompt_tokens, chat_template=chat_template
-        )
-    except UserError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        return 2
-    show(report, Console())
-    return 1 if report.faults else 0
-
-
-def show(report: Report, console: Console) -> None:
-    """Prints the report as tables: the file, the first twenty faulty rows, and the totals."""
+def show(report: Report, console: Console) -> int:
+    """Prints the file, the first twenty faulty rows, and the totals. Returns 0 if every row is fine, else 1."""
     console.print(_overview(report))
     if report.faults:
         console.print(_rows(report))
         console.print(_summary(report))
     verdict = "every row is fine" if not report.faults else f"{len(report.faults)} faults"
     console.print(escape(f"{report.num_usable} of {report.num_rows} rows can be used; {verdict}"))
+    return int(bool(report.faults))
 
 
 def _overview(report: Report) -> Table:
     table = Table(title=escape(str(report.file)), title_justify="left", show_header=False)
     table.add_row("rows", str(report.num_rows))
-    table.add_row(
-        "columns", escape(", ".join(name if name in READ_COLUMNS else f"{name} (not read)" for name in report.columns))
-    )
+    columns = (name if name in READ_COLUMNS else f"{name} (not read)" for name in report.columns)
+    table.add_row("columns", escape(", ".join(columns)))
     absent = [name for name in COLUMNS if name not in report.columns]
     if absent:
         table.add_row("columns absent", ", ".join(absent))

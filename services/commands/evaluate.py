@@ -28,9 +28,8 @@ START_SECONDS = 600.0
 def evaluate_recipe(recipe: Recipe) -> int:
     """Answers `data.eval_file` greedily with `model.path` and prints the result. Returns the exit code.
 
-    Raises:
-        UserError: the evaluation file is missing or unusable, or the model or the reward function is unusable.
-        DeadlineError: no sampler or no reward service started within ten minutes.
+    Raises UserError if the evaluation file, the model or the reward function is unusable, DeadlineError if no sampler
+    or no reward service starts within ten minutes.
     """
     if not recipe.data.eval_file:
         raise ConfigError(
@@ -43,9 +42,8 @@ def evaluate_recipe(recipe: Recipe) -> int:
     prompts = load_evaluation_prompts(recipe)
     with ScratchFolder("eval") as folder, ExitStack() as stack:
         stack.callback(remove_leftovers)
-        recipe = recipe.model_copy(
-            update={"run": recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})}
-        )
+        run = recipe.run.model_copy(update={"folder": str(folder), "run_id": "eval", "redis_url": ""})
+        recipe = recipe.model_copy(update={"run": run})
         processes = ProcessGroup(report=lambda line: print(line, flush=True), keep_logs=False)
         stack.enter_context(processes.signals())
         redis = stack.enter_context(RedisChild(folder, report=processes.report))
@@ -53,10 +51,8 @@ def evaluate_recipe(recipe: Recipe) -> int:
         buffer = Buffer(redis.url, recipe.run.run_id)
         stack.callback(buffer.close)
         create_ledger(buffer, recipe, resume=False)
-        specs = [
-            spec for spec in child_specs(recipe, redis.url) if spec.name.partition("-")[0] in ("rollout", "reward")
-        ]
-        processes.children = [Child(spec, processes.token) for spec in specs]
+        children = [Child(spec, processes.token) for spec in child_specs(recipe, redis.url)]
+        processes.children = [child for child in children if child.service in ("rollout", "reward")]
         evaluation = _EvaluationThread(recipe, prompts, buffer, processes)
         outcome = processes.run()
         return evaluation.report() if evaluation.ended else outcome
@@ -84,9 +80,8 @@ class _EvaluationThread(threading.Thread):
             endpoints = wait_for_endpoints(self._buffer, self._recipe, None, START_SECONDS, threading.Event())
             if endpoints is None:
                 raise DeadlineError(
-                    "sampler and reward service were not ready within "
-                    f"{START_SECONDS:.0f} s, so nothing was evaluated; "
-                    f"is {self._recipe.model.path} too large for this machine, or its disk too slow?"
+                    f"sampler and reward service were not ready within {START_SECONDS:.0f} s, so nothing was "
+                    f"evaluated; is {self._recipe.model.path} too large for this machine, or its disk too slow?"
                 )
             self._result = evaluate(None, self._prompts, endpoints)
         except BaseException as error:  # `report` raises it in the main thread
@@ -102,9 +97,8 @@ class _EvaluationThread(threading.Thread):
         result = self._result
         print(f"{self._recipe.model.path} on {self._recipe.data.eval_file}:")
         if result.accuracy is not None and result.mean_reward is not None:
-            print(
-                f"  accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f} over {result.num_scored} rows"
-            )
+            means = f"accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f}"
+            print(f"  {means} over {result.num_scored} rows")
         for reason, number in result.unscored.items():
             print(f"  not scored: {number} rows ({reason})")
         print(f"  {result.num_rows} rows in {result.seconds:.1f} s")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tandem.protos.codec import decode_group
@@ -33,10 +34,7 @@ EQUAL, DIFFERENT = 0, 1
 
 def main(folder: Path) -> int:
     """Replays a run with its number of ranks. Returns 0 if all weights are the same, 1 at the first version that
-    differs.
-
-    Raises:
-        UserError: the folder holds no run or no batches, or its initial model or its export can no longer be read.
+    differs. Raises UserError if the folder holds no batches, or its initial model or its export cannot be read.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
     check_models(recipe)
@@ -65,9 +63,8 @@ class Replay:
         self._folder = folder
         self._versions = recorded_versions(folder)
         if self._versions != list(range(1, len(self._versions) + 1)) or not self._versions:
-            raise DataError(
-                f"{folder / BATCHES_FOLDER} does not hold every batch from 1 on; only a whole run can be replayed"
-            )
+            lack = f"{folder / BATCHES_FOLDER} does not hold every batch from 1 on"
+            raise DataError(f"{lack}; only a whole run can be replayed")
         lines = JsonLines(folder / METRICS_FILE).read()
         self._digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
         self._learner = Learner(
@@ -105,11 +102,8 @@ class Replay:
         if differing:
             self._say(f"the final weights differ from {self._folder / HF_FOLDER}: {', '.join(differing[:5])}")
             return DIFFERENT
-        seconds = time.monotonic() - began
-        self._say(
-            f"{len(self._versions)} batches trained again in {seconds:.1f} s; "
-            f"{compared} versions compared: equal bit for bit"
-        )
+        trained = f"{len(self._versions)} batches trained again in {time.monotonic() - began:.1f} s"
+        self._say(f"{trained}; {compared} versions compared: equal bit for bit")
         return EQUAL
 
     def _train(self, version: int) -> str:
@@ -140,16 +134,9 @@ def differing_tensors(folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors that differ between the folder's safetensors files and `weights`; [] without the folder."""
     if not folder.exists():
         return []
-    stored = dict(_stored_tensors(folder))
+    stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     missing = [f"{name} (missing)" for name in stored.keys() ^ weights.keys()]
     return missing + [name for name in stored.keys() & weights.keys() if not _same_bytes(stored[name], weights[name])]
-
-
-def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                yield name, opened.get_tensor(name)
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tandem.services.addresses import ADDRESS_VARIABLE, DEFAULT_ADDRESS, DEFAULT_PORT
-from tandem.services.command_line import command, console, run_service_command
+from tandem.services.command_line import argument, command, console, option, run_service_command
 
 reward_app = typer.Typer(
     no_args_is_help=True,
@@ -24,32 +24,22 @@ _COMPLETIONS = (
 )
 Address = Annotated[
     str,
-    typer.Option(
+    option(
         metavar="HOST:PORT",
         help="Where the service is; several replicas with commas. Default: "
         f"{ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS}.",
-        show_default=False,
     ),
 ]
 RubricFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="How to score (TOML). Default: as the service is set up.", show_default=False),
+    Path | None, option(metavar="FILE", help="How to score (TOML). Default: as the service is set up.")
 ]
 Scorer = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="One scorer in place of a rubric; `tandem reward scorers` lists them.", show_default=False
-    ),
+    str, option(metavar="NAME", help="One scorer in place of a rubric; `tandem reward scorers` lists them.")
 ]
 Arguments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--argument", metavar="NAME=VALUE", help="A parameter of --scorer, e.g. tolerance=0.01.", show_default=False
-    ),
+    list[str] | None, option("--argument", metavar="NAME=VALUE", help="A parameter of --scorer, e.g. tolerance=0.01.")
 ]
-Column = Annotated[
-    str, typer.Option(metavar="NAME", help="Column with the completions, if it has another name.", show_default=False)
-]
+Column = Annotated[str, option(metavar="NAME", help="Column with the completions, if it has another name.")]
 GroupColumn = Annotated[
     str, typer.Option(metavar="NAME", help="Column that says which rows are compared with one another.")
 ]
@@ -60,41 +50,25 @@ WithPrompt = Annotated[
     ),
 ]
 Out = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Write the scores there (.parquet or .jsonl), in the order of the rows.",
-        show_default=False,
-    ),
+    Path | None, option(metavar="FILE", help="Write the scores there (.parquet or .jsonl), in the order of the rows.")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything has no score.")]
-JobId = Annotated[
-    str, typer.Argument(metavar="ID", help="A job, as `tandem reward jobs` lists it.", show_default=False)
-]
+JobId = Annotated[str, argument(metavar="ID", help="A job, as `tandem reward jobs` lists it.")]
 
 
 @reward_app.command("score", short_help="Score a small file, or one completion, at once.")
 @command
 def score(
     file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE|-", help=f"{_COMPLETIONS}; - reads JSON lines from standard input.", show_default=False
-        ),
+        str | None, argument(metavar="FILE|-", help=f"{_COMPLETIONS}; - reads JSON lines from standard input.")
     ] = None,
     rubric: RubricFile = None,
     scorer: Scorer = "",
     arguments: Arguments = None,
-    solution: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A single completion, in place of a file.", show_default=False)
-    ] = None,
-    ground_truth: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Its ground truth.", show_default=False)
-    ] = None,
-    data_source: Annotated[str, typer.Option(metavar="NAME", help="Its data source.", show_default=False)] = "",
-    extra_info: Annotated[
-        str, typer.Option(metavar="JSON", help="Its extra_info, an object.", show_default=False)
-    ] = "",
+    solution: Annotated[str | None, option(metavar="TEXT", help="A single completion, in place of a file.")] = None,
+    ground_truth: Annotated[str | None, option(metavar="TEXT", help="Its ground truth.")] = None,
+    data_source: Annotated[str, option(metavar="NAME", help="Its data source.")] = "",
+    extra_info: Annotated[str, option(metavar="JSON", help="Its extra_info, an object.")] = "",
     column: Column = "",
     group_column: GroupColumn = "group",
     with_prompt: WithPrompt = False,
@@ -124,7 +98,7 @@ def score(
 @reward_app.command("submit", short_help="Submit a file of any size as a job.")
 @command
 def submit(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help=f"{_COMPLETIONS}.", show_default=False)],
+    file: Annotated[Path, argument(metavar="FILE", help=f"{_COMPLETIONS}.")],
     rubric: RubricFile = None,
     scorer: Scorer = "",
     arguments: Arguments = None,
@@ -132,16 +106,11 @@ def submit(
     out: Out = None,
     key: Annotated[
         str,
-        typer.Option(
-            metavar="KEY",
-            help="The same key always means the same job. Default: a digest of file, columns and rubric.",
-            show_default=False,
+        option(
+            metavar="KEY", help="The same key always means the same job. Default: a digest of file, columns and rubric."
         ),
     ] = "",
-    name: Annotated[
-        str,
-        typer.Option(metavar="TEXT", help="Shown in lists of jobs. Default: the file's name.", show_default=False),
-    ] = "",
+    name: Annotated[str, option(metavar="TEXT", help="Shown in lists of jobs. Default: the file's name.")] = "",
     priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher is scored first.")] = 0,
     column: Column = "",
     group_column: GroupColumn = "group",
@@ -224,9 +193,7 @@ def delete(job_id: JobId, address: Address = "") -> int:
 @reward_app.command("scorers", short_help="List scorers and their parameters.")
 @command
 def scorers(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="One of them, with its parameters.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, argument(metavar="NAME", help="One of them, with its parameters.")] = None,
     address: Address = "",
 ) -> int:
     """Lists the scorers that a rubric may name and the service's limits, or the parameters of one scorer.
@@ -242,37 +209,29 @@ def scorers(
 def serve(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
+        argument(
             metavar="CONFIG|KEY=VALUE",
             help="TOML with the sections [reward] and [jobs]; settings that override "
             "the file, e.g. reward.num_workers=4.",
-            show_default=False,
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=65535, help=f"0 picks a free one. Default: reward.port, else {DEFAULT_PORT}.", show_default=False
-        ),
+        int | None, option(min=0, max=65535, help=f"0 picks a free one. Default: reward.port, else {DEFAULT_PORT}.")
     ] = None,
     redis_url: Annotated[
         str,
-        typer.Option(
+        option(
             envvar="TANDEM_REDIS_URL",
             show_envvar=False,
             metavar="URL",
-            show_default=False,
             help="Redis that keeps the jobs. Default: TANDEM_REDIS_URL, else an embedded one.",
         ),
     ] = "",
     folder: Annotated[Path, typer.Option(help="Where the embedded Redis keeps the jobs.")] = Path("runs/reward"),
     name: Annotated[
         str,
-        typer.Option(
-            help="Of this replica: started anew under it, it goes on with what it held. Default: machine and port.",
-            show_default=False,
-        ),
+        option(help="Of this replica: started anew under it, it goes on with what it held. Default: machine and port."),
     ] = "",
 ) -> None:
     """Runs the reward service alone, until Ctrl-C. Services with the same Redis and jobs.namespace are replicas.

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.services.clients.messages import Job
-from tandem.services.command_line import print_error
+from tandem.services.command_line import print_error, print_line
 from tandem.services.data.completions import CompletionFile
 
 PLAIN_SECONDS = 10.0
@@ -141,4 +141,4 @@ class JobProgress:
             self._bar.update(self._task, completed=done, total=total, done=words)
         elif time.monotonic() - self._told_at >= PLAIN_SECONDS:
             self._told_at = time.monotonic()
-            self._console.print(f"{self._doing} {words}", markup=False, highlight=False, soft_wrap=True)
+            print_line(self._console, f"{self._doing} {words}")

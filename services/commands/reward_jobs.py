@@ -81,9 +81,8 @@ def submit_file(
             return _expired(job)
         if job.state == "cancelled":
             print_error(
-                f"job {job.job_id} was cancelled; to score the file, `tandem reward "
-                f"delete {job.job_id}` and submit it again, "
-                "or give another --key"
+                f"job {job.job_id} was cancelled; to score the file, `tandem reward delete {job.job_id}` and submit it "
+                "again, or give another --key"
             )
         if not watch and out is None:
             print(f"its results: tandem reward results {job.job_id} --out scores.parquet")
@@ -127,10 +126,8 @@ def _watch(client: RewardClient, job_id: str, console: Console, out: Path | None
             if written is not None and job is not None:
                 written.finish(job.num_items)
     except KeyboardInterrupt:
-        print_error(
-            f"job {job_id} goes on; watch it by `tandem reward results {job_id}`, "
-            f"end it by `tandem reward cancel {job_id}`"
-        )
+        commands = f"watch it by `tandem reward results {job_id}`, end it by `tandem reward cancel {job_id}`"
+        print_error(f"job {job_id} goes on; {commands}")
         raise
     except JobError as error:
         return _overtaken(error)
@@ -152,9 +149,8 @@ def _overtaken(error: JobError) -> int:
 def _expired(job: Job) -> int:
     """Reports that the results of the job have expired."""
     print_error(
-        f"the results of job {job.job_id} were given up for those of later jobs "
-        "(limit max_result_bytes); to have them anew, "
-        f"`tandem reward delete {job.job_id}` and submit the file again"
+        f"the results of job {job.job_id} were given up for those of later jobs (limit max_result_bytes); to have them "
+        f"anew, `tandem reward delete {job.job_id}` and submit the file again"
     )
     return 1
 

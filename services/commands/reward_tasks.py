@@ -7,22 +7,17 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.protos.error_text import nearest
+from tandem.protos.error_text import did_you_mean
 from tandem.protos.errors import ScorerError, UserError
 from tandem.services.addresses import DEFAULT_PORT, check_listening, named_addresses
 from tandem.services.clients import RewardClient
-from tandem.services.commands.reward_display import (
-    Faults,
-    columns,
-    number,
-    score_line,
-    sum_line,
-)
+from tandem.services.commands.reward_display import Faults, columns, number, score_line, sum_line
 from tandem.services.data.completions import CompletionFile, Fields
 from tandem.services.data.score_file import ScoreFile, check_out, row_of
 
@@ -40,10 +35,8 @@ class Choice:
     arguments: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The rubric as TOML; empty for the service's default.
-
-        Raises:
-            UserError: the file cannot be read, or the options contradict one another.
+        """The rubric as TOML; empty for the service's default. Raises UserError if the file cannot be read or the
+        options contradict one another.
         """
         if self.rubric is not None:
             if self.scorer or self.arguments:
@@ -74,11 +67,9 @@ def _argument(text: str) -> str:
     name, sign, value = text.partition("=")
     if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise UserError(f"--argument {text!r}: write NAME=VALUE, e.g. tolerance=0.01")
-    try:
+    with suppress(tomllib.TOMLDecodeError):
         if list(tomllib.loads(f"v = {value}")) == ["v"]:
             return f"{name} = {value}"
-    except tomllib.TOMLDecodeError:
-        pass
     return f"{name} = {json.dumps(value)}"
 
 
@@ -123,14 +114,13 @@ def score_file(
     completions = CompletionFile(file, fields)
     items = list(islice(completions, MOST_ROWS_AT_ONCE + 1))
     if len(items) > MOST_ROWS_AT_ONCE:
-        raise UserError(
-            f"{completions.name} has more than {MOST_ROWS_AT_ONCE:,} rows; `tandem reward submit` takes any number"
-        )
-    teller = Faults(completions)
+        excess = f"{completions.name} has more than {MOST_ROWS_AT_ONCE:,} rows"
+        raise UserError(f"{excess}; `tandem reward submit` takes any number")
+    faults = Faults(completions)
     for index, item in enumerate(items):
         if isinstance(item, Unscored):
-            teller.tell(index, item)
-    teller.close()
+            faults.tell(index, item)
+    faults.close()
     return _score_now(choice, items, out, as_json, strict, text)
 
 
@@ -167,7 +157,7 @@ def _default_of(client: RewardClient) -> str:
 def _sum_of(scores: Sequence[Score]) -> str:
     values = [score.value for score in scores if isinstance(score, Scored)]
     reasons = Counter(str(score.reason) for score in scores if isinstance(score, Unscored))
-    return sum_line(len(values), sum(values) / len(values) if values else 0.0, reasons)
+    return sum_line(len(values), sum(values) / max(len(values), 1), reasons)
 
 
 def list_scorers(address: str, name: str | None) -> int:
@@ -181,11 +171,7 @@ def list_scorers(address: str, name: str | None) -> int:
         return 0
     found = next((one for one in told.scorers if one.name == name), None)
     if found is None:
-        names = [one.name for one in told.scorers]
-        near = nearest(name, names)
-        raise ScorerError(
-            f"there is no scorer {name!r}; " + (f"did you mean {near}?" if near else f"there are {', '.join(names)}")
-        )
+        raise ScorerError(f"there is no scorer {name!r}{did_you_mean(name, (one.name for one in told.scorers))}")
     print(f"{found.name}, version {found.version or '–'}, runs {found.isolation}: {found.summary}")
     rows4 = [(p.name, p.type, p.default or "must be given", p.description) for p in found.parameters]
     print_lines(columns(("parameter", "type", "default", "meaning"), rows4) if rows4 else ["it has no parameters"])
@@ -200,12 +186,10 @@ def print_lines(lines: Iterable[str]) -> None:
 def serve_alone(
     arguments: Sequence[str], *, host: str, port: int | None, redis_url: str, folder: Path, name: str
 ) -> None:
-    """Runs a standalone service until it is stopped.
-
-    Raises:
-        UserError: the configuration, a scorer, the port or Redis cannot be used.
+    """Runs a standalone service until it is stopped. Raises UserError if the configuration, a scorer, the port or Redis
+    cannot be used.
     """
-    from tandem.services.config import load_service_config
+    from tandem.services.config.recipe import load_service_config
     from tandem.services.process import starting
 
     files = [one for one in arguments if "=" not in one]

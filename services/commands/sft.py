@@ -7,11 +7,10 @@ from pathlib import Path
 
 from tandem.protos.contracts import Scored, ScoreItem
 from tandem.protos.errors import ConfigError, DataError, EnvironmentLackError
-from tandem.protos.types import SamplingParameters
 from tandem.reward.scoring import ScoringCore
 from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError, load_tokenizer
-from tandem.services.data.dataset import Row, load_prompts, read_rows
+from tandem.services.data.dataset import Dataset, RowFault, load_prompts
 from tandem.trainer.checkpoints.durable import begin_folder
 from tandem.trainer.sft import SftRow, SftSettings, Validate, sample_answers, train_sft
 
@@ -19,10 +18,8 @@ from tandem.trainer.sft import SftRow, SftSettings, Validate, sample_answers, tr
 def main(recipe: Recipe) -> int:
     """Trains `model.path` on `sft.train_file`, writes `sft.output`, and prints the figures. Returns the exit code.
 
-    Raises:
-        ConfigError: a required key of `[sft]` is missing, or the output already exists.
-        EnvironmentLackError: the output cannot be written.
-        DataError: the training file has no usable row.
+    Raises UserError if a required key of `[sft]` is missing, the output exists or cannot be written, or the training
+    file has no usable row.
     """
     for key in ("train_file", "output"):
         if not getattr(recipe.sft, key):
@@ -50,19 +47,15 @@ def main(recipe: Recipe) -> int:
         f"sft: {result.steps} steps, loss {result.loss:.4f}{reached}; the model is in {recipe.sft.output}", flush=True
     )
     if result.accuracy is not None and result.accuracy < recipe.sft.target_accuracy:
-        print(
-            f"sft: the target {recipe.sft.target_accuracy} was not reached "
-            f"within sft.max_steps = {recipe.sft.max_steps}",
-            flush=True,
-        )
+        missed = f"the target {recipe.sft.target_accuracy} was not reached"
+        print(f"sft: {missed} within sft.max_steps = {recipe.sft.max_steps}", flush=True)
         return 1
     return 0
 
 
 def _check_output(output: Path) -> None:
-    """Checks before the training that the output does not exist and can be written.
-
-    An existing model is not replaced, because a run that started from it could no longer be replayed.
+    """Checks that the output can be written. An existing model is not replaced, because a run that started from it
+    could no longer be replayed.
     """
     empty = output.is_dir() and not any(output.iterdir())
     if output.exists() and not empty:
@@ -70,56 +63,38 @@ def _check_output(output: Path) -> None:
     try:
         begin_folder(output).rmdir()
     except OSError as error:
-        raise EnvironmentLackError(
-            f"sft.output: {output} cannot be written ({error.strerror}); mend that, or choose another sft.output"
-        ) from None
+        fault = f"sft.output: {output} cannot be written ({error.strerror})"
+        raise EnvironmentLackError(f"{fault}; mend that, or choose another sft.output") from None
 
 
 def _load_rows(recipe: Recipe) -> list[SftRow]:
     encoder = ChatEncoder(recipe.model.path, recipe.model.chat_template)
     tokenizer = load_tokenizer(recipe.model.path)
+    file, dataset = recipe.sft.train_file, Dataset(recipe.sft.train_file)
     rows: list[SftRow] = []
-    skipped = 0
-    for row in read_rows(recipe.sft.train_file):
-        if not isinstance(row, Row):
-            skipped += 1
+    for row in dataset:
+        if isinstance(row, RowFault):
             continue
         try:
             prompt_ids = encoder.encode(row.messages).tolist()
         except RefusedPromptError:
-            skipped += 1
             continue
         answer = str(row.extra_info.get("answer") or row.ground_truth)
         answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-        if len(prompt_ids) > recipe.data.max_prompt_tokens or len(answer_ids) > recipe.rollout.max_response_tokens:
-            skipped += 1
-            continue
-        rows.append(SftRow(prompt_ids, answer_ids))
-    if skipped:
-        total = skipped + len(rows)
-        print(
-            f"sft: {skipped} of {total} rows of {recipe.sft.train_file} skipped: too long, or see `tandem data check`"
-        )
+        if len(prompt_ids) <= recipe.data.max_prompt_tokens and len(answer_ids) <= recipe.rollout.max_response_tokens:
+            rows.append(SftRow(prompt_ids, answer_ids))
+    if skipped := len(dataset) - len(rows):
+        print(f"sft: {skipped} of {len(dataset)} rows of {file} skipped: too long, or see `tandem data check`")
     if not rows:
-        raise DataError(f"{recipe.sft.train_file} holds no row to imitate")
+        raise DataError(f"{file} holds no row to imitate")
     return rows
 
 
 def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
     """Samples at the recipe's temperature, as reinforcement learning does, and scores with the recipe's scorer."""
-    sampling = SamplingParameters(temperature=recipe.rollout.temperature, max_tokens=recipe.rollout.max_response_tokens)
-    loaded = load_prompts(
-        recipe.data.eval_file,
-        model_path=recipe.model.path,
-        chat_template=recipe.model.chat_template,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        num_samples=1,
-        sampling=sampling,
-        limit=recipe.sft.validation_rows,
-    )
-    if loaded.faults:
-        print(f"sft: validation file {recipe.data.eval_file}: rows skipped: {dict(loaded.faults)}", flush=True)
-    prompts = loaded.prompts
+    prompts, faults = load_prompts(recipe.data.eval_file, recipe, limit=recipe.sft.validation_rows)
+    if faults:
+        print(f"sft: validation file {recipe.data.eval_file}: rows skipped: {dict(faults)}", flush=True)
     tokenizer = load_tokenizer(recipe.model.path)
     started = time.monotonic()
 
@@ -127,8 +102,8 @@ def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
         answers = sample_answers(
             model,
             [prompt.token_ids.tolist() for prompt in prompts],
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
+            max_tokens=recipe.rollout.max_response_tokens,
+            temperature=recipe.rollout.temperature,
             seed=recipe.run.seed,
             end_ids=[tokenizer.eos_token_id],
         )
@@ -141,11 +116,8 @@ def _validation(recipe: Recipe, core: ScoringCore) -> Validate:
         rewards = [score.value for score in scores if isinstance(score, Scored)]
         accuracy = sum(value >= 1.0 for value in rewards) / len(rewards) if rewards else 0.0
         unscored = f" ({len(scores) - len(rewards)} unscored)" if len(rewards) < len(scores) else ""
-        print(
-            f"sft: step {step}  loss {loss:.3f}  sampled accuracy {accuracy:.3f}{unscored} "
-            f" {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
+        figures = f"step {step}  loss {loss:.3f}  sampled accuracy {accuracy:.3f}{unscored}"
+        print(f"sft: {figures}  {time.monotonic() - started:.0f} s", flush=True)
         return accuracy
 
     return validate

@@ -6,49 +6,34 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from tandem.protos import common_pb2, common_pb2_grpc, control_pb2, control_pb2_grpc
-from tandem.protos.errors import EnvironmentLackError, TandemError, UnavailableError
+from tandem.protos.errors import EnvironmentLackError, TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.redis_server import start_redis
+from tandem.services.command_line import print_line
 from tandem.services.config import load_resolved
 from tandem.services.rpc.client import connect, translated
-from tandem.services.run.folder import CONFIG_FILE, SUMMARY_FILE, RunAddress, RunLock, external_redis_url, running
+from tandem.services.run.folder import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    RunAddress,
+    RunLock,
+    external_redis_url,
+    redis_required,
+    resume_command,
+    running,
+)
 
 RPC_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceStatus:
-    """One service of a running run; `info` is None if it does not answer."""
-
-    name: str
-    state: str
-    pid: int
-    restarts: int
-    address: str
-    info: common_pb2.InfoReply | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunStatus:
-    """The state of a run, from its supervisor and its services."""
-
-    run_id: str
-    services: tuple[ServiceStatus, ...] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)
-    violations: tuple[str, ...] = ()
-
-
 def show_status(folder: Path, console: Console) -> int:
-    """Prints a running run's services and groups, or a stopped run's summary. Returns 0, or 1 if the supervisor does
-    not answer.
-    """
+    """Prints a running run's services and groups, or a stopped run's summary."""
     address = running(folder)
     if address is None:
         _show_stopped(folder, console)
@@ -56,52 +41,30 @@ def show_status(folder: Path, console: Console) -> int:
     if not address.control:
         console.print(f"{folder}: starting (supervisor pid {address.pid})")
         return 0
-    status = ask_supervisor(address)
-    table = Table(
-        "service",
-        "state",
-        "pid",
-        "restarts",
-        "version",
-        "address",
-        "doing",
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
+    status, counts = ask_supervisor(address)
+    head = ("service", "state", "pid", "restarts", "version", "address", "doing")
+    table = Table(*head, box=None, header_style="bold", pad_edge=False)
     for service in status.services:
-        info = service.info
+        info = _info(service.address)
+        version, doing = ("–", "") if info is None else (str(info.policy_version), info.activity)
+        place = service.address or "–"
         table.add_row(
-            service.name,
-            service.state,
-            str(service.pid or "–"),
-            str(service.restarts),
-            "–" if info is None else str(info.policy_version),
-            service.address or "–",
-            "" if info is None else info.activity,
+            service.name, service.state, str(service.pid or "–"), str(service.restarts), version, place, doing
         )
     console.print(f"run {status.run_id} in {folder}: running, supervisor pid {address.pid}\n", highlight=False)
     console.print(table)
     console.print()
-    _show_counts(status.counts, console)
+    _show_counts(counts, console)
     return 0
 
 
-def ask_supervisor(address: RunAddress) -> RunStatus:
-    """Gets status and ledger from the run's supervisor, and Info from each of its services.
-
-    Raises:
-        UnavailableError: the supervisor does not answer.
-    """
+def ask_supervisor(address: RunAddress) -> tuple[control_pb2.GetStatusReply, dict[str, int]]:
+    """The status and the ledger's counts from the run's supervisor. Raises UnavailableError if it does not answer."""
     with connect(address.control) as channel, translated():
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
-    services = tuple(
-        ServiceStatus(one.name, one.state, one.pid, one.restarts, one.address, _info(one.address))
-        for one in status.services
-    )
-    return RunStatus(status.run_id, services, dict(ledger.counts), tuple(ledger.violations))
+    return status, dict(ledger.counts)
 
 
 def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
@@ -110,12 +73,10 @@ def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
         counts, violations = buffer.counts(), buffer.verify()
     if as_json:
         console.print_json(json.dumps({"counts": counts, "violations": violations}))
-        return 1 if violations else 0
-    _show_counts(counts, console)
-    for violation in violations:
-        console.print(f"VIOLATION: {violation}", markup=False, highlight=False)
-    if not violations:
-        console.print("sound: admitted = the sum over all states", highlight=False)
+    else:
+        _show_counts(counts, console)
+        told = [f"VIOLATION: {one}" for one in violations] or ["sound: admitted = the sum over all states"]
+        print_line(console, "\n".join(told))
     return 1 if violations else 0
 
 
@@ -123,12 +84,11 @@ def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
 def ledger_of(folder: Path) -> Iterator[Buffer]:
     """Opens the ledger of a run folder. For a stopped run, starts an embedded server on its files.
 
-    Raises:
-        EnvironmentLackError: the run left no Redis files, or its Redis does not hold the run or cannot be reached, even
-            while the ledger is read.
+    Raises EnvironmentLackError if the run left no Redis files, or its Redis does not hold the run or cannot be reached,
+    even while the ledger is read.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
-    with ExitStack() as stack, _reached():
+    with ExitStack() as stack, redis_required():
         address = running(folder)
         url = address.redis_url if address is not None else external_redis_url(recipe)
         if not url:
@@ -149,23 +109,10 @@ def ledger_of(folder: Path) -> Iterator[Buffer]:
         yield buffer
 
 
-@contextmanager
-def _reached() -> Iterator[None]:
-    """Converts an unreachable Redis to a user error, because no one restarts it and the ledger itself may be fine."""
-    try:
-        yield
-    except UnavailableError as error:
-        raise EnvironmentLackError(str(error)) from None
-
-
 def _show_stopped(folder: Path, console: Console) -> None:
     file = folder / SUMMARY_FILE
     if not file.is_file():
-        console.print(
-            f"{folder}: not running and not finished; go on with it by `tandem run {folder / CONFIG_FILE} --resume`",
-            soft_wrap=True,
-            highlight=False,
-        )
+        print_line(console, f"{folder}: not running and not finished; go on with it by `{resume_command(folder)}`")
         return
     finished = time.strftime("%F %T", time.localtime(file.stat().st_mtime))
     summary = json.loads(file.read_text(encoding="utf-8"))
@@ -193,9 +140,8 @@ def _info(address: str) -> common_pb2.InfoReply | None:
         return None
     try:
         with connect(address) as channel, translated():
-            reply: common_pb2.InfoReply = common_pb2_grpc.InfoServiceStub(channel).Info(
-                common_pb2.InfoRequest(), timeout=RPC_SECONDS
-            )
+            stub = common_pb2_grpc.InfoServiceStub(channel)
+            reply: common_pb2.InfoReply = stub.Info(common_pb2.InfoRequest(), timeout=RPC_SECONDS)
             return reply
     except TandemError:
         return None

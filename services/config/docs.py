@@ -69,7 +69,9 @@ def keys(root: type[BaseModel] = Recipe) -> Iterator[Key]:
     for table in tables(root):
         if table.shape.chooser and table.path not in seen:
             seen.add(table.path)
-            yield _choosing_key(table)
+            names = " or ".join(f"`{json.dumps(name)}`" for name in table.shape.models)
+            default = json.dumps(table.default_choice) if table.default_choice else ""
+            yield Key(table.path, table.shape.chooser, names, default, "Which of them.")
         yield from keys_of(table)
 
 
@@ -78,12 +80,6 @@ def keys_of(table: Table) -> Iterator[Key]:
     docs = attribute_docs(table.model)
     for name, info in table.fields():
         yield Key(table.path, name, type_words(shape_of(info)), default_text(info), docs[name], table.choice)
-
-
-def _choosing_key(table: Table) -> Key:
-    names = " or ".join(f"`{json.dumps(name)}`" for name in table.shape.models)
-    default = json.dumps(table.default_choice) if table.default_choice else ""
-    return Key(table.path, table.shape.chooser, names, default, "Which of them.")
 
 
 def explained(root: type[BaseModel] = Recipe) -> Iterator[str]:
@@ -121,8 +117,11 @@ def page(root: type[BaseModel] = Recipe) -> str:
         if table.choice:
             parts.append(f"### `{table.shape.chooser} = {json.dumps(table.choice)}`\n")
         parts.append(_filled(purpose(table.model)) + "\n")
-        if items := [_item(key) for key in keys_of(table)]:
-            parts.extend([*items, ""])
+        for key in keys_of(table):
+            default = f"default `{key.default}`" if key.default else "required"
+            parts.append(_filled(f"- `{key.name}` ({key.type}; {default}): {key.doc}", "  "))
+        if parts[-1].startswith("- "):
+            parts.append("")
     return "\n".join(parts)
 
 
@@ -135,21 +134,16 @@ def purpose(model: type[BaseModel]) -> str:
 
 def _choice_words(table: Table) -> str:
     section, _, name = table.path.removesuffix("[]").rpartition(".")
-    default = table.default_choice
-    words = f"One of these, chosen by `{table.shape.chooser}`" + (
-        f"; `{json.dumps(default)}` if none is named." if default else "."
-    )
+    default = f"; `{json.dumps(table.default_choice)}` if none is named" if table.default_choice else ""
+    words = f"One of these, chosen by `{table.shape.chooser}`{default}."
     if table.shape.bare is not None:
-        words += (
-            f" `{name} = {json.dumps(table.choice)}` under `[{section}]` is short for a table with nothing else in it."
-        )
+        short = f"`{name} = {json.dumps(table.choice)}` under `[{section}]`"
+        words += f" {short} is short for a table with nothing else in it."
     return _filled(words) + "\n"
 
 
 def as_toml(recipe: BaseModel) -> str:
-    """The resolved recipe as TOML that `tandem run` can read, with changed values marked. Leaves out absent optional
-    keys, because TOML has no null.
-    """
+    """The resolved recipe as TOML, with changed values marked and without absent optional keys (TOML has no null)."""
     lines: list[str] = []
     values = recipe.model_dump(mode="json")
     for name, info in type(recipe).model_fields.items():
@@ -184,12 +178,6 @@ def _json(value: object) -> str:
     return json.dumps(to_jsonable_python(value), ensure_ascii=False)
 
 
-def _item(key: Key) -> str:
-    default = f"default `{key.default}`" if key.default else "required"
-    text = f"- `{key.name}` ({key.type}; {default}): {key.doc}"
-    return _filled(text, "  ")
-
-
 def _filled(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
@@ -204,7 +192,6 @@ def main(arguments: list[str]) -> int:
     if arguments:
         print("usage: python -m tandem.services.config.docs [--check]", file=sys.stderr)
         return 2
-    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
     return 0
 

@@ -9,10 +9,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from tandem.reward.config import RewardConfig
 
 
-class JobsConfig(BaseModel):
-    """`[jobs]`: where the reward jobs of clients are kept, for how long, and how many bytes of them."""
+class Section(BaseModel):
+    """A table of the configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class JobsConfig(Section):
+    """`[jobs]`: where the reward jobs of clients are kept, for how long, and how many bytes of them."""
 
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
     """Services with the same namespace on one Redis share their jobs. Default: the run's id, or `reward` for a
@@ -42,10 +46,8 @@ class JobsConfig(BaseModel):
         return self.model_copy(update={"namespace": self.namespace or default})
 
 
-class ServiceConfig(BaseModel):
+class ServiceConfig(Section):
     """Configuration of `tandem reward serve`: the sections of a recipe that concern scoring."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     reward: RewardConfig = RewardConfig()
     jobs: JobsConfig = JobsConfig()

@@ -1,10 +1,15 @@
-"""Unknown keys that users may write: renamed keys, keys of other trainers, and keys left out on purpose. The error for
-each names the key to use or gives the reason.
+"""Explains errors of a configuration in one line. For a renamed key, a key of another trainer or one left out on
+purpose, the line names the key to use or gives the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel, ValidationError
+
+from tandem.reward.options import errors
+from tandem.reward.options.tree import locate
 
 OLD_KEYS: dict[str, str] = {}
 """Old dotted key → new name. Add an entry when you rename a key."""
@@ -14,11 +19,7 @@ _RENORMALISE = (
     "they come from; leave the key out"
 )
 
-ABSENT_KEYS: Mapping[str, str] = {
-    "rollout.top_p": _RENORMALISE,
-    "rollout.top_k": _RENORMALISE,
-    "rollout.min_p": _RENORMALISE,
-}
+ABSENT_KEYS: Mapping[str, str] = dict.fromkeys(("rollout.top_p", "rollout.top_k", "rollout.min_p"), _RENORMALISE)
 """Key left out on purpose → reason."""
 
 VERL_KEYS: Mapping[str, str] = {
@@ -95,6 +96,15 @@ TRL_KEYS: Mapping[str, str] = {
 _PAGE = 'docs/algorithms.md, section "Names elsewhere"'
 
 
+def explain(root: type[BaseModel], error: ValidationError) -> str:
+    """Describes the first fault of `error`, its place and, if known, the remedy."""
+    fault = errors.first_fault(error)
+    elsewhere = fault["type"] == "extra_forbidden" and explain_other_name(
+        locate(root, fault["loc"]).place, fault["input"]
+    )
+    return elsewhere or errors.explain(root, error)
+
+
 def explain_other_name(key: str, value: object = None) -> str:
     """Says what to write instead of an unknown key with this value; "" if no table has the key."""
     for name in _keys_in(key, value):
@@ -102,10 +112,9 @@ def explain_other_name(key: str, value: object = None) -> str:
             return f"unknown key {name}: its name is now {OLD_KEYS[name]}"
         if name in ABSENT_KEYS:
             return f"there is no key {name}: {ABSENT_KEYS[name]}"
-        if name in VERL_KEYS:
-            return f"unknown key {name}: verl's name; write {VERL_KEYS[name]} ({_PAGE}, has more names)"
-        if name in TRL_KEYS:
-            return f"unknown key {name}: TRL's name; write {TRL_KEYS[name]} ({_PAGE}, has more names)"
+        for trainer, ours in (("verl", VERL_KEYS), ("TRL", TRL_KEYS)):
+            if name in ours:
+                return f"unknown key {name}: {trainer}'s name; write {ours[name]} ({_PAGE}, has more names)"
     if key.partition(".")[0] in VERL_SECTIONS:
         return f"unknown key {key}: verl's name; see {_PAGE}"
     return ""

@@ -8,23 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from tandem.protos.errors import ConfigError
 from tandem.reward.config import RewardConfig
-from tandem.reward.options import tree
 from tandem.reward.options.tree import shape_at
 from tandem.rollout.config import RolloutConfig
-from tandem.services.config.faults import explain
-from tandem.services.config.jobs import JobsConfig, ServiceConfig
-from tandem.services.config.overrides import apply_overrides as put_overrides
+from tandem.services.config.jobs import JobsConfig, Section, ServiceConfig
+from tandem.services.config.other_names import explain
+from tandem.services.config.overrides import apply_overrides, as_table, selects_another
 from tandem.trainer.config import TrainerConfig, WeightsConfig
 
 
-class RunConfig(BaseModel):
+class RunConfig(Section):
     """`[run]`: name, folder and length of the run, and how far sampling may run ahead of training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     """Name of the run, part of each of its Redis keys."""
@@ -59,10 +56,8 @@ class RunConfig(BaseModel):
         return values
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(Section):
     """`[model]`: the policy."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: str
     """Hugging Face folder, or hub name if a hub can be reached, of a causal language model with its tokenizer."""
@@ -70,10 +65,8 @@ class ModelConfig(BaseModel):
     """File with a Jinja chat template; default: the tokenizer's template."""
 
 
-class TrainFile(BaseModel):
+class TrainFile(Section):
     """One of several training files."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: str
     """Parquet or JSON lines."""
@@ -81,10 +74,8 @@ class TrainFile(BaseModel):
     """Times that an epoch reads this file. With 0.5, an epoch takes half of the rows and the next epoch the others."""
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """`[data]`: Parquet or JSON lines in verl's or TRL's columns."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     train_file: str = ""
     """Prompts to train on."""
@@ -105,10 +96,8 @@ class DataConfig(BaseModel):
         return self.train or (TrainFile(path=self.train_file),)
 
 
-class SftConfig(BaseModel):
+class SftConfig(Section):
     """`[sft]`: supervised warm start, used by `tandem sft`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     train_file: str = ""
     """Rows with an answer to imitate: `extra_info.answer`, else `reward_model.ground_truth`."""
@@ -128,10 +117,8 @@ class SftConfig(BaseModel):
     """Rows sampled by a validation."""
 
 
-class Recipe(BaseModel):
+class Recipe(Section):
     """The whole configuration of a run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     run: RunConfig
     model: ModelConfig
@@ -149,12 +136,12 @@ class Recipe(BaseModel):
 
     @property
     def max_model_tokens(self) -> int:
-        """Length of the longest possible sequence, prompt and response together."""
+        """The longest possible prompt and response together."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def rows_per_group(self) -> int:
-        """Trajectories per prompt: n samples, and a greedy answer if the advantage estimator uses it as a baseline."""
+        """Trajectories per prompt: n samples, and a greedy answer if the advantage estimator needs one."""
         return self.rollout.samples_per_prompt + self.trainer.needs_baselines
 
     @property
@@ -188,27 +175,19 @@ class Recipe(BaseModel):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Loads a recipe from a TOML file or a run's config.json, merged over its `base`, and applies dotted overrides
-    (`trainer.learning_rate=2e-6`).
-
-    Raises:
-        ConfigError: the file is missing or malformed, a key is unknown (the error names the closest known key), or a
-            value is invalid.
+    """Loads a TOML recipe or a run's config.json, merged over its `base`, and applies dotted overrides
+    (`trainer.learning_rate=2e-6`). Raises a one-line ConfigError with the fault, its place and the remedy.
     """
     file = Path(path)
     values = read_values(file)
-    apply_overrides(values, overrides)
+    apply_overrides(values, overrides, Recipe)
     return parse_recipe(values, source=str(file))
 
 
 def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) -> ServiceConfig:
-    """Loads the configuration of a standalone reward service from a TOML file, if given, and applies dotted overrides.
-
-    Raises:
-        ConfigError: see `load_recipe`.
-    """
+    """Loads the configuration of a standalone reward service; raises ConfigError as `load_recipe` does."""
     values = read_values(Path(path), ServiceConfig) if path is not None else {}
-    put_overrides(ServiceConfig, values, overrides)
+    apply_overrides(values, overrides, ServiceConfig)
     try:
         return ServiceConfig.model_validate(values)
     except ValidationError as error:
@@ -216,15 +195,13 @@ def load_service_config(path: str | Path | None, overrides: Sequence[str] = ()) 
 
 
 def read_values(file: Path, root: type[BaseModel] = Recipe, *, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Reads the nested values of a TOML or JSON file, merged over those of its `base` if it has one.
+    """Reads the values of a TOML or JSON file, merged over those of its `base`, a path relative to the file.
 
-    `base` is a path relative to the file. A base may have its own base; `above` holds the files that led to this one.
-
-    Raises:
-        ConfigError: a file is missing or malformed, or the bases form a cycle.
+    `above` holds the files that led to this one. Raises ConfigError if a file is missing or malformed, or the bases
+    form a cycle.
     """
     via = "".join(f" (base of {one})" for one in above[-1:])
-    values = _read_values(file, f"recipe {file}{via}", "see examples/recipes for some to start from")
+    values = _read_file(file, f"recipe {file}{via}", "see examples/recipes for some to start from")
     base = values.pop("base", None)
     if base is None:
         return values
@@ -248,19 +225,15 @@ def _merged(
         if shape is None or not shape.is_table or not isinstance(value, dict):
             merged[key] = value
             continue
-        below = merged.get(key)
-        if isinstance(below, str) and shape.bare is not None:
-            below = {shape.bare.key: below}
-        if not isinstance(below, dict):
-            below = {}
+        below = as_table(merged.get(key), shape)
         name = shape.naming_key
-        if name in value and below.get(name, shape.bare.default if shape.bare is not None else "") != value[name]:
+        if not isinstance(below, dict) or (name in value and selects_another(below, shape, value[name])):
             below = {}
         merged[key] = _merged(below, value, root, (*path, key))
     return merged
 
 
-def _read_values(file: Path, name: str, if_missing: str) -> dict[str, object]:
+def _read_file(file: Path, name: str, if_missing: str) -> dict[str, object]:
     try:
         text = file.read_text(encoding="utf-8")
         values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
@@ -297,14 +270,4 @@ def dump_recipe(recipe: Recipe) -> str:
 def load_resolved(path: str | Path) -> Recipe:
     """Loads the recipe that a run saved as `config.json`."""
     file = Path(path)
-    return parse_recipe(_read_values(file, str(file), f"is {file.parent} a run folder?"), source=str(file))
-
-
-def apply_overrides(values: dict[str, object], overrides: Sequence[str], root: type[BaseModel] = Recipe) -> None:
-    """Applies `section.key=value` texts to the nested values of a recipe; see `overrides.apply_overrides`."""
-    put_overrides(root, values, overrides)
-
-
-def known_keys() -> list[str]:
-    """Every section, table and dotted key of a recipe."""
-    return tree.known_keys(Recipe)
+    return parse_recipe(_read_file(file, str(file), f"is {file.parent} a run folder?"), source=str(file))

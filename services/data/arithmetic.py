@@ -7,7 +7,6 @@ which sums are right.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,13 +36,16 @@ def write_task(
     dice.shuffle(sums)
     evaluation, rest = sums[:evaluation_rows], sums[evaluation_rows:]
     cut = round(demonstrated_share * len(rest))
+    sets = {
+        "demonstrations": [
+            _row(a, b, (sloppy_sum if dice.random() < sloppy_share else right_sum)(a, b)) for a, b in rest[:cut]
+        ],
+        "train": [_row(a, b, right_sum(a, b)) for a, b in rest[cut:]],
+        "eval": [_row(a, b, right_sum(a, b), split="test") for a, b in evaluation],
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    demonstrations = [
-        _row(a, b, sloppy_sum(a, b) if dice.random() < sloppy_share else right_sum(a, b)) for a, b in rest[:cut]
-    ]
-    _write(folder / "demonstrations.parquet", demonstrations)
-    _write(folder / "train.parquet", [_row(a, b) for a, b in rest[cut:]])
-    _write(folder / "eval.parquet", [_row(a, b, split="test") for a, b in evaluation])
+    for name, rows in sets.items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
 
 
 def right_sum(a: int, b: int) -> str:
@@ -56,16 +58,11 @@ def sloppy_sum(a: int, b: int) -> str:
     return f"0{(a // 10 + b // 10) % 10}{(a + b) % 10}"
 
 
-def _row(a: int, b: int, demonstrated: str | None = None, *, split: str = "train") -> dict[str, object]:
-    extra_info = {"split": split, "answer": demonstrated or right_sum(a, b)}
+def _row(a: int, b: int, answer: str, *, split: str = "train") -> dict[str, object]:
     return {
         "data_source": "tandem/arithmetic",
         "prompt": [{"role": "user", "content": f"{a:02d}+{b:02d}="}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": right_sum(a, b)},
-        "extra_info": extra_info,
+        "extra_info": {"split": split, "answer": answer},
     }
-
-
-def _write(file: Path, rows: Iterable[dict[str, object]]) -> None:
-    pq.write_table(pa.Table.from_pylist(list(rows)), file)

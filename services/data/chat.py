@@ -1,7 +1,7 @@
-"""Converts chat messages to token ids with the model's tokenizer and chat template. Imports no torch for Qwen models.
+"""Converts chat messages to token ids with the model's tokenizer and chat template.
 
 `transformers.AutoTokenizer` imports torch (4–6 s of processor time, 350 MB), which would slow the start of trainer and
-samplers. For the Qwen families its choice of class is known, and that class imports in under a second.
+samplers. For the Qwen families its choice of class is known, and that class imports in under a second without torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _QWEN_TYPES = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+_QWEN_TOKENIZERS = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 
 
 class RefusedPromptError(Exception):
@@ -28,10 +29,8 @@ class RefusedPromptError(Exception):
 
 
 class ChatEncoder:
-    """Tokenises chat messages as the model expects them, up to the start of its answer.
-
-    Raises:
-        ModelError: the tokenizer or the chat template is missing or broken.
+    """Tokenises chat messages as the model expects them, up to the start of its answer. Raises ModelError if the
+    tokenizer or the chat template is missing or broken.
     """
 
     def __init__(self, model_path: str, chat_template: str = "") -> None:
@@ -43,43 +42,30 @@ class ChatEncoder:
             raise ModelError(
                 f"model {model_path} has no chat template; set model.chat_template to a file with a Jinja template"
             )
-        self._refuse_broken_template()
+        try:
+            self.encode([{"role": "user", "content": "?"}])
+        except RefusedPromptError as refusal:
+            error = refusal.__cause__  # other errors may concern only this conversation, e.g. without a system message
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                fault = f"{self.template_source}, line {error.lineno}: {error.message}"
+                raise ModelError(f"{fault}; mend the template") from None
 
     def encode(self, messages: Sequence[Mapping[str, object]]) -> NDArray[np.int32]:
-        """Token ids of the messages and the start of the assistant's turn, (T,) int32.
-
-        Raises:
-            RefusedPromptError: the template or the tokenizer rejects the messages.
+        """Token ids of the messages and the start of the assistant's turn, (T,) int32. Raises RefusedPromptError if the
+        template or the tokenizer rejects the messages.
         """
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages], add_generation_prompt=True, tokenize=False
-            )
+            chat = [dict(message) for message in messages]
+            text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             assert isinstance(text, str), "one conversation gives one text"
-            # The template has already added the special tokens.
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)  # the template has added them
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
             raise RefusedPromptError(" ".join(str(error).split()) or type(error).__name__) from error
         return np.asarray(ids, np.int32)
 
-    def _refuse_broken_template(self) -> None:
-        try:
-            self.encode([{"role": "user", "content": "?"}])
-        except RefusedPromptError as refusal:
-            error = refusal.__cause__
-            if isinstance(error, jinja2.TemplateSyntaxError):
-                raise ModelError(
-                    f"{self.template_source}, line {error.lineno}: {error.message}; mend the template"
-                ) from None
-            # Other errors may concern only this conversation, e.g. a template that requires a system message.
-
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model folder or hub name.
-
-    Raises:
-        ModelError: the tokenizer is missing or cannot be read.
-    """
+    """Loads the tokenizer of a model folder or hub name. Raises ModelError if it is missing or cannot be read."""
     folder = Path(model_path)
     if not folder.is_dir() and (
         folder.exists() or folder.is_absolute() or model_path.count("/") != 1 or model_path[0] in ".~"
@@ -112,10 +98,7 @@ def _is_qwen_tokenizer(folder: Path) -> bool:
     model, tokenizer = (json.loads(config.read_text(encoding="utf-8")) for config in configs)
     if "auto_map" in tokenizer or model.get("model_type") not in _QWEN_TYPES:
         return False
-    return model["model_type"] == "qwen2" or tokenizer.get("tokenizer_class") in (
-        "Qwen2Tokenizer",
-        "Qwen2TokenizerFast",
-    )
+    return model["model_type"] == "qwen2" or tokenizer.get("tokenizer_class") in _QWEN_TOKENIZERS
 
 
 def _read_template(file: str) -> str:

@@ -1,8 +1,6 @@
-"""Reads files of completions to score, row by row: verl's columns and one for the completion.
-
-Columns: `data_source`, `reward_model.ground_truth` (or a plain column `ground_truth`) and `extra_info` as in a dataset;
-the completion in `solution`, `response` or `completion`; optionally `group`, which names the rows that are compared
-with each other.
+"""Reads files of completions to score, row by row. Columns: `data_source`, `reward_model.ground_truth` (or a plain
+column `ground_truth`) and `extra_info` as in a dataset; the completion in `solution`, `response` or `completion`;
+optionally `group`, which names the rows that are compared with each other.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ STANDARD_INPUT = Path("-")
 _READ_ROWS = 512
 _LOOKED_AT = 100  # JSON lines from which the columns are determined
 _MAX_LINE_BYTES = 64 << 20
-_DIGEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +41,7 @@ class Fields:
 
 class CompletionFile:
     """An open file. Iterating over it yields one item per row, in order, and an `Unscored` with row and field for a row
-    that cannot be scored.
-
-    Raises:
-        DataError: the file is missing, is neither Parquet nor JSON lines, has no rows, or has no completion column.
+    that cannot be scored. Raises DataError if the file cannot be read, or has no rows or no completion column.
     """
 
     def __init__(self, path: str | Path, fields: Fields | None = None) -> None:
@@ -66,18 +60,17 @@ class CompletionFile:
             self._parquet, columns = False, self._columns_of(head)
         else:
             if self.file.exists() and not self.file.is_file():
-                raise DataError(
-                    f"dataset {self.file} is no file that can be read twice; name one, or - for standard input"
-                )
+                fault = f"dataset {self.file} is no file that can be read twice"
+                raise DataError(f"{fault}; name one, or - for standard input")
             with reading(self.file):
                 self._parquet = is_parquet(self.file)
                 columns = self._parquet_columns() if self._parquet else self._line_columns()
-        self.completion = self._completion_column(columns)
-        if self._fields.group not in ("", GROUP_COLUMN):
-            self._check_column(self._fields.group, columns)
-        if self._fields.prompt_to_extra_info:
-            self._check_column("prompt", columns)
         self._columns = columns
+        self.completion = self._completion_column()
+        if self._fields.group not in ("", GROUP_COLUMN):
+            self._check_column(self._fields.group)
+        if self._fields.prompt_to_extra_info:
+            self._check_column("prompt")
 
     @property
     def name(self) -> str:
@@ -92,11 +85,9 @@ class CompletionFile:
 
     def digest(self) -> str:
         """SHA-256 of the file's bytes and of the columns read, in hexadecimal."""
-        digest = hashlib.sha256(repr((self.completion, self._fields)).encode())
+        columns = hashlib.sha256(repr((self.completion, self._fields)).encode())
         with reading(self.file), open(self.file, "rb") as data:
-            while block := data.read(_DIGEST_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
+            return hashlib.file_digest(data, columns.copy).hexdigest()
 
     def _parquet_columns(self) -> tuple[str, ...]:
         with pq.ParquetFile(self.file, memory_map=True) as parquet:
@@ -123,25 +114,23 @@ class CompletionFile:
             raise DataError(f"dataset {self.name} is neither Parquet nor JSON lines ({read[0].detail})")
         return tuple(dict.fromkeys(names))
 
-    def _completion_column(self, columns: tuple[str, ...]) -> str:
+    def _completion_column(self) -> str:
         wanted = self._fields.completion
         if wanted:
-            self._check_column(wanted, columns)
+            self._check_column(wanted)
             return wanted
-        for name in COMPLETION_COLUMNS:
-            if name in columns:
-                return name
+        if found := next((name for name in COMPLETION_COLUMNS if name in self._columns), ""):
+            return found
         raise DataError(
-            f"dataset {self.name} has none of the columns {', '.join(COMPLETION_COLUMNS)} "
-            f"(it has {', '.join(columns)}); "
-            "name the one with the completions by --column"
+            f"dataset {self.name} has none of the columns {', '.join(COMPLETION_COLUMNS)} (it has "
+            f"{', '.join(self._columns)}); name the one with the completions by --column"
         )
 
-    def _check_column(self, wanted: str, columns: tuple[str, ...]) -> None:
+    def _check_column(self, wanted: str) -> None:
         """Requires a column that was named explicitly. Without the group column, for example, scores would differ."""
-        if wanted not in columns:
-            near = nearest(wanted, columns)
-            meant = f"did you mean {near}?" if near else f"it has {', '.join(columns)}"
+        if wanted not in self._columns:
+            near = nearest(wanted, self._columns)
+            meant = f"did you mean {near}?" if near else f"it has {', '.join(self._columns)}"
             raise DataError(f"dataset {self.name} has no column {wanted!r}; {meant}")
 
     def _parquet_rows(self) -> Generator[Mapping[str, object] | RowFault]:
@@ -158,9 +147,9 @@ class CompletionFile:
     def _json_rows(self) -> Generator[Mapping[str, object] | RowFault]:
         if self._standard_input is not None:
             yield from map(parse_line, count(), self._standard_input)
-            return
-        with open(self.file, "rb") as data:
-            yield from map(parse_line, count(), _lines(data))
+        else:
+            with open(self.file, "rb") as data:
+                yield from map(parse_line, count(), _lines(data))
 
     def _item(self, index: int, values: Mapping[str, object] | RowFault) -> ScoreItem | Unscored:
         if isinstance(values, RowFault):

@@ -1,8 +1,5 @@
-"""Reads datasets row by row: Parquet or JSON lines with verl's or TRL's columns. Imports no torch.
-
-verl's columns: `data_source`, `prompt` (a list of chat messages), `ability`, `reward_model` (`style`, `ground_truth`)
-and `extra_info`. TRL's: `prompt` (a text or a list of chat messages), and the ground truth in `answer` or `solution`.
-An unusable row becomes a `RowFault` with a reason; an unreadable file raises `DataError`.
+"""Reads datasets row by row: Parquet or JSON lines with verl's columns or TRL's (`prompt` may be a text, the ground
+truth is in `answer` or `solution`). An unusable row becomes a `RowFault`; an unreadable file raises `DataError`.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ import pyarrow.parquet as pq
 
 from tandem.protos.errors import DataError, ModelError
 from tandem.protos.types import Prompt, SamplingParameters
+from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -31,17 +29,8 @@ READ_COLUMNS = (*COLUMNS, *TRUTH_COLUMNS)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _READ_ROWS = 1024
 
-FaultReason = Literal[
-    "malformed",
-    "prompt_type",
-    "unknown_role",
-    "empty",
-    "no_ground_truth",
-    "refused_by_template",
-    "too_long",
-    "duplicate",
-    "contradiction",
-]
+UnusableReason = Literal["malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template"]
+FaultReason = UnusableReason | Literal["too_long", "duplicate", "contradiction"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +85,8 @@ def parse_line(index: int, line: bytes) -> Mapping[str, object] | RowFault:
 
 
 def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, object] | RowFault]:
-    """The values of Parquet rows, the first of which is row `index`. A value that Python cannot represent (invalid
-    UTF-8, a time out of range, a duplicate key in a map) makes only its own row a fault.
+    """The values of Parquet rows from row `index` on. A value that Python cannot represent (invalid UTF-8, a time out
+    of range, a duplicate key in a map) makes only its own row a fault.
     """
     try:
         rows: list[Mapping[str, object] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
@@ -117,10 +106,8 @@ def _table_row(index: int, table: pa.RecordBatch | pa.Table) -> Mapping[str, obj
 
 
 class Dataset:
-    """An open dataset file. Rows are parsed on access.
-
-    Raises:
-        DataError: the file is missing, is neither Parquet nor JSON lines, lacks a column, or has no rows.
+    """An open dataset file. Rows are parsed on access. Raises DataError if the file is missing or damaged, is neither
+    Parquet nor JSON lines, lacks a column, or has no rows.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -155,30 +142,23 @@ class Dataset:
                 f"dataset {self.file} has no column {missing} (it has {', '.join(columns)}); "
                 f"write it in verl's columns ({', '.join(COLUMNS)}) or TRL's (prompt, answer)"
             )
-        table: list[pa.Table] = []
-        block: list[tuple[int, list[Mapping[str, object] | RowFault]]] = []
-
-        def values(index: int) -> Mapping[str, object] | RowFault:
-            if not table:
-                table.append(self._read_table(parquet))
-            # Reads in blocks if rows are read in order, and single rows otherwise.
-            if block and block[0][0] <= index < block[0][0] + len(block[0][1]):
-                return block[0][1][index - block[0][0]]
-            in_order = index == 0 or bool(block and index == block[0][0] + len(block[0][1]))
-            rows = table_rows(index, table[0].slice(index, _READ_ROWS if in_order else 1))
-            block[:] = [(index, rows)]
-            return rows[0]
-
-        self._values = values
-        return columns, parquet.metadata.num_rows
-
-    def _read_table(self, parquet: pq.ParquetFile) -> pa.Table:
         try:
-            return parquet.read(columns=[name for name in READ_COLUMNS if name in self.columns])
+            table = parquet.read(columns=[name for name in READ_COLUMNS if name in columns])
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"dataset {self.file} is damaged ({' '.join(str(error).split())}); write it again"
             ) from None
+        first, block = 0, list[Mapping[str, object] | RowFault]()
+
+        def values(index: int) -> Mapping[str, object] | RowFault:
+            nonlocal first, block
+            end = first + len(block)
+            if not first <= index < end:  # reads in blocks if rows are read in order, and single rows otherwise
+                first, block = index, table_rows(index, table.slice(index, _READ_ROWS if index in (0, end) else 1))
+            return block[index - first]
+
+        self._values = values
+        return columns, table.num_rows
 
     def _open_json_lines(self) -> tuple[tuple[str, ...], int]:
         # pyarrow.json requires one type per column (ground truths differ) and rejects the whole file for one bad line.
@@ -186,32 +166,14 @@ class Dataset:
         if content.startswith(b"["):
             raise DataError(f"dataset {self.file} is one JSON array; write one object a line (JSON lines), or Parquet")
         lines = content.split(b"\n") if content else []
-
-        def values(index: int) -> Mapping[str, object] | RowFault:
-            return parse_line(index, lines[index])
-
-        self._values = values
-        first = [found for found in map(values, range(min(len(lines), 100))) if not isinstance(found, RowFault)]
-        if lines and not first:
+        self._values = lambda index: parse_line(index, lines[index])
+        read = [parse_line(index, line) for index, line in enumerate(lines[:100])]
+        names = [name for found in read if not isinstance(found, RowFault) for name in found]
+        if read and isinstance(read[0], RowFault) and all(isinstance(found, RowFault) for found in read):
             raise DataError(
-                f"dataset {self.file} is neither Parquet nor JSON lines "
-                f"({_detail(values(0))}); write it in one of these"
+                f"dataset {self.file} is neither Parquet nor JSON lines ({read[0].detail}); write it in one of these"
             )
-        return tuple(dict.fromkeys(name for found in first for name in found)), len(lines)
-
-
-def _detail(fault: object) -> str:
-    return fault.detail if isinstance(fault, RowFault) else ""
-
-
-def check_file(path: str | Path) -> None:
-    """Opens a dataset and reads its first row, a cheap check before a run. Raises DataError as `Dataset` does."""
-    Dataset(path).row(0)
-
-
-def read_rows(path: str | Path) -> Iterator[Row | RowFault]:
-    """All rows of a file in order. Raises DataError as `Dataset` does."""
-    yield from Dataset(path)
+        return tuple(dict.fromkeys(names)), len(lines)
 
 
 def parse_row(index: int, values: Mapping[str, object]) -> Row | RowFault:
@@ -236,14 +198,8 @@ def parse_row(index: int, values: Mapping[str, object]) -> Row | RowFault:
         json.dumps([ground_truth, extra_info])
     except (TypeError, ValueError) as error:
         return RowFault(index, "malformed", f"ground_truth or extra_info holds what JSON cannot: {error}")
-    return Row(
-        index=index,
-        data_source=str(values.get("data_source") or ""),
-        messages=messages,
-        ability=str(values.get("ability") or ""),
-        ground_truth=ground_truth,
-        extra_info=extra_info,
-    )
+    data_source, ability = (str(values.get(name) or "") for name in ("data_source", "ability"))
+    return Row(index, data_source, messages, ability, ground_truth, extra_info)
 
 
 def _messages(index: int, prompt: object) -> tuple[Mapping[str, object], ...] | RowFault:
@@ -257,13 +213,11 @@ def _messages(index: int, prompt: object) -> tuple[Mapping[str, object], ...] | 
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return RowFault(index, "prompt_type", f"message {number} is not an object with a role and content")
         if message["role"] not in _ROLES:
-            return RowFault(
-                index, "unknown_role", f"message {number} has role {message['role']!r}; known: {', '.join(_ROLES)}"
-            )
-        if not isinstance(message.get("content"), str):
-            return RowFault(
-                index, "prompt_type", f"content of message {number} is {_kind(message.get('content'))}, not text"
-            )
+            detail = f"message {number} has role {message['role']!r}; known: {', '.join(_ROLES)}"
+            return RowFault(index, "unknown_role", detail)
+        content = message.get("content")
+        if not isinstance(content, str):
+            return RowFault(index, "prompt_type", f"content of message {number} is {_kind(content)}, not text")
     if not any(message["content"].strip() for message in prompt if message["role"] not in ("system", "developer")):
         return RowFault(index, "empty", "no message besides the system's has any text")
     # Parquet gives every message the union of all fields. Templates should not see the missing ones as None.
@@ -275,21 +229,14 @@ def _kind(value: object) -> str:
 
 
 class PromptBuilder:
-    """Builds prompts from rows: applies the chat template, the tokenizer and the length limit."""
+    """Builds a recipe's prompts from rows: applies the chat template, the tokenizer and the length limit."""
 
-    def __init__(
-        self,
-        *,
-        model_path: str,
-        chat_template: str,
-        max_prompt_tokens: int,
-        num_samples: int,
-        sampling: SamplingParameters,
-    ) -> None:
-        self._encoder = ChatEncoder(model_path, chat_template)
-        self._max_prompt_tokens = max_prompt_tokens
+    def __init__(self, recipe: Recipe, *, num_samples: int, temperature: float) -> None:
+        self._encoder = ChatEncoder(recipe.model.path, recipe.model.chat_template)
+        self._max_prompt_tokens = recipe.data.max_prompt_tokens
         self._num_samples = num_samples
-        self._sampling = sampling
+        limit, stop = recipe.rollout.max_response_tokens, recipe.rollout.stop
+        self._sampling = SamplingParameters(temperature=temperature, max_tokens=limit, stop=stop)
 
     def build(self, row: Row, epoch: int) -> Prompt | RowFault:
         """The prompt of a row in an epoch, or the row's fault."""
@@ -298,30 +245,25 @@ class PromptBuilder:
         except RefusedPromptError as refusal:
             return RowFault(row.index, "refused_by_template", str(refusal))
         if len(token_ids) > self._max_prompt_tokens:
-            return RowFault(
-                row.index,
-                "too_long",
-                f"{len(token_ids)} tokens, at most {self._max_prompt_tokens} (data.max_prompt_tokens)",
-            )
+            detail = f"{len(token_ids)} tokens, at most {self._max_prompt_tokens} (data.max_prompt_tokens)"
+            return RowFault(row.index, "too_long", detail)
         if not len(token_ids):
             return RowFault(row.index, "empty", "the chat template makes no token of it")
+        sampling, limit = self._sampling, row.extra_info.get(ROW_LIMIT)
+        if limit:
+            sampling = replace(sampling, max_tokens=min(limit, sampling.max_tokens))
         return Prompt(
             epoch=epoch,
             index=row.index,
             token_ids=token_ids,
             num_samples=self._num_samples,
-            sampling=self._limited(row),
+            sampling=sampling,
             data_source=row.data_source,
             ability=row.ability,
             ground_truth=row.ground_truth,
             messages=row.messages,
             extra_info=row.extra_info,
         )
-
-    def _limited(self, row: Row) -> SamplingParameters:
-        """The sampling parameters, with the row's `extra_info.max_response_tokens` if that limit is lower."""
-        limit = row.extra_info.get(ROW_LIMIT)
-        return replace(self._sampling, max_tokens=min(limit, self._sampling.max_tokens)) if limit else self._sampling
 
     def nothing_usable(self, file: Path | str, faults: Mapping[int, RowFault]) -> DataError | ModelError:
         """The error for a file without usable prompts: a ModelError if the chat template rejected every row."""
@@ -332,48 +274,23 @@ class PromptBuilder:
                 f"{self._encoder.template_source} refuses every row of {file}: {first.detail}; mend the template"
             )
         reasons = ", ".join(f"{number} {reason}" for reason, number in counted.most_common())
-        return DataError(
-            f"dataset {file} has no usable row ({reasons}; row {first.index}: {first.detail}); "
-            f"see `tandem data check {file}`"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPrompts:
-    """The usable prompts of a file in order, and the number of skipped rows by reason."""
-
-    prompts: tuple[Prompt, ...]
-    faults: Counter[str]
+        why = f"{reasons}; row {first.index}: {first.detail}"
+        return DataError(f"dataset {file} has no usable row ({why}); see `tandem data check {file}`")
 
 
 def load_prompts(
-    file: str | Path,
-    *,
-    model_path: str,
-    chat_template: str,
-    max_prompt_tokens: int,
-    num_samples: int,
-    sampling: SamplingParameters,
-    limit: int | None = None,
-) -> LoadedPrompts:
-    """Loads at most `limit` prompts of a file, as epoch 0.
+    file: str | Path, recipe: Recipe, *, num_samples: int = 1, temperature: float = 0.0, limit: int | None = None
+) -> tuple[list[Prompt], Counter[str]]:
+    """Loads at most `limit` prompts of a file, as epoch 0. Returns them and the number of skipped rows by reason.
 
-    Raises:
-        DataError: the file cannot be read or has no usable row.
-        ModelError: the tokenizer or the chat template is missing or broken.
+    Raises DataError if the file has no usable row, ModelError if tokenizer or chat template are missing or broken.
     """
     dataset = Dataset(file)
-    builder = PromptBuilder(
-        model_path=model_path,
-        chat_template=chat_template,
-        max_prompt_tokens=max_prompt_tokens,
-        num_samples=num_samples,
-        sampling=sampling,
-    )
+    builder = PromptBuilder(recipe, num_samples=num_samples, temperature=temperature)
     prompts: list[Prompt] = []
     faults: dict[int, RowFault] = {}
     for row in dataset:
-        if limit is not None and len(prompts) >= limit:
+        if len(prompts) == limit:
             break
         prompt = builder.build(row, 0) if isinstance(row, Row) else row
         if isinstance(prompt, RowFault):
@@ -382,4 +299,4 @@ def load_prompts(
             prompts.append(prompt)
     if not prompts and faults:
         raise builder.nothing_usable(dataset.file, faults)
-    return LoadedPrompts(tuple(prompts), Counter(fault.reason for fault in faults.values()))
+    return prompts, Counter(fault.reason for fault in faults.values())

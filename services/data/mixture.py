@@ -13,10 +13,7 @@ from tandem.services.data.dataset import Dataset, Row, RowFault
 
 class Mixture:
     """A dataset whose epochs hold `weight` times the rows of each file. With a fractional weight, an epoch continues in
-    the file where the previous epoch stopped, so all rows are used equally often.
-
-    Raises:
-        DataError: see `Dataset`.
+    the file where the previous epoch stopped, so all rows are used equally often. Raises DataError as `Dataset` does.
     """
 
     def __init__(self, files: Sequence[TrainFile]) -> None:

@@ -22,15 +22,13 @@ _MAX_PARTS = 1000
 _GROUP_ROWS = 1 << 16  # rows of a Parquet row group
 _GAP_ROWS = 4096
 _CANCELLED = Unscored(cast(UnscoredReason, "cancelled"), "the job was cancelled before this item was scored")
-_KEPT = pa.schema(
-    [
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("value", pa.float64()),
-        pa.field("reason", pa.string()),
-        pa.field("detail", pa.string()),
-        pa.field("breakdown", pa.map_(pa.string(), pa.float64())),
-    ]
-)
+_FIXED = [
+    pa.field("index", pa.int64(), nullable=False),
+    pa.field("value", pa.float64()),
+    pa.field("reason", pa.string()),
+    pa.field("detail", pa.string()),
+]
+_KEPT = pa.schema([*_FIXED, pa.field("breakdown", pa.map_(pa.string(), pa.float64()))])
 
 
 def check_out(path: Path, completions: Path | None = None) -> None:
@@ -41,27 +39,20 @@ def check_out(path: Path, completions: Path | None = None) -> None:
         pass
 
 
-def _check_name(path: Path) -> None:
-    """Raises UserError if the suffix is unknown, the parent folder is missing, or the path is a folder."""
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"--out {path}: the name should end in {' or '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {path}: there is no folder {path.parent}; make it first")
-    if path.is_dir():
-        raise UserError(f"--out {path}: that is a folder; name a file")
-
-
 class ScoreFile:
     """Context manager that takes results in any order, stores them in a temporary file, and writes the final file last.
 
-    Uses the memory of one row group. Without `finish`, it leaves no file.
-
-    Raises:
-        UserError: on creation, if name or folder cannot be used; on entry, if the folder cannot be written.
+    Uses the memory of one row group. Without `finish`, it leaves no file. Raises UserError if name or folder cannot be
+    used.
     """
 
     def __init__(self, path: Path) -> None:
-        _check_name(path)
+        if path.suffix not in SUFFIXES:
+            raise UserError(f"--out {path}: the name should end in {' or '.join(SUFFIXES)}")
+        if not path.parent.is_dir():
+            raise UserError(f"--out {path}: there is no folder {path.parent}; make it first")
+        if path.is_dir():
+            raise UserError(f"--out {path}: that is a folder; name a file")
         self._path = path
         self._kept_path = path.with_name(f".{path.name}.{os.getpid()}.results")
         self._partial_path = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -88,10 +79,8 @@ class ScoreFile:
         self._partial_path.unlink(missing_ok=True)
 
     def add(self, first_item: int, scores: Sequence[Score]) -> None:
-        """Adds the results of consecutive items, starting with `first_item`.
-
-        Raises:
-            DataError: more than 1,000 different components, too many for Parquet columns.
+        """Adds the results of consecutive items. Raises DataError if there are more components than 1,000, too many for
+        Parquet columns.
         """
         if not scores:
             return
@@ -105,18 +94,14 @@ class ScoreFile:
         self.num_results += len(scores)
 
     def finish(self, num_items: int = 0) -> None:
-        """Writes and fsyncs the file, then renames it to its final name, replacing an existing file.
-
-        Of `num_items` items, those without a result are written as cancelled.
-        """
+        """Writes and fsyncs the file, then renames it. Of `num_items` items, those without a result are cancelled."""
         for first, last in list(self._gaps(num_items)):
             for begin in range(first, last, _GAP_ROWS):
                 self.add(begin, [_CANCELLED] * (min(begin + _GAP_ROWS, last) - begin))
         self._writer.close()
         self._sink.close()
         with pa.memory_map(str(self._kept_path)) as source, pa.ipc.open_file(source) as kept:
-            order = sorted(range(len(self._places)), key=self._places.__getitem__)
-            batches = (kept.get_batch(number) for number in order)
+            batches = map(kept.get_batch, sorted(range(len(self._places)), key=self._places.__getitem__))
             if self._path.suffix == ".parquet":
                 self._write_parquet(batches)
             else:
@@ -137,7 +122,7 @@ class ScoreFile:
 
     def _write_parquet(self, batches: Iterator[pa.RecordBatch]) -> None:
         parts = [pa.field(PART + name, pa.float64()) for name in sorted(self._parts)]
-        schema = pa.schema([field for field in _KEPT if field.name != "breakdown"] + parts)
+        schema = pa.schema([*_FIXED, *parts])
         with pq.ParquetWriter(self._partial_path, schema) as writer:
             waiting: list[pa.RecordBatch] = []
             num_rows = 0
@@ -152,7 +137,7 @@ class ScoreFile:
 
     def _with_parts(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         breakdowns = [dict(one or ()) for one in batch.column("breakdown").to_pylist()]
-        columns = [batch.column(name) for name in _KEPT.names if name != "breakdown"]
+        columns = [batch.column(field.name) for field in _FIXED]
         columns += [pa.array([one.get(name) for one in breakdowns], pa.float64()) for name in sorted(self._parts)]
         return pa.RecordBatch.from_arrays(columns, schema=schema)
 
@@ -162,19 +147,13 @@ class ScoreFile:
                 for row in batch.to_pylist():
                     row["breakdown"] = dict(row["breakdown"] or ())
                     file.write(json.dumps(row) + "\n")
-            file.flush()
 
 
 def row_of(index: int, score: Score) -> dict[str, Any]:
     """A result as the object of its JSON line."""
     if isinstance(score, Scored):
-        return {
-            "index": index,
-            "value": score.value,
-            "reason": None,
-            "detail": None,
-            "breakdown": dict(sorted(score.breakdown.items())),
-        }
+        breakdown = dict(sorted(score.breakdown.items()))
+        return {"index": index, "value": score.value, "reason": None, "detail": None, "breakdown": breakdown}
     return {"index": index, "value": None, "reason": score.reason, "detail": score.detail, "breakdown": {}}
 
 

@@ -36,8 +36,8 @@ def build_tiny_model(
 ) -> Path:
     """Writes model, configuration and tokenizer to `folder` (a Hugging Face folder in float32) and returns it.
 
-    `hidden` is a multiple of 32, with one attention head for each 32. `seed` determines the weights. Without `ends`,
-    the end token is outside the vocabulary, so every answer has the maximum length.
+    There is one attention head for each 32 of `hidden`. `seed` determines the weights. Without `ends`, the end token is
+    outside the vocabulary, so every answer has the maximum length.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM

@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,9 +20,7 @@ State = Literal["waiting", "starting", "running", "restarting", "stopped", "fail
 PARENT_VARIABLE = "TANDEM_PARENT_PID"
 """Pid of the supervisor; `tandem serve` exits when the supervisor does (`process.die_with_parent`)."""
 PROCESS_MARK_VARIABLE = "TANDEM_PROCESS_MARK"
-"""`<run token>:<child>`, inherited by everything a child starts. Processes that carry it are killed with the child,
-whatever session they are in.
-"""
+"""`<run token>:<child>`, inherited by everything a child starts, in any session, and killed with the child."""
 
 FIRST_DELAY_SECONDS = 0.5
 LONGEST_DELAY_SECONDS = 30.0
@@ -46,9 +43,8 @@ class ChildSpec:
 
 
 class RestartPolicy:
-    """Waits 0.5, 1, 2 and 4 s before restarts, and gives up after five failures in a row.
-
-    The count is reset when the process ran for two minutes or the run made progress.
+    """Waits 0.5, 1, 2 and 4 s before restarts, and gives up after five failures in a row, without progress of the run
+    and without a life of two minutes in between.
     """
 
     def __init__(self) -> None:
@@ -56,9 +52,7 @@ class RestartPolicy:
         self._progress = -1
 
     def delay(self, lived_seconds: float, progress: int) -> float | None:
-        """Seconds to wait before the next start, or None to give up. `progress` is any number that grows as the run
-        advances.
-        """
+        """Seconds to wait before the next start, or None to give up. `progress` grows as the run advances."""
         if lived_seconds >= STEADY_SECONDS or progress > self._progress:
             self.deaths = 0
         self._progress = max(progress, self._progress)
@@ -69,13 +63,12 @@ class RestartPolicy:
 
 
 class Child:
-    """A child process. Only the supervisor's main thread calls it: the kernel sends the parent-death signal when the
-    thread that started the child ends.
-    """
+    """A child process. Only the main thread calls it, because the child dies with the thread that started it."""
 
     def __init__(self, spec: ChildSpec, run_token: str) -> None:
         self.spec = spec
         self.name = spec.name
+        self.service = spec.name.partition("-")[0]
         self.state: State = "stopped"
         self.restarts = 0
         self.policy = RestartPolicy()
@@ -91,16 +84,9 @@ class Child:
         process = self._process
         return process.pid if process is not None else 0
 
-    @property
-    def lived_seconds(self) -> float:
-        return time.monotonic() - self.started_at
-
     def start(self) -> None:
-        """Starts the process in its own session. So Ctrl-C reaches only the supervisor, which stops the children in
-        order.
-
-        Raises:
-            EnvironmentLackError: the log file cannot be written.
+        """Starts the process in its own session, so that Ctrl-C reaches only the supervisor, which stops the children
+        in order. Raises EnvironmentLackError if the log file cannot be written.
         """
         assert self._process is None, f"{self.name} is already running"
         environment = {
@@ -192,32 +178,17 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def new_run_token() -> str:
-    """A token unique to one supervisor."""
-    return uuid.uuid4().hex
-
-
 def kill_marked(mark: str) -> list[int]:
-    """Kills every process whose environment holds this mark or one that starts with it; returns their pids."""
-    ended = []
-    for pid in _carriers(mark):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        ended.append(pid)
-    return ended
-
-
-def _carriers(mark: str) -> Iterator[int]:
+    """Kills every process whose environment holds this mark or one below it, `mark:…`; returns their pids."""
     exact = f"{PROCESS_MARK_VARIABLE}={mark}".encode()
-    below = exact + b":"
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    killed = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")
+            if pid != os.getpid() and any(item == exact or item.startswith(exact + b":") for item in environment):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
         except OSError:  # the process has ended or belongs to another user
             continue
-        if any(item == exact or item.startswith(below) for item in environment):
-            yield int(entry.name)
+    return killed

@@ -23,13 +23,13 @@ def software_version() -> str:
         return "source"
 
 
-class ControlServer:
+class ControlServer(control_pb2_grpc.ControlServiceServicer):
     """Context manager that serves ControlService, Info, health and reflection on a free port of `run.host`."""
 
     def __init__(self, recipe: Recipe, processes: ProcessGroup, buffer: Buffer) -> None:
         self._recipe = recipe
+        self._processes = processes
         self._buffer = buffer
-        self._servicer = _ControlServicer(recipe, processes, buffer)
         self._started_at = time.time()
         self._server: ServerThread | None = None
 
@@ -43,7 +43,7 @@ class ControlServer:
             self._recipe.run.host,
             0,
             info=self._info,
-            register=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(self._servicer, server),
+            register=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(self, server),
             service_names=["tandem.v1.ControlService"],
         )
         return self
@@ -64,13 +64,6 @@ class ControlServer:
             figures={name: float(count) for name, count in counts.items()},
             activity="supervising the services",
         )
-
-
-class _ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    def __init__(self, recipe: Recipe, processes: ProcessGroup, buffer: Buffer) -> None:
-        self._recipe = recipe
-        self._processes = processes
-        self._buffer = buffer
 
     async def GetStatus(
         self, request: control_pb2.GetStatusRequest, context: grpc.aio.ServicerContext

@@ -8,11 +8,13 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
+from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
 from tandem.services.config import Recipe
 from tandem.trainer.batch.record import BATCHES_FOLDER
 
@@ -30,7 +32,6 @@ class RunAddress:
     """Addresses of a running run. `control` is the supervisor's gRPC address, "" until it listens."""
 
     pid: int
-    run_id: str
     redis_url: str
     control: str = ""
 
@@ -38,9 +39,7 @@ class RunAddress:
 class RunLock:
     """Locks a run folder for one supervisor. The kernel releases the lock when that process ends.
 
-    Entering raises:
-        RunExistsError: another supervisor holds the folder.
-        EnvironmentLackError: the folder cannot be created or written, or its disk is full.
+    Entering raises RunExistsError if another supervisor holds the folder, EnvironmentLackError if it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,13 +55,8 @@ class RunLock:
         deadline = time.monotonic() + _LOCK_WAIT_SECONDS
         while not _try_lock(self._file, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                owner = running(self._folder)
                 self._file.close()
-                raise RunExistsError(
-                    f"run folder {self._folder}: another "
-                    f"supervisor{f' (pid {owner.pid})' if owner else ''} runs in it; "
-                    "stop that one first, or choose another run.folder"
-                )
+                raise folder_in_use(self._folder, running(self._folder))
             time.sleep(0.02)
         self._file.truncate(0)
         return self
@@ -98,12 +92,15 @@ def running(folder: Path) -> RunAddress | None:
             return None
 
 
-def find_run(argument: str | None) -> Path:
-    """The given run folder, or the newest one under `runs/`.
+def folder_in_use(folder: Path, owner: RunAddress | None) -> RunExistsError:
+    """The error for a folder in which another supervisor runs."""
+    pid = f" (pid {owner.pid})" if owner else ""
+    remedy = "stop that one first, or choose another run.folder"
+    return RunExistsError(f"run folder {folder}: another supervisor{pid} runs in it; {remedy}")
 
-    Raises:
-        ConfigError: there is none.
-    """
+
+def find_run(argument: str | None) -> Path:
+    """The given run folder, or the newest one under `runs/`. Raises ConfigError if there is none."""
     if argument:
         folder = Path(argument)
         if not (folder / CONFIG_FILE).is_file():
@@ -113,6 +110,11 @@ def find_run(argument: str | None) -> Path:
     if not found:
         raise ConfigError("no run found under runs/; name a run folder, or start one with `tandem demo`")
     return found[-1].parent
+
+
+def resume_command(folder: Path) -> str:
+    """The command that resumes the run in a folder."""
+    return f"tandem run {folder / CONFIG_FILE} --resume"
 
 
 def step_taken(folder: Path) -> bool:
@@ -125,30 +127,29 @@ def external_redis_url(recipe: Recipe) -> str:
     return recipe.run.redis_url or os.environ.get("TANDEM_REDIS_URL", "")
 
 
-def redis_url_of(recipe: Recipe) -> str:
-    """The Redis URL of a run: the configured one, else that of the running supervisor's embedded Redis.
+@contextmanager
+def redis_required() -> Iterator[None]:
+    """Inside, a Redis that cannot be reached is the user's error, because nobody restarts it."""
+    try:
+        yield
+    except UnavailableError as error:
+        raise EnvironmentLackError(str(error)) from None
 
-    Raises:
-        EnvironmentLackError: none is configured and no supervisor runs in the run folder.
+
+def redis_url_of(recipe: Recipe) -> str:
+    """The Redis URL of a run: the configured one, else that of the running supervisor's embedded Redis. Raises
+    EnvironmentLackError if there is neither.
     """
-    url = external_redis_url(recipe)
-    if url:
+    if url := external_redis_url(recipe):
         return url
-    address = running(recipe.folder)
-    if address is None:
-        raise EnvironmentLackError(
-            f"no Redis: nothing runs in {recipe.folder}; start `tandem run` "
-            "first, or set run.redis_url or TANDEM_REDIS_URL"
-        )
-    return address.redis_url
+    if address := running(recipe.folder):
+        return address.redis_url
+    remedy = "start `tandem run` first, or set run.redis_url or TANDEM_REDIS_URL"
+    raise EnvironmentLackError(f"no Redis: nothing runs in {recipe.folder}; {remedy}")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replaces a file's text atomically.
-
-    Raises:
-        EnvironmentLackError: it cannot be written.
-    """
+    """Replaces a file's text atomically. Raises EnvironmentLackError if it cannot be written."""
     temporary = file.with_name(file.name + ".tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as out:
@@ -163,14 +164,12 @@ def write_text(file: Path, text: str) -> None:
 def cannot_write(path: Path, error: OSError) -> EnvironmentLackError:
     """The error for a file or folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return EnvironmentLackError(f"{path}: the disk is full; free space there, or choose another run.folder")
-    if isinstance(error, FileExistsError | NotADirectoryError):
-        return EnvironmentLackError(
-            f"{path}: a file stands where a folder is needed; move it away, or choose another run.folder"
-        )
-    return EnvironmentLackError(
-        f"{path}: cannot be written ({error.strerror}); mend that, or choose another run.folder"
-    )
+        fault = "the disk is full; free space there"
+    elif isinstance(error, FileExistsError | NotADirectoryError):
+        fault = "a file stands where a folder is needed; move it away"
+    else:
+        fault = f"cannot be written ({error.strerror}); mend that"
+    return EnvironmentLackError(f"{path}: {fault}, or choose another run.folder")
 
 
 def disk_full(folder: Path) -> bool:

@@ -10,14 +10,7 @@ from tandem.protos.errors import RunExistsError, UnavailableError, UserError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.buffer.durability import check_room
 from tandem.services.config import Recipe, dump_recipe
-from tandem.services.run.folder import (
-    CONFIG_FILE,
-    cannot_write,
-    external_redis_url,
-    running,
-    step_taken,
-    write_text,
-)
+from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken, write_text
 from tandem.services.run.outcome import forget_run
 from tandem.services.run.preflight import job_bytes, worst_case_redis_bytes
 from tandem.services.run.resume import check_resumable
@@ -30,21 +23,15 @@ _POLL_SECONDS = 0.25
 
 
 def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
-    """Checks that Redis has memory for the groups of the run and for its jobs.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Checks that Redis has memory for the groups of the run and for its jobs; raises ConfigError if not."""
     check_room(buffer.connection, job_bytes(recipe), worst_case_redis_bytes(recipe))
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
-    """Saves the resolved recipe and creates the run's ledger in Redis. On resume, updates the limits of the ledger.
+    """Saves the resolved recipe and creates the run's ledger in Redis; on resume, updates the ledger's limits.
 
-    Replaces an earlier run in this folder that was killed before its first batch.
-
-    Raises:
-        UserError: Redis already holds a run with this id, or cannot hold this one. The folder then holds no run.
+    Replaces an earlier run in this folder that was killed before its first batch. Raises UserError if Redis already
+    holds a run with this id or cannot hold this one; the folder then holds no run.
     """
     config = recipe.folder / CONFIG_FILE
     if not resume and config.exists() and not external_redis_url(recipe):
@@ -63,12 +50,9 @@ def join_run(recipe: Recipe, redis_url: str, service: str) -> None:
     """Joins a run from a service started with `tandem serve`.
 
     The feed creates the run if Redis has none with this id; the trainer waits for it. Samplers and the reward service
-    do not need the run yet: they wait until there are groups to claim.
-
-    Raises:
-        UserError: the run in Redis has another recipe, Redis cannot hold the run, or the folder holds a run that Redis
-            does not know.
-        UnavailableError: the run was not created within five minutes.
+    do not need the run yet: they wait until there are groups to claim. Raises UserError if the run in Redis has another
+    recipe, Redis cannot hold the run, or the folder holds a run that Redis does not know; UnavailableError if the run
+    was not created within five minutes.
     """
     if service not in ("feed", "trainer"):
         return
@@ -86,9 +70,8 @@ def _create_or_find(buffer: Buffer, recipe: Recipe) -> None:
     if config.is_file():
         if not buffer.exists():  # a new ledger would train again what the folder's checkpoints already contain
             raise RunExistsError(
-                f"run folder {recipe.folder} holds a run that Redis at {buffer.place} "
-                "knows nothing of; go on with it by "
-                f"`tandem run {config} --resume`, choose another run.run_id, or delete the folder"
+                f"run folder {recipe.folder} holds a run that Redis at {buffer.place} knows nothing of; go on with it "
+                f"by `tandem run {config} --resume`, choose another run.run_id, or delete the folder"
             )
         check_resumable(recipe)
         if running(recipe.folder) is None:  # a running supervisor has updated it already
@@ -114,10 +97,8 @@ def _wait_for_the_feed(buffer: Buffer) -> None:
         log.info("waits for run %s, which `tandem serve feed` or `tandem run` creates", buffer.run_id)
     while not buffer.exists():
         if time.monotonic() > deadline:
-            raise UnavailableError(
-                f"run {buffer.run_id} in Redis at {buffer.place}: nobody has created it for {JOIN_SECONDS:.0f} s; "
-                "start `tandem serve feed` on the same recipe and Redis"
-            )
+            waited = f"run {buffer.run_id} in Redis at {buffer.place}: nobody has created it for {JOIN_SECONDS:.0f} s"
+            raise UnavailableError(f"{waited}; start `tandem serve feed` on the same recipe and Redis")
         time.sleep(_POLL_SECONDS)
 
 

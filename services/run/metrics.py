@@ -1,9 +1,10 @@
-"""The metrics of a run: metrics.jsonl and evaluations.jsonl (one JSON object per line), and TensorBoard events."""
+"""The metrics of a run: metrics.jsonl and evaluations.jsonl (one JSON object per line), TensorBoard events, and
+summary.json with the figures of the whole run.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from tandem.protos.codec import prompt_of, reward_breakdowns
 from tandem.protos.types import RowHeader, TrainBatch, scored_trajectories
+from tandem.services.config import Recipe
+from tandem.services.run.folder import SUMMARY_FILE, write_text
 
 Line = dict[str, Any]
 
@@ -53,12 +56,9 @@ class JsonLines:
 
     def keep(self, wanted: Callable[[Line], bool]) -> None:
         """Rewrites the file with only the wanted lines, by one rename."""
-        if not self.path.exists():
-            return
-        kept = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in self.read() if wanted(line))
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(kept, encoding="utf-8")
-        os.replace(temporary, self.path)
+        if self.path.exists():
+            kept = (json.dumps(line, separators=(",", ":")) + "\n" for line in self.read() if wanted(line))
+            write_text(self.path, "".join(kept))
 
 
 class MetricsLog:
@@ -92,9 +92,8 @@ class MetricsLog:
     def add_evaluation(self, line: Line) -> None:
         """Writes one evaluation, `{version, accuracy, …}`."""
         self.evaluations.append(line)
-        self._scalars(
-            line["version"], {f"evaluation/{name}": value for name, value in line.items() if name != "version"}
-        )
+        figures = {f"evaluation/{name}": value for name, value in line.items() if name != "version"}
+        self._scalars(line["version"], figures)
 
     def close(self) -> None:
         """Flushes the events."""
@@ -131,9 +130,8 @@ class PhaseClock:
     def lap(self) -> dict[str, float]:
         """`seconds_<phase>` and `seconds_total` since the last lap."""
         now = time.monotonic()
-        figures = {f"seconds_{name}": seconds for name, seconds in self._seconds.items()} | {
-            "seconds_total": now - self._started
-        }
+        figures = {f"seconds_{name}": seconds for name, seconds in self._seconds.items()}
+        figures["seconds_total"] = now - self._started
         self._seconds.clear()
         self._started = now
         return figures
@@ -159,11 +157,8 @@ class SamplerTotals:
 
 def baseline_rewards(headers: Iterable[RowHeader]) -> list[float]:
     """The rewards of the scored greedy answers."""
-    return [
-        header.reward
-        for header in headers
-        if header.role == "baseline" and header.segment == 0 and header.reward is not None
-    ]
+    greedy = (header for header in headers if header.role == "baseline" and header.segment == 0)
+    return [header.reward for header in greedy if header.reward is not None]
 
 
 def oldest_version(segments: Sequence[RowHeader]) -> int:
@@ -226,3 +221,80 @@ def percentile_99(counts: Sequence[int] | NDArray[np.generic]) -> int:
     """The smallest k such that 99 % of the observations are ≤ k, where `counts[k]` observations have the value k."""
     cumulative = np.cumsum(counts)
     return int(np.searchsorted(cumulative, 0.99 * cumulative[-1]))
+
+
+def write_summary(recipe: Recipe, counts: Mapping[str, int], wall_seconds: float) -> dict[str, Any]:
+    """Writes the run folder's summary.json atomically and returns its contents."""
+    lines, evaluations = (JsonLines(recipe.folder / name).read() for name in (METRICS_FILE, EVALUATIONS_FILE))
+    summary = summarise(recipe, lines, evaluations, counts, wall_seconds)
+    write_text(recipe.folder / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def summarise(
+    recipe: Recipe, lines: Sequence[Line], evaluations: Sequence[Line], counts: Mapping[str, int], wall_seconds: float
+) -> dict[str, Any]:
+    """The figures of a run from the lines of metrics.jsonl and the evaluations, both by version, and ledger counts.
+
+    Rates of the trainer cover all batches, those of the samplers the time from the first line to the last. A figure
+    that was not measured (no evaluation file, no sampler that acknowledged an update) is None, not 0.
+    """
+    ordered = sorted(evaluations, key=lambda line: int(line["version"]))
+    train_seconds = sum(float(line["seconds_total"]) for line in lines)
+    last = lines[-1] if lines else {}
+    first = lines[0] if len(lines) > 1 else {}
+
+    def sampled(total: str) -> float:
+        return float(last.get(total, 0.0)) - float(first.get(total, 0.0))
+
+    busy, idle = sampled("sampler_busy_seconds"), sampled("sampler_idle_seconds")
+    stalls = [float(line["weight_stall_seconds"]) for line in lines if line.get("weight_stall_seconds") is not None]
+    was_evaluated = bool(ordered) and ordered[-1]["version"] == last.get("step", 0)
+    return {
+        "run_id": recipe.run.run_id,
+        "seed": recipe.run.seed,
+        "staleness_budget": recipe.run.staleness_budget,
+        "groups_per_batch": recipe.run.groups_per_batch,
+        "total_batches": recipe.run.total_batches,
+        "initial_accuracy": ordered[0]["accuracy"] if ordered and ordered[0]["version"] == 0 else None,
+        "final_accuracy": ordered[-1]["accuracy"] if was_evaluated else None,
+        "train_steps": len(lines),
+        "optimizer_steps": last.get("optimizer_step", 0),
+        "skipped_steps": _total(lines, "skipped_steps"),
+        "critic_skipped_steps": _total(lines, "critic_skipped_steps"),
+        "wall_seconds": wall_seconds,
+        "train_seconds": train_seconds,
+        "sampler_tokens_per_second": _ratio(
+            sampled("sampler_tokens"), train_seconds - float(first.get("seconds_total", 0.0))
+        ),
+        "trainer_tokens_per_second": _ratio(sum(line["num_tokens"] for line in lines), train_seconds),
+        **_staleness(lines),
+        "sampler_idle_fraction": _ratio(idle, busy + idle),
+        "trainer_idle_fraction": _ratio(sum(float(line["trainer_idle_seconds"]) for line in lines), train_seconds),
+        "weight_updates": len(stalls),
+        "weight_stall_seconds_mean": _ratio(sum(stalls), len(stalls)),
+        "groups": dict(counts),
+    }
+
+
+def _staleness(lines: Sequence[Line]) -> dict[str, float | int | None]:
+    width = max((len(line["staleness_counts"]) for line in lines), default=0)
+    if width == 0:
+        return {"mean_staleness": None, "p99_staleness": None, "observed_max_staleness": None}
+    counts = np.zeros(width, np.int64)
+    for line in lines:
+        counts[: len(line["staleness_counts"])] += line["staleness_counts"]
+    return {
+        "mean_staleness": float(counts @ np.arange(width) / counts.sum()),
+        "p99_staleness": percentile_99(counts),
+        "observed_max_staleness": width - 1,
+    }
+
+
+def _total(lines: Sequence[Line], name: str) -> int | None:
+    found = [int(line[name]) for line in lines if name in line]
+    return sum(found) if found else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None

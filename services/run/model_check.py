@@ -1,5 +1,5 @@
 """Checks a model folder without loading the model: files, architecture, tokenizer, chat template, layers and size, and
-whether critic and adapters fit it. Imports no torch.
+whether critic, adapters and prompts fit it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 import struct
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from tandem.protos.errors import ConfigError, ModelError
+from tandem.protos.errors import ConfigError, DataError, ModelError
 from tandem.rollout.engine import find_engine
 from tandem.services.config import Recipe
 
@@ -24,6 +24,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_TIMEOUT_SECONDS = 3.0
 _TEMPLATE_REMEDY = "set model.chat_template to a file with a Jinja template"
+CHECKED_ROWS = 100_000
+"""Prompts of larger datasets are not checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,8 @@ class ModelFacts:
 
 
 def check_model(recipe: Recipe) -> ModelFacts | None:
-    """Checks what samplers, trainer and feed need of `[model]`. None for a hub model that is not downloaded yet.
-
-    Raises:
-        ModelError: the first fault found, in one line.
+    """Checks what samplers, trainer and feed need of `[model]`; raises a one-line ModelError. None for a hub model that
+    is not downloaded yet.
     """
     _check_given_template(recipe.model.chat_template)
     folder = _model_folder(recipe.model.path, "model.path")
@@ -65,11 +65,8 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
 
 
 def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
-    """Checks `trainer.critic.path` against the policy's model. Returns the critic's number of parameters, 0 if there is
-    no critic or its size is unknown.
-
-    Raises:
-        ModelError: the first fault found, in one line.
+    """Checks `trainer.critic.path` against the policy's model; raises a one-line ModelError. Returns the critic's
+    number of parameters, 0 if there is no critic or its size is unknown.
     """
     path = recipe.trainer.critic.path
     if not recipe.trainer.needs_critic:
@@ -92,10 +89,8 @@ def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
 
 
 def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
-    """Checks that the model has the layers of `trainer.lora.target_modules`. Skipped if its layers are unknown.
-
-    Raises:
-        ConfigError: the model has no such layer.
+    """Checks that the model, if its layers are known, has those of `trainer.lora.target_modules`; raises ConfigError if
+    it lacks one.
     """
     lora = recipe.trainer.lora
     if lora is None or isinstance(lora.target_modules, str) or policy is None or not policy.layers:
@@ -104,13 +99,41 @@ def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
     for target in lora.target_modules:
         name = target.rpartition(".")[2]
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ConfigError(
-                f"trainer.lora.target_modules: {recipe.model.path} has no linear "
-                f"layer {target} with a weight of its own"
-                + (f" (the nearest is {near[0]})" if near else "")
-                + "; name others, or all-linear"
-            )
+            lack = f"{recipe.model.path} has no linear layer {target} with a weight of its own{_nearest(name, known)}"
+            raise ConfigError(f"trainer.lora.target_modules: {lack}; name others, or all-linear")
+
+
+def check_prompts(recipe: Recipe) -> None:
+    """Checks that a row of the training files has a prompt of at most `data.max_prompt_tokens`.
+
+    Counts the tokens of the messages without the chat template, which can only add tokens. Skips models without
+    tokenizer.json and datasets with more than `CHECKED_ROWS` rows, whose faults the feed reports. Ends at the first
+    prompt that fits. Raises DataError, or ModelError if tokenizer.json cannot be read.
+    """
+    from tandem.services.data.dataset import Row
+    from tandem.services.data.mixture import Mixture
+
+    limit = recipe.data.max_prompt_tokens
+    file = Path(recipe.model.path) / "tokenizer.json"
+    dataset = Mixture(recipe.data.train_files)
+    if not file.is_file() or len(dataset) > CHECKED_ROWS:
+        return
+    from tokenizers import Tokenizer  # not part of the client-only installation
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        raise ModelError(f"model.path {recipe.model.path}: tokenizer.json cannot be read: {error}") from error
+    shortest: int | None = None
+    for row in (dataset.row(index, 0) for index in range(len(dataset))):
+        if isinstance(row, Row):
+            contents = (str(message["content"]) for message in row.messages)
+            length = sum(len(tokenizer.encode(text, add_special_tokens=False).ids) for text in contents)
+            if length <= limit:
+                return
+            shortest = min(length, shortest or length)
+    why = f"the shortest has {shortest} tokens and data.max_prompt_tokens is {limit}" if shortest else "no prompt"
+    raise DataError(f"dataset {dataset.name} has no usable row ({why}); see `tandem data check {dataset.name}`")
 
 
 def is_hub_name(path: str) -> bool:
@@ -139,13 +162,12 @@ def _model_folder(path: str, key: str) -> Path | None:
         return folder
     if folder.exists():
         raise ModelError(f"{key} {path} is a file; name the Hugging Face folder that holds config.json")
-    cache = Path(
-        os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-    )
     if not _HUB_NAME.fullmatch(path):
         raise ModelError(
             f"{key} {path}: no such folder; name a Hugging Face folder, or a hub name like Qwen/Qwen2.5-0.5B-Instruct"
         )
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     snapshots = sorted(cache.glob(f"models--{path.replace('/', '--')}/snapshots/*/config.json"))
     if snapshots:
         return snapshots[-1].parent
@@ -188,13 +210,16 @@ def _architecture(folder: Path, config: Mapping[str, object], engine: str) -> st
         )
     known = find_engine(engine).known_architectures()
     if known and named[0] not in known:
-        near = difflib.get_close_matches(named[0], known, n=1)
         raise ModelError(
-            f"model.path {folder}: the installed {engine} knows no text model {named[0]}"
-            + (f" (the nearest is {near[0]})" if near else "")
-            + "; choose a causal language model it supports, or another rollout.engine"
+            f"model.path {folder}: the installed {engine} knows no text model {named[0]}{_nearest(named[0], known)}; "
+            "choose a causal language model it supports, or another rollout.engine"
         )
     return named[0]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (the nearest is {near[0]})" if near else ""
 
 
 def _has_template(folder: Path) -> bool:
@@ -209,16 +234,14 @@ def _check_given_template(file: str) -> None:
         return
     import jinja2
 
+    key = f"model.chat_template {file}"
     try:
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"model.chat_template {file}: cannot be read ({getattr(error, 'strerror', error)}); {_TEMPLATE_REMEDY}"
-        ) from None
+        reason = getattr(error, "strerror", error)
+        raise ModelError(f"{key}: cannot be read ({reason}); {_TEMPLATE_REMEDY}") from None
     except jinja2.TemplateSyntaxError as error:
-        raise ModelError(
-            f"model.chat_template {file}, line {error.lineno}: {error.message}; mend the template"
-        ) from None
+        raise ModelError(f"{key}, line {error.lineno}: {error.message}; mend the template") from None
 
 
 def _weights(folder: Path, config: Mapping[str, object], what: str) -> tuple[int, frozenset[str]]:
@@ -244,9 +267,9 @@ def _shapes(file: Path, what: str) -> dict[str, list[int]]:
             if length > file.stat().st_size:
                 raise ValueError("its header is longer than the file")
             header = json.loads(data.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-        if 8 + length + end > file.stat().st_size:
+        header.pop("__metadata__", None)
+        if 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0) > file.stat().st_size:
             raise ValueError("it is cut short")
-        return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        return {name: entry["shape"] for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ModelError(f"{what}: {file.name} is no whole safetensors file ({error}); copy or save it again") from None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER, SUMMARY_FILE, step_taken
+from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER, SUMMARY_FILE, resume_command, step_taken
 from tandem.services.run.process_group import FAILED, FINISHED, INCOMPLETE
 
 
@@ -32,24 +31,15 @@ def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, repo
     return outcome
 
 
-def resume_command(folder: Path) -> str:
-    """The command that resumes the run in a folder."""
-    return f"tandem run {folder / CONFIG_FILE} --resume"
-
-
 def early_end(recipe: Recipe, step: int, counts: Mapping[str, int]) -> str:
     """Says why a finished run trained fewer batches than `run.total_batches`, and what happened to its groups."""
-    epochs = recipe.data.max_epochs
+    epochs, admitted, dropped = recipe.data.max_epochs, counts["admitted"], counts["dropped"]
+    why = "no further group could be scored"
     if epochs:
         why = f"the training data ended after {epochs} epoch{'s' if epochs > 1 else ''} (data.max_epochs={epochs})"
-    else:
-        why = "no further group could be scored"
-    dropped = counts["dropped"]
+    groups = f"Of {admitted} groups, {admitted - dropped} were trained and {dropped} dropped"
     reasons = f" ({drop_reasons(counts)})" if dropped else ""
-    return (
-        f"trained {step} of {recipe.run.total_batches} batches: {why}. Of {counts['admitted']} groups, "
-        f"{counts['admitted'] - dropped} were trained and {dropped} dropped{reasons}"
-    )
+    return f"trained {step} of {recipe.run.total_batches} batches: {why}. {groups}{reasons}"
 
 
 def drop_reasons(counts: Mapping[str, int]) -> str:

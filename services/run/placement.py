@@ -32,17 +32,20 @@ def place(recipe: Recipe, name: str) -> Mapping[str, str]:
     """Environment variables that assign GPUs or cores to the service `name` (feed, rollout-<replica>, reward, trainer).
 
     The trainer gets the first GPUs and the samplers the next ones. Without GPUs, each of several samplers gets its own
-    core, unless the engine assigns cores itself. Keeps the user's values, except of CUDA_VISIBLE_DEVICES.
+    core, unless the engine assigns cores itself; the user's values of these variables are kept.
     """
-    gpus = gpu_ids()
-    wanted = (
-        _gpu_environment(recipe, name, gpus)
-        if gpus
-        else _cpu_environment(recipe, name, sorted(os.sched_getaffinity(0)))
-    )
-    return {
-        key: os.environ.get(key, value) if key != "CUDA_VISIBLE_DEVICES" else value for key, value in wanted.items()
-    }
+    if gpus := gpu_ids():
+        return {"CUDA_VISIBLE_DEVICES": ",".join(_gpus_of(recipe, name, gpus))}
+    # One OpenMP thread per process: two slowed from 10 k to 1 k tokens/s under contention. A replay needs the same
+    # number.
+    wanted = {"OMP_NUM_THREADS": "1"}
+    service, replica = _split(name)
+    width, cores = recipe.rollout.tensor_parallel_size, sorted(os.sched_getaffinity(0))
+    if service == "rollout" and recipe.rollout.num_replicas * width > 1:
+        workers = range(replica * width, (replica + 1) * width)
+        mine = [cores[worker % len(cores)] for worker in workers]
+        wanted |= find_engine(recipe.rollout.engine).core_environment(mine)
+    return {key: os.environ.get(key, value) for key, value in wanted.items()}
 
 
 def starts_after(recipe: Recipe, name: str) -> str:
@@ -58,33 +61,17 @@ def starts_after(recipe: Recipe, name: str) -> str:
     return "rollout-0" if first_alone else ""
 
 
-def _gpu_environment(recipe: Recipe, name: str, gpus: tuple[str, ...]) -> dict[str, str]:
+def _gpus_of(recipe: Recipe, name: str, gpus: tuple[str, ...]) -> tuple[str, ...]:
     service, replica = _split(name)
-    width = recipe.rollout.tensor_parallel_size
     if service not in ("rollout", "trainer"):
-        mine: tuple[str, ...] = ()
-    elif recipe.weights.backend == "ipc" or len(gpus) == 1:
-        mine = gpus[:1]
-    elif service == "trainer":
-        mine = gpus[: recipe.trainer.num_ranks]
-    else:
-        first = recipe.trainer.num_ranks + replica * width
-        mine = gpus[first : first + width]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
-
-
-def _cpu_environment(recipe: Recipe, name: str, cores: list[int]) -> dict[str, str]:
-    # One OpenMP thread per process: two slowed from 10 k to 1 k tokens/s under contention. A replay needs the same
-    # number.
-    environment = {"OMP_NUM_THREADS": "1"}
-    service, replica = _split(name)
+        return ()
+    if recipe.weights.backend == "ipc" or len(gpus) == 1:
+        return gpus[:1]
+    if service == "trainer":
+        return gpus[: recipe.trainer.num_ranks]
     width = recipe.rollout.tensor_parallel_size
-    if service == "rollout" and recipe.rollout.num_replicas * width > 1:
-        workers = range(replica * width, (replica + 1) * width)
-        environment |= find_engine(recipe.rollout.engine).core_environment(
-            [cores[worker % len(cores)] for worker in workers]
-        )
-    return environment
+    first = recipe.trainer.num_ranks + replica * width
+    return gpus[first : first + width]
 
 
 def _split(name: str) -> tuple[str, int]:

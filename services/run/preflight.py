@@ -12,16 +12,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
+from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError
 from tandem.protos.extras import require_installed
 from tandem.rollout.engine import find_engine
 from tandem.services.command_line import print_error
 from tandem.services.config import Recipe
 from tandem.services.config.jobs import JobsConfig
-from tandem.services.run.folder import CONFIG_FILE, cannot_write, external_redis_url, running, step_taken
-from tandem.services.run.model_check import ModelFacts, check_adapters, check_critic, check_model, is_hub_name
+from tandem.services.run.folder import (
+    CONFIG_FILE,
+    cannot_write,
+    external_redis_url,
+    folder_in_use,
+    redis_required,
+    running,
+    step_taken,
+)
+from tandem.services.run.model_check import (
+    ModelFacts,
+    check_adapters,
+    check_critic,
+    check_model,
+    check_prompts,
+    is_hub_name,
+)
 from tandem.services.run.placement import gpu_ids, gpus_wanted
-from tandem.services.run.prompt_check import check_prompts
 from tandem.services.run.resume import check_resumable
 from tandem.trainer.backend import registry as training_backends
 
@@ -34,18 +48,14 @@ OPTIMIZER_BYTES_PER_PARAMETER = 12
 """The float32 master weight and AdamW's two moments."""
 TRAINING_BYTES_PER_PARAMETER = 16
 REDIS_SECONDS = 2.0
-_PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4
+_PAYLOAD_BYTES_PER_TOKEN = 4 + 4 + 1 + 4  # an id, a log-prob, a mask byte and its text
 _LOG_COPIES = 3  # Redis's append-only file is rewritten at twice its size: both files are then on disk
 _PROBE_BYTES = 1 << 20
 TRAINER_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "safetensors")
 
 
 def check_recipe(recipe: Recipe, *, resume: bool) -> None:
-    """Checks everything that can be checked before a run starts, cheap checks first.
-
-    Raises:
-        UserError: the first fault found, in one line.
-    """
+    """Checks everything that can be checked before a run starts, cheap checks first. Raises a one-line UserError."""
     require_installed(*TRAINER_PACKAGES)
     find_engine(recipe.rollout.engine).check(recipe.rollout)
     check_run_folder(recipe, resume=resume)
@@ -63,11 +73,7 @@ def check_recipe(recipe: Recipe, *, resume: bool) -> None:
 
 
 def check_files(recipe: Recipe) -> None:
-    """The checks that `tandem config` makes: datasets, scorers, and a model given as a local folder.
-
-    Raises:
-        UserError: as `check_recipe`.
-    """
+    """The checks that `tandem config` makes: datasets, scorers, and a model given as a local folder."""
     check_dataset(recipe)
     check_reward(recipe)
     if not is_hub_name(recipe.model.path):
@@ -75,25 +81,21 @@ def check_files(recipe: Recipe) -> None:
 
 
 def check_service(recipe: Recipe, service: str, replica: int) -> None:
-    """The checks that concern one service, made when `tandem serve` starts it.
-
-    Raises:
-        UserError: as `check_recipe`.
-    """
+    """The checks that concern one service, made when `tandem serve` starts it."""
     if service == "trainer":
         require_installed(*TRAINER_PACKAGES)
-    if service == "rollout":
-        find_engine(recipe.rollout.engine).check(recipe.rollout)
-    if service in ("feed", "trainer"):
         check_dataset(recipe)
-    if service == "trainer":
         training_backends.check_backend(recipe.trainer)
         check_models(recipe)
-    elif service != "reward":
-        check_model(recipe)
-    if service in ("rollout", "trainer"):
         check_backend(recipe)
-    if service == "reward":
+    elif service == "rollout":
+        find_engine(recipe.rollout.engine).check(recipe.rollout)
+        check_model(recipe)
+        check_backend(recipe)
+    elif service == "feed":
+        check_dataset(recipe)
+        check_model(recipe)
+    else:
         check_reward(recipe)
     if external_redis_url(recipe):
         check_redis(recipe)
@@ -106,29 +108,23 @@ def check_service(recipe: Recipe, service: str, replica: int) -> None:
 def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
     """Checks that the folder of a new run holds no run, and that of a resumed run holds one this recipe can resume."""
     folder = recipe.folder
-    config = folder / CONFIG_FILE
-    owner = running(folder)
-    if owner is not None:
+    if owner := running(folder):
+        raise folder_in_use(folder, owner)
+    if resume:
+        check_resumable(recipe)
+    elif (folder / CONFIG_FILE).exists() and step_taken(folder):
         raise RunExistsError(
-            f"run folder {folder}: another supervisor (pid {owner.pid}) runs in it; "
-            "stop that one first, or choose another run.folder"
+            f"run folder {folder} already holds a run; add --resume to go on with it, choose another run.run_id, or "
+            "delete the folder"
         )
-    if not resume:
-        if config.exists() and step_taken(folder):
-            raise RunExistsError(
-                f"run folder {folder} already holds a run; add --resume to go on with it, choose another run.run_id, "
-                "or delete the folder"
-            )
-        return
-    check_resumable(recipe)
 
 
 def check_dataset(recipe: Recipe) -> None:
     """Checks that the files of `[data]` exist and open as datasets."""
-    from tandem.services.data.dataset import check_file
+    from tandem.services.data.dataset import Dataset
 
     for file in filter(None, (*(one.path for one in recipe.data.train_files), recipe.data.eval_file)):
-        check_file(file)
+        Dataset(file)
 
 
 def check_models(recipe: Recipe) -> ModelFacts | None:
@@ -148,10 +144,10 @@ def check_backend(recipe: Recipe) -> None:
         )
     wanted = gpus_wanted(recipe)
     if backend == "nccl" and wanted > len(gpus):
+        keys = "trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size"
         raise ConfigError(
-            f"weights.backend=nccl needs {wanted} GPUs (trainer.num_ranks + "
-            "rollout.num_replicas × rollout.tensor_parallel_size), "
-            f"this machine shows {len(gpus)}; lower these, or share one GPU with weights.backend=ipc"
+            f"weights.backend=nccl needs {wanted} GPUs ({keys}), this machine shows {len(gpus)}; lower these, or share "
+            "one GPU with weights.backend=ipc"
         )
     if recipe.trainer.num_nodes > 1 and not external_redis_url(recipe):
         raise ConfigError(
@@ -187,38 +183,32 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
     need, free = disk_need_bytes(recipe, facts), shutil.disk_usage(place).free
     if free < need:
         raise EnvironmentLackError(
-            f"{place}: {_size(free)} free, and the run writes about {_size(need)} "
-            "(checkpoints, exports, batches, Redis); "
-            "free space there, lower trainer.keep_checkpoints or raise "
-            "trainer.export_every, or choose another run.folder"
+            f"{place}: {_size(free)} free, and the run writes about {_size(need)} (checkpoints, exports, batches, "
+            "Redis); free space there, lower trainer.keep_checkpoints or raise trainer.export_every, or choose "
+            "another run.folder"
         )
 
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """Estimates what a run writes: checkpoints, exports, jobs, and payloads of half the maximum length.
-
-    Adapters are not counted.
+    """Estimates what a run writes: checkpoints, exports (without adapters), jobs, and payloads of half the maximum
+    length.
     """
     run, trainer = recipe.run, recipe.trainer
-    group = recipe.rows_per_group * (recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens) / 2 * 12
+    group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
     payloads = group * (run.total_batches * run.groups_per_batch + _LOG_COPIES * recipe.credits)
     payloads += 0 if external_redis_url(recipe) else _LOG_COPIES * job_bytes(recipe)
     if facts is None:
         return payloads
-    checkpoints = min(
-        trainer.keep_checkpoints + 1, 1 + run.total_batches // (trainer.checkpoint_every or run.total_batches + 1)
-    )
-    exports = 1 + (run.total_batches // trainer.export_every if trainer.export_every else 0)
+    never = run.total_batches + 1
+    checkpoints = min(trainer.keep_checkpoints + 1, 1 + run.total_batches // (trainer.checkpoint_every or never))
+    exports = 1 + run.total_batches // (trainer.export_every or never)
     num_trained = facts.num_critic_parameters + (facts.num_parameters if trainer.lora is None else 0)
     checkpoint = num_trained * OPTIMIZER_BYTES_PER_PARAMETER
     return payloads + checkpoints * checkpoint + exports * facts.num_parameters * _weight_bytes(recipe)
 
 
 def worst_case_redis_bytes(recipe: Recipe) -> int:
-    """Bytes of payloads if all credits are in use and all answers have the maximum length.
-
-    A token takes an id, a log-prob, a mask byte and its text.
-    """
+    """Bytes of payloads if all credits are in use and all answers have the maximum length."""
     return recipe.credits * recipe.rows_per_group * recipe.max_model_tokens * _PAYLOAD_BYTES_PER_TOKEN
 
 
@@ -228,25 +218,20 @@ def job_bytes(recipe: Recipe) -> int:
 
 
 def check_job_room(jobs: JobsConfig, folder: Path) -> None:
-    """Checks that memory and disk can hold the jobs of an embedded Redis in this folder.
-
-    Raises:
-        EnvironmentLackError: they cannot.
+    """Checks that memory and disk can hold the jobs of an embedded Redis in this folder; raises EnvironmentLackError
+    if they cannot.
     """
     lower = "lower jobs.max_unscored_bytes or jobs.max_result_bytes"
     need, free = jobs.redis_bytes, free_memory_bytes()
     if need > free:
-        raise EnvironmentLackError(
-            f"memory: jobs may take {_size(need)}, {_size(free)} are free; {lower}, or end other programs"
-        )
+        lack = f"memory: jobs may take {_size(need)}, {_size(free)} are free"
+        raise EnvironmentLackError(f"{lack}; {lower}, or end other programs")
     place = _there(folder)
     log = sum(file.stat().st_size for file in (folder / "redis").rglob("*") if file.is_file())
     need, free = _LOG_COPIES * need, shutil.disk_usage(place).free + log
     if need > free:
-        raise EnvironmentLackError(
-            f"{place}: {_size(free)} free, and Redis writes up to {_size(need)} for jobs; free space there, {lower}, "
-            "or choose another --folder"
-        )
+        lack = f"{place}: {_size(free)} free, and Redis writes up to {_size(need)} for jobs"
+        raise EnvironmentLackError(f"{lack}; free space there, {lower}, or choose another --folder")
 
 
 def _there(folder: Path) -> Path:
@@ -264,7 +249,11 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
     # holds the base weights to merge them into.
     copies = 3 if lora is not None and lora.broadcast == "adapter" else 2
     engines = rollout.num_replicas * (rollout.kv_cache_bytes + copies * weights + ENGINE_BYTES)
-    training = _training_bytes(recipe, facts)
+    training = recipe.trainer.num_ranks * ENGINE_BYTES + facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
+    if lora is not None:
+        training += weights  # they are the reference, too
+    else:
+        training += facts.num_parameters * TRAINING_BYTES_PER_PARAMETER + recipe.trainer.needs_reference * weights
     jobs = 0 if external_redis_url(recipe) else job_bytes(recipe)
     free = free_memory_bytes()
     if engines + training + jobs > free:
@@ -272,19 +261,9 @@ def check_memory(recipe: Recipe, facts: ModelFacts | None) -> None:
         lower = "rollout.kv_cache_bytes or rollout.num_replicas" + (" or jobs.max_unscored_bytes" if jobs else "")
         raise EnvironmentLackError(
             f"memory: {rollout.num_replicas} engine(s) with rollout.kv_cache_bytes={rollout.kv_cache_bytes} need about "
-            f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} "
-            f"are free; lower {lower}, or end other programs"
+            f"{_size(engines)} and the trainer {_size(training)}{beside}, {_size(free)} are free; lower {lower}, or "
+            "end other programs"
         )
-
-
-def _training_bytes(recipe: Recipe, facts: ModelFacts) -> float:
-    trainer, weights = recipe.trainer, facts.num_parameters * _weight_bytes(recipe)
-    policy = weights if trainer.lora is not None else facts.num_parameters * TRAINING_BYTES_PER_PARAMETER
-    critic = facts.num_critic_parameters * TRAINING_BYTES_PER_PARAMETER
-    reference = (
-        weights if trainer.needs_reference and trainer.lora is None else 0
-    )  # with LoRA, the base weights are the reference
-    return policy + critic + reference + trainer.num_ranks * ENGINE_BYTES
 
 
 def free_memory_bytes() -> float:
@@ -308,8 +287,7 @@ def free_memory_bytes() -> float:
 
 def check_redis(recipe: Recipe) -> None:
     """Checks that the Redis the user named answers and does not evict keys, or else that redis-server is installed.
-
-    Settings of that Redis with which it may lose data are printed as warnings on standard error.
+    Prints a warning for each setting of that Redis with which it may lose data.
     """
     url = external_redis_url(recipe)
     if not url:
@@ -320,12 +298,9 @@ def check_redis(recipe: Recipe) -> None:
     from tandem.services.buffer.buffer import Buffer
     from tandem.services.buffer.durability import check_settings
 
-    try:
-        with closing(Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
-            for line in check_settings(buffer.connection):
-                print_error(line)
-    except UnavailableError as error:
-        raise EnvironmentLackError(str(error)) from None
+    with redis_required(), closing(Buffer(url, recipe.run.run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
+        for line in check_settings(buffer.connection):
+            print_error(line)
 
 
 def check_reward(recipe: Recipe) -> None:
@@ -342,25 +317,23 @@ def _check_components(recipe: Recipe, rubric: Rubric) -> None:
     components = {component.name: component for component in rubric.components}
     if "" in components:
         return  # a rubric of one scorer: its components are unknown before its first score
-    weights = getattr(recipe.trainer.advantage, "weights", ())
+    weights, names = getattr(recipe.trainer.advantage, "weights", ()), ", ".join(sorted(components))
+    file, estimator = recipe.reward.rubric, f"trainer.advantage {recipe.trainer.advantage.name}"
     if weights and len(weights) != len(components):
         raise ConfigError(
-            f"trainer.advantage.weights has {len(weights)} entries for the {len(components)} "
-            f"components of {recipe.reward.rubric}; "
-            f"give one for each of {', '.join(sorted(components))}, in this order"
+            f"trainer.advantage.weights has {len(weights)} entries for the {len(components)} components of {file}; "
+            f"give one for each of {names}, in this order"
         )
     for name, component in components.items():
         if component.optional:
             raise ConfigError(
-                f"{recipe.reward.rubric}: component {name} is optional, and trainer.advantage "
-                f"{recipe.trainer.advantage.name} needs it "
-                "in every row; take optional away, or choose another estimator"
+                f"{file}: component {name} is optional, and {estimator} needs it in every row; take optional away, or "
+                "choose another estimator"
             )
         if component.weight == 0 and not weights:
             raise ConfigError(
-                f"{recipe.reward.rubric}: component {name} has weight 0, and trainer.advantage "
-                f"{recipe.trainer.advantage.name} would "
-                f"train on it; give trainer.advantage.weights, for {', '.join(sorted(components))} in this order"
+                f"{file}: component {name} has weight 0, and {estimator} would train on it; give "
+                f"trainer.advantage.weights, for {names} in this order"
             )
 
 

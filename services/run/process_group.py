@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 from tandem.protos.errors import LINES_ABOVE
-from tandem.services.run.children import Child, describe_exit, kill_marked, new_run_token
+from tandem.services.run.children import Child, describe_exit, kill_marked
 from tandem.services.run.folder import disk_full
 
 POLL_SECONDS = 0.1
@@ -29,11 +30,11 @@ SERVICE_ORDER = ("feed", "rollout", "reward", "trainer")
 class ProcessGroup:
     """The children of one run. It runs until the trainer has finished, a child cannot go on, or a stop is requested.
 
-    `report` prints a line for the user. With `keep_logs` the logs remain after the run, so messages name their paths.
+    `report` prints a line for the user. With `keep_logs` messages name the logs, which remain after the run.
     """
 
     def __init__(self, *, report: Callable[[str], None], keep_logs: bool = True) -> None:
-        self.token = new_run_token()
+        self.token = uuid.uuid4().hex
         self.children: list[Child] = []
         self.on_poll: list[Callable[[], None]] = []
         """Called at every poll, e.g. to restart Redis. An exception ends the run."""
@@ -73,13 +74,10 @@ class ProcessGroup:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Turns SIGINT, SIGTERM and SIGHUP into `request_stop`.
-
-        The handler only increments a counter: taking an Event's lock inside a signal handler is not safe.
-        """
+        """Turns SIGINT, SIGTERM and SIGHUP into `request_stop`."""
 
         def on_signal(_number: int, _frame: FrameType | None) -> None:
-            self.request_stop()
+            self.request_stop()  # takes no lock, which would not be safe in a signal handler
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:
@@ -117,16 +115,15 @@ class ProcessGroup:
             return FINISHED if child.name == FINAL_CHILD else None
         child.state = "failed"
         folder = child.spec.log_file.parent
-        full = disk_full(folder)  # the log may then lack its last lines
-        if full or any("No space left on device" in line for line in child.last_lines(20)):
-            self.report(
-                f"tandem: {child.name}: the disk of {folder} is full; free space there, then go on with --resume"
-            )
-            return USER_ERROR
-        if code == USER_ERROR:
-            self.report(f"tandem: {child.name}: {self._error_line(child)}")
-            return USER_ERROR
-        return self._restart(child, code)
+        # On a full disk the log may lack its last lines.
+        if disk_full(folder) or any("No space left on device" in line for line in child.last_lines(20)):
+            fault = f"the disk of {folder} is full; free space there, then go on with --resume"
+        elif code == USER_ERROR:
+            fault = self._error_line(child)
+        else:
+            return self._restart(child, code)
+        self.report(f"tandem: {child.name}: {fault}")
+        return USER_ERROR
 
     def _start_is_due(self, child: Child) -> bool:
         if child.state == "restarting":
@@ -144,12 +141,10 @@ class ProcessGroup:
         return f"{text}{child.spec.log_file} names the cause" + (f": {cause}" if cause else "")
 
     def _restart(self, child: Child, code: int) -> int | None:
-        delay = child.policy.delay(child.lived_seconds, self.last_version())
+        delay = child.policy.delay(time.monotonic() - child.started_at, self.last_version())
         if delay is None:
-            self.report(
-                f"{child.name} died ({describe_exit(code)}) for the {child.policy.deaths}th "
-                "time in a row without progress; giving up"
-            )
+            often = f"for the {child.policy.deaths}th time in a row without progress"
+            self.report(f"{child.name} died ({describe_exit(code)}) {often}; giving up")
             self.report(f"the last lines of {child.spec.log_file}:")
             for line in child.last_lines(12):
                 self.report(f"  {line}")
@@ -161,11 +156,11 @@ class ProcessGroup:
         return None
 
     def _stop_children(self) -> None:
-        """Sends SIGTERM to all children, and SIGKILL to those that run 6 s later or at a second request. Also kills the
-        processes that the children left behind.
+        """Sends SIGTERM, then SIGKILL to children that run 6 s later or at a second request, and kills what they left
+        behind.
         """
         deadline = time.monotonic() + SIGKILL_AFTER_SECONDS
-        for child in sorted(self.children, key=_stop_order):
+        for child in sorted(self.children, key=lambda child: [*SERVICE_ORDER, child.service].index(child.service)):
             child.terminate()
         self._wait_until(deadline, interruptible=True)
         for child in self.children:
@@ -182,8 +177,3 @@ class ProcessGroup:
             if interruptible and self._stops_requested > self._stops_seen:
                 return
             time.sleep(0.02)
-
-
-def _stop_order(child: Child) -> int:
-    service = child.name.partition("-")[0]
-    return SERVICE_ORDER.index(service) if service in SERVICE_ORDER else len(SERVICE_ORDER)

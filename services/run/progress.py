@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tandem.protos.errors import TandemError
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
 from tandem.services.run.outcome import drop_reasons
 
@@ -69,9 +70,7 @@ class ProgressSnapshot:
 
 
 class JsonTail:
-    """Reads the new complete lines of a file of JSON objects. Starts over if the file was replaced or truncated, as
-    when a resumed run rewinds it.
-    """
+    """Reads the new complete lines of a file of JSON objects. Starts over if a resumed run has replaced the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,21 +102,27 @@ def snapshot_of(
     if not lines:
         return ProgressSnapshot(total=total, groups=counts, hung=tuple(hung), **evaluated)
     last, first = lines[-1], lines[0]
-    seconds = sum(float(line["seconds_total"]) for line in lines)
-    busy, idle = (_difference(first, last, f"sampler_{kind}_seconds") for kind in ("busy", "idle"))
+
+    def summed(name: str) -> float:
+        return sum(float(line[name]) for line in lines)
+
+    def sampled(name: str) -> float:
+        return float(last.get(name, 0.0)) - float(first.get(name, 0.0))
+
+    seconds = summed("seconds_total")
+    busy, idle = sampled("sampler_busy_seconds"), sampled("sampler_idle_seconds")
     later_seconds = seconds - float(first["seconds_total"])  # not wall time, which includes the pause before a resume
-    per_step = seconds / len(lines)
     return ProgressSnapshot(
         step=int(last["step"]),
         total=total,
-        reward=sum(float(line["reward_mean"]) for line in lines) / len(lines),
-        staleness_mean=sum(float(line["staleness_mean"]) for line in lines) / len(lines),
+        reward=summed("reward_mean") / len(lines),
+        staleness_mean=summed("staleness_mean") / len(lines),
         staleness_max=max(int(line["staleness_max"]) for line in lines),
-        sampler_tokens_per_second=_ratio(_difference(first, last, "sampler_tokens"), later_seconds),
-        trainer_tokens_per_second=_ratio(sum(float(line["num_tokens"]) for line in lines), seconds),
+        sampler_tokens_per_second=_ratio(sampled("sampler_tokens"), later_seconds),
+        trainer_tokens_per_second=_ratio(summed("num_tokens"), seconds),
         sampler_idle=_ratio(idle, busy + idle),
-        trainer_idle=_ratio(sum(float(line["trainer_idle_seconds"]) for line in lines), seconds),
-        seconds_left=per_step * max(total - int(last["step"]), 0),
+        trainer_idle=_ratio(summed("trainer_idle_seconds"), seconds),
+        seconds_left=seconds / len(lines) * max(total - int(last["step"]), 0),
         groups=counts,
         hung=tuple(hung),
         equal_rewards=_equal_rewards(last),
@@ -132,9 +137,7 @@ def _equal_rewards(line: Line) -> float | None:
 
 
 class RunWatch:
-    """Reads the metrics, evaluations and ledger of a run in its own thread, so that a hanging Redis does not block the
-    supervisor.
-    """
+    """Reads metrics, evaluations and ledger in its own thread: a hanging Redis does not block the supervisor."""
 
     def __init__(self, recipe: Recipe, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -145,7 +148,7 @@ class RunWatch:
         self._evaluation: dict[str, Any] | None = None
         self._counts: Mapping[str, int] = {}
         self._last_version = 0
-        self._steps: deque[Line] = deque()
+        self._steps: list[Line] = []
         self._printed_until = time.time()
         self._drop_errors: dict[str, str] = {}
         self._reported: set[str] = set()
@@ -171,8 +174,7 @@ class RunWatch:
     def take_steps(self) -> list[Line]:
         """The lines written to metrics.jsonl since the last call."""
         with self._lock:
-            steps = list(self._steps)
-            self._steps.clear()
+            steps, self._steps = self._steps, []
         return steps
 
     def take_warnings(self) -> list[str]:
@@ -192,7 +194,7 @@ class RunWatch:
         return [found[name] for name in new]
 
     def sample(self) -> ProgressSnapshot:
-        """Reads new lines from the files and makes a snapshot. It calls no other process and so does not block."""
+        """Reads new lines from the files and makes a snapshot. It does not block."""
         with self._lock:
             lines, fresh = self._metrics.read()
             if fresh:
@@ -259,7 +261,7 @@ class Progress:
         if self._printer is not None:
             self._printer.join(timeout=2.0)
             self._print_steps()
-            self._print_line(plain_line(self._watch.snapshot, self._states(), self._elapsed))
+            self._print_status()
 
     @property
     def _elapsed(self) -> float:
@@ -271,20 +273,20 @@ class Progress:
     def _print(self) -> None:
         silent_since = time.monotonic()
         while not self._stop.wait(PRINT_SECONDS):
-            if self._print_steps():
-                silent_since = time.monotonic()
-            elif time.monotonic() - silent_since >= STATUS_SECONDS:
-                self._print_line(plain_line(self._watch.snapshot, self._states(), self._elapsed))
-                silent_since = time.monotonic()
+            if not self._print_steps():
+                if time.monotonic() - silent_since < STATUS_SECONDS:
+                    continue
+                self._print_status()
+            silent_since = time.monotonic()
 
     def _print_steps(self) -> bool:
         steps = self._watch.take_steps()
         for line in steps:
-            self._print_line(step_line(line, self._watch.snapshot, self._elapsed))
+            print_line(self._console, step_line(line, self._watch.snapshot, self._elapsed))
         return bool(steps)
 
-    def _print_line(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _print_status(self) -> None:
+        print_line(self._console, plain_line(self._watch.snapshot, self._states(), self._elapsed))
 
 
 def step_line(line: Line, snapshot: ProgressSnapshot, elapsed_seconds: float) -> str:
@@ -312,11 +314,8 @@ def table(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]
     grid.add_column(style="bold")
     grid.add_column()
     filled = round(30 * snapshot.step / snapshot.total) if snapshot.total else 0
-    grid.add_row(
-        "step",
-        f"{snapshot.step}/{snapshot.total} [green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/] "
-        f"{_clock(elapsed_seconds)}",
-    )
+    bar = f"[green]{'━' * filled}[/][dim]{'━' * (30 - filled)}[/]"
+    grid.add_row("step", f"{snapshot.step}/{snapshot.total} {bar} {_clock(elapsed_seconds)}")
     for name, value in _figures(snapshot):
         grid.add_row(name, value or "[dim]–[/]")
     for trouble in _troubles(snapshot, states):
@@ -325,29 +324,24 @@ def table(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, int]]
 
 
 def _figures(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
-    groups = snapshot.groups
+    def shown(form: str, value: float | None) -> str:
+        return form.format(value) if value is not None else ""
+
+    groups, left = snapshot.groups, snapshot.seconds_left
     stages = [
-        (stage, sum(groups.get(f"{stage}_{state}", 0) for state in ("waiting", "leased", "claimed")))
+        f"{sum(groups.get(f'{stage}_{state}', 0) for state in ('waiting', 'leased', 'claimed'))} {stage}"
         for stage in ("prompts", "generated", "scored")
     ]
     return [
-        ("reward", _number(snapshot.reward, "{:.3f}")),
-        (
-            "accuracy",
-            f"{snapshot.accuracy:.3f} (version {snapshot.accuracy_step})" if snapshot.accuracy is not None else "",
-        ),
-        (
-            "staleness",
-            f"mean {snapshot.staleness_mean:.2f}, max {snapshot.staleness_max}"
-            if snapshot.staleness_mean is not None
-            else "",
-        ),
-        ("sampler tokens/s", _number(snapshot.sampler_tokens_per_second, "{:,.0f}")),
-        ("trainer tokens/s", _number(snapshot.trainer_tokens_per_second, "{:,.0f}")),
+        ("reward", shown("{:.3f}", snapshot.reward)),
+        ("accuracy", shown(f"{{:.3f}} (version {snapshot.accuracy_step})", snapshot.accuracy)),
+        ("staleness", shown(f"mean {{:.2f}}, max {snapshot.staleness_max}", snapshot.staleness_mean)),
+        ("sampler tokens/s", shown("{:,.0f}", snapshot.sampler_tokens_per_second)),
+        ("trainer tokens/s", shown("{:,.0f}", snapshot.trainer_tokens_per_second)),
         ("waiting", snapshot.waiting),
-        ("groups", ", ".join(f"{count} {stage}" for stage, count in stages) if groups else ""),
+        ("groups", ", ".join(stages) if groups else ""),
         ("dropped", drop_reasons(groups)),
-        ("time left", _clock(snapshot.seconds_left) if snapshot.seconds_left is not None else ""),
+        ("time left", _clock(left) if left is not None else ""),
     ]
 
 
@@ -366,18 +360,10 @@ def _troubles(snapshot: ProgressSnapshot, states: Mapping[str, tuple[str, int, i
     return troubles
 
 
-def _number(value: float | None, form: str) -> str:
-    return form.format(value) if value is not None else ""
-
-
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _difference(first: Line, last: Line, key: str) -> float:
-    return float(last.get(key, 0.0)) - float(first.get(key, 0.0))
 
 
 def _ratio(part: float, whole: float) -> float | None:

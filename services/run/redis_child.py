@@ -38,20 +38,15 @@ class RedisChild:
         self._server.stop(STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
-        """Restarts the server if it has died.
-
-        Raises:
-            EnvironmentLackError: the disk is full.
-            UnavailableError: it died five times in a row.
+        """Restarts the server if it has died. Raises EnvironmentLackError if the disk is full, UnavailableError at the
+        fifth death in a row.
         """
         assert self._server is not None
         if self._server.alive:
             return
         if disk_full(self._folder):
-            raise EnvironmentLackError(
-                f"Redis ended: the disk of {self._folder} is full; free space there, "
-                "then start again (a run with --resume)"
-            )
+            remedy = "free space there, then start again (a run with --resume)"
+            raise EnvironmentLackError(f"Redis ended: the disk of {self._folder} is full; {remedy}")
         delay = self._policy.delay(time.monotonic() - self._started_at, 0)
         if delay is None:
             raise UnavailableError(f"Redis died {self._policy.deaths} times in a row; see {self._folder / 'redis'}")

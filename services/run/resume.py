@@ -1,21 +1,18 @@
-"""The recipe keys that a resumed run may change: those that its weights do not depend on.
-
-A resumed trainer and `tandem replay` train all recorded batches with one recipe and must reproduce the weights, even if
-the recipe changed at a resume. So a key is fixed unless `FREE` names it.
+"""The recipe keys that a resumed run may change. A resumed trainer and `tandem replay` train all recorded batches with
+one recipe and must reproduce the weights. So a key is fixed unless `FREE` names it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.protos.errors import ConfigError
 from tandem.reward.options.tree import shape_at
 from tandem.services.config import Recipe, load_resolved
-from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER
+from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER, resume_command
 
 FREE = frozenset(
     {
@@ -61,13 +58,10 @@ FREE = frozenset(
         "sft",
     }
 )
-"""Keys and sections that a resumed run may change. `tests/services/commands/test_replay.py` needs a changed value for
-each and replays a run with it.
-"""
+"""Keys and sections that a resumed run may change. `test_replay.py` replays a run with a changed value for each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """A key whose value changed."""
 
     key: str
@@ -76,11 +70,7 @@ class Change:
 
 
 def check_resumable(recipe: Recipe) -> None:
-    """Checks that the run in the recipe's folder can be resumed with this recipe.
-
-    Raises:
-        ConfigError: the folder holds no run, or the recipe changes a key that the weights depend on.
-    """
+    """Checks that the recipe's folder holds a run that can be resumed with this recipe; raises ConfigError if not."""
     folder = recipe.folder
     config = folder / CONFIG_FILE
     if not config.is_file():
@@ -91,12 +81,12 @@ def check_resumable(recipe: Recipe) -> None:
     changes = list(forbidden_changes(before, now))
     if not changes:
         return
-    first, *others = changes
-    beside = f" (nor {', '.join(change.key for change in others)})" if others else ""
+    key, was, given = changes[0]
+    beside = f" (nor {', '.join(change.key for change in changes[1:])})" if changes[1:] else ""
     raise ConfigError(
-        f"{first.key} was {_text(first.was)} in the run of {folder} and is {_text(first.now)} "
-        f"now: a resumed run cannot change it{beside}; "
-        f"set it back (`tandem run {config} --resume` has it as it was), or start a new run{_from_its_weights(folder)}"
+        f"{key} was {_text(was)} in the run of {folder} and is {_text(given)} now: a resumed run cannot change it"
+        f"{beside}; set it back (`{resume_command(folder)}` has it as it was), or start a new run"
+        f"{_from_its_weights(folder)}"
     )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 
 from rich.console import Console
 
 from tandem.rollout.engine import remove_leftovers
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.command_line import print_line
 from tandem.services.config import Recipe
 from tandem.services.run.children import Child, ChildSpec
 from tandem.services.run.control import ControlServer
@@ -30,16 +32,14 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock 
     """Runs a recipe in its run folder until it ends. `lock` is given if the caller has locked the folder already.
 
     Returns 0 if all batches were trained, 1 after a failure, 2 if a service rejected the user's input, 3 if the run
-    ended with fewer batches although epochs were not limited, 130 after Ctrl-C, SIGTERM or StopRun.
-
-    Raises:
-        UserError: bad input, found before any process was started.
+    ended with fewer batches although epochs were not limited, 130 after Ctrl-C, SIGTERM or StopRun. Raises UserError
+    for bad input that is found before any process is started.
     """
     check_recipe(recipe, resume=resume)
     holding: AbstractContextManager[RunLock] = RunLock(recipe.folder) if lock is None else nullcontext(lock)
     with holding as held, ExitStack() as stack:
         stack.callback(remove_leftovers)  # of killed samplers
-        processes = ProcessGroup(report=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True))
+        processes = ProcessGroup(report=partial(print_line, console))
         stack.enter_context(processes.signals())
         redis_url = external_redis_url(recipe)
         if not redis_url:
@@ -56,7 +56,7 @@ def run_recipe(recipe: Recipe, resume: bool, *, console: Console, lock: RunLock 
         processes.last_heartbeat = lambda name: watch.last_heartbeats.get(name, 0.0)
         control = stack.enter_context(ControlServer(recipe, processes, buffer))
         buffer.register_service("controller", control.address)
-        held.publish(RunAddress(os.getpid(), recipe.run.run_id, redis_url, control.address))
+        held.publish(RunAddress(os.getpid(), redis_url, control.address))
         processes.children = [Child(spec, processes.token) for spec in child_specs(recipe, redis_url)]
         with Progress(watch, processes.states, console):
             outcome = processes.run()
@@ -77,21 +77,14 @@ def child_specs(recipe: Recipe, redis_url: str) -> list[ChildSpec]:
     arguments = {service: [service, config] for service in ("feed", "reward", "trainer")}
     for replica in range(recipe.rollout.num_replicas):
         arguments[f"rollout-{replica}"] = ["rollout", config, "--replica", str(replica)]
-    order = sorted(
-        arguments, key=lambda name: -SERVICE_ORDER.index(name.partition("-")[0])
-    )  # the slowest to start comes first
+    order = sorted(arguments, key=lambda name: -SERVICE_ORDER.index(name.partition("-")[0]))
     return [
         ChildSpec(
             name=name,
             command=(sys.executable, "-m", "tandem.services.cli", "serve", *arguments[name]),
             log_file=recipe.folder / "logs" / f"{name}.log",
-            environment={**common_environment(redis_url), **place(recipe, name)},
+            environment={"TANDEM_REDIS_URL": redis_url, **place(recipe, name)},
             start_after=starts_after(recipe, name),
         )
-        for name in order
+        for name in order  # the slowest to start comes first
     ]
-
-
-def common_environment(redis_url: str) -> dict[str, str]:
-    """The environment variables every service gets."""
-    return {"TANDEM_REDIS_URL": redis_url}

@@ -16,7 +16,7 @@ import numpy as np
 
 from tandem.protos import reward_pb2, reward_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 from tandem.protos.errors import NotAdmittedError, TandemError
-from tandem.protos.types import Prompt, SamplingParameters
+from tandem.protos.types import Prompt
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
@@ -258,16 +258,7 @@ class BackgroundEvaluation:
 
 def load_evaluation_prompts(recipe: Recipe) -> Sequence[Prompt]:
     """The usable prompts of `data.eval_file`; logs the number of skipped rows. Raises DataError, ModelError."""
-    loaded = load_prompts(
-        recipe.data.eval_file,
-        model_path=recipe.model.path,
-        chat_template=recipe.model.chat_template,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        num_samples=1,
-        sampling=SamplingParameters(
-            temperature=0.0, max_tokens=recipe.rollout.max_response_tokens, stop=recipe.rollout.stop
-        ),
-    )
-    if loaded.faults:
-        log.warning("evaluation file %s: rows skipped: %s", recipe.data.eval_file, dict(loaded.faults))
-    return loaded.prompts
+    prompts, faults = load_prompts(recipe.data.eval_file, recipe)
+    if faults:
+        log.warning("evaluation file %s: rows skipped: %s", recipe.data.eval_file, dict(faults))
+    return prompts

@@ -12,8 +12,14 @@ from typing import Any, Literal
 from tandem.protos.types import Packing, StepResult, TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.run.metrics import Line, MetricsLog, SamplerTotals, batch_figures, payload_figures
-from tandem.services.run.summary import write_summary
+from tandem.services.run.metrics import (
+    Line,
+    MetricsLog,
+    SamplerTotals,
+    batch_figures,
+    payload_figures,
+    write_summary,
+)
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.publisher import Publication, Publisher

@@ -9,8 +9,9 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from tandem.reward.options.tree import known_keys
 from tandem.services.cli import app
-from tandem.services.config import known_keys, load_recipe
+from tandem.services.config import Recipe, load_recipe
 from tests.project.house import table
 from tests.support.paths import ROOT
 
@@ -50,7 +51,7 @@ def test_a_shown_command_exists_and_its_overrides_fit(command: str) -> None:
     recipes = [word for word in words if word.startswith("examples/recipes/")]
     for recipe in recipes:
         load_recipe(ROOT / recipe, overrides)
-    assert all(override.partition("=")[0] in known_keys() for override in overrides)
+    assert all(override.partition("=")[0] in known_keys(Recipe) for override in overrides)
     options = [word for word in words if word.startswith("--")]
     assert all(option in CliRunner().invoke(app, [*path, "--help"]).output for option in options)
 
@@ -82,7 +83,7 @@ def test_every_make_target_and_key_that_is_named_exists(file: Path) -> None:
     }
     assert named <= targets, named - targets
     keys = set(re.findall(rf"`({KEY})(?: = [^`]*)?`", TEXT[file]))
-    assert keys <= set(known_keys()), keys - set(known_keys())
+    assert keys <= set(known_keys(Recipe)), keys - set(known_keys(Recipe))
 
 
 def test_following_one_group_opens_at_most_40_files() -> None:

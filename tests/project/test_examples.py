@@ -16,10 +16,10 @@ import pytest
 from examples import gsm8k_components
 from examples.gsm8k_reward import compute_score
 from tandem.protos.contracts import Scored, ScoreItem
-from tandem.protos.types import SamplingParameters
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
-from tandem.services.config import load_recipe, read_values
+from tandem.services.config import load_recipe
+from tandem.services.config.recipe import read_values
 from tandem.services.data.dataset import load_prompts
 from tandem.services.data.tiny_model import build_tiny_model
 from tandem.trainer.estimators.options import estimator_models
@@ -121,18 +121,11 @@ def test_gsm8k_rows_become_prompts_and_answers_are_scored(tmp_path: Path) -> Non
     done = prepare(tmp_path / "raw", tmp_path / "data")
     assert done.returncode == 0, done.stderr
     assert "5 rows, 1 without an answer skipped" in done.stdout
-    recipe = load_recipe(ROOT / "examples/recipes/gsm8k.toml")
-    loaded = load_prompts(
-        tmp_path / "data" / "train.parquet",
-        model_path=str(build_tiny_model(tmp_path / "model")),
-        chat_template="",
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-        num_samples=recipe.rollout.samples_per_prompt,
-        sampling=SamplingParameters(),
-    )
-    assert len(loaded.prompts) == 5 and not loaded.faults
-    assert [prompt.ground_truth for prompt in loaded.prompts] == ["1000", "1001", "1002", "1003", "1004"]
-    prompt = loaded.prompts[3]
+    model = build_tiny_model(tmp_path / "model")
+    recipe = load_recipe(ROOT / "examples/recipes/gsm8k.toml", [f"model.path={model}"])
+    prompts, faults = load_prompts(tmp_path / "data" / "train.parquet", recipe)
+    assert [prompt.ground_truth for prompt in prompts] == ["1000", "1001", "1002", "1003", "1004"] and not faults
+    prompt = prompts[3]
     items = [
         ScoreItem(prompt.data_source, text, prompt.ground_truth, prompt.extra_info)
         for text in ("so #### 1,003.", "#### 7", "1003")

@@ -15,8 +15,8 @@ from tandem.protos import reward_pb2
 from tandem.reward.config import RewardConfig
 from tandem.reward.rubric.catalogue import Catalogue
 from tandem.reward.rubric.rubric import Rubric
-from tandem.services.config import load_service_config
 from tandem.services.config.jobs import ServiceConfig
+from tandem.services.config.recipe import load_service_config
 from tests.support.reward_page import PAGE, ROOT, commands_of, followed, remote_scorers
 
 TEXT = PAGE.read_text(encoding="utf-8")

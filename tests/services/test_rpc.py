@@ -54,11 +54,7 @@ def test_health_info_and_reflection_answer(server: ServerThread) -> None:
 
 @pytest.mark.parametrize("name", ["FencedError", "DataError", "NotAdmittedError", "WeightTransferError", "LedgerError"])
 def test_an_error_arrives_as_the_class_that_was_raised(server: ServerThread, name: str) -> None:
-    with (
-        connect(server.address) as channel,
-        pytest.raises(TandemError, match="a message") as caught,
-        translated(),
-    ):
+    with connect(server.address) as channel, pytest.raises(TandemError, match="a message") as caught, translated():
         item = reward_pb2.ScoreRequest.Item(data_source=name)
         reward_pb2_grpc.RewardServiceStub(channel).Score(reward_pb2.ScoreRequest(items=[item]), timeout=5)
     assert type(caught.value).__name__ == name

@@ -49,8 +49,8 @@ def child_specs(recipe, redis_url):
     return [
         ChildSpec(
             name, (sys.executable, "-c", START + program, name, str(recipe.folder)),
-            recipe.folder / "logs" / f"{name}.log",
-                  supervisor.common_environment(redis_url))
+            recipe.folder / "logs" / f"{name}.log", {"TANDEM_REDIS_URL": redis_url},
+        )
         for name, program in PROGRAMS.items()
     ]
 supervisor.child_specs = child_specs
@@ -97,13 +97,13 @@ class Run:
         address = running(self.folder)
         if address is None or not address.control:
             return False
-        return {service.state for service in ask_supervisor(address).services} == {"running"}
+        return {service.state for service in ask_supervisor(address)[0].services} == {"running"}
 
     def pids(self) -> list[int]:
         """Process ids of the supervisor's children and its Redis."""
         address = running(self.folder)
         assert address is not None
-        services = [service.pid for service in ask_supervisor(address).services]
+        services = [service.pid for service in ask_supervisor(address)[0].services]
         return [*services, int(redis.Redis.from_url(address.redis_url).info("server")["process_id"])]
 
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tandem.protos.errors import ConfigError
 from tandem.reward.options.tree import known_keys, tables
-from tandem.services.config import apply_overrides
 from tandem.services.config.docs import as_toml, explained, keys, page
-from tandem.services.config.faults import explain
+from tandem.services.config.other_names import explain
+from tandem.services.config.overrides import apply_overrides
 from tandem.trainer.algorithm import AlgorithmConfig, CriticConfig
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
 from tandem.trainer.estimators.options import GaeOptions, GrpoOptions, RlooOptions, estimator_models

@@ -234,10 +234,7 @@ run_service_command({"writes": writes, "says": says, "opens": opens, "breaks": b
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")
-@pytest.mark.parametrize(
-    ("does", "names"),
-    [("writes", "runs/mine"), ("says", "/dev/stdout"), ("opens", "some/file")],
-)
+@pytest.mark.parametrize(("does", "names"), [("writes", "runs/mine"), ("says", "/dev/stdout"), ("opens", "some/file")])
 def test_a_service_whose_disk_fills_ends_with_one_line(does: str, names: str, tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = started(sys.executable, "-c", FILLS, does, cwd=tmp_path, stdout=full.fileno())

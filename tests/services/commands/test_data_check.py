@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from tandem.protos.errors import DataError
-from tandem.services.commands.data_check import check_file, run
+from tandem.protos.errors import DataError, ModelError
+from tandem.services.commands.data_check import check_file, show
 from tests.support.dataset_files import BAD_ROWS, chat_folder, verl_row, write_lines, write_parquet
 
 
@@ -23,7 +24,7 @@ def test_a_file_without_a_fault_exits_with_0(tmp_path: Path, model: str, capsys:
     assert (
         report.roles == {"user": 30} and report.data_sources == {"arithmetic": 30} and len(report.prompt_lengths) == 30
     )
-    assert run(file, model_path=model) == 0
+    assert show(report, Console()) == 0
     told = capsys.readouterr().out
     assert "30 of 30 rows can be used; every row is fine" in told and "split (not read)" in told and "user 30" in told
 
@@ -40,7 +41,7 @@ def test_every_fault_is_found(tmp_path: Path, model: str, capsys: pytest.Capture
         (last + 1, "contradiction"),
     ]
     assert report.num_usable == 3
-    assert run(file, model_path=model, max_prompt_tokens=200) == 1
+    assert show(report, Console()) == 1
     told = capsys.readouterr().out
     assert (
         f"3 of {len(rows)} rows can be used; {len(report.faults)} faults" in told
@@ -57,14 +58,14 @@ def test_lengths_are_checked_only_with_a_model(tmp_path: Path) -> None:
 
 
 def test_a_long_list_of_faults_is_shortened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(write_lines(tmp_path / "f.jsonl", [verl_row("[bold]a", "1")] * 50)) == 1
+    assert show(check_file(write_lines(tmp_path / "f.jsonl", [verl_row("[bold]a", "1")] * 50)), Console()) == 1
     told = capsys.readouterr().out
     assert "and 29 more" in told and "duplicate" in told and "98.0%" in told
 
 
-def test_an_unreadable_file_is_a_one_line_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path / "absent.parquet") == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("tandem: dataset ") and captured.err.count("\n") == 1
+def test_an_unreadable_file_or_model_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^dataset .*: no such file"):
+        check_file(tmp_path / "absent.parquet")
     file = write_lines(tmp_path / "f.jsonl", [verl_row("a", "1")])
-    assert run(file, model_path=str(tmp_path / "no-model")) == 2
+    with pytest.raises(ModelError, match="no such folder"):
+        check_file(file, model_path=str(tmp_path / "no-model"))

@@ -116,7 +116,7 @@ def test_a_running_demo_is_left_alone(stage: Stage, folder: Path, moment: str) -
     with RunLock(folder) as lock:
         if moment == "run":
             (folder / CONFIG_FILE).write_text("{}")
-            lock.publish(RunAddress(pid=os.getpid(), run_id="demo", redis_url="unix://nowhere"))
+            lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere"))
         before = sorted(os.listdir(folder))
         with pytest.raises(
             RunExistsError, match=r"demo: another supervisor.* runs in it; .* choose another run\.folder"

@@ -83,11 +83,7 @@ def test_a_bug_in_the_evaluation_keeps_its_traceback(
     ],
 )
 def test_bad_input_is_found_before_anything_is_started(
-    values: dict[str, Any],
-    changes: dict[str, Any],
-    kind: type[UserError],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any], changes: dict[str, Any], kind: type[UserError], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "RedisChild", None)  # the first process it starts
     with pytest.raises(kind, match=says):

@@ -81,11 +81,7 @@ UNREADABLE = [
     ("solution", {"solution": texts(b"1", b"\xff", b"2")}, "'utf-8' codec can't decode byte 0xff"),
     ("data_source", {"data_source": texts(b"d", b"\xc3(", b"d")}, "'utf-8' codec can't decode byte 0xc3"),
     ("extra_info", {"extra_info": times("ms", 0, 1 << 55, 0)}, "date value out of range"),
-    (
-        "extra_info",
-        {"extra_info": pa.array([[], [("a", 1), ("a", 2)], []], pa.map_(pa.string(), pa.int64()))},
-        "'a'",
-    ),
+    ("extra_info", {"extra_info": pa.array([[], [("a", 1), ("a", 2)], []], pa.map_(pa.string(), pa.int64()))}, "'a'"),
 ]
 
 

@@ -74,12 +74,7 @@ def file_above(output: Path) -> None:
     ],
 )
 def test_an_existing_output_is_refused_before_the_training_and_kept(
-    recipe: Recipe,
-    trained: list[Path],
-    tmp_path: Path,
-    put: Callable[[Path], None],
-    error: type[Exception],
-    says: str,
+    recipe: Recipe, trained: list[Path], tmp_path: Path, put: Callable[[Path], None], error: type[Exception], says: str
 ) -> None:
     put(Path(recipe.sft.output))
     before = {file: file.read_text() for file in tmp_path.joinpath("out").rglob("*") if file.is_file()}

@@ -12,17 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.errors import ConfigError
-from tandem.reward.options.tree import default_of, shape_of, tables
-from tandem.services.config import (
-    Recipe,
-    apply_overrides,
-    dump_recipe,
-    known_keys,
-    load_recipe,
-    load_resolved,
-    parse_recipe,
-)
+from tandem.reward.options.tree import default_of, known_keys, shape_of, tables
+from tandem.services.config import Recipe, dump_recipe, load_recipe, load_resolved, parse_recipe
 from tandem.services.config.docs import PAGE, as_toml, keys, page
+from tandem.services.config.overrides import apply_overrides
 
 QUIET = settings(deadline=None, max_examples=60)  # a slow machine is no failure
 MINIMAL = '[run]\nrun_id = "mine"\n[model]\npath = "models/tiny"\n[data]\ntrain_file = "train.parquet"\n'
@@ -204,8 +197,8 @@ def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
 
 def test_known_keys_are_the_keys_of_the_models() -> None:
     headed = {f"{key.section}.{key.name}" for key in keys()} | {table.path for table in tables(Recipe)}
-    assert headed | set(Recipe.model_fields) == set(known_keys())
-    assert all(table.path.removesuffix("[]") in known_keys() for table in tables(Recipe))
+    assert headed | set(Recipe.model_fields) == set(known_keys(Recipe))
+    assert all(table.path.removesuffix("[]") in known_keys(Recipe) for table in tables(Recipe))
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -246,18 +239,18 @@ def test_json_and_toml_of_a_recipe_read_back_as_the_recipe(recipe: Recipe) -> No
 
 
 @QUIET
-@given(st.sampled_from(known_keys()).filter(lambda key: "." in key and "[]" not in key), st.data())
+@given(st.sampled_from(known_keys(Recipe)).filter(lambda key: "." in key and "[]" not in key), st.data())
 def test_a_key_that_lacks_one_letter_is_always_recognised(key: str, data: st.DataObject) -> None:
     above, _, name = key.rpartition(".")
     place = data.draw(st.integers(0, len(name) - 1))
     slip = name[:place] + name[place + 1 :]
-    if f"{above}.{slip}" in known_keys() or not slip:
+    if f"{above}.{slip}" in known_keys(Recipe) or not slip:
         return
     values = minimal()
-    apply_overrides(values, [f"{above}.{slip}=1"])
+    apply_overrides(values, [f"{above}.{slip}=1"], Recipe)
     for table in tables(Recipe):  # the misspelling is in the table that has the key
         if table.choice and table.path == above and name in table.model.model_fields:
-            apply_overrides(values, [f"{above}.{table.shape.chooser}={table.choice}", f"{above}.{slip}=1"])
+            apply_overrides(values, [f"{above}.{table.shape.chooser}={table.choice}", f"{above}.{slip}=1"], Recipe)
     assert "did you mean " in complaint(values)
 
 

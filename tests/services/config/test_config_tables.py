@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tandem.protos.errors import ConfigError
 from tandem.reward.options.tree import known_keys, tables
-from tandem.services.config import apply_overrides
 from tandem.services.config.docs import as_toml, explained, keys, page
-from tandem.services.config.faults import explain
+from tandem.services.config.other_names import explain
+from tandem.services.config.overrides import apply_overrides
 from tandem.trainer.named_options import named
 
 QUIET = settings(deadline=None, max_examples=60)  # a slow machine is no failure

@@ -10,8 +10,9 @@ import pytest
 
 from tandem.protos.errors import ConfigError
 from tandem.reward.options.tree import known_keys
-from tandem.services.config import Recipe, apply_overrides, other_names, parse_recipe
+from tandem.services.config import Recipe, other_names, parse_recipe
 from tandem.services.config.other_names import ABSENT_KEYS, OLD_KEYS, TRL_KEYS, VERL_KEYS
+from tandem.services.config.overrides import apply_overrides
 
 PAGE = 'docs/algorithms.md, section "Names elsewhere"'
 
@@ -23,7 +24,7 @@ def values() -> dict[str, Any]:
 def complaint(*overrides: str, **sections: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         given = values() | sections
-        apply_overrides(given, overrides)
+        apply_overrides(given, overrides, Recipe)
         parse_recipe(given)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -31,7 +32,7 @@ def complaint(*overrides: str, **sections: Any) -> str:
 
 def recipe(*overrides: str) -> Recipe:
     given = values()
-    apply_overrides(given, overrides)
+    apply_overrides(given, overrides, Recipe)
     return parse_recipe(given)
 
 
@@ -101,7 +102,7 @@ def test_one_text_in_place_of_a_list_is_an_error_with_an_example() -> None:
 def test_none_removes_an_optional_text() -> None:
     given = values()
     given["data"]["eval_file"] = "eval.parquet"
-    apply_overrides(given, ["data.eval_file=none"])
+    apply_overrides(given, ["data.eval_file=none"], Recipe)
     assert parse_recipe(given).data.eval_file == ""
     assert recipe("run.folder=none").run.folder == "runs/r"
     assert recipe("trainer.correction.weights.level=none").trainer.correction.weights.level == "none"

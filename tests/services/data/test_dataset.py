@@ -15,18 +15,10 @@ import pytest
 
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, ModelError
-from tandem.protos.types import SamplingParameters, TrajectoryGroup
+from tandem.protos.types import Prompt, SamplingParameters, TrajectoryGroup
+from tandem.services.config import parse_recipe
 from tandem.services.data.chat import ChatEncoder
-from tandem.services.data.dataset import (
-    Dataset,
-    LoadedPrompts,
-    Row,
-    RowFault,
-    check_file,
-    load_prompts,
-    parse_row,
-    read_rows,
-)
+from tandem.services.data.dataset import Dataset, Row, RowFault, load_prompts, parse_row
 from tests.support.dataset_files import BAD_ROWS, chat_folder, verl_row, write_lines, write_parquet
 from tests.support.paths import ROOT
 from tests.support.tiny_model import CHAT_TEMPLATE, VOCABULARY
@@ -39,9 +31,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("model"))
 
 
-def load(file: Path, model: Path, **options: Any) -> LoadedPrompts:
-    settings = {"chat_template": "", "max_prompt_tokens": 200, "num_samples": 4, "sampling": SAMPLING, **options}
-    return load_prompts(file, model_path=str(model), **settings)
+def load(
+    file: Path, model: Path, *, chat_template: str = "", limit: int | None = None
+) -> tuple[list[Prompt], Counter[str]]:
+    values = {
+        "run": {"run_id": "any"},
+        "model": {"path": str(model), "chat_template": chat_template},
+        "data": {"train_file": str(file), "max_prompt_tokens": 200},
+        "rollout": {"max_response_tokens": 8},
+    }
+    return load_prompts(file, parse_recipe(values), num_samples=4, temperature=1.0, limit=limit)
 
 
 def decoded(ids: Any) -> str:
@@ -56,9 +55,9 @@ def test_verls_files_load_unchanged(tmp_path: Path, model: Path, suffix: str) ->
     ]
     file = tmp_path / f"train.{suffix}"
     write_parquet(file, rows) if suffix == "parquet" else write_lines(file, rows)
-    loaded = load(file, model)
-    assert not loaded.faults and [prompt.group_id for prompt in loaded.prompts] == ["0-0", "0-1"]
-    first, second = loaded.prompts
+    prompts, faults = load(file, model)
+    assert not faults and [prompt.group_id for prompt in prompts] == ["0-0", "0-1"]
+    first, second = prompts
     assert decoded(first.token_ids) == "<|im_start|>user\n1+1=?<|im_end|>\n<|im_start|>assistant\n"
     assert first.token_ids.dtype == np.int32
     assert (first.data_source, first.ability, first.ground_truth, first.num_samples) == ("arithmetic", "math", "2", 4)
@@ -73,10 +72,10 @@ def test_verls_parquet_structs_lose_their_absent_fields(tmp_path: Path, model: P
         verl_row("a", {"target": ["x"]}, prompt=[{"role": "user", "content": "a"}]),
         verl_row("b", {"target": ["y", "z"]}, prompt=[{"role": "user", "content": "b", "name": "me"}]),
     ]
-    loaded = load(write_parquet(tmp_path / "f.parquet", rows), model)
-    assert loaded.prompts[0].messages == ({"role": "user", "content": "a"},)
-    assert loaded.prompts[1].messages == ({"role": "user", "content": "b", "name": "me"},)
-    assert loaded.prompts[1].ground_truth == {"target": ["y", "z"]}
+    (first, second), _ = load(write_parquet(tmp_path / "f.parquet", rows), model)
+    assert first.messages == ({"role": "user", "content": "a"},)
+    assert second.messages == ({"role": "user", "content": "b", "name": "me"},)
+    assert second.ground_truth == {"target": ["y", "z"]}
 
 
 def test_random_and_ordered_reading_agree(tmp_path: Path) -> None:
@@ -92,34 +91,26 @@ def test_every_bad_row_is_counted_by_reason(tmp_path: Path, model: Path) -> None
     file = write_lines(
         tmp_path / "f.jsonl", [verl_row("1+1=?", 2), *(row for _, row in BAD_ROWS), verl_row("1+2=?", 0)]
     )
-    loaded = load(file, model)
-    assert [prompt.index for prompt in loaded.prompts] == [0, len(BAD_ROWS) + 1]
-    assert [prompt.ground_truth for prompt in loaded.prompts] == [2, 0]
-    assert loaded.faults == Counter(reason for reason, _ in BAD_ROWS)
+    prompts, faults = load(file, model)
+    assert [(prompt.index, prompt.ground_truth) for prompt in prompts] == [(0, 2), (len(BAD_ROWS) + 1, 0)]
+    assert faults == Counter(reason for reason, _ in BAD_ROWS)
+    dataset = Dataset(file)
     for place, (reason, _) in enumerate(BAD_ROWS, 1):
-        fault = list(read_rows(file))[place]
+        fault = dataset.row(place)
         if reason != "too_long":
             assert isinstance(fault, RowFault) and fault.reason == reason and fault.index == place and fault.detail
 
 
 def test_a_row_may_lower_its_own_max_response_tokens(tmp_path: Path, model: Path) -> None:
     rows = [verl_row("a", "1"), *(verl_row("a", "1", extra_info={"max_response_tokens": limit}) for limit in (3, 99))]
-    sampling = SamplingParameters(max_tokens=8)
-    loaded = load_prompts(
-        write_lines(tmp_path / "rows.jsonl", rows),
-        model_path=str(model),
-        chat_template="",
-        max_prompt_tokens=64,
-        num_samples=1,
-        sampling=sampling,
-    )
-    assert [prompt.sampling.max_tokens for prompt in loaded.prompts] == [8, 3, 8]
+    prompts, _ = load(write_lines(tmp_path / "rows.jsonl", rows), model)
+    assert [prompt.sampling.max_tokens for prompt in prompts] == [8, 3, 8]
 
 
 def test_a_limit_counts_usable_rows(tmp_path: Path, model: Path) -> None:
     file = write_lines(tmp_path / "f.jsonl", ["broken", *(verl_row(f"{n}", "1") for n in range(5)), "broken"])
-    loaded = load(file, model, limit=2)
-    assert [prompt.index for prompt in loaded.prompts] == [1, 2] and loaded.faults.total() == 1
+    prompts, faults = load(file, model, limit=2)
+    assert [prompt.index for prompt in prompts] == [1, 2] and faults.total() == 1
 
 
 def test_rows_with_values_that_json_cannot_hold_are_faults() -> None:
@@ -148,7 +139,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, name: str, content: bytes 
     elif isinstance(content, bytes):
         file.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        check_file(file)
+        Dataset(file)
     assert told in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -158,16 +149,16 @@ def test_missing_or_damaged_columns_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"has no column prompt \(it has question, answer\); write it in verl's columns"
     ):
-        check_file(file)
+        Dataset(file)
     write_parquet(file, [verl_row(f"q{n}" * 50, "1") for n in range(2000)])
     content = bytearray(file.read_bytes())
     content[10:2000] = b"\xff" * 1990
     file.write_bytes(content)
     with pytest.raises(DataError, match="damaged"):
-        check_file(file)
+        Dataset(file)
     pq.write_table(pa.Table.from_pylist([verl_row("a", "1")]).slice(0, 0), file)
     with pytest.raises(DataError, match="holds no rows"):
-        check_file(file)
+        Dataset(file)
 
 
 def test_no_usable_row_is_an_error(tmp_path: Path, model: Path) -> None:
@@ -203,8 +194,8 @@ def test_a_row_that_the_template_refuses_is_a_fault(tmp_path: Path, model: Path)
         verl_row("a", "1"),
         verl_row("b", "1", prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]),
     ]
-    loaded = load(write_lines(tmp_path / "f.jsonl", rows), model, chat_template=str(template))
-    assert len(loaded.prompts) == 1 and loaded.faults == {"refused_by_template": 1}
+    prompts, faults = load(write_lines(tmp_path / "f.jsonl", rows), model, chat_template=str(template))
+    assert len(prompts) == 1 and faults == {"refused_by_template": 1}
 
 
 def test_model_folders_without_chat_files_are_refused(tmp_path: Path, model: Path) -> None:
@@ -237,10 +228,8 @@ def test_the_tokenizer_equals_autotokenizers_and_needs_no_torch(model: Path) -> 
         "add_generation_prompt=True, tokenize=False)\n"
         "assert other.encode(text, add_special_tokens=False) == ids.tolist()\n"
     )
-    root = ROOT
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=root, check=False
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -249,7 +238,7 @@ def test_the_tokenizer_equals_autotokenizers_and_needs_no_torch(model: Path) -> 
 @pytest.mark.parametrize("parquet", [True, False])
 def test_columns_of_trl_datasets_load(tmp_path: Path, column: str, prompt: Any, parquet: bool) -> None:
     write, name = (write_parquet, "d.parquet") if parquet else (write_lines, "d.jsonl")
-    (row,) = read_rows(write(tmp_path / name, [{"prompt": prompt, column: "2"}]))
+    (row,) = Dataset(write(tmp_path / name, [{"prompt": prompt, column: "2"}]))
     assert isinstance(row, Row)
     assert (row.messages, row.ground_truth, row.extra_info) == (({"role": "user", "content": "1+1="},), "2", {})
 

@@ -27,10 +27,12 @@ def use_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: str) -> None:
     monkeypatch.setattr(placement, "gpu_ids", lambda: gpus)
 
 
-def test_one_sampler_and_one_trainer_share_the_cores_with_one_thread_each() -> None:
+def test_one_sampler_and_one_trainer_share_the_cores_with_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(VALUES)
     for name in ("feed", "rollout-0", "reward", "trainer"):
         assert place(recipe, name) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert place(recipe, "trainer") == {"OMP_NUM_THREADS": "8"}, "the user's own value is kept"
 
 
 def test_samplers_side_by_side_get_a_core_for_every_worker() -> None:
@@ -50,19 +52,11 @@ def test_with_few_cores_the_first_sampler_starts_before_the_others(
     assert all(starts_after(recipe, name) == "" for name in ("feed", "rollout-0", "reward", "trainer"))
 
 
-def test_variables_of_the_users_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert place(recipe_of(VALUES), "trainer") == {"OMP_NUM_THREADS": "8"}
-
-
 def test_trainer_and_samplers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     use_gpus(monkeypatch, "4", "5", "6", "7")
     recipe = recipe_of(VALUES, trainer={"num_ranks": 2}, rollout={"num_replicas": 2}, weights={"backend": "nccl"})
-    seen = {
-        name: place(recipe, name)["CUDA_VISIBLE_DEVICES"]
-        for name in ("trainer", "rollout-0", "rollout-1", "feed", "reward")
-    }
-    assert seen == {"trainer": "4,5", "rollout-0": "6", "rollout-1": "7", "feed": "", "reward": ""}
+    gpus = {"trainer": "4,5", "rollout-0": "6", "rollout-1": "7", "feed": "", "reward": ""}
+    assert {name: place(recipe, name)["CUDA_VISIBLE_DEVICES"] for name in gpus} == gpus
     assert gpus_wanted(recipe) == 4
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_a_folder_with_a_run_is_refused_without_resume(values: Values) -> None:
 def test_a_folder_in_use_is_refused_with_and_without_resume(values: Values) -> None:
     recipe = recipe_of(values)
     with RunLock(recipe.folder) as lock, pytest.raises(RunExistsError, match="another supervisor"):
-        lock.publish(RunAddress(pid=os.getpid(), run_id="small", redis_url="unix://nowhere"))
+        lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere"))
         check_recipe(recipe, resume=True)
 
 
@@ -102,21 +102,16 @@ def test_a_resumed_run_keeps_what_its_weights_depend_on_and_may_change_the_rest(
 
 def test_a_file_in_place_of_the_run_folder_is_refused(values: Values, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    refused(
-        EnvironmentLackError,
-        recipe_of(values, run={"folder": str(tmp_path / "file" / "run")}),
-        "a file stands",
-        "run.folder",
-    )
+    recipe = recipe_of(values, run={"folder": str(tmp_path / "file" / "run")})
+    refused(EnvironmentLackError, recipe, "a file stands", "run.folder")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_folder_is_refused(values: Values, tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
-    refused(
-        EnvironmentLackError, recipe_of(values, run={"folder": str(locked / "run")}), str(locked), "cannot be written"
-    )
+    recipe = recipe_of(values, run={"folder": str(locked / "run")})
+    refused(EnvironmentLackError, recipe, str(locked), "cannot be written")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -136,12 +131,6 @@ def test_an_unreadable_dataset_is_refused(values: Values, tmp_path: Path, conten
     if content is not None:
         file.write_bytes(content)
     refused(DataError, recipe_of(values, data={"train_file": str(file)}), str(file), says)
-
-
-def test_the_evaluation_file_is_checked_too(values: Values, tmp_path: Path) -> None:
-    refused(
-        DataError, recipe_of(values, data={"eval_file": str(tmp_path / "eval.jsonl")}), "eval.jsonl", "no such file"
-    )
 
 
 # --- model -----------------------------------------------------------------------------------------------------------
@@ -190,16 +179,12 @@ def test_a_configured_template_replaces_the_tokenizers(values: Values, tmp_path:
     (Path(values["model"]["path"]) / "tokenizer_config.json").unlink()
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    check_recipe(recipe_of(values, model={"chat_template": str(template)}), resume=False)
+    recipe = recipe_of(values, model={"chat_template": str(template)})
+    check_recipe(recipe, resume=False)
     template.write_text("line one\n{% for m in %}")
-    refused(
-        ModelError,
-        recipe_of(values, model={"chat_template": str(template)}),
-        f"{template}, line 2",
-        "mend the template",
-    )
+    refused(ModelError, recipe, f"{template}, line 2", "mend the template")
     template.unlink()
-    refused(ModelError, recipe_of(values, model={"chat_template": str(template)}), str(template), "cannot be read")
+    refused(ModelError, recipe, str(template), "cannot be read")
 
 
 def test_a_hub_name_needs_a_hub_or_its_cache(values: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,44 +203,57 @@ def test_a_hub_name_needs_a_hub_or_its_cache(values: Values, tmp_path: Path, mon
 # --- machine ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port in use."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("section", ["rollout", "reward", "trainer"])
+def test_a_port_in_use_is_refused(values: Values, section: str, port: int) -> None:
+    recipe = recipe_of(values, **{section: {"port": port}})
+    refused(EnvironmentLackError, recipe, f"{section}.port", f"127.0.0.1:{port}", "in use")
+
+
+def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> None:
+    recipe = recipe_of(values, rollout={"port": port - 1, "num_replicas": 2})
+    refused(EnvironmentLackError, recipe, "rollout.port")
+    with pytest.raises(EnvironmentLackError, match=str(port)):
+        check_service(recipe, "rollout", 1)
+
+
 @pytest.mark.parametrize(
-    ("section", "key"), [("rollout", "rollout.port"), ("reward", "reward.port"), ("trainer", "trainer.port")]
+    ("kind", "changes", "says"),
+    [
+        (DataError, {"data": {"eval_file": "gone/eval.jsonl"}}, ["eval.jsonl", "no such file"]),
+        (EnvironmentLackError, {"rollout": {"port": 65535, "num_replicas": 2}}, ["rollout.port"]),
+        (
+            ConfigError,
+            {"reward": {"port": 45671}, "trainer": {"port": 45671}},
+            ["trainer.port", "45671", "also that of reward"],
+        ),
+        (EnvironmentLackError, {"run": {"host": "192.0.2.1"}, "trainer": {"port": 45671}}, ["192.0.2.1:45671"]),
+        (ConfigError, {"weights": {"backend": "nccl"}}, ["weights.backend=nccl", "gloo"]),
+        (ConfigError, {"weights": {"backend": "ipc"}}, ["weights.backend=ipc", "gloo"]),
+        (
+            ConfigError,
+            {"trainer": {"num_nodes": 2, "rendezvous": "head:29400"}},
+            ["run.redis_url", "TANDEM_REDIS_URL"],
+        ),
+        (ConfigError, {"run": {"redis_url": "http://x"}}, ["run.redis_url"]),
+        (EnvironmentLackError, {"rollout": {"kv_cache_bytes": 1 << 50}}, ["rollout.kv_cache_bytes", "GB"]),
+        (EnvironmentLackError, {"run": {"total_batches": 10**9}}, ["GB free", "checkpoints", "run.folder"]),
+        (ScorerError, {"reward": {"scorer": "exakt"}}, ["reward.", "did you mean exact?"]),
+        (ScorerError, {"reward": {"scorer": "no_such_module_here:score"}}, ["no module named no_such_module_here"]),
+        (ScorerError, {"reward": {"scorer": "missing.py:score"}}, ["reward.", "missing.py is no file"]),
+        (ScorerError, {"reward": {"scorer": "exact", "arguments": {"tolerence": 1}}}, ["reward.", "tolerence"]),
+    ],
 )
-def test_a_port_in_use_is_refused(values: Values, section: str, key: str) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        refused(
-            EnvironmentLackError, recipe_of(values, **{section: {"port": port}}), key, f"127.0.0.1:{port}", "in use"
-        )
-
-
-def test_the_port_of_a_later_replica_is_checked(values: Values) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        recipe = recipe_of(values, rollout={"port": port - 1, "num_replicas": 2})
-        refused(EnvironmentLackError, recipe, "rollout.port")
-        with pytest.raises(EnvironmentLackError, match=str(port)):
-            check_service(recipe, "rollout", 1)
-        refused(EnvironmentLackError, recipe_of(values, rollout={"port": 65535, "num_replicas": 2}), "rollout.port")
-
-
-def test_one_port_for_two_services_is_refused(values: Values) -> None:
-    recipe = recipe_of(values, reward={"port": 45671}, trainer={"port": 45671})
-    refused(ConfigError, recipe, "trainer.port", "45671", "also that of reward")
-
-
-def test_an_address_of_another_machine_is_refused(values: Values) -> None:
-    recipe = recipe_of(values, run={"host": "192.0.2.1"}, trainer={"port": 45671})
-    refused(EnvironmentLackError, recipe, "192.0.2.1:45671")
-
-
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_a_gpu_backend_without_a_gpu_is_refused(values: Values, backend: str) -> None:
-    refused(ConfigError, recipe_of(values, weights={"backend": backend}), f"weights.backend={backend}", "gloo")
+def test_a_recipe_that_cannot_run_here_is_refused(
+    values: Values, kind: type[UserError], changes: Values, says: list[str]
+) -> None:
+    refused(kind, recipe_of(values, **changes), *says)
 
 
 def test_nccl_needs_a_gpu_for_every_process(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,19 +263,12 @@ def test_nccl_needs_a_gpu_for_every_process(values: Values, monkeypatch: pytest.
     refused(ConfigError, crowded, "needs 3 GPUs", "shows 2")
 
 
-def test_several_machines_need_a_redis_that_all_reach(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(values, trainer={"num_nodes": 2, "rendezvous": "head:29400"})
-    refused(ConfigError, recipe, "run.redis_url", "TANDEM_REDIS_URL")
-
-
 def test_an_unreachable_redis_is_refused(values: Values) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
-        recipe = recipe_of(values, run={"redis_url": url})
-        started = refused(EnvironmentLackError, recipe, url, "cannot be reached")
-        assert "Traceback" not in started
-    refused(ConfigError, recipe_of(values, run={"redis_url": "http://x"}), "run.redis_url")
+        line = refused(EnvironmentLackError, recipe_of(values, run={"redis_url": url}), url, "cannot be reached")
+        assert "Traceback" not in line
 
 
 def test_a_missing_redis_server_is_refused(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,11 +287,6 @@ def test_a_package_that_is_not_installed_is_named_with_its_pip_command(
     refused(EnvironmentLackError, recipe_of(values), f"{package} is not installed", "pip install 'tandem-rl[cpu]'")
 
 
-def test_too_little_memory_for_the_engine_is_refused(values: Values) -> None:
-    recipe = recipe_of(values, rollout={"kv_cache_bytes": 1 << 50})
-    refused(EnvironmentLackError, recipe, "rollout.kv_cache_bytes", "GB")
-
-
 def test_the_memory_of_replicas_adds_up(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = check_model(recipe_of(values))
     monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 4e9)
@@ -309,11 +295,6 @@ def test_the_memory_of_replicas_adds_up(values: Values, monkeypatch: pytest.Monk
         check_memory(recipe_of(values, rollout={"num_replicas": 4}), facts)
     monkeypatch.setattr(preflight, "gpu_ids", lambda: ("0",))
     check_memory(recipe_of(values, rollout={"num_replicas": 4}), facts)  # their weights are in GPU memory
-
-
-def test_a_disk_too_small_for_the_run_is_refused(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = recipe_of(values, run={"total_batches": 10**9})
-    refused(EnvironmentLackError, recipe, "GB free", "checkpoints", "run.folder")
 
 
 def test_a_full_disk_is_reported_as_full(values: Values, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,19 +316,6 @@ def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
 
 
 # --- reward ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        ({"scorer": "exakt"}, "did you mean exact?"),
-        ({"scorer": "no_such_module_here:score"}, "no module named no_such_module_here"),
-        ({"scorer": "missing.py:score"}, "missing.py is no file"),
-        ({"scorer": "exact", "arguments": {"tolerence": 1}}, "tolerence"),
-    ],
-)
-def test_an_unusable_scorer_is_refused(values: Values, reward: dict[str, Any], says: str) -> None:
-    refused(ScorerError, recipe_of(values, reward=reward), "reward.", says)
 
 
 def test_a_reward_function_that_raises_on_import_is_refused(values: Values, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tandem.protos.errors import ConfigError
-from tandem.services.config import Recipe, dump_recipe, known_keys
+from tandem.reward.options.tree import known_keys
+from tandem.services.config import Recipe, dump_recipe
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.resume import FREE, check_resumable, forbidden_changes
 from tandem.trainer.config import TrainerConfig
@@ -74,7 +75,7 @@ def test_every_key_is_fixed_unless_it_is_declared_free(values: Values) -> None:
 
 
 def test_every_free_key_exists() -> None:
-    assert set(known_keys()) >= FREE
+    assert set(known_keys(Recipe)) >= FREE
 
 
 def test_a_new_key_is_fixed_by_default(values: Values) -> None:

@@ -133,10 +133,7 @@ def test_a_stopped_run_names_the_command_that_resumes_it(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("max_epochs", "exit_code", "says"),
-    [
-        (1, 0, "the training data ended after 1 epoch (data.max_epochs=1)"),
-        (0, 3, "no further group could be scored"),
-    ],
+    [(1, 0, "the training data ended after 1 epoch (data.max_epochs=1)"), (0, 3, "no further group could be scored")],
 )
 def test_a_run_with_fewer_batches_than_requested_reports_it(
     run: Run, max_epochs: int, exit_code: int, says: str

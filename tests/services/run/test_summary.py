@@ -17,8 +17,9 @@ from tandem.services.run.metrics import (
     batch_figures,
     payload_figures,
     percentile_99,
+    summarise,
+    write_summary,
 )
-from tandem.services.run.summary import summarise, write_summary
 from tests.support.trainer_ring import make_recipe
 from tests.support.training_groups import make_batch, make_group
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from tandem.protos.errors import LINES_ABOVE
 from tandem.services.run import children, process_group
-from tandem.services.run.children import Child, ChildSpec, RestartPolicy, kill_marked, new_run_token
+from tandem.services.run.children import Child, ChildSpec, RestartPolicy, kill_marked
 from tandem.services.run.process_group import FAILED, FINISHED, INTERRUPTED, USER_ERROR, ProcessGroup
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
@@ -159,9 +160,8 @@ def test_the_end_of_another_child_does_not_end_the_run(tmp_path: Path) -> None:
 def test_a_child_that_dies_is_restarted_and_the_cause_is_reported(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     dies_once = (
-        f"import pathlib, sys; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); "
-        "mark.touch(); print('life', flush=True); "
-        "sys.exit(0 if done else 'engine out of order')"
+        f"import pathlib, sys; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); mark.touch(); print('life', "
+        "flush=True); sys.exit(0 if done else 'engine out of order')"
     )
     outcome, said, processes = run_processes(tmp_path, {"trainer": dies_once})
     assert outcome == FINISHED
@@ -267,7 +267,7 @@ sys.exit("it is still there")
 
 
 def test_end_lineage_ends_no_other_process() -> None:
-    token = new_run_token()
+    token = uuid.uuid4().hex
     bystander = subprocess.Popen(
         [sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: f"{token}x:feed"}
     )
