@@ -19,12 +19,11 @@ length constant, a token's share is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from tandem.trainer.aggregation_options import Aggregation
+from tandem.trainer.algorithm import Aggregation
 
 
 def token_shares(
@@ -56,14 +55,11 @@ def token_shares(
     assert tokens >= own_tokens and sequences >= own_sequences, (tokens, sequences)
     # Without loss tokens both totals are 0 and so is every share; dividing by 1 avoids NaN.
     tokens, sequences = tokens or 1.0, sequences or 1.0
-    if aggregation == "token-mean":
-        return counted_R / tokens
-    if aggregation == "token-sum":
-        return counted_R
-    if aggregation == "seq-mean-token-sum":
-        return counted_R / sequences
-    if aggregation == "seq-mean-token-mean":
-        return counted_R / (sequences * counts_R.clamp(min=1.0))
-    if aggregation == "seq-mean-token-sum-norm":
-        return counted_R / (sequences * length_constant)
-    assert_never(aggregation)
+    divisors: dict[Aggregation, float | Tensor] = {
+        "token-mean": tokens,
+        "token-sum": 1.0,
+        "seq-mean-token-sum": sequences,
+        "seq-mean-token-mean": sequences * counts_R.clamp(min=1.0),
+        "seq-mean-token-sum-norm": sequences * length_constant,
+    }
+    return counted_R / divisors[aggregation]

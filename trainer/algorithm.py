@@ -4,18 +4,19 @@ together. Imports no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tandem.trainer.aggregation_options import Aggregation
 from tandem.trainer.batch.selection_options import SelectionOptions
-from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_elsewhere, estimator_models
+from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
+from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_models
 from tandem.trainer.kl_options import KlOptions
 from tandem.trainer.models.options import CriticOptions
 from tandem.trainer.named_options import named, one_of
 from tandem.trainer.off_policy.options import CorrectionOptions
-from tandem.trainer.policy_losses.options import ClippedSurrogateOptions, LossOptions, loss_elsewhere, loss_models
+from tandem.trainer.policy_losses.options import NAMES_ELSEWHERE as LOSSES_ELSEWHERE
+from tandem.trainer.policy_losses.options import ClippedSurrogateOptions, LossOptions, loss_models
 
 if TYPE_CHECKING:
     AnyEstimatorOptions = EstimatorOptions
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 else:
     AnyEstimatorOptions = one_of(estimator_models())
     AnyLossOptions = one_of(loss_models())
+
+
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""Modes of aggregation (trainer/aggregation.py)."""
 
 
 class CriticConfig(CriticOptions):
@@ -39,9 +44,9 @@ class AlgorithmConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    advantage: Annotated[AnyEstimatorOptions, named("grpo", guess=estimator_elsewhere)] = GrpoOptions()
+    advantage: Annotated[AnyEstimatorOptions, named("grpo", elsewhere=ESTIMATORS_ELSEWHERE)] = GrpoOptions()
     """The advantage estimator."""
-    loss: Annotated[AnyLossOptions, named("clipped_surrogate", guess=loss_elsewhere)] = ClippedSurrogateOptions()
+    loss: Annotated[AnyLossOptions, named("clipped_surrogate", elsewhere=LOSSES_ELSEWHERE)] = ClippedSurrogateOptions()
     """The policy loss of a token."""
     aggregation: Aggregation = "token-mean"
     """How token losses are aggregated: over all tokens of the batch or over its trajectories. `-norm` divides a
@@ -78,31 +83,22 @@ class AlgorithmConfig(BaseModel):
         """Whether rewards must include their breakdown."""
         return "components" in self.advantage.needs
 
-    @property
-    def min_group_size(self) -> int:
-        """The fewest scored answers to a prompt that the estimator accepts."""
-        return self.advantage.min_group_size
-
     def check_sampling(self, *, samples_per_prompt: int, min_scored_samples: int, max_response_tokens: int) -> None:
         """Checks that groups are large enough for the estimator (`min_scored_samples` 0: all are scored), and that the
-        overlong buffer fits into an answer.
-
-        Raises:
-            ValueError: names the setting to change.
+        overlong buffer fits into an answer. Raises ValueError that names the setting to change.
         """
-        name = self.advantage.name
-        fewest = max(self.min_group_size, 2 if self.advantage.compares_answers else 1)
+        name, fewest_scored = self.advantage.name, self.advantage.min_group_size
+        fewest = max(fewest_scored, 2 if self.advantage.compares_answers else 1)
         if samples_per_prompt < fewest:
             raise ValueError(
-                f"trainer.advantage {name} compares {fewest} answers to a prompt "
-                "or more: set rollout.samples_per_prompt "
-                f"(now {samples_per_prompt}) to {fewest} at least, or take another advantage"
+                f"trainer.advantage {name} compares {fewest} answers to a prompt or more: set "
+                f"rollout.samples_per_prompt (now {samples_per_prompt}) to {fewest} at least, or take another advantage"
             )
-        if 0 < min_scored_samples < self.min_group_size:
+        if 0 < min_scored_samples < fewest_scored:
             raise ValueError(
-                f"trainer.advantage {name} compares {self.min_group_size} answers to a "
-                "prompt or more: set reward.min_scored_samples "
-                f"(now {min_scored_samples}) to {self.min_group_size} at least, or to 0 for all of them"
+                f"trainer.advantage {name} compares {fewest_scored} answers to a prompt or more: set "
+                f"reward.min_scored_samples (now {min_scored_samples}) to {fewest_scored} at least, or to 0 for all of "
+                "them"
             )
         penalty = self.selection.overlong_penalty
         if penalty is not None and penalty.buffer_tokens > max_response_tokens:
@@ -116,8 +112,8 @@ class AlgorithmConfig(BaseModel):
         if self.correction.needs_ratio_free_loss and self.loss.has_ratio:
             raise ValueError(
                 f"correction {self.correction.preset} bypasses the proximal log-probs, so that its weights are "
-                f"π_current/π_behavior; loss {self.loss.name} has that ratio in it, "
-                "too: take loss reinforce, or another correction"
+                f"π_current/π_behavior; loss {self.loss.name} has that ratio in it, too: take loss reinforce, or "
+                "another correction"
             )
         if not self.needs_critic and self.critic != CriticConfig():
             raise ValueError(
@@ -130,47 +126,33 @@ class AlgorithmConfig(BaseModel):
             )
         if self.loss.counts_empty_rows and not self.aggregation.startswith("seq-"):
             raise ValueError(
-                f"loss {self.loss.name}: count_empty_rows is about the number of trajectories, "
-                f"and aggregation {self.aggregation} does "
-                "not divide by it: take seq-mean-token-mean, or leave count_empty_rows out"
+                f"loss {self.loss.name}: count_empty_rows is about the number of trajectories, and aggregation "
+                f"{self.aggregation} does not divide by it: take seq-mean-token-mean, or leave count_empty_rows out"
             )
-        if self.needs_components:
-            self._check_components()
-        if self.advantage.name == "maxrl":
-            self._check_success_rates()
+        self._check_reward()
         return self
 
-    def _check_components(self) -> None:
-        """Refuses, for an estimator that only reads reward components, settings on the total reward, which it would
-        ignore, and `drop_zero_variance`, which would drop groups whose components differ.
+    def _check_reward(self) -> None:
+        """Refuses settings on the total reward for an estimator that only reads its components and would ignore them,
+        and those that make rewards negative for one that divides by their mean.
         """
-        lost = {
+        name, selection = self.advantage.name, self.selection
+        effect = ""
+        changes: dict[str, object] = {
             "kl.reward": self.kl.reward,
-            "selection.overlong_penalty": self.selection.overlong_penalty,
-            "selection.reward_clip": self.selection.reward_clip,
+            "selection.overlong_penalty": selection.overlong_penalty,
         }
-        for key, value in lost.items():
-            if value is not None:
-                raise ValueError(
-                    f"{key} changes the reward, and advantage {self.advantage.name} reads its components only: "
-                    f"leave {key} out, or take another advantage"
-                )
-        if self.selection.drop_zero_variance:
+        if self.needs_components:
+            effect = f"changes the reward, and advantage {name} reads its components only"
+            changes["selection.reward_clip"] = selection.reward_clip
+        elif name == "maxrl":
+            effect = "makes rewards negative, and advantage maxrl divides by their mean as by a success rate"
+        for key, value in changes.items():
+            if effect and value is not None:
+                raise ValueError(f"{key} {effect}: leave {key} out, or take another advantage")
+        if self.needs_components and selection.drop_zero_variance:
             raise ValueError(
-                "selection.drop_zero_variance compares whole rewards, and advantage "
-                f"{self.advantage.name} their components, which "
-                "may differ where the rewards are equal: leave selection.drop_zero_variance "
-                "out, or take another advantage"
+                f"selection.drop_zero_variance compares whole rewards, and advantage {name} their components, which "
+                "may differ where the rewards are equal: leave selection.drop_zero_variance out, or take another "
+                "advantage"
             )
-
-    def _check_success_rates(self) -> None:
-        """Refuses settings that make rewards negative if the estimator divides by the mean reward."""
-        for key, value in {
-            "kl.reward": self.kl.reward,
-            "selection.overlong_penalty": self.selection.overlong_penalty,
-        }.items():
-            if value is not None:
-                raise ValueError(
-                    f"{key} makes rewards negative, and advantage maxrl divides by their mean as by a success rate: "
-                    f"leave {key} out, or take another advantage"
-                )

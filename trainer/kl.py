@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -51,13 +52,13 @@ def kl_estimates(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: Kl
 
 
 def _estimates(difference_N: Tensor, name: str) -> Tensor:
-    if name in ("k1", "kl"):
-        return difference_N
-    if name == "abs":
-        return difference_N.abs()
-    if name in ("k2", "mse"):
-        return difference_N.square() / 2
-    assert name in ("k3", "low_var_kl"), name
+    match name:
+        case "k1" | "kl":
+            return difference_N
+        case "abs":
+            return difference_N.abs()
+        case "k2" | "mse":
+            return difference_N.square() / 2
     clamped_N = difference_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     values_N = (torch.expm1(-clamped_N) + clamped_N).clamp(max=MAX_K3)
     return torch.where(difference_N.isfinite(), values_N, math.nan)  # the clamps would turn infinity into a number
@@ -111,25 +112,15 @@ class KlCoefficients:
     loss: float
 
 
-def first_coefficients(options: KlOptions) -> KlCoefficients:
-    """The coefficients that the options set."""
-    return KlCoefficients(
-        reward=options.reward.coefficient if options.reward else 0.0,
-        loss=options.loss.coefficient if options.loss else 0.0,
-    )
+def first_coefficients(options: KlOptions, saved: Mapping[str, float] = MappingProxyType({})) -> KlCoefficients:
+    """The coefficients that the options set, or those of a checkpoint where a target adapts them."""
 
+    def first(penalty: KlPenalty | None, name: str) -> float:
+        if penalty is None:
+            return 0.0
+        return (saved.get(name) if penalty.target is not None else None) or penalty.coefficient
 
-def resumed_coefficients(options: KlOptions, saved: Mapping[str, float]) -> KlCoefficients:
-    """The coefficients of a checkpoint where a target adapts them, else those of the options."""
-
-    def resumed(penalty: KlPenalty | None, name: str, first: float) -> float:
-        moved = penalty is not None and penalty.target is not None
-        return (saved.get(name) or first) if moved else first
-
-    begun = first_coefficients(options)
-    return KlCoefficients(
-        reward=resumed(options.reward, "reward", begun.reward), loss=resumed(options.loss, "loss", begun.loss)
-    )
+    return KlCoefficients(first(options.reward, "reward"), first(options.loss, "loss"))
 
 
 def next_coefficients(

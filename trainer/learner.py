@@ -24,15 +24,14 @@ from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, RequiredColumns, compute_columns, gather_column
 from tandem.trainer.batch.layout import BatchLayout
 from tandem.trainer.batch.metrics import finite
-from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.planning import padding_fraction
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
-from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
 from tandem.trainer.checkpoints.state import CheckpointState, prune_checkpoints
 from tandem.trainer.config import TrainerConfig
-from tandem.trainer.kl import first_coefficients, next_coefficients, resumed_coefficients
+from tandem.trainer.kl import first_coefficients, next_coefficients
 from tandem.trainer.models.critic import Critic
 from tandem.trainer.models.flat_rows import check_row_separation, choose_packing
 from tandem.trainer.models.loading import load_model, model_folder
@@ -340,7 +339,7 @@ class Learner(Rank):
             rank=self.rank,
         )
         self.optimizer_step = state.optimizer_step
-        self._coefficients = resumed_coefficients(self._config.kl, state.kl_coefficients)
+        self._coefficients = first_coefficients(self._config.kl, state.kl_coefficients)
         return state.batch_version
 
     def _trained_engines(self) -> dict[str, TrainingEngine]:

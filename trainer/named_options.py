@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, Union
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -14,9 +15,12 @@ from tandem.protos.plugins import find_plugins
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def named(default: str, *, key: str = "name", guess: Callable[[str], str | None] | None = None) -> BeforeValidator:
-    """For `Annotated[OneOfSeveral, named("rloo")]`: a string is a name, and a table without a name gets `default`."""
-    return BeforeValidator(BareName(key, default, guess))
+def named(default: str, *, key: str = "name", elsewhere: Mapping[str, str] = MappingProxyType({})) -> BeforeValidator:
+    """For `Annotated[OneOfSeveral, named("rloo")]`: a string is a name, and a table without a name gets `default`.
+
+    `elsewhere`: names in other trainers → ours, which an error suggests.
+    """
+    return BeforeValidator(BareName(key, default, lambda name: elsewhere.get(name.lower())))
 
 
 def one_of(models: Mapping[str, type[BaseModel]]) -> Any:
@@ -25,10 +29,8 @@ def one_of(models: Mapping[str, type[BaseModel]]) -> Any:
 
 
 def models_by_name(built_in: Iterable[type[Model]], group: str, base: type[Model]) -> dict[str, type[Model]]:
-    """name → options model: the built-in ones, then those of an entry point group.
-
-    Raises:
-        PluginError: an entry point cannot be used.
+    """name → options model: the built-in ones, then those of an entry point group. Raises PluginError if an entry point
+    cannot be used.
     """
     models = {model.model_fields["name"].default: model for model in built_in}
     for name, load in find_plugins(group, base, models).items():

@@ -1,9 +1,8 @@
 """The objective of a batch's optimizer steps: off-policy correction, denominators, policy loss, KL, entropy, value
 loss.
 
-`BatchObjective` holds the columns of the whole batch and is the same on every rank. `policy_loss` and `value_loss`
-compute one micro-batch at a time; their results sum to the loss of the optimizer step, however it was split. No model
-is used here.
+`policy_loss` and `value_loss` compute one micro-batch at a time; their results sum to the loss of the optimizer step,
+however it was split. No model is used here.
 
 R trajectories, N loss tokens of the batch (order: trainer/batch/layout.py), M those of a micro-batch, K those of a
 micro-batch that are kept.
@@ -12,7 +11,7 @@ micro-batch that are kept.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,42 +47,30 @@ class _Step:
     """bool: tokens chosen by the loss's selection; None if the loss has none."""
 
 
+@dataclass
 class BatchObjective:
-    """The objective of one batch. `sums` accumulates its metrics."""
+    """The objective of one batch, the same on every rank. `sums` accumulates its metrics."""
 
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        layout: BatchLayout,
-        start: BatchColumns,
-        targets: Targets,
-        *,
-        policy_version: int,
-        num_steps: int,
-        coefficients: KlCoefficients,
-        max_response_tokens: int,
-        seed: int,
-        device: torch.device,
-        counts_whole_batch: bool,
-    ) -> None:
-        """`counts_whole_batch`: whether this rank adds the metrics of corrections over the whole batch; set it on
-        exactly one rank.
-        """
-        self._config = config
-        self._layout = layout
-        self._start = start
-        self._targets = targets
-        self._policy_version = policy_version
-        self._num_steps = num_steps
-        self._coefficients = coefficients
-        self._max_response_tokens = max_response_tokens
-        self._seed = seed
-        self._counts_whole_batch = counts_whole_batch
-        self.sums = BatchSums(config.correction, device)
+    config: AlgorithmConfig
+    layout: BatchLayout
+    start: BatchColumns
+    targets: Targets
+    _: KW_ONLY
+    policy_version: int
+    num_steps: int
+    coefficients: KlCoefficients
+    max_response_tokens: int
+    seed: int
+    device: torch.device
+    counts_whole_batch: bool
+    """Whether this rank adds the metrics of corrections over the whole batch; set it on exactly one rank."""
+
+    def __post_init__(self) -> None:
+        self.sums = BatchSums(self.config.correction, self.device)
 
     def begin_step(self, step: int, current_N: Tensor | None) -> _Step:
         """The columns shared by the step's micro-batches; `current_N` if `RequiredColumns.every_step`."""
-        layout, correction = self._layout, self._config.correction
+        layout, correction = self.layout, self.config.correction
         places, lengths_S = layout.tokens_of(step)
         keep_N = torch.ones(layout.num_tokens, dtype=torch.bool)
         weights_N = None
@@ -92,10 +79,10 @@ class BatchObjective:
             keep_N[places] = corrected.keep_N
             weights_N = torch.ones(layout.num_tokens)
             weights_N[places] = corrected.weights_N.float()
-        keep_N &= (self._targets.counts_R > 0).repeat_interleave(layout.lengths_R)
-        if self._start.finite_N is not None:
-            keep_N &= self._start.finite_N
-        chosen_N = self._choose(step, places, keep_N, weights_N, current_N)
+        keep_N &= (self.targets.counts_R > 0).repeat_interleave(layout.lengths_R)
+        if self.start.finite_N is not None:
+            keep_N &= self.start.finite_N
+        chosen_N = self._choose(step, keep_N, weights_N, current_N)
         return _Step(self._shares(step, keep_N) * keep_N, keep_N, weights_N, chosen_N)
 
     def policy_loss(self, plan: _Step, step: int, number: int, batch: MicroBatch, outputs: TokenStatistics) -> Tensor:
@@ -106,21 +93,21 @@ class BatchObjective:
         def kept(values_M: Tensor) -> Tensor:
             return values_M if everything else values_M[keep_M]
 
-        tokens = tokens if everything else _kept(tokens, keep_M)
-        terms = policy_loss(tokens, self._config.loss)
+        tokens = tokens if everything else tokens.kept(keep_M)
+        terms = policy_loss(tokens, self.config.loss)
         losses_K, marks = terms.losses_N, dict(terms.marks)
-        if self._config.kl.loss is not None:
-            assert self._start.reference_N is not None, "KL needs the reference policy"
-            reference_K = kept(self._part(self._start.reference_N, step, number, batch))
+        if self.config.kl.loss is not None:
+            assert self.start.reference_N is not None, "KL needs the reference policy"
+            reference_K = kept(self._part(self.start.reference_N, step, number, batch))
             ratio_K = tokens.importance_ratio_N
-            if self._config.correction.proximal != "bypassed":  # otherwise it already is π_current/π_behavior
+            if self.config.correction.proximal != "bypassed":  # otherwise it already is π_current/π_behavior
                 ratio_K = ratio_K * tokens.behavior_weights_N
-            penalty_K = kl_loss(tokens.current_logprobs_N, reference_K, self._config.kl.loss, ratio_N=ratio_K)
-            losses_K = losses_K + self._coefficients.loss * penalty_K
+            penalty_K = kl_loss(tokens.current_logprobs_N, reference_K, self.config.kl.loss, ratio_N=ratio_K)
+            losses_K = losses_K + self.coefficients.loss * penalty_K
             marks["reference_kl"] = penalty_K.detach()
         if outputs.entropy_N is not None:
             entropy_K = kept(outputs.entropy_N)
-            losses_K = losses_K - self._config.entropy_coefficient * entropy_K
+            losses_K = losses_K - self.config.entropy_coefficient * entropy_K
             marks["entropy"] = entropy_K.detach()
         else:  # a free estimate: the tokens were sampled from (nearly) this policy
             marks["entropy"] = -tokens.current_logprobs_N.detach()
@@ -132,31 +119,24 @@ class BatchObjective:
 
     def _part(self, column_N: Tensor, step: int, number: int, batch: MicroBatch) -> Tensor:
         """The micro-batch's part of a column, on its device."""
-        return column_N[self._layout.place_of(step, number)].to(batch.ids_BT.device)
+        return column_N[self.layout.place_of(step, number)].to(batch.ids_BT.device)
 
     def _loss_tokens(
         self, plan: _Step, step: int, number: int, batch: MicroBatch, current_M: Tensor
     ) -> tuple[LossTokens, Tensor]:
         """(the micro-batch's tokens, mask of the kept ones). Corrects them unless the whole batch was corrected."""
-        correction, behavior_M = self._config.correction, batch.behavior_logprobs_N
+        correction, behavior_M = self.config.correction, batch.behavior_logprobs_N
 
         def part(column_N: Tensor) -> Tensor:
             return self._part(column_N, step, number, batch)
 
-        proximal_M, numerator_M = proximal_logprobs(
-            correction.proximal,
-            current_logprobs_N=current_M,
-            behavior_logprobs_N=behavior_M,
-            recomputed_N=None if self._start.proximal_N is None else part(self._start.proximal_N),
-            versions_N=batch.versions_N,
-            batch_version=self._policy_version,
-            progress=step / self._num_steps,
-        )
-        advantages_M, keep_M = part(self._targets.advantages_N), part(plan.keep_N)
+        recomputed_M = None if self.start.proximal_N is None else part(self.start.proximal_N)
+        proximal_M, numerator_M = self._proximal(step, current_M, behavior_M, batch.versions_N, recomputed_M)
+        advantages_M, keep_M = part(self.targets.advantages_N), part(plan.keep_N)
         if plan.weights_N is None:
             arguments = numerator_M, behavior_M, batch.lengths_B
             corrected = correct(*arguments, correction, advantages_N=advantages_M)
-            staleness_M = self._policy_version - 1 - batch.versions_N
+            staleness_M = self.policy_version - 1 - batch.versions_N
             self.sums.add_correction(correction_sums(corrected, *arguments, staleness_M, correction))
             weights_M, keep_M = corrected.weights_N, keep_M & corrected.keep_N
         else:
@@ -174,14 +154,14 @@ class BatchObjective:
 
     def value_loss(self, plan: _Step, step: int, number: int, values_M: Tensor) -> Tensor:
         """The micro-batch's part of the critic's loss; gradient flows through `values_M`."""
-        assert self._targets.returns_N is not None and self._start.values_N is not None, "a critic comes with returns"
-        places = self._layout.place_of(step, number)
+        assert self.targets.returns_N is not None and self.start.values_N is not None, "a critic comes with returns"
+        places = self.layout.place_of(step, number)
         device = values_M.device
         terms = clipped_value_loss(
             values_M,
-            self._targets.returns_N[places].to(device, torch.float32),
-            self._start.values_N[places].to(device),
-            clip=self._config.critic.value_clip or math.inf,
+            self.targets.returns_N[places].to(device, torch.float32),
+            self.start.values_N[places].to(device),
+            clip=self.config.critic.value_clip or math.inf,
         )
         loss = policy_loss_sum(terms, plan.shares_N[places].to(device, torch.float32))
         _break_gradient(loss, values_M)
@@ -190,64 +170,68 @@ class BatchObjective:
 
     def _correct_step(self, step: int, places: Tensor, lengths_S: Tensor, current_N: Tensor | None) -> Corrected:
         """Corrects all tokens of the step at once, on every rank."""
-        correction, start = self._config.correction, self._start
+        correction, start = self.config.correction, self.start
         numerator_N = current_N if correction.proximal == "bypassed" else start.proximal_N
         assert numerator_N is not None and start.behavior_N is not None and start.versions_N is not None
         arguments = numerator_N[places], start.behavior_N[places], lengths_S
-        counts_N = self._targets.counts_R.repeat_interleave(self._layout.lengths_R)
+        counts_N = self.targets.counts_R.repeat_interleave(self.layout.lengths_R)
         corrected = correct(
-            *arguments, correction, advantages_N=self._targets.advantages_N[places], counts_N=counts_N[places]
+            *arguments, correction, advantages_N=self.targets.advantages_N[places], counts_N=counts_N[places]
         )
-        if self._counts_whole_batch:
-            staleness = self._policy_version - 1 - start.versions_N[places]
+        if self.counts_whole_batch:
+            staleness = self.policy_version - 1 - start.versions_N[places]
             self.sums.add_correction(correction_sums(corrected, *arguments, staleness, correction))
         return corrected
 
-    def _choose(
-        self, step: int, places: Tensor, keep_N: Tensor, weights_N: Tensor | None, current_N: Tensor | None
-    ) -> Tensor | None:
+    def _choose(self, step: int, keep_N: Tensor, weights_N: Tensor | None, current_N: Tensor | None) -> Tensor | None:
         """Applies the loss's selection to the step's kept tokens."""
-        select = find_loss(self._config.loss.name).select
+        select = find_loss(self.config.loss.name).select
         if select is None:
             return None
-        start = self._start
+        start = self.start
         assert current_N is not None and start.behavior_N is not None and start.versions_N is not None
-        _, lengths_S = self._layout.tokens_of(step)
+        places, lengths_S = self.layout.tokens_of(step)
         kept_S = keep_tokens(lengths_S, keep_N[places])
         places = places[keep_N[places]]
         current_K, behavior_K = current_N[places], start.behavior_N[places]
-        proximal_K, _ = proximal_logprobs(
-            self._config.correction.proximal,
-            current_logprobs_N=current_K,
-            behavior_logprobs_N=behavior_K,
-            recomputed_N=None if start.proximal_N is None else start.proximal_N[places],
-            versions_N=start.versions_N[places],
-            batch_version=self._policy_version,
-            progress=step / self._num_steps,
-        )
+        recomputed_K = None if start.proximal_N is None else start.proximal_N[places]
+        proximal_K, _ = self._proximal(step, current_K, behavior_K, start.versions_N[places], recomputed_K)
         tokens = LossTokens(
             current_logprobs_N=current_K,
             proximal_logprobs_N=proximal_K,
             behavior_logprobs_N=behavior_K,
-            advantages_N=self._targets.advantages_N[places],
+            advantages_N=self.targets.advantages_N[places],
             behavior_weights_N=torch.ones(len(places)) if weights_N is None else weights_N[places],
             lengths_B=kept_S,
         )
-        chosen_N = torch.zeros(self._layout.num_tokens, dtype=torch.bool)
-        chosen_N[places] = select(tokens, self._config.loss, seed=self._seed + step)
+        chosen_N = torch.zeros(self.layout.num_tokens, dtype=torch.bool)
+        chosen_N[places] = select(tokens, self.config.loss, seed=self.seed + step)
         return chosen_N
+
+    def _proximal(
+        self, step: int, current_N: Tensor, behavior_N: Tensor, versions_N: Tensor, recomputed_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return proximal_logprobs(
+            self.config.correction.proximal,
+            current_logprobs_N=current_N,
+            behavior_logprobs_N=behavior_N,
+            recomputed_N=recomputed_N,
+            versions_N=versions_N,
+            batch_version=self.policy_version,
+            progress=step / self.num_steps,
+        )
 
     def _shares(self, step: int, keep_N: Tensor) -> Tensor:
         """Each token's share of the step's loss. Denominators cover all kept tokens and trajectories of the step."""
-        layout, counts_R = self._layout, self._targets.counts_R
+        layout, counts_R = self.layout, self.targets.counts_R
         here_R = layout.steps_R == step
-        kept_R = torch.where(here_R, layout.kept_of(keep_N), 0)
+        kept_R = torch.where(here_R, keep_tokens(layout.lengths_R, keep_N), 0)
         num_rows = float(torch.where(here_R, counts_R, 0.0).sum())
         shares_R = token_shares(
             kept_R,
-            self._config.aggregation,
-            length_constant=self._max_response_tokens,
-            num_sequences=num_rows if self._config.loss.counts_empty_rows else None,
+            self.config.aggregation,
+            length_constant=self.max_response_tokens,
+            num_sequences=num_rows if self.config.loss.counts_empty_rows else None,
             multiplicities=counts_R,
         )
         return shares_R.repeat_interleave(layout.lengths_R)
@@ -262,15 +246,3 @@ def _break_gradient(loss: Tensor, outputs_M: Tensor) -> None:
     broken = ~loss.detach().isfinite()
     if outputs_M.requires_grad:
         outputs_M.register_hook(lambda gradient_M: gradient_M.masked_fill(broken, math.nan))
-
-
-def _kept(tokens: LossTokens, keep_N: Tensor) -> LossTokens:
-    return LossTokens(
-        current_logprobs_N=tokens.current_logprobs_N[keep_N],
-        proximal_logprobs_N=tokens.proximal_logprobs_N[keep_N],
-        behavior_logprobs_N=tokens.behavior_logprobs_N[keep_N],
-        advantages_N=tokens.advantages_N[keep_N],
-        behavior_weights_N=tokens.behavior_weights_N[keep_N],
-        lengths_B=keep_tokens(tokens.lengths_B, keep_N),
-        chosen_N=None if tokens.chosen_N is None else tokens.chosen_N[keep_N],
-    )

@@ -52,7 +52,7 @@ def selection_rules(recipe: Recipe) -> SelectionRules:
     more.
     """
     return SelectionRules(
-        min_rows=max(2 if recipe.trainer.advantage.compares_answers else 1, recipe.trainer.min_group_size),
+        min_rows=max(2 if recipe.trainer.advantage.compares_answers else 1, recipe.trainer.advantage.min_group_size),
         hard_staleness_cap=recipe.run.hard_staleness_cap,
         drop_zero_variance=recipe.trainer.selection.drop_zero_variance,
         needs_baseline=recipe.trainer.needs_baselines,

@@ -17,7 +17,7 @@ from typing import Any
 from tandem.protos.errors import ConfigError, DeadlineError, LedgerError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
-from tandem.trainer.batch.record import record_group_ids, recorded_versions
+from tandem.trainer.batch.record import read_plan, recorded_versions
 from tandem.trainer.checkpoints.state import latest_checkpoint
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -76,7 +76,7 @@ def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
     incarnation = buffer.begin_incarnation()
     resume_point = find_resume_point(folder)
     # Includes batches in the checkpoint: if Redis lost writes, their groups must not be trained twice.
-    recorded = {version: record_group_ids(folder, version) for version in recorded_versions(folder)}
+    recorded = {version: list(read_plan(folder, version).group_ids) for version in recorded_versions(folder)}
     buffer.rollback(incarnation, resume_point.checkpoint_version, recorded)
     return incarnation, resume_point
 

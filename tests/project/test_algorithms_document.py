@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from tandem.trainer.aggregation_options import Aggregation
+from tandem.trainer.algorithm import Aggregation
 from tandem.trainer.batch.selection_options import OverlongPenalty, PolicyFiltration, SelectionOptions
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE

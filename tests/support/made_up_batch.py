@@ -13,8 +13,8 @@ from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.batch.columns import BatchColumns, finite_tokens
 from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.micro_batch import rank_micro_batches
 from tandem.trainer.batch.rewards import Targets
-from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.kl import first_coefficients
 from tandem.trainer.models.token_logprobs import TokenStatistics
 from tandem.trainer.objective import BatchObjective

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tandem.trainer.aggregation import Aggregation, token_shares
-from tandem.trainer.batch.ragged import flatten, spread
+from tandem.trainer.batch.ragged import spread
 from tandem.trainer.policy_losses.inputs import LossTerms, policy_loss_sum
 from tests.support.golden_cases import GoldenCase, golden_cases
+from tests.support.padded import flatten
 
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 

@@ -17,11 +17,11 @@ from tandem.trainer.aggregation import Aggregation
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.policy_losses.options import loss_models
 from tests.support import whole_batch_rank
+from tests.support.loss_tokens import MODES, SMALL
 from tests.support.made_up_batch import MadeUpBatch
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_group
-from tests.trainer.policy_losses.test_policy_loss_laws import MODES, SMALL
 
 CORRECTIONS: Sequence[dict[str, Any]] = (
     {},

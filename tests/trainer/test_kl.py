@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.protos.errors import DataError
-from tandem.trainer.batch.ragged import flatten, unflatten
 from tandem.trainer.kl import (
     KlCoefficients,
     first_coefficients,
@@ -21,10 +20,10 @@ from tandem.trainer.kl import (
     kl_loss,
     next_coefficient,
     next_coefficients,
-    resumed_coefficients,
 )
 from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
 from tests.support.golden_cases import GoldenCase, golden_cases
+from tests.support.padded import flatten, unflatten
 
 NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 ESTIMATORS = [case for name in NAMES for case in golden_cases(f"kl/{name}/") + golden_cases(f"kl/{name}+/")]
@@ -203,10 +202,10 @@ def test_coefficients_adapt_to_their_targets_and_survive_json() -> None:
 def test_a_resumed_run_restores_only_coefficients_with_a_target() -> None:
     saved = asdict(KlCoefficients(reward=0.3, loss=0.4))
     options = KlOptions(reward=RewardKl(coefficient=0.1, target=1.0), loss=LossKl(coefficient=0.2))
-    assert resumed_coefficients(options, saved) == KlCoefficients(0.3, 0.2)
-    assert resumed_coefficients(options, {}) == KlCoefficients(0.1, 0.2), "a checkpoint that knows of none"
-    assert resumed_coefficients(options, asdict(KlCoefficients(0.0, 0.0))) == KlCoefficients(0.1, 0.2), "there was none"
-    assert resumed_coefficients(KlOptions(), saved) == KlCoefficients(0.0, 0.0)
+    assert first_coefficients(options, saved) == KlCoefficients(0.3, 0.2)
+    assert first_coefficients(options, {}) == KlCoefficients(0.1, 0.2), "a checkpoint that knows of none"
+    assert first_coefficients(options, asdict(KlCoefficients(0.0, 0.0))) == KlCoefficients(0.1, 0.2), "there was none"
+    assert first_coefficients(KlOptions(), saved) == KlCoefficients(0.0, 0.0)
 
 
 def test_one_update_at_most_halves_the_coefficient_and_a_bad_kl_leaves_it() -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tandem.protos.errors import ConfigError, DataError, EnvironmentLackError, ModelError
 from tandem.protos.types import Segment, TrajectoryGroup
-from tandem.trainer.batch.rows import rank_micro_batches
+from tandem.trainer.batch.micro_batch import rank_micro_batches
 from tandem.trainer.checkpoints.state import latest_checkpoint, list_checkpoints
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner

@@ -17,9 +17,8 @@ from tandem.trainer import objective as objective_module
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
-from tandem.trainer.batch.micro_batch import MicroBatch
+from tandem.trainer.batch.micro_batch import MicroBatch, rank_micro_batches
 from tandem.trainer.batch.rewards import Targets
-from tandem.trainer.batch.rows import rank_micro_batches
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.kl import first_coefficients
 from tandem.trainer.learner import Learner

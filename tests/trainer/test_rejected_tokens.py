@@ -23,10 +23,10 @@ from tandem.trainer.learner import Learner
 from tandem.trainer.policy_losses.inputs import LossTokens
 from tandem.trainer.policy_losses.registry import find_loss
 from tests.support.learner_rank import all_weights
+from tests.support.loss_tokens import MODES, SMALL, every_loss, options_of, run
 from tests.support.made_up_batch import MAX_TOKENS, MadeUpBatch
 from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch, make_group, with_broken_row
-from tests.trainer.policy_losses.test_policy_loss_laws import MODES, SMALL, every_loss, options_of, run
 
 TOKENS: Mapping[str, Any] = {"level": "token", "measure": "k3", "high": 0.05}
 ROWS: Mapping[str, Any] = {"level": "geometric", "measure": "k3", "high": 0.08}

@@ -6,25 +6,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
-from tandem.trainer.aggregation import token_shares
-from tandem.trainer.batch.ragged import flatten, spread, unflatten
 from tandem.trainer.value_loss import clipped_value_loss
 from tests.support.golden_cases import GoldenCase, golden_cases
-
-
-def shares(case: GoldenCase, lengths_B: Tensor) -> Tensor:
-    """Every token's share times the number of ranks that the golden convention averages over."""
-    given = case.hyper["global"] or {}
-    share_B = token_shares(
-        lengths_B,
-        case.hyper["loss_agg_mode"],
-        length_constant=given.get("loss_scale_factor", case.inputs["response_mask"].shape[1]),
-        num_tokens=given.get("batch_num_tokens"),
-        num_sequences=given.get("global_batch_size"),
-    )
-    return spread(share_B * given.get("dp_size", 1), lengths_B)
+from tests.support.padded import flatten, unflatten
+from tests.trainer.test_aggregation import golden_shares
 
 
 @pytest.mark.parametrize("case", golden_cases("value_loss/"), ids=lambda case: case.name)
@@ -35,7 +21,8 @@ def test_golden_value_loss(case: GoldenCase) -> None:
     returns_N, _ = flatten(case.inputs["returns"], mask_BT)
     start_N, _ = flatten(case.inputs["values"], mask_BT)
     terms = clipped_value_loss(values_N, returns_N, start_N, clip=case.hyper["cliprange_value"])
-    loss = torch.dot(terms.losses_N, shares(case, lengths_B))
+    shares_N = golden_shares(lengths_B, case.hyper["loss_agg_mode"], case.hyper["global"] or {}, mask_BT.shape[1])
+    loss = torch.dot(terms.losses_N, shares_N)
     loss.backward()
     assert values_N.grad is not None
     case.check("loss", loss)

@@ -19,10 +19,8 @@ HIDDEN_SIZE = 4096
 
 
 def workload(num_tokens: int) -> int:
-    """The work of a row of n tokens in a transformer, up to a factor: 6·hidden·n + n² = 24576·n + n².
-
-    A layer's matrix products take 12·hidden²·n multiplications and its attention 2·hidden·n²; both are divided by
-    2·hidden.
+    """The work of a row of n tokens in a transformer, up to a factor 2·hidden: 6·hidden·n for the matrix products and
+    n² for the attention.
     """
     return 6 * HIDDEN_SIZE * num_tokens + num_tokens * num_tokens
 
@@ -60,22 +58,9 @@ def _difference(costs: Sequence[int], num_parts: int, order: int, *, equal_size:
     return sorted(parts_of_items, key=lambda part: part[:1] or [len(costs)])
 
 
-def partition_groups(costs: Sequence[int], groups: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Like `partition`, but keeps the items of a group together and gives every part equally many groups (or one
-    apart).
-    """
-    assert len(costs) == len(groups), (len(costs), len(groups))
-    members: dict[int, list[int]] = {}
-    for item, group in enumerate(groups):
-        members.setdefault(group, []).append(item)
-    whole = list(members.values())
-    parts = partition([sum(costs[item] for item in items) for items in whole], num_parts, equal_size=True)
-    return [sorted(item for number in part for item in whole[number]) for part in parts]
-
-
 def assign_to_ranks(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Item indices of each rank, costliest first. Sums are similar and counts differ by at most one. Items at the same
-    position of different ranks cost about the same, so ranks that synchronise after every item wait little.
+    """Item indices of each rank, costliest first, so that ranks that synchronise after every item wait little. Sums are
+    similar and counts differ by at most one.
     """
     parts = partition(costs, num_ranks, equal_size=True)
     return [sorted(part, key=lambda item: (-costs[item], item)) for part in parts]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -95,9 +96,7 @@ def compute_columns(
     device: torch.device,
 ) -> BatchColumns:
     """Runs the forward passes that `required` names, the policy's first, and gathers the columns. Every rank must call
-    it.
-
-    `finite_N` is always computed, because denominators depend on it and are fixed before micro-batches are corrected.
+    it. `finite_N` is always computed, because denominators depend on it.
     """
     cells = {(step, number): one for step, parts in enumerate(steps) for number, one in enumerate(parts)}
 
@@ -110,24 +109,23 @@ def compute_columns(
             cell: loss_token_statistics(policy, one, squared_probs=required.squared_probs)
             for cell, one in cells.items()
         }
-        proximal_N = _gathered(layout, {cell: one.logprobs_N for cell, one in outputs.items()}, device)
+        proximal_N = layout.gather({cell: one.logprobs_N for cell, one in outputs.items()}, device=device)
         if required.squared_probs:
             found = {cell: one.squared_probs_N for cell, one in outputs.items() if one.squared_probs_N is not None}
-            squared_probs_N = _gathered(layout, found, device)
+            squared_probs_N = layout.gather(found, device=device)
     if required.reference:
         assert reference is not None, "the algorithm has a reference policy"
         logprobs = dict(zip(cells, reference.logprobs(list(cells.values())), strict=True))
-        reference_N = _gathered(layout, logprobs, device)
+        reference_N = layout.gather(logprobs, device=device)
     if required.values:
         assert critic is not None, "the algorithm has a critic"
         values_N = column(critic.values)
+    positions_N = column(lambda one: one.response_column_N, torch.int64) if required.columns else None
     return BatchColumns(
         finite_N=column(finite_tokens, torch.uint8).bool(),
         behavior_N=column(lambda one: one.behavior_logprobs_N) if required.behavior else None,
         versions_N=column(lambda one: one.versions_N, torch.int64) if required.behavior else None,
-        columns_N=_whole_rows(layout, column(lambda one: one.response_column_N, torch.int64))
-        if required.columns
-        else None,
+        columns_N=None if positions_N is None else _whole_rows(layout, positions_N),
         token_rewards_N=column(lambda one: one.token_rewards_N) if required.token_rewards else None,
         proximal_N=proximal_N,
         squared_probs_N=squared_probs_N,
@@ -152,19 +150,12 @@ def finite_tokens(batch: MicroBatch) -> Tensor:
     return spread(finite_rows(batch.behavior_logprobs_N, batch.lengths_B), batch.lengths_B)
 
 
-def _gathered(layout: BatchLayout, parts: Mapping[Cell, Tensor], device: torch.device) -> Tensor:
-    return layout.gather(parts, dtype=torch.float32, device=device)
-
-
 def _whole_rows(layout: BatchLayout, columns_N: Tensor) -> Tensor:
-    """Positions in the response, numbered consecutively over a trajectory's segments."""
-    columns_N = columns_N.clone()
-    segments = columns_N.split(layout.lengths_S.tolist())
-    number = 0
+    """Positions in the response, numbered consecutively over a trajectory's segments, in place."""
+    segments = iter(columns_N.split(layout.lengths_S.tolist()))
     for count in layout.segments_R.tolist():
         offset = 0
-        for columns in segments[number : number + count]:
+        for columns in islice(segments, count):
             columns += offset
             offset = int(columns[-1]) + 1 if len(columns) else offset
-        number += count
     return columns_N

@@ -16,7 +16,6 @@ from torch import Tensor, distributed
 
 from tandem.protos.types import RowHeader, TrainBatch, scored_trajectories
 from tandem.trainer.batch.planning import group_steps
-from tandem.trainer.batch.ragged import row_sums
 
 TrajectoryKey = tuple[str, int]
 """(group id, trajectory id)."""
@@ -77,18 +76,16 @@ class BatchLayout:
 
     def place_of(self, step: int, micro_batch: int) -> Tensor:
         """`places`, empty if this rank has no rows there."""
-        return self.places.get((step, micro_batch), torch.zeros(0, dtype=torch.int64))
+        return self.places.get((step, micro_batch), _integers(()))
 
     def tokens_of(self, step: int) -> tuple[Tensor, Tensor]:
         """(indices in N, lengths of their segments) of all tokens trained in an optimizer step."""
         here_S = (self.steps_R == step).repeat_interleave(self.segments_R)
         return here_S.repeat_interleave(self.lengths_S).nonzero()[:, 0], self.lengths_S[here_S]
 
-    def kept_of(self, keep_N: Tensor) -> Tensor:
-        """int64 (R,): number of kept tokens of each trajectory."""
-        return row_sums(keep_N.double(), self.lengths_R).long()
-
-    def gather(self, parts: Mapping[tuple[int, int], Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def gather(
+        self, parts: Mapping[tuple[int, int], Tensor], *, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """The column (N,) of all ranks' `parts` (micro-batch → values of its tokens), on the CPU. Tokens without a
         value are 0. Every rank must call it.
         """

@@ -17,14 +17,15 @@ class BatchSums:
 
     def __init__(self, correction: CorrectionOptions, device: torch.device) -> None:
         self._device = device
-        self._correction = CorrectionSums.zeros(correction, device)
+        self._options = correction
+        self._correction: CorrectionSums | None = None
         self._sums: dict[str, Tensor] = {}
         self._is_share: set[str] = set()
 
     def add_correction(self, sums: CorrectionSums) -> None:
         """Adds the sums of the off-policy correction of some tokens."""
-        moved = CorrectionSums(sums.tests, sums.sums_SK.to(self._device), sums.maxima_SM.to(self._device))
-        self._correction = self._correction + moved
+        moved = sums.to(self._device)
+        self._correction = moved if self._correction is None else self._correction + moved
 
     def add_marks(self, loss: Tensor, marks: Mapping[str, Tensor], num_tokens: int) -> None:
         """Adds one micro-batch: its part of the loss and the marks of its kept tokens."""
@@ -51,24 +52,23 @@ class BatchSums:
 
         `loss` and `value_loss` sum over optimizer steps. Marks are means over the trained tokens (`clipped_fraction`:
         tokens whose gradient the loss bounded). `entropy` is exact if the loss has an entropy bonus; otherwise it is
-        the mean of −log π over the sampled tokens, which estimates it. The others are described in
-        trainer/off_policy/diagnostics.py.
+        the mean of −log π over the sampled tokens, which estimates it. trainer/off_policy/diagnostics.py describes the
+        others.
         """
         names = sorted(self._sums)
         values = torch.stack([self._sums[name] for name in names])
-        correction = self._correction
+        correction = self._correction or CorrectionSums.zeros(self._options).to(self._device)
         if distributed.get_world_size() > 1:
             distributed.all_reduce(values)
             distributed.all_reduce(correction.sums_SK)
             distributed.all_reduce(correction.maxima_SM, distributed.ReduceOp.MAX)
         sums = dict(zip(names, values.tolist(), strict=True))
         num_tokens = sums.get("tokens", 0.0)  # missing if the batch only trains the critic
-        tokens = max(1.0, num_tokens)
         figures = {"loss": sums.get("loss", 0.0), "trained_tokens": num_tokens, **correction.figures()}
         for name in names:
-            if name.startswith("mark/"):
-                mark = name.removeprefix("mark/")
-                figures[f"{mark}_fraction" if mark in self._is_share else mark] = sums[name] / tokens
+            kind, _, mark = name.partition("/")
+            if kind == "mark":
+                figures[f"{mark}_fraction" if mark in self._is_share else mark] = sums[name] / max(1.0, num_tokens)
         if "value_loss" in sums:
             figures["value_loss"] = sums["value_loss"]
             figures["value_clipped_fraction"] = sums["value_clipped"] / max(1.0, sums["value_tokens"])

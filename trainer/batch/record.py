@@ -103,11 +103,6 @@ def recorded_versions(run_folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdigit())
 
 
-def record_group_ids(run_folder: Path, version: int) -> list[str]:
-    """The groups of a recorded batch, in its order."""
-    return list(read_plan(run_folder, version).group_ids)
-
-
 def batch_to_json(batch: TrainBatch) -> dict[str, object]:
     """The batch as a JSON value."""
     return {

@@ -65,20 +65,27 @@ def learning_targets(
     selection = config.selection
     scores_R = np.array([header.reward for header in layout.headers], np.float64)
     rewards_R = _shaped(scores_R, layout.lengths_R.numpy(), selection, max_response_tokens)
-    baselines_R = _baselines(layout, headers, selection, max_response_tokens) if config.needs_baselines else None
     rewards_N = _on_tokens(torch.from_numpy(rewards_R), layout, start.token_rewards_N)
     reward_kl = 0.0
     if config.kl.reward is not None:
         assert start.proximal_N is not None and start.reference_N is not None, "KL needs the reference policy"
+        logprobs = start.proximal_N, start.reference_N
         rewards_N, reward_kl = kl_in_reward(
-            rewards_N,
-            start.proximal_N,
-            start.reference_N,
-            layout.lengths_R,
-            config.kl.reward,
-            coefficient=reward_kl_coefficient,
+            rewards_N, *logprobs, layout.lengths_R, config.kl.reward, coefficient=reward_kl_coefficient
         )
-    result = estimate(_estimator_batch(layout, start, rewards_N, baselines_R, components, config), config.advantage)
+    inputs = EstimatorBatch(
+        rewards_N=rewards_N,
+        lengths_R=layout.lengths_R,
+        groups_R=layout.groups_R,
+        baselines_R=_baselines(layout, headers, selection, max_response_tokens) if config.needs_baselines else None,
+        components_RC=_component_rows(layout, components) if config.needs_components else None,
+        values_N=_double(start.values_N),
+        logprobs_N=_double(start.proximal_N),
+        squared_probs_N=_double(start.squared_probs_N),
+        behavior_weights_N=_behavior_weights(layout, start, config) if config.advantage.weighs_tokens else None,
+        columns_N=start.columns_N,
+    )
+    result = estimate(inputs, config.advantage)
     advantages_N = result.advantages_N.float()
     if selection.advantage_clip is not None:
         advantages_N = clip_advantages(advantages_N, selection.advantage_clip)
@@ -117,6 +124,10 @@ def _shaped(
     return rewards_R + overlong_penalties(lengths_R, selection.overlong_penalty, max_tokens=max_response_tokens)
 
 
+def _double(column_N: Tensor | None) -> Tensor | None:
+    return None if column_N is None else column_N.double()
+
+
 def _on_tokens(rewards_R: Tensor, layout: BatchLayout, token_rewards_N: Tensor | None) -> Tensor:
     """The rewards of single tokens. A row's last token gets the part of its score that is on no other token."""
     rewards_N = torch.zeros(layout.num_tokens, dtype=torch.float64)
@@ -126,28 +137,6 @@ def _on_tokens(rewards_R: Tensor, layout: BatchLayout, token_rewards_N: Tensor |
     filled_R = layout.lengths_R > 0
     rewards_N[layout.lengths_R.cumsum(0)[filled_R] - 1] += rewards_R[filled_R]
     return rewards_N
-
-
-def _estimator_batch(
-    layout: BatchLayout,
-    start: BatchColumns,
-    rewards_N: Tensor,
-    baselines_R: Tensor | None,
-    components: Mapping[TrajectoryKey, Mapping[str, float]],
-    config: AlgorithmConfig,
-) -> EstimatorBatch:
-    return EstimatorBatch(
-        rewards_N=rewards_N,
-        lengths_R=layout.lengths_R,
-        groups_R=layout.groups_R,
-        baselines_R=baselines_R,
-        components_RC=_component_rows(layout, components) if config.needs_components else None,
-        values_N=start.values_N.double() if start.values_N is not None else None,
-        logprobs_N=start.proximal_N.double() if start.proximal_N is not None else None,
-        squared_probs_N=start.squared_probs_N.double() if start.squared_probs_N is not None else None,
-        behavior_weights_N=_behavior_weights(layout, start, config) if config.advantage.weighs_tokens else None,
-        columns_N=start.columns_N,
-    )
 
 
 def _behavior_weights(layout: BatchLayout, start: BatchColumns, config: AlgorithmConfig) -> Tensor:
@@ -187,9 +176,8 @@ def _component_rows(layout: BatchLayout, components: Mapping[TrajectoryKey, Mapp
     names = sorted({name for parts in components.values() for name in parts if "/" not in name})
     if not names:
         raise DataError(
-            "trainer.advantage gdpo needs rewards with their components: let "
-            "the reward function return a dict of them, "
-            "or name several scorers in reward.rubric"
+            "trainer.advantage gdpo needs rewards with their components: let the reward function return a dict of "
+            "them, or name several scorers in reward.rubric"
         )
     known: dict[str, set[str]] = {}
     for (group_id, _), parts in components.items():
@@ -200,8 +188,8 @@ def _component_rows(layout: BatchLayout, components: Mapping[TrajectoryKey, Mapp
         missing = [name for name in names if name not in parts and name in known.get(group_id, names)]
         if missing:
             raise DataError(
-                f"group {group_id}, trajectory {trajectory_id}: its reward lacks "
-                f"the component {missing[0]}, which others have"
+                f"group {group_id}, trajectory {trajectory_id}: its reward lacks the component {missing[0]}, which "
+                "others have"
             )
         rows.append([parts.get(name, 0.0) for name in names])
     return torch.tensor(rows, dtype=torch.float64)
@@ -219,11 +207,8 @@ def _counts(layout: BatchLayout, scores_R: np.ndarray, config: AlgorithmConfig, 
 
 def _figures(layout: BatchLayout, advantages_N: Tensor, scores_R: np.ndarray) -> dict[str, float]:
     groups_R = layout.groups_R.numpy()
-    flat = 0
-    for group in np.unique(groups_R):
-        scores_G = scores_R[groups_R == group]
-        flat += int(len(scores_G) > 1 and scores_G.min() == scores_G.max())
+    groups = (scores_R[groups_R == group] for group in np.unique(groups_R))
     return {
         "advantage_abs_mean": float(advantages_N.abs().mean()) if len(advantages_N) else 0.0,
-        "zero_variance_groups": flat,
+        "zero_variance_groups": sum(len(scores_G) > 1 and not np.ptp(scores_G) for scores_G in groups),
     }

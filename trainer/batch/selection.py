@@ -27,37 +27,27 @@ POWER_EPSILON = 1e-8
 """Keeps every probability positive under `power`, and the weights defined when all rewards are 0."""
 
 
-def zero_variance(rewards_G: Sequence[float], *, by_deviation: bool = False) -> bool:
-    """True if the group has more than one reward and all are equal. Its advantages are 0, so DAPO samples another
-    group.
-
-    `rewards_G` are the trajectories' total rewards before any penalty. `by_deviation` tests whether the computed
-    standard deviation is exactly 0, as the golden convention does; by rounding this is false for three rewards of 0.1.
-
-    Raises:
-        DataError: a reward is NaN or infinite.
+def zero_variance(rewards_G: Sequence[float] | Floats) -> bool:
+    """True if the group has more than one reward (before any penalty) and all are equal. Its advantages are 0, so DAPO
+    samples another group. Raises DataError if a reward is NaN or infinite.
     """
     rewards = check_finite(np.asarray(rewards_G, np.float64), "rewards")
-    if len(rewards) < 2:
-        return False
-    return bool(rewards.std() == 0.0) if by_deviation else bool(rewards.min() == rewards.max())
+    return len(rewards) > 1 and bool(rewards.min() == rewards.max())
 
 
 def finished_rows(finish_reasons: Sequence[FinishReason]) -> NDArray[np.bool_]:
     """False for trajectories cut off at the length limit (overlong filtering). Their loss tokens leave the loss and its
-    denominators, while their rewards stay in the baselines. If none finished, the loss is 0.
+    denominators, while their rewards stay in the baselines.
     """
     return np.array([reason != "length" for reason in finish_reasons], np.bool_)
 
 
 def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *, max_tokens: int) -> Floats:
-    """The penalties added to the rewards of answers of these lengths (sampled tokens); never positive. `max_tokens` is
-    the longest answer allowed.
-
-    0 up to max_tokens − buffer, from there linearly down to −factor at max_tokens, and −factor beyond (DAPO, eq. 13).
+    """The penalties added to the rewards of answers of these lengths (sampled tokens): 0 up to max_tokens − buffer,
+    from there linearly down to −factor at max_tokens, and −factor beyond (DAPO, eq. 13).
 
     Raises:
-        ConfigError: the buffer is longer than the longest answer.
+        ConfigError: the buffer is longer than the longest answer, `max_tokens`.
     """
     if options.buffer_tokens > max_tokens:
         raise ConfigError(
@@ -71,18 +61,14 @@ def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *
 
 
 def clip_rewards(rewards_R: Floats, bounds: tuple[float, float]) -> Floats:
-    """The rewards clipped to the bounds. Raises DataError if one is NaN or infinite, so that clipping hides no scorer's
-    fault.
-    """
+    """The rewards clipped to the bounds. Raises DataError if one is NaN or infinite."""
     return np.clip(check_finite(rewards_R, "rewards"), *bounds)
 
 
 def clip_advantages(advantages_N: Tensor, limit: float) -> Tensor:
     """The advantages clipped to ±limit. Raises DataError if one is NaN or infinite."""
-    if not bool(advantages_N.isfinite().all()):
-        raise DataError(
-            f"{int((~advantages_N.isfinite()).sum())} of {advantages_N.numel()} advantages are NaN or infinite"
-        )
+    if num_bad := int((~advantages_N.isfinite()).sum()):
+        raise DataError(f"{num_bad} of {len(advantages_N)} advantages are NaN or infinite")
     return advantages_N.clamp(-limit, limit)
 
 
@@ -97,11 +83,10 @@ def filtration_weights(
         best_random  1/2, then 1/(2(K − 1)) each
         best_worst   1/2, 0, …, 0, 1/2
 
-    Equal rewards share the probability of their ranks, so the order of rows does not matter, and all rows of a group
-    with equal rewards have weight 1. The weights are K·w_i, with mean 1 in every group. `power`: probability ∝
-    |reward|^power + 1e-8 over the whole batch, with mean weight 1 over the batch (the golden implementation's default).
-    With `resample` the weights are counts drawn with these probabilities, deterministically for a given seed.
-    Trajectories of weight 0 leave the loss; baselines and advantages are computed before, from all trajectories.
+    Equal rewards share the probability of their ranks. The weights are K·w_i, with mean 1 in every group. `power`:
+    probability ∝ |reward|^power + 1e-8 over the whole batch, with mean weight 1 over the batch (the golden
+    implementation's default). With `resample` the weights are counts drawn with these probabilities, deterministically
+    for a given seed. Trajectories of weight 0 leave the loss; baselines and advantages are computed before, from all.
 
     Raises:
         DataError: a reward is NaN or infinite.
@@ -144,7 +129,6 @@ def _groups(groups_R: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
 
 def check_finite(values: Floats, name: str) -> Floats:
     """Returns the values. Raises DataError if one is NaN or infinite."""
-    num_bad = int((~np.isfinite(values)).sum())
-    if num_bad:
+    if num_bad := int((~np.isfinite(values)).sum()):
         raise DataError(f"{num_bad} of {len(values)} {name} are NaN or infinite: mend the scorer")
     return values

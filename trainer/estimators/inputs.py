@@ -47,22 +47,14 @@ class EstimatorBatch:
     """int64 position of each loss token in its row's response, counting tool tokens; increases within a row."""
 
     def __post_init__(self) -> None:
-        num_rows = self.lengths_R.shape
+        num_tokens, num_rows = self.rewards_N.shape, self.lengths_R.shape
         assert self.rewards_N.ndim == 1 and self.rewards_N.dtype == torch.float64, self.rewards_N
-        assert self.lengths_R.ndim == 1 and self.lengths_R.dtype == torch.int64, self.lengths_R
-        assert self.groups_R.shape == num_rows and self.groups_R.dtype == torch.int64, self.groups_R
+        assert self.lengths_R.ndim == 1 and self.lengths_R.dtype == self.groups_R.dtype == torch.int64, self.lengths_R
         assert not len(self.lengths_R) or int(self.lengths_R.min()) >= 0, self.lengths_R
-        assert int(self.lengths_R.sum()) == len(self.rewards_N), (self.lengths_R.sum(), self.rewards_N.shape)
-        for column_N in (
-            self.values_N,
-            self.logprobs_N,
-            self.squared_probs_N,
-            self.behavior_weights_N,
-            self.columns_N,
-        ):
-            assert column_N is None or column_N.shape == self.rewards_N.shape, column_N
-        assert self.baselines_R is None or self.baselines_R.shape == num_rows, self.baselines_R
-        assert self.components_RC is None or self.components_RC.shape[:-1] == num_rows, self.components_RC
+        assert int(self.lengths_R.sum()) == len(self.rewards_N), (self.lengths_R.sum(), num_tokens)
+        for name, column in vars(self).items():
+            shape = num_tokens if name.endswith("_N") else num_rows
+            assert column is None or column.shape[:1] == shape, (name, column.shape)
 
     @cached_property
     def scores_R(self) -> Tensor:
@@ -74,21 +66,9 @@ class EstimatorBatch:
         """The rows' groups, numbered 0 … P − 1."""
         return Groups.of(self.groups_R)
 
-    @cached_property
-    def equal_length(self) -> int | None:
-        """The length of every row if all are equal, else None."""
-        if not len(self.lengths_R) or int(self.lengths_R.min()) != int(self.lengths_R.max()):
-            return None
-        return int(self.lengths_R[0])
-
     def spread(self, values_R: Tensor) -> Tensor:
-        """Each row's value on every token of that row, (N,). Faster if all rows have the same length, because no index
-        is needed.
-        """
-        if self.equal_length is None:
-            return spread(values_R, self.lengths_R)
-        tokens_RT = values_R[:, None].expand(-1, self.equal_length)
-        return tokens_RT.clone(memory_format=torch.contiguous_format).view(-1)
+        """Each row's value on every token of that row, (N,)."""
+        return spread(values_R, self.lengths_R)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,6 @@ class GrpoOptions(EstimatorOptions):
     """GRPO (arXiv:2402.03300)."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.group_relative:grpo"
-
     name: Literal["grpo"] = "grpo"
     std_over: Literal["group", "batch"] = "group"
     """The standard deviation to divide by: the group's, or that of all scores of the batch (Lite PPO,
@@ -58,7 +57,6 @@ class DrGrpoOptions(EstimatorOptions):
     """Dr.GRPO (arXiv:2503.20783): GRPO without the standard deviation. Nothing to set."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.group_relative:dr_grpo"
-
     name: Literal["dr_grpo"] = "dr_grpo"
 
 
@@ -66,7 +64,6 @@ class GrpoPasskOptions(EstimatorOptions):
     """Only a group's best row is trained, weighted by its lead over the second (arXiv:2503.19595)."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.group_relative:grpo_passk"
-
     name: Literal["grpo_passk"] = "grpo_passk"
     divide_by_std: bool = True
     """Divide by the group's standard deviation."""
@@ -81,7 +78,6 @@ class GpgOptions(EstimatorOptions):
     """GPG (arXiv:2504.02546)."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.group_relative:gpg"
-
     name: Literal["gpg"] = "gpg"
     f_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Divides every advantage."""
@@ -91,7 +87,6 @@ class MaxrlOptions(EstimatorOptions):
     """MaxRL (arXiv:2602.02710): divides by the group's mean reward. Nothing to set."""
 
     function: ClassVar[str] = "tandem.trainer.estimators.group_relative:maxrl"
-
     name: Literal["maxrl"] = "maxrl"
 
     @property
@@ -103,8 +98,7 @@ class MaxrlOptions(EstimatorOptions):
 class RlooOptions(EstimatorOptions):
     """RLOO (arXiv:2402.14740)."""
 
-    function: ClassVar[str] = "tandem.trainer.estimators.leave_one_out:rloo"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:rloo"
     name: Literal["rloo"] = "rloo"
     group_of_one: Literal["score", "zero"] = "score"
     """Advantage of the only row of a group: its score, as in REINFORCE without a baseline, or 0."""
@@ -113,8 +107,7 @@ class RlooOptions(EstimatorOptions):
 class OpoOptions(EstimatorOptions):
     """OPO (arXiv:2505.23585): the baseline is the mean score weighted by length. Nothing to set."""
 
-    function: ClassVar[str] = "tandem.trainer.estimators.opo:opo"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:opo"
     name: Literal["opo"] = "opo"
 
 
@@ -124,16 +117,14 @@ class RemaxOptions(EstimatorOptions):
     needs: ClassVar[frozenset[Need]] = frozenset({"baselines"})
     compares_answers: ClassVar[bool] = False
     reads_places: ClassVar[bool] = True
-    function: ClassVar[str] = "tandem.trainer.estimators.remax:remax"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.reward_to_go:remax"
     name: Literal["remax"] = "remax"
 
 
 class PkpoOptions(EstimatorOptions):
     """PKPO (arXiv:2505.15201) with its loo−1 baseline: maximises the best of k answers."""
 
-    function: ClassVar[str] = "tandem.trainer.estimators.pkpo:pkpo"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:pkpo"
     name: Literal["pkpo"] = "pkpo"
     k: Annotated[int, Field(ge=2)] = 4
     """The k of best of k; at most the size of a group."""
@@ -149,8 +140,7 @@ class ReinforcePlusPlusOptions(EstimatorOptions):
 
     compares_answers: ClassVar[bool] = False
     reads_places: ClassVar[bool] = True
-    function: ClassVar[str] = "tandem.trainer.estimators.reinforce_plus_plus:reinforce_plus_plus"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.reward_to_go:reinforce_plus_plus"
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: Fraction = 1.0
     """Discount per loss token."""
@@ -161,8 +151,7 @@ class ReinforcePlusPlusOptions(EstimatorOptions):
 class ReinforcePlusPlusBaselineOptions(EstimatorOptions):
     """REINFORCE++ with the group's mean as the baseline (arXiv:2501.03262)."""
 
-    function: ClassVar[str] = "tandem.trainer.estimators.reinforce_plus_plus:reinforce_plus_plus_baseline"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:reinforce_plus_plus_baseline"
     name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     whiten: bool = True
     """Bring the advantages of the batch's tokens to mean 0 and variance 1."""
@@ -174,8 +163,7 @@ class GaeOptions(EstimatorOptions):
     needs: ClassVar[frozenset[Need]] = frozenset({"values"})
     compares_answers: ClassVar[bool] = False
     reads_places: ClassVar[bool] = True
-    function: ClassVar[str] = "tandem.trainer.estimators.gae:gae"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.reward_to_go:gae"
     name: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
     """Discount per loss token."""
@@ -193,8 +181,7 @@ class GdpoOptions(EstimatorOptions):
     """GDPO (arXiv:2601.05242): normalises every reward component separately."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"components"})
-    function: ClassVar[str] = "tandem.trainer.estimators.gdpo:gdpo"
-
+    function: ClassVar[str] = "tandem.trainer.estimators.group_relative:gdpo"
     name: Literal["gdpo"] = "gdpo"
     weights: tuple[float, ...] = ()
     """One weight per component, in alphabetical order of their names; empty means all 1."""
@@ -211,7 +198,6 @@ class OptimalTokenBaselineOptions(EstimatorOptions):
     reads_places: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
     function: ClassVar[str] = "tandem.trainer.estimators.token_baseline:optimal_token_baseline"
-
     name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
     handle_zero_tail: bool = True
     """Use no baseline on the tail of a group's longest row, where the row would be its own baseline."""
@@ -226,29 +212,13 @@ class TirOptimalTokenBaselineOptions(EstimatorOptions):
     reads_places: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
     function: ClassVar[str] = "tandem.trainer.estimators.token_baseline:tir_optimal_token_baseline"
-
     name: Literal["tir_optimal_token_baseline"] = "tir_optimal_token_baseline"
     handle_zero_tail: bool = True
     """Use no baseline on the tail of a group's longest row, where the row would be its own baseline."""
 
 
-BUILT_IN: tuple[type[EstimatorOptions], ...] = (
-    GrpoOptions,
-    DrGrpoOptions,
-    GrpoPasskOptions,
-    GpgOptions,
-    MaxrlOptions,
-    RlooOptions,
-    OpoOptions,
-    RemaxOptions,
-    PkpoOptions,
-    ReinforcePlusPlusOptions,
-    ReinforcePlusPlusBaselineOptions,
-    GaeOptions,
-    GdpoOptions,
-    OptimalTokenBaselineOptions,
-    TirOptimalTokenBaselineOptions,
-)
+BUILT_IN = EstimatorOptions.__subclasses__()
+"""The classes above; plug-ins that are loaded later are not among them."""
 
 NAMES_ELSEWHERE = {
     "ppo": "gae",
@@ -272,14 +242,7 @@ NAMES_ELSEWHERE = {
 
 @cache
 def estimator_models() -> dict[str, type[EstimatorOptions]]:
-    """name → options model of every estimator: the built-in ones, then those of the entry points `tandem.advantages`.
-
-    Raises:
-        PluginError: an entry point cannot be used.
+    """name → options model of every estimator. Raises PluginError if an entry point of `tandem.advantages` cannot be
+    used.
     """
     return models_by_name(BUILT_IN, "tandem.advantages", EstimatorOptions)
-
-
-def estimator_elsewhere(name: str) -> str | None:
-    """The estimator that is called `name` elsewhere, or None."""
-    return NAMES_ELSEWHERE.get(name.lower())

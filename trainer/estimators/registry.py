@@ -1,7 +1,4 @@
-"""Finds and calls the advantage estimator that its options name. `estimate` first checks what all estimators require.
-
-To add one, write a function and an options model in `options.py`.
-"""
+"""Finds and calls the advantage estimator that its options name, after checking what all estimators require."""
 
 from __future__ import annotations
 
@@ -18,14 +15,15 @@ from tandem.trainer.batch.ragged import row_sums
 from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
 from tandem.trainer.estimators.options import EstimatorOptions, Need, estimator_models
 
-_FIELDS: dict[Need, str] = {
-    "values": "values_N",
-    "baselines": "baselines_R",
-    "components": "components_RC",
-    "logprobs": "logprobs_N",
-    "squared_probs": "squared_probs_N",
-    "columns": "columns_N",
+_COLUMNS: dict[Need, tuple[str, str]] = {
+    "values": ("values_N", "a value of the critic"),
+    "baselines": ("baselines_R", "a greedy baseline"),
+    "components": ("components_RC", "a reward component"),
+    "logprobs": ("logprobs_N", "a proximal log-prob"),
+    "squared_probs": ("squared_probs_N", "a Σπ²"),
+    "columns": ("columns_N", "a position"),
 }
+"""The column of `EstimatorBatch` that each need is about, and what an error calls one of its values."""
 
 
 @cache
@@ -42,9 +40,20 @@ def estimate(batch: EstimatorBatch, options: EstimatorOptions) -> Estimate:
         DataError: an input or an advantage of a row is not finite (the error names the row); a group is smaller than
             the estimator requires; or the estimator itself refuses the batch.
     """
-    for need in options.needs:
-        assert getattr(batch, _FIELDS[need]) is not None, f"{options.name} needs {need}"
-    _check_inputs(batch, options.needs)
+    # A row's sum is finite only if all its rewards are, so checking R sums covers N rewards.
+    if not bool(batch.scores_R.isfinite().all()):
+        _check_tokens(batch, "a reward", batch.rewards_N)
+    for need, (name, what) in _COLUMNS.items():
+        if need in options.needs:
+            column: Tensor | None = getattr(batch, name)
+            assert column is not None, f"{options.name} needs {need}"
+            if name.endswith("_N"):
+                _check_tokens(batch, what, column)
+            else:
+                finite = column.isfinite()
+                _check_rows(batch, what, finite if finite.ndim == 1 else finite.all(1))
+    if options.weighs_tokens and batch.behavior_weights_N is not None:
+        _check_tokens(batch, "a behavior weight", batch.behavior_weights_N)
     _check_groups(batch, options)
     result = find_estimator(options.name)(batch, options)
     assert result.advantages_N.shape == batch.rewards_N.shape, result.advantages_N.shape
@@ -52,29 +61,10 @@ def estimate(batch: EstimatorBatch, options: EstimatorOptions) -> Estimate:
     return result
 
 
-def _check_inputs(batch: EstimatorBatch, needs: frozenset[Need]) -> None:
-    # A row's sum is finite only if all its rewards are, so checking R sums covers N rewards.
-    if not bool(batch.scores_R.isfinite().all()):
-        _check_tokens(batch, "a reward", batch.rewards_N)
-    if batch.values_N is not None and "values" in needs:
-        _check_tokens(batch, "a value of the critic", batch.values_N)
-    if batch.logprobs_N is not None and "logprobs" in needs:
-        _check_tokens(batch, "a proximal log-prob", batch.logprobs_N)
-    if batch.squared_probs_N is not None and "squared_probs" in needs:
-        _check_tokens(batch, "a Σπ²", batch.squared_probs_N)
-        if batch.behavior_weights_N is not None:
-            _check_tokens(batch, "a behavior weight", batch.behavior_weights_N)
-    if batch.baselines_R is not None and "baselines" in needs:
-        _check_rows(batch, "a greedy baseline", batch.baselines_R.isfinite())
-    if batch.components_RC is not None and "components" in needs:
-        _check_rows(batch, "a reward component", batch.components_RC.isfinite().all(1))
-
-
 def _check_tokens(batch: EstimatorBatch, what: str, values_N: Tensor) -> None:
-    # A sum is finite only if its terms are. This takes one pass and no temporary.
-    if not bool(values_N.sum().isfinite()):
-        finite_R = row_sums((~values_N.isfinite()).double(), batch.lengths_R) == 0
-        _check_rows(batch, what, finite_R)
+    # A sum is finite only if its terms are. This takes one pass and no temporary. Integers are always finite.
+    if values_N.is_floating_point() and not bool(values_N.sum().isfinite()):
+        _check_rows(batch, what, row_sums((~values_N.isfinite()).double(), batch.lengths_R) == 0)
 
 
 def _check_rows(batch: EstimatorBatch, what: str, finite_R: Tensor) -> None:
@@ -84,11 +74,11 @@ def _check_rows(batch: EstimatorBatch, what: str, finite_R: Tensor) -> None:
 
 
 def _check_groups(batch: EstimatorBatch, options: EstimatorOptions) -> None:
-    fewest = options.min_group_size
-    if fewest > 1 and bool((batch.groups.sizes_R < fewest).any()):
-        row = int((batch.groups.sizes_R < fewest).nonzero()[0, 0])
+    fewest, sizes_R = options.min_group_size, batch.groups.sizes_R
+    if fewest > 1 and bool((sizes_R < fewest).any()):
+        row = int((sizes_R < fewest).nonzero()[0, 0])
         raise DataError(
-            f"row {row} (group {int(batch.groups_R[row])}): a group of {int(batch.groups.sizes_R[row])}, "
-            f"but {options.name} compares at least {fewest} answers to a prompt: "
-            "sample more, or raise min_scored_samples so that no group shrinks below that"
+            f"row {row} (group {int(batch.groups_R[row])}): a group of {int(sizes_R[row])}, but {options.name} "
+            f"compares at least {fewest} answers to a prompt: sample more, or raise min_scored_samples so that no "
+            "group shrinks below that"
         )

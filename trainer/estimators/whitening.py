@@ -14,22 +14,12 @@ EPSILON = 1e-8
 """Added to the variance, under the root."""
 
 
-def variance(values_N: Tensor, *, bessel: bool = True) -> Tensor:
-    """Mean squared distance from the mean; Bessel's correction divides by N − 1 instead of N. 0 for fewer than two
-    values.
-    """
-    centred_N = values_N - values_N.mean() if len(values_N) else values_N
-    return torch.dot(centred_N, centred_N) / max(len(values_N) - (1 if bessel else 0), 1)
-
-
-def whiten(values_N: Tensor, *, keep_mean: bool = False) -> Tensor:
-    """Wh(x), (N,); Wh(x) + ⟨x⟩ with `keep_mean`."""
+def whiten(values_N: Tensor) -> Tensor:
+    """Wh(x), (N,)."""
     if not len(values_N):
         return values_N.clone()
-    mean = values_N.mean()
-    centred_N = values_N - mean
-    centred_N.mul_(_scale(torch.dot(centred_N, centred_N), len(values_N)))
-    return centred_N.add_(mean) if keep_mean else centred_N
+    centred_N = values_N - values_N.mean()
+    return centred_N.mul_(_scale(torch.dot(centred_N, centred_N), len(values_N)))
 
 
 def whiten_rows(values_R: Tensor, lengths_R: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tandem.trainer.batch.ragged import row_sums, spread
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.off_policy.rejection import Verdict, judge
-from tandem.trainer.off_policy.weights import bounded, normalized, ratios, weight_sums
+from tandem.trainer.off_policy.weights import bounded, mean_weight, ratios
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,7 @@ class Corrected:
     """The behavior weight, also of rejected tokens; 0 in a row with a non-finite log-prob."""
     keep_N: Tensor
     """bool: whether the token is trained. The caller removes the other tokens from every flat tensor before the loss,
-    and thereby from the denominators: index with this mask, and use `ragged.keep_tokens(lengths_B, keep_N)` for the
-    lengths.
+    and thereby from the denominators.
     """
     log_ratio_N: Tensor
     """z; 0 in a row with a non-finite log-prob."""
@@ -55,20 +55,17 @@ def correct(
     counts_N: Tensor | None = None,
 ) -> Corrected:
     """Computes the weight of every token and applies every test. A token is kept only if it passes all of
-    `options.tests` (the veto is one of them); each test sees the batch before any rejection.
+    `options.tests`; each test sees the batch before any rejection.
 
     With `proximal = "bypassed"` the first argument is the current log-probs (see `proximal.proximal_logprobs`). Rows
     must be whole. A micro-batch gives exactly the same numbers as the whole batch unless `options.needs_whole_batch`;
-    then pass the columns of the whole batch. Tests only read a token's own row, but the loss's denominators and the
-    mean of normalised weights depend on all kept tokens. `counts_N` is how often each token counts in that mean: 0 for
-    a row that is excluded for another reason.
+    then pass the columns of the whole batch. `counts_N` is how often each token counts in the mean of normalised
+    weights: 0 for a row that is excluded for another reason.
 
-    A row with a NaN or infinite log-prob (a fault in the sampler's or trainer's engine) is rejected whole, gets weight
-    0, and is counted (`nonfinite_row_fraction`), so one bad answer neither stops a run nor reaches the weights. Rows
-    with non-finite sampler log-probs also leave every denominator, because trainer/batch/columns.py finds them first.
-    If only the trainer's training pass produces the non-finite value, the denominators are already fixed; the gradient
-    is then non-finite and the optimizer step is skipped. An empty input, or one in which no token passes, is valid:
-    every `keep_N` is False and nothing is NaN.
+    A row with a NaN or infinite log-prob is rejected whole, gets weight 0, and is counted (`nonfinite_row_fraction`).
+    Rows with non-finite sampler log-probs also leave every denominator, because trainer/batch/columns.py finds them
+    first. If only the trainer's training pass produces the value, the denominators are already fixed; the gradient is
+    then non-finite and the optimizer step is skipped. Empty inputs are valid.
     """
     shape = proximal_logprobs_N.shape
     assert len(shape) == 1 and behavior_logprobs_N.shape == shape, (shape, behavior_logprobs_N.shape)
@@ -87,5 +84,6 @@ def correct(
     ratio_N = ratios(log_ratio_N, lengths_B, options.weights.level)
     weights_N = bounded_N = bounded(ratio_N, options.weights, advantages_N).masked_fill_(broken_N, 0.0)
     if options.weights.normalize:
-        weights_N = normalized(bounded_N, weight_sums(bounded_N, keep_N, lengths_B, options.weights.level, counts_N))
+        mean = mean_weight(bounded_N, keep_N, lengths_B, options.weights.level, counts_N)
+        weights_N = (bounded_N / torch.where(mean > 0, mean, 1.0)).to(bounded_N.dtype)
     return Corrected(weights_N, keep_N, log_ratio_N, finite_N, ratio_N, bounded_N, verdicts)

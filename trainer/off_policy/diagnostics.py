@@ -28,14 +28,14 @@ With `proximal = "bypassed"`, π_proximal here is π_current. N loss tokens, fla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tandem.trainer.batch.ragged import keep_tokens, row_maxima, row_means, row_sums, spread
-from tandem.trainer.off_policy.correct import Corrected
+from tandem.trainer.off_policy.correct import Corrected, correct
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
 
@@ -47,57 +47,34 @@ _LIMIT = 100.0
 stays finite when squared and summed.
 """
 
-_SUMS = (
-    "tokens",
-    "k1",
-    "k3",
-    "chi_squared_token",
-    "weight",
-    "weight_squared",
-    "rejected",
-    "rows",
-    "behavior_log_perplexity",
-    "proximal_log_perplexity",
-    "behavior_perplexity",
-    "proximal_perplexity",
-    "difference",
-    "difference_abs",
-    "perplexity_ratio",
-    "chi_squared_sequence",
-    "rejected_rows",
-    "touched_rows",
-    "nonfinite_rows",
-    "weighed",
-    "above",
-    "below",
-)
-_MAXIMA = ("weight", "minus_weight", "difference", "minus_difference")
-_TEST_SUMS = ("value", "rejected", "touched_rows")
-_TEST_MAXIMA = ("greatest", "minus_least")
-
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSums:
-    """Sums and maxima by staleness: float64 (S, K) and (S, M). `tests` are the names of the tests, in order."""
+    """Sums and maxima by staleness: float64 (S, K) and (S, M).
 
-    tests: tuple[str, ...]
+    `tokens`, `rows` and `nonfinite_rows` are counts; `tokens/<metric>` and `rows/<metric>` are sums whose mean over
+    tokens or rows is the metric. Maxima named `…min` are of the negated value.
+    """
+
+    sum_names: tuple[str, ...]
+    maximum_names: tuple[str, ...]
     sums_SK: Tensor
     maxima_SM: Tensor
 
     @classmethod
-    def zeros(cls, options: CorrectionOptions, device: torch.device | str = "cpu") -> CorrectionSums:
-        """The sums of an empty batch."""
-        tests = tuple(options.tests)
-        shape = MAX_STALENESS + 1
-        return cls(
-            tests,
-            torch.zeros(shape, len(_sum_names(tests)), dtype=torch.float64, device=device),
-            torch.full((shape, len(_maximum_names(tests))), -math.inf, dtype=torch.float64, device=device),
-        )
+    def zeros(cls, options: CorrectionOptions) -> CorrectionSums:
+        """The sums of an empty batch, on the CPU."""
+        none_N, none_B = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+        corrected = correct(none_N, none_N, none_B, options, advantages_N=none_N)
+        return correction_sums(corrected, none_N, none_N, none_B, none_B, options)
+
+    def to(self, device: torch.device) -> CorrectionSums:
+        return replace(self, sums_SK=self.sums_SK.to(device), maxima_SM=self.maxima_SM.to(device))
 
     def __add__(self, other: CorrectionSums) -> CorrectionSums:
-        assert self.tests == other.tests, (self.tests, other.tests)
-        return CorrectionSums(self.tests, self.sums_SK + other.sums_SK, torch.maximum(self.maxima_SM, other.maxima_SM))
+        assert self.sum_names == other.sum_names, (self.sum_names, other.sum_names)
+        maxima_SM = torch.maximum(self.maxima_SM, other.maxima_SM)
+        return replace(self, sums_SK=self.sums_SK + other.sums_SK, maxima_SM=maxima_SM)
 
     def figures(self) -> dict[str, float]:
         """Every metric of the batch, and `staleness_<s>/<metric>` for every staleness that occurs. Synchronises the
@@ -106,14 +83,36 @@ class CorrectionSums:
         Always finite. For a batch without (finite) tokens every metric is 0, except the effective sample size and the
         perplexities, which are 1.
         """
-        everything = _figures(self.tests, self.sums_SK.sum(0).tolist(), self.maxima_SM.amax(0).tolist())
+        everything = self._figures(self.sums_SK.sum(0).tolist(), self.maxima_SM.amax(0).tolist())
         del everything["num_loss_tokens"], everything["num_rows"]  # already among the batch's metrics
         for staleness, (sums, maxima) in enumerate(zip(self.sums_SK.tolist(), self.maxima_SM.tolist(), strict=True)):
             if any(sums):
                 name = f"staleness_{staleness}" + ("_plus" if staleness == MAX_STALENESS else "")
-                part = _figures(self.tests, sums, maxima)
+                part = self._figures(sums, maxima)
                 everything.update({f"{name}/{figure}": value for figure, value in part.items()})
         return everything
+
+    def _figures(self, sums_K: Sequence[float], maxima_M: Sequence[float]) -> dict[str, float]:
+        sums = dict(zip(self.sum_names, sums_K, strict=True))
+        figures = {"num_loss_tokens": sums["tokens"], "num_rows": sums["rows"]}
+        for path, total in sums.items():
+            over, _, metric = path.partition("/")
+            if metric:
+                figures[metric] = total / max(1.0, sums[over])
+        for name, value in zip(self.maximum_names, maxima_M, strict=True):
+            value = value if math.isfinite(value) else 0.0
+            figures[name] = 0.0 - value if name.endswith("min") else value
+        neutral = 0.0 if sums["rows"] else 1.0  # neutral value of the ratios without rows
+        for name in ("behavior_perplexity", "proximal_perplexity", "perplexity_ratio"):
+            figures[name] += neutral
+        mean, squared = figures["behavior_weight_mean"], figures.pop("behavior_weight_squared")
+        nonfinite = sums["nonfinite_rows"]
+        return figures | {
+            "effective_sample_size": mean**2 / squared if squared else neutral,
+            "behavior_weight_std": math.sqrt(max(0.0, squared - mean**2)),
+            "truncated_fraction": figures["truncated_above_fraction"] + figures["truncated_below_fraction"],
+            "nonfinite_row_fraction": nonfinite / max(1.0, sums["rows"] + nonfinite),
+        }
 
 
 def correction_sums(
@@ -130,205 +129,112 @@ def correction_sums(
     values count as 0. A row's staleness is the largest of its tokens.
     """
     assert staleness_N.shape == corrected.keep_N.shape, (staleness_N.shape, corrected.keep_N.shape)
-    log_ratio_N = corrected.log_ratio_N.double()
     buckets = _Buckets(corrected.finite_N, lengths_B, staleness_N)
-    sums = {
-        **_token_sums(buckets, corrected, log_ratio_N),
-        **_row_sums(buckets, corrected, proximal_logprobs_N, behavior_logprobs_N, log_ratio_N, lengths_B),
-        **_bound_sums(buckets, corrected, lengths_B, options),
-    }
-    difference_B = _row_difference(log_ratio_N, lengths_B)
-    maxima = {
-        "weight": buckets.token_maxima(corrected.bounded_N),
-        "minus_weight": buckets.token_maxima(-corrected.bounded_N),
-        "difference": buckets.row_maxima(difference_B),
-        "minus_difference": buckets.row_maxima(-difference_B),
-    }
+    log_ratio_N = corrected.log_ratio_N.double()
+    difference_B = -row_means(log_ratio_N, lengths_B)
+    buckets.add_tokens(_token_values(corrected, log_ratio_N))
+    buckets.add_rows(_row_values(corrected, proximal_logprobs_N, behavior_logprobs_N, log_ratio_N, lengths_B))
+    weights = options.weights
+    for side, outside_N in (("above", corrected.ratio_N > weights.high), ("below", corrected.ratio_N < weights.low)):
+        if weights.level in ("none", "token"):
+            buckets.add_tokens({f"truncated_{side}_fraction": outside_N})
+        else:  # all tokens of a row share the row's ratio
+            buckets.add_rows({f"truncated_{side}_fraction": row_sums(outside_N.double(), lengths_B) > 0})
+    buckets.add_extremes("behavior_weight_", corrected.bounded_N, corrected.bounded_N)
+    buckets.add_extremes("log_perplexity_difference_", difference_B, difference_B, of_rows=True)
     for name, verdict in corrected.verdicts.items():
         rejected_N = ~verdict.keep_N
         greatest_N, least_N = (
             value if options.tests[name].level == "token" else spread(value, lengths_B)
             for value in (verdict.greatest, verdict.least)
         )
-        sums[f"{name}/value"] = buckets.tokens(greatest_N)
-        sums[f"{name}/rejected"] = buckets.tokens(rejected_N)
-        sums[f"{name}/touched_rows"] = buckets.rows(row_sums(rejected_N.double(), lengths_B) > 0)
-        maxima[f"{name}/greatest"] = buckets.token_maxima(greatest_N)
-        maxima[f"{name}/minus_least"] = buckets.token_maxima(-least_N)
-    tests = tuple(corrected.verdicts)
+        test = f"rejection/{name}/"
+        buckets.add_tokens({f"{test}mean": greatest_N, f"{test}rejected_fraction": rejected_N})
+        buckets.add_rows({f"{test}touched_row_fraction": row_sums(rejected_N.double(), lengths_B) > 0})
+        buckets.add_extremes(test, greatest_N, least_N)
+    sums, maxima = buckets.sums, buckets.maxima
     return CorrectionSums(
-        tests,
-        torch.stack([sums[name] for name in _sum_names(tests)], 1),
-        torch.stack([maxima[name] for name in _maximum_names(tests)], 1),
+        tuple(sums), tuple(maxima), torch.stack([*sums.values()], 1), torch.stack([*maxima.values()], 1)
     )
 
 
 class _Buckets:
-    """Adds up values by staleness. Non-finite rows and rows without tokens go to an extra bucket that is discarded."""
+    """Sums and maxima by staleness, each (S,). Non-finite rows and rows without tokens go to an extra bucket that is
+    discarded.
+    """
 
     def __init__(self, finite_N: Tensor, lengths_B: Tensor, staleness_N: Tensor) -> None:
         capped_N = staleness_N.clamp(0, MAX_STALENESS)
-        self._count = MAX_STALENESS + 1
-        self._token_N = torch.where(finite_N, capped_N, self._count).long()
+        self._token_N = torch.where(finite_N, capped_N, MAX_STALENESS + 1).long()
         oldest_B = row_maxima(capped_N.double(), lengths_B)
-        filled_B = lengths_B > 0
-        self._any_B = torch.where(filled_B, oldest_B, float(self._count)).long()
-        finite_B = row_sums((~finite_N).double(), lengths_B) == 0
-        self._row_B = torch.where(finite_B, self._any_B, self._count)
+        any_B = torch.where(lengths_B > 0, oldest_B, MAX_STALENESS + 1.0).long()
+        nonfinite_B = row_sums((~finite_N).double(), lengths_B) > 0
+        self._row_B = torch.where(nonfinite_B, MAX_STALENESS + 1, any_B)
+        self.sums = {
+            "tokens": _sums(self._token_N, torch.ones_like(self._token_N)),
+            "rows": _sums(self._row_B, torch.ones_like(lengths_B)),
+            "nonfinite_rows": _sums(any_B, nonfinite_B),
+        }
+        self.maxima: dict[str, Tensor] = {}
 
-    def tokens(self, values_N: Tensor) -> Tensor:
-        return self._add(self._token_N, values_N)
+    def add_tokens(self, values: Mapping[str, Tensor]) -> None:
+        self.sums |= {f"tokens/{name}": _sums(self._token_N, values_N) for name, values_N in values.items()}
 
-    def rows(self, values_B: Tensor) -> Tensor:
-        return self._add(self._row_B, values_B)
+    def add_rows(self, values: Mapping[str, Tensor]) -> None:
+        self.sums |= {f"rows/{name}": _sums(self._row_B, values_B) for name, values_B in values.items()}
 
-    def all_rows(self, values_B: Tensor) -> Tensor:
-        """Includes non-finite rows."""
-        return self._add(self._any_B, values_B)
-
-    def token_maxima(self, values_N: Tensor) -> Tensor:
-        return self._maximum(self._token_N, values_N)
-
-    def row_maxima(self, values_B: Tensor) -> Tensor:
-        return self._maximum(self._row_B, values_B)
-
-    def _add(self, bucket: Tensor, values: Tensor) -> Tensor:
-        total = torch.zeros(self._count + 1, dtype=torch.float64, device=values.device)
-        return total.index_add_(0, bucket, values.double())[: self._count]
-
-    def _maximum(self, bucket: Tensor, values: Tensor) -> Tensor:
-        total = torch.full((self._count + 1,), -math.inf, dtype=torch.float64, device=values.device)
-        return total.scatter_reduce_(0, bucket, values.double(), "amax")[: self._count]
+    def add_extremes(self, prefix: str, greatest: Tensor, least: Tensor, *, of_rows: bool = False) -> None:
+        bucket = self._row_B if of_rows else self._token_N
+        for name, values in (("max", greatest), ("min", -least)):
+            maxima = torch.full((MAX_STALENESS + 2,), -math.inf, dtype=torch.float64, device=values.device)
+            self.maxima[prefix + name] = maxima.scatter_reduce_(0, bucket, values.double(), "amax")[:-1]
 
 
-def _token_sums(buckets: _Buckets, corrected: Corrected, log_ratio_N: Tensor) -> dict[str, Tensor]:
+def _sums(bucket: Tensor, values: Tensor) -> Tensor:
+    sums = torch.zeros(MAX_STALENESS + 2, dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, bucket, values.double())[:-1]
+
+
+def _token_values(corrected: Corrected, log_ratio_N: Tensor) -> dict[str, Tensor]:
     weights_N = corrected.bounded_N.double()
     limited_N = log_ratio_N.clamp(-_LIMIT, _LIMIT)
     return {
-        "tokens": buckets.tokens(torch.ones_like(log_ratio_N)),
-        "k1": 0.0 - buckets.tokens(log_ratio_N),
-        "k3": buckets.tokens(torch.expm1(limited_N).sub_(limited_N)),
-        "chi_squared_token": buckets.tokens(limited_N.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).mul_(2).expm1_()),
-        "weight": buckets.tokens(weights_N),
-        "weight_squared": buckets.tokens(weights_N.square()),
-        "rejected": buckets.tokens(~corrected.keep_N),
+        "behavior_proximal_kl_k1": 0.0 - log_ratio_N,
+        "behavior_proximal_kl": torch.expm1(limited_N).sub_(limited_N),
+        "chi_squared_token": limited_N.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO).mul_(2).expm1_(),
+        "behavior_weight_mean": weights_N,
+        "behavior_weight_squared": weights_N.square(),
+        "rejected_fraction": ~corrected.keep_N,
     }
 
 
-def _row_sums(
-    buckets: _Buckets,
+def _row_values(
     corrected: Corrected,
     proximal_logprobs_N: Tensor,
     behavior_logprobs_N: Tensor,
     log_ratio_N: Tensor,
     lengths_B: Tensor,
 ) -> dict[str, Tensor]:
-    finite_N = corrected.finite_N
-
     def log_perplexity(logprobs_N: Tensor) -> Tensor:
-        return -row_means(torch.where(finite_N, logprobs_N.detach().double(), 0.0), lengths_B)
+        return -row_means(torch.where(corrected.finite_N, logprobs_N.detach().double(), 0.0), lengths_B)
 
     behavior_B, proximal_B = log_perplexity(behavior_logprobs_N), log_perplexity(proximal_logprobs_N)
-    difference_B = _row_difference(log_ratio_N, lengths_B)
+    difference_B = -row_means(log_ratio_N, lengths_B)
     sequence_B = row_sums(log_ratio_N, lengths_B).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept_B = keep_tokens(lengths_B, corrected.keep_N)
-    nonfinite_B = row_sums((~finite_N).double(), lengths_B) > 0
     return {
-        "rows": buckets.rows(torch.ones_like(behavior_B)),
-        "behavior_log_perplexity": buckets.rows(behavior_B),
-        "proximal_log_perplexity": buckets.rows(proximal_B),
-        "behavior_perplexity": buckets.rows(_exp(behavior_B)),
-        "proximal_perplexity": buckets.rows(_exp(proximal_B)),
-        "difference": buckets.rows(difference_B),
-        "difference_abs": buckets.rows(difference_B.abs()),
-        "perplexity_ratio": buckets.rows(_exp(difference_B)),
-        "chi_squared_sequence": buckets.rows(torch.expm1(2 * sequence_B)),
-        "rejected_rows": buckets.rows(kept_B == 0),
-        "touched_rows": buckets.rows(kept_B < lengths_B),
-        "nonfinite_rows": buckets.all_rows(nonfinite_B),
+        "behavior_log_perplexity": behavior_B,
+        "proximal_log_perplexity": proximal_B,
+        "behavior_perplexity": _exp(behavior_B),
+        "proximal_perplexity": _exp(proximal_B),
+        "log_perplexity_difference": difference_B,
+        "log_perplexity_difference_abs": difference_B.abs(),
+        "perplexity_ratio": _exp(difference_B),
+        "chi_squared_sequence": torch.expm1(2 * sequence_B),
+        "rejected_row_fraction": kept_B == 0,
+        "touched_row_fraction": kept_B < lengths_B,
     }
-
-
-def _bound_sums(
-    buckets: _Buckets, corrected: Corrected, lengths_B: Tensor, options: CorrectionOptions
-) -> dict[str, Tensor]:
-    weights = options.weights
-    above_N, below_N = corrected.ratio_N > weights.high, corrected.ratio_N < weights.low
-    if weights.level in ("none", "token"):
-        one_N = torch.ones_like(corrected.ratio_N)
-        marks = {"weighed": one_N, "above": above_N, "below": below_N}
-        return {name: buckets.tokens(mark_N) for name, mark_N in marks.items()}
-    # All tokens of a row share the row's ratio.
-    above_B, below_B = (row_sums(mark_N.double(), lengths_B) > 0 for mark_N in (above_N, below_N))
-    marks = {"weighed": torch.ones_like(lengths_B), "above": above_B, "below": below_B}
-    return {name: buckets.rows(mark_B) for name, mark_B in marks.items()}
-
-
-def _row_difference(log_ratio_N: Tensor, lengths_B: Tensor) -> Tensor:
-    return -row_means(log_ratio_N, lengths_B)
 
 
 def _exp(values: Tensor) -> Tensor:
     return values.clamp(-_LIMIT, _LIMIT).exp()
-
-
-def _sum_names(tests: Iterable[str]) -> list[str]:
-    return [*_SUMS, *(f"{test}/{name}" for test in tests for name in _TEST_SUMS)]
-
-
-def _maximum_names(tests: Iterable[str]) -> list[str]:
-    return [*_MAXIMA, *(f"{test}/{name}" for test in tests for name in _TEST_MAXIMA)]
-
-
-def _figures(tests: tuple[str, ...], sum_values: list[float], maximum_values: list[float]) -> dict[str, float]:
-    sums = dict(zip(_sum_names(tests), sum_values, strict=True))
-    maxima = {
-        name: value if math.isfinite(value) else 0.0
-        for name, value in zip(_maximum_names(tests), maximum_values, strict=True)
-    }
-    tokens, rows = max(1.0, sums["tokens"]), max(1.0, sums["rows"])
-    neutral = 0.0 if sums["rows"] else 1.0  # neutral value of the ratios without rows
-    weighed = max(1.0, sums["weighed"])
-    mean, squared = sums["weight"] / tokens, sums["weight_squared"] / tokens
-    above, below = sums["above"] / weighed, sums["below"] / weighed
-    return {
-        "num_loss_tokens": sums["tokens"],
-        "num_rows": sums["rows"],
-        "behavior_proximal_kl": sums["k3"] / tokens,
-        "behavior_proximal_kl_k1": sums["k1"] / tokens,
-        "behavior_log_perplexity": sums["behavior_log_perplexity"] / rows,
-        "proximal_log_perplexity": sums["proximal_log_perplexity"] / rows,
-        "behavior_perplexity": sums["behavior_perplexity"] / rows + neutral,
-        "proximal_perplexity": sums["proximal_perplexity"] / rows + neutral,
-        "log_perplexity_difference": sums["difference"] / rows,
-        "log_perplexity_difference_abs": sums["difference_abs"] / rows,
-        "log_perplexity_difference_max": maxima["difference"],
-        "log_perplexity_difference_min": 0.0 - maxima["minus_difference"],
-        "perplexity_ratio": sums["perplexity_ratio"] / rows + neutral,
-        "chi_squared_token": sums["chi_squared_token"] / tokens,
-        "chi_squared_sequence": sums["chi_squared_sequence"] / rows,
-        "effective_sample_size": mean**2 / squared if squared else neutral,
-        "behavior_weight_mean": mean,
-        "behavior_weight_std": math.sqrt(max(0.0, squared - mean**2)),
-        "behavior_weight_min": 0.0 - maxima["minus_weight"],
-        "behavior_weight_max": maxima["weight"],
-        "truncated_fraction": above + below,
-        "truncated_above_fraction": above,
-        "truncated_below_fraction": below,
-        "rejected_fraction": sums["rejected"] / tokens,
-        "rejected_row_fraction": sums["rejected_rows"] / rows,
-        "touched_row_fraction": sums["touched_rows"] / rows,
-        "nonfinite_row_fraction": sums["nonfinite_rows"] / max(1.0, sums["rows"] + sums["nonfinite_rows"]),
-        **dict(_test_figures(tests, sums, maxima, tokens, rows)),
-    }
-
-
-def _test_figures(
-    tests: tuple[str, ...], sums: dict[str, float], maxima: dict[str, float], tokens: float, rows: float
-) -> Iterator[tuple[str, float]]:
-    for test in tests:
-        yield f"rejection/{test}/mean", sums[f"{test}/value"] / tokens
-        yield f"rejection/{test}/max", maxima[f"{test}/greatest"]
-        yield f"rejection/{test}/min", 0.0 - maxima[f"{test}/minus_least"]
-        yield f"rejection/{test}/rejected_fraction", sums[f"{test}/rejected"] / tokens
-        yield f"rejection/{test}/touched_row_fraction", sums[f"{test}/touched_rows"] / rows

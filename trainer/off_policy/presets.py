@@ -12,35 +12,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 PresetName = Literal[
-    "token_clip",
-    "token_tis",
-    "none",
-    "recompute_only",
-    "seq_tis",
-    "icepop",
-    "seq_mis",
-    "seq_tis_rs",
-    "geo_rs",
-    "geo_rs_veto",
-    "geo_rs_token_tis",
-    "geo_rs_seq_tis",
-    "k1_rs_veto",
-    "k3_rs",
-    "k3_rs_token_tis",
-    "k3_rs_seq_tis",
-    "areal",
-    "areal_truncated",
-    "areal_loglinear",
-    "trl",
-    "prime_rl",
-    "opsm",
-    "bypass_geo_rs",
-    "bypass_k3_rs",
-    "bypass_seq_tis",
-    "bypass_icepop",
-    "bypass_geo_rs_token_tis",
-    "bypass_geo_rs_seq_tis",
-]
+    "token_clip", "token_tis", "none", "recompute_only", "seq_tis", "icepop", "seq_mis", "seq_tis_rs", "geo_rs",
+    "geo_rs_veto", "geo_rs_token_tis", "geo_rs_seq_tis", "k1_rs_veto", "k3_rs", "k3_rs_token_tis", "k3_rs_seq_tis",
+    "areal", "areal_truncated", "areal_loglinear", "trl", "prime_rl", "opsm", "bypass_geo_rs", "bypass_k3_rs",
+    "bypass_seq_tis", "bypass_icepop", "bypass_geo_rs_token_tis", "bypass_geo_rs_seq_tis"
+]  # fmt: skip
 
 _Values = Mapping[str, object]
 

@@ -1,7 +1,4 @@
-"""Proximal log-probs: the centre of the loss's clip and the numerator of the behavior weight.
-
-N loss tokens, flat.
-"""
+"""Proximal log-probs: the centre of the loss's clip and the numerator of the behavior weight. N loss tokens, flat."""
 
 from __future__ import annotations
 
@@ -26,17 +23,11 @@ def loglinear_proximal(
 
         log π_proximal ≈ log π_behavior + α·(log π_current − log π_behavior),    α = (p − b)/(c − b), within [0, 1]
 
-    `versions_N` (integers) are the versions that sampled each token. Training the batch yields `batch_version`
-    (`TrainBatch.policy_version`), so p = batch_version − 1. `progress` is the fraction of the batch's optimizer steps
-    already taken, and c = p + progress; the paper's c = p + 1 is progress 1. At progress 0 the current policy is the
-    proximal one, and the result is exact (α = 1 for every token). In later steps a token of version p or newer keeps
-    the sampler's log-prob (α = 0). Newer versions occur when a run resumes from an earlier checkpoint.
+    `versions_N` (integers) sampled each token. Training the batch yields `batch_version`, so p = batch_version − 1.
+    `progress` is the fraction of the batch's optimizer steps already taken, and c = p + progress; the paper's c = p + 1
+    is progress 1. At progress 0 the result is exactly the current one. Later, a token of version p or newer (after a
+    resume from an earlier checkpoint) keeps the sampler's log-prob.
     """
-    assert current_logprobs_N.shape == behavior_logprobs_N.shape == versions_N.shape, (
-        current_logprobs_N.shape,
-        behavior_logprobs_N.shape,
-        versions_N.shape,
-    )
     assert 0.0 <= progress <= 1.0, progress
     current_N = current_logprobs_N.detach()
     age_N = (batch_version - 1 - versions_N).clamp(min=0).to(current_N.dtype)
@@ -57,9 +48,8 @@ def proximal_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(proximal log-probs for the loss, proximal log-probs for `correct`), both detached, (N,).
 
-    They differ only for `bypassed`: the loss's proximal policy is the sampler's, so its ratio is π_current/π_behavior,
-    and the correction uses that same ratio. If `recomputed_N` is None the current log-probs are used: before a batch's
-    first optimizer step they are equal.
+    They differ only for `bypassed`, so that loss and correction both have the ratio π_current/π_behavior. If
+    `recomputed_N` is None the current log-probs are used: before a batch's first optimizer step they are equal.
     """
     current_N = current_logprobs_N.detach()
     if method == "bypassed":

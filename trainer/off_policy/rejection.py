@@ -1,5 +1,4 @@
-"""Rejection tests that a token or its whole row must pass to be trained. A token that fails leaves the loss and its
-denominators.
+"""Rejection tests. A token that fails leaves the loss and its denominators.
 
 A weight limits how much an outlier counts; rejection removes it ("When Speed Kills Stability", Liu, Li et al. 2025,
 part 3: sequence masking; geometric masking, which does not penalise long rows; the veto of catastrophic tokens).
@@ -51,7 +50,6 @@ def judge(
 
     k1, k2 and k3 clamp z to ±20 so that nothing becomes inf; `ratio` compares the unclamped logarithm.
     """
-    assert lengths_B.ndim == 1 and log_ratio_N.ndim == 1, (log_ratio_N.shape, lengths_B.shape)
     in_logs = options.measure == "ratio"
     values_N = _values(log_ratio_N.double(), options.measure)
     greatest, least = _at_level(values_N, lengths_B, options.level)
@@ -78,7 +76,6 @@ def _values(log_ratio_N: Tensor, measure: str) -> Tensor:
         return clamped_N.neg_()
     if measure == "k2":
         return clamped_N.square_() / 2
-    assert measure == "k3", measure
     return torch.expm1(clamped_N).sub_(clamped_N)
 
 

@@ -30,9 +30,7 @@ from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO
 
 
 def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
-    """u of every token, (N,), before `low` and `high`. Its logarithm is clamped to ±20 so that no token gives inf.
-    Level `none` gives 1. A row's log-ratio is summed in float64, so that long rows lose no precision.
-    """
+    """u of every token, (N,), its logarithm clamped to ±20; level `none` gives 1. Rows are summed in float64."""
     if level == "none":
         return torch.ones_like(log_ratio_N)
     if level == "token":
@@ -43,9 +41,7 @@ def ratios(log_ratio_N: Tensor, lengths_B: Tensor, level: str) -> Tensor:
 
 
 def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None) -> Tensor:
-    """w of every token, (N,), truncated, zeroed or stopped outside the bounds, as a new tensor. Only `stop` needs
-    advantages.
-    """
+    """w of every token, (N,), as a new tensor. Only `stop` needs advantages."""
     if options.level == "none":
         return ratio_N.clone()
     if options.outside == "stop":
@@ -57,29 +53,18 @@ def bounded(ratio_N: Tensor, options: WeightOptions, advantages_N: Tensor | None
     return torch.where((ratio_N >= options.low) & (ratio_N <= options.high), ratio_N, 0.0)
 
 
-def weight_sums(
+def mean_weight(
     weights_N: Tensor, keep_N: Tensor, lengths_B: Tensor, level: str, counts_N: Tensor | None = None
 ) -> Tensor:
-    """[Σ weight, count] in float64 over kept tokens, or over rows with a kept token for a row-level weight. Normalised
-    weights are divided by their quotient.
+    """The float64 mean over kept tokens, or over rows with a kept token for a row-level weight; 0 if nothing is kept.
 
     `counts_N` is how often each token counts, equal over a row; 0 leaves the row out.
     """
-    kept_N, weights_N = keep_N.double(), weights_N.double()
+    kept, weights = keep_N.double(), weights_N.double()
     if counts_N is not None:
-        kept_N = kept_N * counts_N
-    if level not in ("sequence", "geometric"):
-        return torch.stack([torch.dot(weights_N, kept_N), kept_N.sum()])
-    # All tokens of a row have the same weight and count, so a maximum selects them. An empty row's maximum is −inf.
-    kept_B = row_maxima(kept_N, lengths_B).clamp(min=0.0)
-    weights_B = torch.where(kept_B > 0, row_maxima(weights_N, lengths_B), 0.0)
-    return torch.stack([torch.dot(weights_B, kept_B), kept_B.sum()])
-
-
-def normalized(weights_N: Tensor, sums: Tensor) -> Tensor:
-    """The weights divided by their mean, from the whole batch's `weight_sums`. If the mean is 0 (all weights 0, or
-    nothing kept) they stay as they are.
-    """
-    assert sums.shape == (2,), sums.shape
-    mean = sums[0] / sums[1].clamp(min=1)
-    return (weights_N / torch.where(mean > 0, mean, 1.0)).to(weights_N.dtype)
+        kept = kept * counts_N
+    if level in ("sequence", "geometric"):
+        # All tokens of a row have the same weight and count, so a maximum selects them. An empty row's maximum is −inf.
+        kept = row_maxima(kept, lengths_B).clamp(min=0.0)
+        weights = torch.where(kept > 0, row_maxima(weights, lengths_B), 0.0)
+    return torch.dot(weights, kept) / kept.sum().clamp(min=1)

@@ -5,9 +5,8 @@ The covariance of one token is C = (A − ⟨A⟩)(ℓ − ⟨ℓ⟩), with ℓ 
 the batch; a few tokens account for most of the sum. Clip-Cov removes the gradient of some of them; KL-Cov adds a
 penalty that keeps them near the proximal policy.
 
-A `select_*` function chooses the tokens once for the whole batch and the losses read them from `chosen_N`, so the split
-into micro-batches does not matter. A token whose log-prob or advantage is not finite is in neither mean and is never
-chosen: its own loss is not finite, so the step is skipped.
+A token whose log-prob or advantage is not finite is in neither mean and is never chosen: its own loss is not finite, so
+the step is skipped. ρ = π_current/π_proximal, w the behavior weight.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tandem.trainer.policy_losses.clipped_surrogate import clipped_losses
 from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import ClipCovOptions, KlCovOptions
 
@@ -24,14 +24,14 @@ LARGEST_LOG_RATIO = 64.0
 
 def select_clip_cov(tokens: LossTokens, options: ClipCovOptions, *, seed: int) -> Tensor:
     """Tokens of the batch that lose their gradient, bool (N,): max(1, ⌊fraction·N⌋) candidates drawn without
-    replacement.
+    replacement, or all of them if there are fewer.
 
     Candidates are tokens that PPO's clip does not bound and whose C is strictly between `covariance_low` and
-    `covariance_high`. If there are fewer, all are chosen. The same seed draws the same tokens on every device.
+    `covariance_high`. The same seed draws the same tokens on every device.
     """
     covariance_N, _ = _covariances(tokens)
     with torch.no_grad():
-        _, _, clipped_N = _surrogates(tokens, options)
+        _, clipped_N = _surrogate(tokens, options)
     candidates_N = ~clipped_N & (covariance_N > options.covariance_low) & (covariance_N < options.covariance_high)
     places_K = torch.nonzero(candidates_N)[:, 0]
     generator = torch.Generator().manual_seed(seed)
@@ -42,23 +42,20 @@ def select_clip_cov(tokens: LossTokens, options: ClipCovOptions, *, seed: int) -
 
 
 def clip_cov(tokens: LossTokens, options: ClipCovOptions) -> LossTerms:
-    """0 on the chosen tokens, −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)A)·w elsewhere: Clip-Cov (arXiv:2505.22617).
+    """0 on the chosen tokens, −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)A)·w elsewhere: Clip-Cov.
 
-    ρ = π_current/π_proximal, w the behavior weight. Marks: `clipped`, tokens without gradient (by PPO's clip or
-    chosen); `chosen`.
+    Marks: `clipped`, tokens without gradient (by PPO's clip or chosen); `chosen`.
     """
     assert tokens.chosen_N is not None, "clip_cov needs select_clip_cov"
-    unclipped_N, bounded_N, clipped_N = _surrogates(tokens, options)
+    losses_N, clipped_N = _surrogate(tokens, options)
     # Multiplying instead of masking keeps a NaN even where the token was chosen.
-    losses_N = torch.maximum(unclipped_N, bounded_N) * tokens.behavior_weights_N * ~tokens.chosen_N
+    losses_N = losses_N * tokens.behavior_weights_N * ~tokens.chosen_N
     return LossTerms(losses_N, {"clipped": clipped_N | tokens.chosen_N, "chosen": tokens.chosen_N})
 
 
 def select_kl_cov(tokens: LossTokens, options: KlCovOptions, *, seed: int) -> Tensor:
     """Tokens of the batch that carry the penalty, bool (N,): the max(1, ⌊fraction·N⌋) with the largest C; the first
-    ones win ties.
-
-    `seed` is unused because nothing is drawn. Without a finite token nothing is chosen.
+    ones win ties, so `seed` is unused. Without a finite token nothing is chosen.
     """
     covariance_N, num_finite = _covariances(tokens)
     quota = min(_quota(options.fraction, len(covariance_N)), num_finite)
@@ -74,10 +71,9 @@ def select_kl_cov(tokens: LossTokens, options: KlCovOptions, *, seed: int) -> Te
 
 
 def kl_cov(tokens: LossTokens, options: KlCovOptions) -> LossTerms:
-    """(−ρA + [chosen]·kl_coefficient·|log ρ|)·w: KL-Cov (arXiv:2505.22617). No clipping; where ρ = 1 the penalty has no
-    gradient.
+    """(−ρA + [chosen]·kl_coefficient·|log ρ|)·w: KL-Cov. No clipping; where ρ = 1 the penalty has no gradient.
 
-    ρ = π_current/π_proximal, w the behavior weight. Marks: `chosen`; `abs_log_ratio`, |log ρ|.
+    Marks: `chosen`; `abs_log_ratio`, |log ρ|.
     """
     assert tokens.chosen_N is not None, "kl_cov needs select_kl_cov"
     log_ratio_N = tokens.log_ratio_N
@@ -91,12 +87,8 @@ def _ratios(log_ratio_N: Tensor) -> Tensor:
     return log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
-def _surrogates(tokens: LossTokens, options: ClipCovOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """(−ρA, −clip(ρ)A, whether PPO's clip removes the gradient), each (N,)."""
-    ratio_N = _ratios(tokens.log_ratio_N)
-    unclipped_N = -tokens.advantages_N * ratio_N
-    bounded_N = -tokens.advantages_N * ratio_N.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
-    return unclipped_N, bounded_N, (bounded_N > unclipped_N).detach()
+def _surrogate(tokens: LossTokens, options: ClipCovOptions) -> tuple[Tensor, Tensor]:
+    return clipped_losses(_ratios(tokens.log_ratio_N), tokens.advantages_N, options.clip_low, options.clip_high)
 
 
 def _covariances(tokens: LossTokens) -> tuple[Tensor, int]:

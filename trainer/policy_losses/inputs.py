@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
+
+from tandem.trainer.batch.ragged import keep_tokens
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ±20 before the exponential, so that no token gives inf."""
@@ -15,8 +17,7 @@ MAX_LOG_RATIO = 20.0
 class LossTokens:
     """The loss tokens of whole rows, of a micro-batch or (for a selection) of the whole batch.
 
-    Only `current_logprobs_N` carries gradient. Tokens rejected by the off-policy correction are already removed, also
-    from every denominator.
+    Only `current_logprobs_N` carries gradient. Tokens rejected by the off-policy correction are already removed.
     """
 
     current_logprobs_N: Tensor
@@ -31,14 +32,18 @@ class LossTokens:
     def __post_init__(self) -> None:
         shape = self.current_logprobs_N.shape
         assert len(shape) == 1, shape
-        for other in (
-            self.proximal_logprobs_N,
-            self.behavior_logprobs_N,
-            self.advantages_N,
-            self.behavior_weights_N,
-            *(() if self.chosen_N is None else (self.chosen_N,)),
-        ):
-            assert other.shape == shape, (other.shape, shape)
+        for column in fields(self):
+            value = getattr(self, column.name)
+            assert column.name == "lengths_B" or value is None or value.shape == shape, (column.name, shape)
+
+    def kept(self, keep_N: Tensor) -> LossTokens:
+        """The tokens for which the mask holds."""
+        columns = {
+            column.name: value[keep_N]
+            for column in fields(self)
+            if column.name != "lengths_B" and (value := getattr(self, column.name)) is not None
+        }
+        return LossTokens(**columns, lengths_B=keep_tokens(self.lengths_B, keep_N))
 
     @property
     def log_ratio_N(self) -> Tensor:
@@ -50,16 +55,21 @@ class LossTokens:
         """π_current/π_proximal, its logarithm clamped to ±20."""
         return self.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
+    @property
+    def behavior_log_ratio_N(self) -> Tensor:
+        """log π_current − log π_behavior, not clamped."""
+        return self.current_logprobs_N - self.behavior_logprobs_N
+
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """The loss of every token with behavior weights, before aggregation, and marks that are reported as means over
-    tokens.
-    """
+    """The loss of every token with behavior weights, before aggregation."""
 
     losses_N: Tensor
     marks: dict[str, Tensor] = field(default_factory=dict)
-    """name → float or bool for every token, detached; `clipped`: tokens whose gradient the loss bounded."""
+    """name → float or bool for every token, detached, reported as means over tokens; `clipped`: tokens whose gradient
+    the loss bounded.
+    """
 
 
 def policy_loss_sum(terms: LossTerms, shares_N: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ class ClippedSurrogateOptions(LossOptions):
     """PPO's loss. Plain PPO: clip_low = clip_high and dual_clip = 0. DAPO's clip-higher: clip_high 0.28."""
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.clipped_surrogate:clipped_surrogate"
-
     name: Literal["clipped_surrogate"] = "clipped_surrogate"
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     """Lower clip of the importance ratio (1 − clip_low)."""
@@ -61,8 +60,7 @@ class ClippedSurrogateOptions(LossOptions):
 class CispoOptions(LossOptions):
     """CISPO's loss."""
 
-    function: ClassVar[str] = "tandem.trainer.policy_losses.cispo:cispo"
-
+    function: ClassVar[str] = "tandem.trainer.policy_losses.clipped_surrogate:cispo"
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Lower clip of the importance ratio (1 − clip_low); 1 means none, as in the paper."""
@@ -73,8 +71,7 @@ class CispoOptions(LossOptions):
 class GspoOptions(LossOptions):
     """GSPO's loss. The clips apply to the ratio of a whole sequence, which varies far less than a token's."""
 
-    function: ClassVar[str] = "tandem.trainer.policy_losses.gspo:gspo"
-
+    function: ClassVar[str] = "tandem.trainer.policy_losses.sequence_ratio:gspo"
     name: Literal["gspo"] = "gspo"
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 3e-4
     """Lower clip of the sequence's importance ratio (1 − clip_low)."""
@@ -85,8 +82,7 @@ class GspoOptions(LossOptions):
 class GmpoOptions(LossOptions):
     """GMPO's loss. The clips apply to the logarithm of a token's ratio."""
 
-    function: ClassVar[str] = "tandem.trainer.policy_losses.gmpo:gmpo"
-
+    function: ClassVar[str] = "tandem.trainer.policy_losses.sequence_ratio:gmpo"
     name: Literal["gmpo"] = "gmpo"
     clip_low: Annotated[float, Field(ge=0.0)] = 0.4
     """Lower clip of the importance ratio (e^−clip_low)."""
@@ -99,15 +95,13 @@ class GmpoOptions(LossOptions):
 
     @property
     def counts_empty_rows(self) -> bool:
-        """The value of `count_empty_rows`."""
         return self.count_empty_rows
 
 
 class SapoOptions(LossOptions):
     """SAPO's loss, a soft gate around a ratio of 1."""
 
-    function: ClassVar[str] = "tandem.trainer.policy_losses.sapo:sapo"
-
+    function: ClassVar[str] = "tandem.trainer.policy_losses.clipped_surrogate:sapo"
     name: Literal["sapo"] = "sapo"
     temperature_positive: Annotated[float, Field(gt=0.0)] = 1.0
     """τ of tokens with positive advantage."""
@@ -120,7 +114,6 @@ class ReinforceOptions(LossOptions):
 
     has_ratio: ClassVar[bool] = False
     function: ClassVar[str] = "tandem.trainer.policy_losses.reinforce:reinforce"
-
     name: Literal["reinforce"] = "reinforce"
 
 
@@ -128,7 +121,6 @@ class DppoTvOptions(LossOptions):
     """DPPO's loss with total variation as the divergence."""
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.dppo:dppo_tv"
-
     name: Literal["dppo_tv"] = "dppo_tv"
     threshold_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.15
     """Largest decrease in probability of a token with negative advantage."""
@@ -142,7 +134,6 @@ class DppoKlOptions(LossOptions):
     """DPPO's loss with the Kullback–Leibler divergence."""
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.dppo:dppo_kl"
-
     name: Literal["dppo_kl"] = "dppo_kl"
     threshold_low: Annotated[float, Field(ge=0.0)] = 0.05
     """Largest divergence up to which the probability of a token with negative advantage may decrease."""
@@ -157,7 +148,6 @@ class ClipCovOptions(LossOptions):
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.covariance:clip_cov"
     select: ClassVar[str] = "tandem.trainer.policy_losses.covariance:select_clip_cov"
-
     name: Literal["clip_cov"] = "clip_cov"
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     """Lower clip of the importance ratio (1 − clip_low)."""
@@ -184,7 +174,6 @@ class KlCovOptions(LossOptions):
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.covariance:kl_cov"
     select: ClassVar[str] = "tandem.trainer.policy_losses.covariance:select_kl_cov"
-
     name: Literal["kl_cov"] = "kl_cov"
     fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-3
     """Fraction of the batch's tokens that carry the penalty (at least one token)."""
@@ -196,8 +185,7 @@ class DroOptions(LossOptions):
     """Direct reward optimisation with a given baseline (arXiv:2405.19107, Kimi k1.5 arXiv:2501.12599)."""
 
     has_ratio: ClassVar[bool] = False
-    function: ClassVar[str] = "tandem.trainer.policy_losses.dro:dro"
-
+    function: ClassVar[str] = "tandem.trainer.policy_losses.reinforce:dro"
     name: Literal["dro"] = "dro"
     beta: Annotated[float, Field(ge=0.0)] = 0.1
     """Weight of the squared log-ratio; 0 gives REINFORCE."""
@@ -207,8 +195,7 @@ class ToprOptions(LossOptions):
     """Tapered off-policy REINFORCE (arXiv:2503.14286). Nothing to set."""
 
     has_ratio: ClassVar[bool] = False
-    function: ClassVar[str] = "tandem.trainer.policy_losses.topr:topr"
-
+    function: ClassVar[str] = "tandem.trainer.policy_losses.reinforce:topr"
     name: Literal["topr"] = "topr"
 
 
@@ -216,8 +203,7 @@ class TruncatedImportanceOptions(LossOptions):
     """REINFORCE weighted by the truncated ratio to the sampler, AIPO (LlamaRL arXiv:2505.24034)."""
 
     has_ratio: ClassVar[bool] = False
-    function: ClassVar[str] = "tandem.trainer.policy_losses.truncated_importance:truncated_importance"
-
+    function: ClassVar[str] = "tandem.trainer.policy_losses.reinforce:truncated_importance"
     name: Literal["truncated_importance"] = "truncated_importance"
     cap: Annotated[float, Field(gt=0.0)] = 4.0
     """Larger ratios π_current/π_behavior are cut to this value."""
@@ -228,28 +214,13 @@ class M2poOptions(LossOptions):
 
     function: ClassVar[str] = "tandem.trainer.policy_losses.m2po:m2po"
     select: ClassVar[str] = "tandem.trainer.policy_losses.m2po:select_m2po"
-
     name: Literal["m2po"] = "m2po"
     threshold: Annotated[float, Field(gt=0.0)] = 0.04
     """Bound on the mean squared log-ratio of the tokens that keep their gradient."""
 
 
-BUILT_IN: tuple[type[LossOptions], ...] = (
-    ClippedSurrogateOptions,
-    CispoOptions,
-    GspoOptions,
-    GmpoOptions,
-    SapoOptions,
-    ReinforceOptions,
-    DppoTvOptions,
-    DppoKlOptions,
-    ClipCovOptions,
-    KlCovOptions,
-    DroOptions,
-    ToprOptions,
-    TruncatedImportanceOptions,
-    M2poOptions,
-)
+BUILT_IN = LossOptions.__subclasses__()
+"""The classes above; plug-ins that are loaded later are not among them."""
 
 NAMES_ELSEWHERE = {
     "vanilla": "clipped_surrogate",
@@ -269,14 +240,5 @@ NAMES_ELSEWHERE = {
 
 @cache
 def loss_models() -> dict[str, type[LossOptions]]:
-    """name → options model of every loss: the built-in ones, then those of the entry points `tandem.losses`.
-
-    Raises:
-        PluginError: an entry point cannot be used.
-    """
+    """name → options model of every loss. Raises PluginError if an entry point of `tandem.losses` cannot be used."""
     return models_by_name(BUILT_IN, "tandem.losses", LossOptions)
-
-
-def loss_elsewhere(name: str) -> str | None:
-    """The loss that is called `name` elsewhere, or None."""
-    return NAMES_ELSEWHERE.get(name.lower())

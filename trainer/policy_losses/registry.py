@@ -1,13 +1,10 @@
-"""Finds and calls the policy loss that its options name. To add one, write a function and an options model in
-`options.py`.
-"""
+"""Finds and calls the policy loss that its options name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,12 +13,11 @@ from tandem.trainer.policy_losses.inputs import LossTerms, LossTokens
 from tandem.trainer.policy_losses.options import LossOptions, loss_models
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
+class PolicyLoss(NamedTuple):
     """The functions that a loss's options name."""
 
     function: Callable[[LossTokens, Any], LossTerms]
-    select: Callable[..., Tensor] | None = None
+    select: Callable[..., Tensor] | None
 
 
 @cache
@@ -40,9 +36,7 @@ def policy_loss(tokens: LossTokens, options: LossOptions) -> LossTerms:
     NaN input makes its token's loss NaN; trainer/objective.py then skips the optimizer step and counts it.
     """
     loss = find_loss(options.name)
-    assert (loss.select is None) == (tokens.chosen_N is None), (
-        f"{options.name}: chosen tokens are missing, or not asked for"
-    )
+    assert (loss.select is None) == (tokens.chosen_N is None), f"{options.name}: chosen tokens missing or not asked for"
     assert int(tokens.lengths_B.sum()) == len(tokens.current_logprobs_N), "rows do not hold these tokens"
     terms = loss.function(tokens, options)
     ppo_kl_N = tokens.proximal_logprobs_N - tokens.current_logprobs_N.detach()

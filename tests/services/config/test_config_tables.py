@@ -100,7 +100,7 @@ class Trainer(Strict):
     """What is averaged."""
     loss: Annotated[Loss, named("clipped")] = Clipped()
     """What is minimised."""
-    second_loss: Annotated[Loss, named("gate", guess={"door": "gate"}.get)] | None = None
+    second_loss: Annotated[Loss, named("gate", elsewhere={"door": "gate"})] | None = None
     """A loss beside it."""
     correction: Annotated[Correction, named("soft", key="preset")] = Correction()
     """How stale samples are corrected."""

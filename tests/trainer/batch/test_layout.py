@@ -14,8 +14,8 @@ from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout
+from tandem.trainer.batch.micro_batch import rank_micro_batches
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
-from tandem.trainer.batch.rows import rank_micro_batches
 from tests.support.training_groups import make_batch, make_group
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.protos.errors import DataError
-from tandem.trainer.batch.ragged import flatten, spread, unflatten
+from tandem.trainer.batch.ragged import spread
 from tandem.trainer.estimators.inputs import EstimatorBatch
 from tandem.trainer.estimators.options import (
     EstimatorOptions,
@@ -30,6 +30,7 @@ from tandem.trainer.estimators.options import (
 )
 from tandem.trainer.estimators.registry import estimate
 from tests.support.golden_cases import GoldenCase, golden_cases
+from tests.support.padded import flatten, unflatten
 
 
 def options_of(case: GoldenCase) -> EstimatorOptions:

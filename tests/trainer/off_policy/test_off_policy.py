@@ -9,13 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.trainer.batch.ragged import flatten, keep_tokens, spread, unflatten
 from tandem.trainer.off_policy.correct import Corrected, correct
 from tandem.trainer.off_policy.diagnostics import correction_sums
 from tandem.trainer.off_policy.options import CorrectionOptions, RejectionOptions
 from tandem.trainer.off_policy.proximal import proximal_logprobs
-from tandem.trainer.off_policy.weights import weight_sums
+from tandem.trainer.off_policy.weights import mean_weight
+from tandem.trainer.policy_losses.inputs import MAX_LOG_RATIO, LossTokens, policy_loss_sum
+from tandem.trainer.policy_losses.options import loss_models
+from tandem.trainer.policy_losses.registry import policy_loss
 from tests.support.golden_cases import GoldenCase, golden_cases
+from tests.support.padded import flatten, unflatten
+from tests.trainer.test_aggregation import golden_shares
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
 
@@ -136,9 +140,8 @@ def check_figures(
     for name, value in golden_figures(case, options, figures).items():
         case.check_metric(name, value)
     if options.weights.normalize:
-        level = options.weights.level
-        total, count = weight_sums(corrected.bounded_N, corrected.keep_N, lengths_B, level).tolist()
-        case.check_metric("rollout_is_batch_norm_factor", total / count)
+        mean = mean_weight(corrected.bounded_N, corrected.keep_N, lengths_B, options.weights.level)
+        case.check_metric("rollout_is_batch_norm_factor", float(mean))
 
 
 @pytest.mark.parametrize("case", golden_cases("rollout_correction/"), ids=lambda case: case.name)
@@ -171,25 +174,21 @@ def test_bypass_agrees_with_golden_values(case: GoldenCase) -> None:
     assert loss_proximal_N is behavior_N
     corrected = correct(proximal_N, behavior_N, lengths_B, options)
 
-    keep_N = corrected.keep_N
-    ell_N, ratio_N, advantage_N = current_N[keep_N], (current_N - behavior_N)[keep_N].exp(), advantages_N[keep_N]
-    if hyper["loss_type"] == "reinforce":
-        losses_N = -advantage_N * ell_N * corrected.weights_N[keep_N]
-    else:  # the golden loss ignores the weights here
-        clipped_N = ratio_N.clamp(1 - case.hyper["clip_ratio_low"], 1 + case.hyper["clip_ratio_high"])
-        surrogate_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
-        dual_N = torch.maximum(surrogate_N, case.hyper["clip_ratio_c"] * advantage_N)
-        losses_N = -torch.where(advantage_N < 0, dual_N, surrogate_N)
-    kept_B = keep_tokens(lengths_B, keep_N)
-    rows = (kept_B > 0).sum()
-    share_B = {
-        "token-mean": torch.ones_like(kept_B) / kept_B.sum(),
-        "seq-mean-token-sum": torch.ones_like(kept_B) / rows,
-        "seq-mean-token-mean": 1.0 / (rows * kept_B.clamp(min=1)),
-    }[case.hyper["loss_agg_mode"]]
-    loss = (losses_N * spread(share_B, kept_B)).sum()
+    # A clipped surrogate bounds the ratio that the weights would correct, so the weights are not applied.
+    clips = hyper["loss_type"] == "ppo_clip"
+    names = {"clip_low": "clip_ratio_low", "clip_high": "clip_ratio_high", "dual_clip": "clip_ratio_c"} if clips else {}
+    model = loss_models()["clipped_surrogate" if clips else "reinforce"]
+    weights_N = torch.ones_like(corrected.weights_N) if clips else corrected.weights_N
+    tokens = LossTokens(current_N, loss_proximal_N, behavior_N, advantages_N, weights_N, lengths_B)
+    tokens = tokens.kept(corrected.keep_N)
+    terms = policy_loss(tokens, model(**{ours: case.hyper[theirs] for ours, theirs in names.items()}))
+    loss = policy_loss_sum(terms, golden_shares(tokens.lengths_B, case.hyper["loss_agg_mode"], {}, mask_BT.shape[1]))
     loss.backward()
     assert current_BT.grad is not None
     case.check("loss", loss.detach())
     case.check("grad_log_prob", current_BT.grad)
     check_figures(case, corrected, (proximal_N, behavior_N, lengths_B), options)
+    case.check_metric("ppo_kl", float(terms.marks["ppo_kl"].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).mean()))
+    if clips:
+        case.check_metric("pg_clipfrac", float(terms.marks["clipped"].double().mean()))
+        case.check_metric("pg_clipfrac_lower", float(terms.marks["clipped_lower"].double().mean()))
