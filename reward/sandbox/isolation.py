@@ -1,29 +1,38 @@
-"""Finds the isolation that works on this machine. It tries to break out of it instead of reading settings."""
+"""Finds the isolation that works on this machine, by trying to break out of it, and opens pools of sandboxes."""
 
 from __future__ import annotations
 
 import json
 import socket
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tandem.protos.errors import ScorerError
-from tandem.reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
-from tandem.reward.sandbox.launcher import BareLauncher, IsolationName, Launcher, ZygoteLauncher
+from tandem.reward.sandbox.launcher import (
+    BareLauncher,
+    BubblewrapEachLauncher,
+    BubblewrapLauncher,
+    IsolationName,
+    Launcher,
+    ZygoteLauncher,
+)
 from tandem.reward.sandbox.layout import Layout, layout_for
-from tandem.reward.sandbox.limits import Limits
-from tandem.reward.sandbox.pool import START_SECONDS, SandboxPool
-from tandem.reward.sandbox.sandbox import SandboxError
+from tandem.reward.sandbox.sandbox import Limits, Sandbox, SandboxError
 
+START_SECONDS = 30.0
+SPARE = 2
+"""One for the answer, one for a test that calls it."""
 DISK_BYTES = 64 << 20
 """Size of a sandbox's working folder."""
 
 _PROBE_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=START_SECONDS, memory_bytes=1 << 30)
-_Kind = type[ZygoteLauncher] | type[BubblewrapEachLauncher]
-_KINDS: tuple[_Kind, ...] = (BubblewrapLauncher, ZygoteLauncher, BubblewrapEachLauncher)
+_KINDS: tuple[type[Launcher], ...] = (BubblewrapLauncher, ZygoteLauncher, BubblewrapEachLauncher)
 """Best kind first. The last one starts a Python per sandbox, for machines where the others get no namespaces."""
 
 # Attempts that must fail in a sandbox. Prints the names of those that succeed.
@@ -52,36 +61,96 @@ print(json.dumps(done))
 _SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    print('refused')"
 
 
+class SandboxPool:
+    """Keeps `SPARE` sandboxes started. Each serves one answer and is discarded; taking one starts another. Thread-safe.
+
+    Args:
+        launch: creates another launcher if the launcher has ended.
+        seccomp: whether programs run behind the filter of system calls.
+    """
+
+    def __init__(self, launcher: Launcher, launch: Callable[[], Launcher], *, seccomp: bool) -> None:
+        self.seccomp = seccomp
+        self._launcher = launcher
+        self._launch = launch
+        self._spare: deque[Sandbox] = deque()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def isolation(self) -> str:
+        return self._launcher.name
+
+    def take(self) -> Sandbox:
+        """Returns an unused sandbox, which the caller closes.
+
+        Raises:
+            SandboxError: no sandbox starts, not even with a new launcher.
+        """
+        try:
+            return self._ready()
+        except SandboxError:
+            with self._lock:
+                if not self._closed:
+                    self._end_all()
+                    self._launcher = self._launch()
+            return self._ready()
+
+    def close(self) -> None:
+        """Ends the spare sandboxes and the launcher; may be called again."""
+        with self._lock:
+            self._closed = True
+            self._end_all()
+
+    def _ready(self) -> Sandbox:
+        with self._lock:
+            if self._closed:
+                raise SandboxError("the sandboxes were closed")
+            while len(self._spare) <= SPARE:
+                self._spare.append(self._launcher.open(seccomp=self.seccomp))
+            sandbox = self._spare.popleft()
+        try:
+            sandbox.await_ready(START_SECONDS)
+        except BaseException:
+            sandbox.close()
+            raise
+        return sandbox
+
+    def _end_all(self) -> None:
+        while self._spare:
+            self._spare.popleft().close()
+        self._launcher.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The isolation in which code runs.
-
-    `seccomp`: whether system calls are filtered. `faults`: why better kinds do not work, one line each. `place`: the
-    program that creates it, if it is not Tandem itself.
-    """
+    """The isolation in which code runs."""
 
     name: IsolationName
     seccomp: bool
+    """Whether system calls are filtered."""
     faults: tuple[str, ...] = ()
+    """Why better kinds do not work, one line each."""
     place: str = ""
+    """The program that creates it, if it is not Tandem itself."""
 
     def __str__(self) -> str:
         place = f" ({self.place})" if self.place else ""
         return f"{self.name}{place}, {'with' if self.seccomp else 'without'} seccomp"
 
 
-_found: tuple[Isolation, _Kind | None] | None = None
+_found: tuple[Isolation, type[Launcher] | None] | None = None
 """The isolation that was found, and its launcher class."""
 
 
 def find_isolation() -> Isolation:
     """Returns the best isolation that works here. The first call takes a few tenths of a second; it is cached."""
-    if _found is None:
-        launcher, _ = _start(layout_for())
-        if launcher is not None:
-            launcher.close()
-    assert _found is not None
-    return _found[0]
+    if _found is not None:
+        return _found[0]
+    launcher, isolation = _start(layout_for())
+    if launcher is not None:
+        launcher.close()
+    return isolation
 
 
 def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = False) -> SandboxPool:
@@ -93,51 +162,47 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
     """
     layout = layout_for(packages)
     launcher, isolation = _start(layout)
-    if launcher is not None:
-        return SandboxPool(launcher, partial(type(launcher), layout, DISK_BYTES), seccomp=isolation.seccomp)
-    if not allow_unsandboxed:
-        raise ScorerError(
-            f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)}): "
-            "`tandem doctor` says what would help; "
-            "allow_unsandboxed = true runs it without, if every answer can be trusted"
-        )
-    bare = partial(BareLauncher, layout, DISK_BYTES)
-    return SandboxPool(bare(), bare, seccomp=isolation.seccomp)
+    if launcher is None:
+        if not allow_unsandboxed:
+            raise ScorerError(
+                f"this machine has no isolation for untrusted code ({'; '.join(isolation.faults)}): "
+                "`tandem doctor` says what would help; "
+                "allow_unsandboxed = true runs it without, if every answer can be trusted"
+            )
+        launcher = BareLauncher(layout, DISK_BYTES)
+    return SandboxPool(launcher, partial(type(launcher), layout, DISK_BYTES), seccomp=isolation.seccomp)
 
 
-def _start(layout: Layout) -> tuple[ZygoteLauncher | BubblewrapEachLauncher | None, Isolation]:
-    """Returns the launcher of the best isolation (None without one) and the isolation. Probes on the first call."""
+def _start(layout: Layout) -> tuple[Launcher | None, Isolation]:
+    """Returns the launcher of the best isolation (None without one) and the isolation. Probes on the first call.
+
+    Raises:
+        ScorerError: isolation that worked before does not start now. (Without it nothing may run:
+            `allow_unsandboxed` is for machines that have none.)
+    """
     global _found
     if _found is not None:
-        known, kind_found = _found
-        return (None if kind_found is None else _start_again(layout, kind_found)), known
+        isolation, known = _found
+        try:
+            return known(layout, DISK_BYTES) if known else None, isolation
+        except SandboxError as error:
+            raise ScorerError(f"the isolation of this machine does not start: {isolation.name}: {error}") from None
     faults: dict[str, None] = {}
     for kind in _KINDS:
         launcher = None
         try:
             launcher = kind(layout, DISK_BYTES)
-            found = Isolation(kind.name, _prove(launcher), tuple(faults), launcher.place)
+            isolation = Isolation(kind.name, _prove(launcher), tuple(faults), launcher.place)
         except SandboxError as error:
             if launcher is not None:
                 launcher.close()
             faults[f"{kind.name}: {error}"] = None
             continue
-        _found = found, kind
-        return launcher, found
-    found = Isolation("none", _filters(BareLauncher(layout, DISK_BYTES)), tuple(faults))
-    _found = found, None
-    return None, found
-
-
-def _start_again(layout: Layout, kind: _Kind) -> ZygoteLauncher | BubblewrapEachLauncher:
-    """Starts isolation that worked before. Raises ScorerError if it does not start now.
-
-    `allow_unsandboxed` applies only to machines without isolation.
-    """
-    try:
-        return kind(layout, DISK_BYTES)
-    except SandboxError as error:
-        raise ScorerError(f"the isolation of this machine does not start: {kind.name}: {error}") from None
+        _found = isolation, kind
+        return launcher, isolation
+    isolation = Isolation("none", _filters(BareLauncher(layout, DISK_BYTES)), tuple(faults))
+    _found = isolation, None
+    return None, isolation
 
 
 def _prove(launcher: Launcher) -> bool:
@@ -166,10 +231,7 @@ def _filters(launcher: Launcher) -> bool:
 
 
 def _said(launcher: Launcher, program: str, *, seccomp: bool) -> bytes:
-    sandbox = launcher.open(seccomp=seccomp)
-    try:
+    with closing(launcher.open(seccomp=seccomp)) as sandbox:
         sandbox.await_ready(START_SECONDS)
         outcome = sandbox.run("script", ["", program], _PROBE_LIMITS)
-    finally:
-        sandbox.close()
     return outcome.stdout if outcome.exit_code == 0 else outcome.stderr

@@ -1,20 +1,23 @@
-"""Starts sandboxes: forked by a zygote process in namespaces, or one by one."""
+"""Starts sandboxes: forked by a zygote process in namespaces, one by one under bubblewrap, or without isolation."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import cache, partial
-from pathlib import Path
-from typing import Literal, Protocol
+from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from tandem.protos.scratch_folder import ScratchFolder
 from tandem.reward.sandbox.inside import wire
-from tandem.reward.sandbox.inside.zygote import WORK_FOLDER
+from tandem.reward.sandbox.inside.zygote import USER, WORK_FOLDER
 from tandem.reward.sandbox.layout import PACKAGES_FOLDER, Layout
 from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
 from tandem.reward.workers.child_process import ChildProcess
@@ -24,27 +27,26 @@ IsolationName = Literal["bubblewrap", "namespaces", "none"]
 ZYGOTE_SECONDS = 30.0
 """Time limit for the start of a zygote, on a busy machine; on an idle one it takes a tenth of a second."""
 
-REWARD_FOLDER = str(Path(__file__).resolve().parents[1])
+_REWARD_FOLDER = str(Path(__file__).resolve().parents[1])
 # The resolved file, because a virtual environment's link is not in the sandbox.
-EXECUTABLE = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-PYTHON = (EXECUTABLE, "-I", "-S", "-B", "-X", "utf8", "-c")
+_EXECUTABLE = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+_PYTHON = (_EXECUTABLE, "-I", "-S", "-B", "-X", "utf8", "-c")
 
 # Replaces the service's environment. Numerical libraries get one thread, so that a program uses one core.
 _ENVIRONMENT = {"HOME": WORK_FOLDER, "TMPDIR": WORK_FOLDER, "LANG": "C.UTF-8"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
-IMPORT_BY_FOLDER = """
+# Outside a sandbox: runs a function of `inside.zygote` with the arguments.
+_RUN_OUTSIDE = """
 import sys, types
 for name, path in (("tandem", []), ("tandem.reward", [sys.argv[1]])):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = path
-"""
-_START_ZYGOTE = f"""{IMPORT_BY_FOLDER}
-from tandem.reward.sandbox.inside.zygote import main
-main(*map(int, sys.argv[2:]))
+from tandem.reward.sandbox.inside import zygote
+getattr(zygote, sys.argv[2])(*sys.argv[3:])
 """
 # Tandem's files are not in the sandbox, so the modules of its first process are sent over the channel.
-_START_INSIDE = """
+_RUN_INSIDE = """
 import json, socket, sys, types
 entry, channel, path, settings = sys.argv[1], socket.socket(fileno=int(sys.argv[2])), *map(json.loads, sys.argv[3:])
 size = int.from_bytes(channel.recv(4, socket.MSG_WAITALL))
@@ -63,35 +65,39 @@ getattr(sys.modules["tandem.reward.sandbox.inside.zygote"], entry)(channel, **se
 _INSIDE_MODULES = ("kernel", "wire", "plain", "seccomp", "calls", "program", "guest", "zygote")
 
 
-class Launcher(Protocol):
-    """Starts sandboxes of one kind. `open` returns at once; the sandbox starts in the background."""
-
-    name: IsolationName
-    place: str
-    """The program of the machine that creates them; empty if Tandem does."""
-
-    def open(self, *, seccomp: bool) -> Sandbox:
-        """Opens a sandbox. Raises SandboxError if none can be started."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class ZygoteLauncher:
-    """Starts sandboxes in namespaces, forked by one zygote process.
+class Launcher:
+    """Starts sandboxes of one kind.
 
     Raises:
-        SandboxError: this machine does not allow such namespaces. The message names what was refused.
+        SandboxError: this machine does not allow it. The message names what was refused.
     """
 
-    name: IsolationName = "namespaces"
+    name: IsolationName
     place = ""
+    """The program of the machine that creates the sandboxes; empty if Tandem does."""
 
     def __init__(self, layout: Layout, disk_bytes: int) -> None:
+        self._layout = layout
         self._disk_bytes = disk_bytes
+
+    def open(self, *, seccomp: bool) -> Sandbox:
+        """Returns at once; the sandbox starts in the background. Raises SandboxError if none can be started."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends what the sandboxes share; may be called again."""
+
+
+class ZygoteLauncher(Launcher):
+    """Starts sandboxes in namespaces, forked by one zygote process that builds their root."""
+
+    name: IsolationName = "namespaces"
+
+    def __init__(self, layout: Layout, disk_bytes: int) -> None:
+        super().__init__(layout, disk_bytes)
         try:
-            with open_proc() as proc:
-                self._process = start(partial(self._command, layout, proc), [proc])
+            with _open_proc() as proc:
+                self._process = _start(partial(self._command, proc), [proc])
         except OSError as error:
             raise SandboxError(f"the process that makes sandboxes cannot be started: {error}") from None
         self._control = self._process.connection
@@ -99,23 +105,22 @@ class ZygoteLauncher:
         reply: wire.Message | None = None
         try:
             with suppress(ConnectionError):  # it has ended; its exit reason says why
-                self._send_layout(layout)
+                self._send_layout()
                 reply = wire.receive(self._control)
         except (OSError, ValueError) as error:
             self.close()
             raise SandboxError(f"the process that makes sandboxes did not start: {error}") from None
         if reply is None or "ready" not in reply.header:
-            exit_reason = self._process.exit_reason() if reply is None else ""
-            reason = reply.header["error"] if reply is not None else f"its process {exit_reason}"
+            reason = f"its process {self._process.exit_reason()}" if reply is None else reply.header["error"]
             self.close()
             raise SandboxError(reason)
 
-    def _command(self, layout: Layout, proc: int, descriptor: int) -> list[str]:
-        """Returns the command that starts the zygote. `descriptor` is the zygote's end of the channel."""
-        return [*PYTHON, _START_ZYGOTE, REWARD_FOLDER, str(descriptor), str(proc)]
+    def _command(self, proc: int, descriptor: int) -> list[str]:
+        """The command that starts the zygote. `descriptor` is the zygote's end of the channel."""
+        return _outside("main", descriptor, proc)
 
-    def _send_layout(self, layout: Layout) -> None:
-        wire.send(self._control, layout.as_dict())
+    def _send_layout(self) -> None:
+        wire.send(self._control, asdict(self._layout))
 
     def open(self, *, seccomp: bool) -> Sandbox:
         mine, theirs = socket.socketpair()
@@ -128,48 +133,144 @@ class ZygoteLauncher:
         return Sandbox(mine, None, seccomp=seccomp)
 
     def close(self) -> None:
-        """Ends the zygote and all its sandboxes; may be called again."""
+        """Ends the zygote and all its sandboxes."""
         self._process.close()
 
 
-class BareLauncher:
+class BubblewrapLauncher(ZygoteLauncher):
+    """Runs one zygote in a root built by bubblewrap. The zygote forks every sandbox into further namespaces."""
+
+    name: IsolationName = "bubblewrap"
+
+    def __init__(self, layout: Layout, disk_bytes: int) -> None:
+        self.place = find_bubblewrap()
+        super().__init__(layout, disk_bytes)
+
+    def _command(self, proc: int, descriptor: int) -> list[str]:
+        zygote = _inside("serve", descriptor, self._layout.path, proc=proc)
+        return [*_entry(proc), self.place, *bubblewrap_arguments(self._layout), *zygote]
+
+    def _send_layout(self) -> None:
+        self._control.sendall(_inside_sources())  # bubblewrap has built the layout
+
+
+class BubblewrapEachLauncher(Launcher):
+    """Starts a new Python under bubblewrap for every sandbox.
+
+    For machines on which bubblewrap may create namespaces but its children may not.
+    """
+
+    name: IsolationName = "bubblewrap"
+
+    def __init__(self, layout: Layout, disk_bytes: int) -> None:
+        super().__init__(layout, disk_bytes)
+        self._binary = find_bubblewrap()
+        self.place = f"{self._binary}, once for every sandbox"
+        self._arguments = bubblewrap_arguments(layout, disk_bytes)
+
+    def open(self, *, seccomp: bool) -> Sandbox:
+        try:
+            with _open_proc() as proc:
+                prefix = [*_entry(proc), self._binary, *self._arguments]
+                return _open_alone(prefix, self._layout.path, apart=True, seccomp=seccomp, proc=proc)
+        except OSError as error:
+            raise SandboxError(str(error)) from None
+
+
+class BareLauncher(Launcher):
     """Starts processes without isolation.
 
-    Each has limits, an empty environment, its own session, and a folder that is removed afterwards.
+    Each has limits, an empty environment, its own session, and a folder of no fixed size that is removed afterwards.
     """
 
     name: IsolationName = "none"
-    place = ""
-
-    def __init__(self, layout: Layout, disk_bytes: int) -> None:
-        del disk_bytes  # the size of an ordinary folder cannot be limited
-        packages = [source for source, target in layout.binds if target.startswith(PACKAGES_FOLDER)]
-        self._path = tuple(dict.fromkeys(os.path.dirname(source) for source in packages))
 
     def open(self, *, seccomp: bool) -> Sandbox:
+        packages = [source for source, target in self._layout.binds if target.startswith(PACKAGES_FOLDER)]
+        path = list(dict.fromkeys(map(os.path.dirname, packages)))
         folder = ScratchFolder("bare")
+        place = str(folder.path)
         try:
-            place = str(folder.path)
-            return open_alone([], self._path, apart=False, seccomp=seccomp, folder=place, on_close=folder.close)
+            return _open_alone([], path, apart=False, seccomp=seccomp, folder=place, on_close=folder.close)
         except SandboxError:
             folder.close()
             raise
 
-    def close(self) -> None:
-        """Does nothing."""
+
+def find_bubblewrap() -> str:
+    """Finds `bwrap` on PATH, or beside the interpreter, where deploy/setup.sh puts it. Raises SandboxError."""
+    beside = os.path.join(sys.prefix, "bin")
+    found = shutil.which("bwrap") or shutil.which("bwrap", path=beside)
+    if found is None:
+        raise SandboxError(f"there is no bwrap on PATH or in {beside}")
+    return found
 
 
-def inside(entry: str, channel: int, path: Sequence[str], settings: Mapping[str, object]) -> list[str]:
-    """Returns the command that runs a function of `inside.zygote` in a sandbox without Tandem's files.
+def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[str]:
+    """Returns bubblewrap's options for the layout. Their order matters: later mounts cover earlier ones.
 
-    Send `inside_sources` over the channel next.
+    `disk_bytes`: size of the working folder; None: only the mount point is created.
     """
-    return [*PYTHON, _START_INSIDE, entry, str(channel), json.dumps(path), json.dumps(settings)]
+    # With root, processes inside would be root outside too, and exempt from process limits: see `_entry`.
+    user = [] if os.geteuid() == 0 else ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
+    arguments = [*user, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--hostname", "sandbox"]
+    arguments += ["--as-pid-1"]
+    for link, target in layout.links:
+        arguments += ["--symlink", target, link]
+    binds = (*layout.binds, *_interpreter_binds(layout))
+    for folder in _folders_above([*(target for _, target in binds), *layout.devices]):
+        arguments += ["--dir", folder]
+    for source, target in binds:
+        arguments += ["--ro-bind", source, target]
+    for device in layout.devices:
+        arguments += ["--dev-bind", device, device]
+    for hidden in filter(os.path.isdir, layout.hidden):
+        arguments += ["--tmpfs", hidden, "--remount-ro", hidden]
+    if disk_bytes is None:
+        arguments += ["--dir", WORK_FOLDER]
+    else:
+        arguments += ["--size", str(disk_bytes), "--perms", "0777", "--tmpfs", WORK_FOLDER]
+    return [*arguments, "--remount-ro", "/", "--chdir", WORK_FOLDER, "--"]
+
+
+def _entry(proc: int) -> list[str]:
+    """For root: the command that first enters a user namespace, in which zygotes and guests can become nobody."""
+    return _outside("enter", proc) if os.geteuid() == 0 else []
+
+
+def _folders_above(targets: Sequence[str]) -> list[str]:
+    """Returns all parent folders, top down. Only bubblewrap's own user may enter folders that it creates implicitly."""
+    above = {str(folder) for target in targets for folder in PurePosixPath(target).parents}
+    return sorted(above - {"/"})
+
+
+def _interpreter_binds(layout: Layout) -> list[tuple[str, str]]:
+    """Returns binds for the interpreter's own files if the layout lacks them.
+
+    A zygote that builds its own root does not need them, because it has loaded them before.
+    """
+    files = [_EXECUTABLE]
+    if sysconfig.get_config_var("Py_ENABLE_SHARED"):
+        files.append(os.path.join(sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("INSTSONAME")))
+    shown = tuple(f"{target}/" for _, target in layout.binds)
+    return [(os.path.realpath(file), file) for file in files if os.path.exists(file) and not file.startswith(shown)]
+
+
+def _outside(entry: str, *arguments: int) -> list[str]:
+    return [*_PYTHON, _RUN_OUTSIDE, _REWARD_FOLDER, entry, *map(str, arguments)]
+
+
+def _inside(entry: str, channel: int, path: Sequence[str], **settings: object) -> list[str]:
+    """The command that runs a function of `inside.zygote` in a sandbox without Tandem's files.
+
+    Send `_inside_sources` over the channel next.
+    """
+    return [*_PYTHON, _RUN_INSIDE, entry, str(channel), json.dumps(path), json.dumps(settings)]
 
 
 @cache
-def inside_sources() -> bytes:
-    """Returns the sources of the modules of a sandbox's first process, in import order."""
+def _inside_sources() -> bytes:
+    """The sources of the modules of a sandbox's first process, in import order."""
     folder = Path(__file__).parent / "inside"
     sources = {"tandem": "", "tandem.reward": "", "tandem.reward.sandbox": "", "tandem.reward.sandbox.inside": ""}
     for name in _INSIDE_MODULES:
@@ -178,7 +279,7 @@ def inside_sources() -> bytes:
     return len(text).to_bytes(4) + text
 
 
-def open_alone(
+def _open_alone(
     prefix: Sequence[str],
     path: Sequence[str],
     *,
@@ -188,36 +289,31 @@ def open_alone(
     folder: str = "/",
     on_close: Callable[[], None] = lambda: None,
 ) -> Sandbox:
-    """Starts a sandbox whose first process has its own command, which begins with `prefix`.
-
-    Raises:
-        SandboxError: the sandbox cannot be started.
-    """
-    settings = {"proc": proc, "apart": apart}
+    """Starts a sandbox whose first process has its own command, which begins with `prefix`. Raises SandboxError."""
     process: ChildProcess | None = None
     try:
-        process = start(
-            lambda descriptor: [*prefix, *inside("serve_alone", descriptor, path, settings)],
+        process = _start(
+            lambda descriptor: [*prefix, *_inside("serve_alone", descriptor, path, proc=proc, apart=apart)],
             [] if proc is None else [proc],
             folder=folder,
         )
         process.connection.settimeout(ZYGOTE_SECONDS)
-        process.connection.sendall(inside_sources())  # does not block: it fits the socket's buffer
+        process.connection.sendall(_inside_sources())  # does not block: it fits the socket's buffer
     except OSError as error:
         if process is not None:
             process.close()
-        raise SandboxError(f"{(*prefix, *PYTHON)[0]} cannot be started: {error}") from None
+        raise SandboxError(f"{(*prefix, *_PYTHON)[0]} cannot be started: {error}") from None
     return Sandbox(process.connection, process, seccomp=seccomp, on_close=on_close)
 
 
-def start(command: Callable[[int], Sequence[str]], descriptors: Sequence[int], *, folder: str = "/") -> ChildProcess:
+def _start(command: Callable[[int], Sequence[str]], descriptors: Sequence[int], *, folder: str = "/") -> ChildProcess:
     """Starts a command that inherits only its channel and the descriptors. Raises OSError."""
     return ChildProcess(command, descriptors=descriptors, environment=_ENVIRONMENT, folder=folder, capture="errors")
 
 
 @contextmanager
-def open_proc() -> Iterator[int]:
-    """Opens a descriptor of /proc. Raises OSError."""
+def _open_proc() -> Iterator[int]:
+    """A descriptor of /proc. Raises OSError."""
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield proc

@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.protos.errors import ScorerError
@@ -36,24 +36,14 @@ class Layout:
     stage: str
     """A folder to mount the root on. Only the mount namespace of the builder changes."""
 
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def layout_for(packages: Sequence[str] = ()) -> Layout:
-    """Returns a root with the standard library and the given installed packages, named as in `import`.
-
-    Packages that these import must be named as well.
-
-    Raises:
-        ScorerError: a package is not installed.
+    """Returns a root with the standard library and the given installed packages, named as in `import`. Packages that
+    these import must be named as well. Raises ScorerError for one that is not installed.
     """
     links = tuple((path, os.readlink(path)) for path in _SYSTEM_LIBRARIES if os.path.islink(path))
-    binds = [
-        (path, path)
-        for path in (*_SYSTEM_LIBRARIES, *_SYSTEM_FILES)
-        if os.path.exists(path) and not os.path.islink(path)
-    ]
+    places = (*_SYSTEM_LIBRARIES, *_SYSTEM_FILES)
+    binds = [(path, path) for path in places if os.path.exists(path) and not os.path.islink(path)]
     # Paths of Python's base installation, not of a virtual environment.
     roots = {"base": sys.base_prefix, "installed_base": sys.base_prefix}
     roots |= {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
@@ -70,7 +60,7 @@ def layout_for(packages: Sequence[str] = ()) -> Layout:
     return Layout(
         binds=tuple(binds),
         links=links,
-        devices=tuple(device for device in _DEVICES if os.path.exists(device)),
+        devices=tuple(filter(os.path.exists, _DEVICES)),
         hidden=tuple(hidden),
         path=(*libraries, *([PACKAGES_FOLDER] if packages else [])),
         stage="/tmp" if os.path.isdir("/tmp") and not os.path.islink("/tmp") else "/dev",

@@ -1,16 +1,17 @@
-"""The scorer's side of one sandbox, which runs one program at a time and reports how each ended."""
+"""One sandbox as the scorer sees it: it runs one program at a time, within limits, and reports how each ended."""
 
 from __future__ import annotations
 
-import select
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from tandem.reward.sandbox.inside import wire
-from tandem.reward.sandbox.limits import Limits, Outcome
-from tandem.reward.workers.child_process import ChildProcess
+from tandem.reward.workers.child_process import ChildProcess, is_readable
 
 GRACE_SECONDS = 10.0
 """Time beyond the limits of a run within which a sandbox must report the outcome."""
@@ -18,6 +19,7 @@ _HEADER_BYTES = 1 << 16
 _EXIT_SECONDS = 1.0  # for a sandbox to end by itself once its channel is closed
 
 Kind = Literal["script", "answer", "test"]
+Failure = Literal["", "error", "time", "memory", "output"]
 
 
 class SandboxError(Exception):
@@ -28,14 +30,66 @@ class SandboxDiedError(SandboxError):
     """A sandbox, or the program in it, was killed from outside. The run may succeed in a new sandbox."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one run. The size of the working folder is a property of the sandbox."""
+
+    cpu_seconds: float = 10.0
+    """CPU time of the program, which does not depend on the load of the machine."""
+    wall_seconds: float = 25.0
+    """Wall-clock time, for programs that wait instead of computing."""
+    memory_bytes: int = 1 << 30
+    """Address space of each process."""
+    processes: int = 1
+    """Maximum number of processes. With 1 and seccomp, a program cannot start another, which also bounds its memory."""
+    threads: int = 64
+    open_files: int = 64
+    file_bytes: int = 16 << 20
+    """Size of each file that the program writes."""
+    output_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of a run. Only `stdout` and `stderr` come from the program; the rest is observed from outside."""
+
+    exit_code: int
+    """If negative, the signal that ended the program."""
+    stopped: Literal["", "time", "output", "asked"]
+    """The limit that the program exceeded. `asked`: the scorer stopped it."""
+    stdout: bytes
+    stderr: bytes
+    """The last bytes of standard error."""
+    cpu_seconds: float
+    wall_seconds: float
+    memory_bytes: int
+    """Peak memory, including the interpreter."""
+
+    @property
+    def killed(self) -> bool:
+        """Whether the program was killed, but not for a limit: by the kernel for lack of memory, or by itself."""
+        return not self.stopped and self.exit_code == -signal.SIGKILL
+
+    @property
+    def failure(self) -> Failure:
+        """What went wrong; "" if nothing did. `memory` is inferred from the last line on standard error."""
+        if self.stopped == "time" or self.stopped == "output":
+            return self.stopped
+        if self.exit_code == 0 or self.stopped == "asked":
+            return ""
+        if self.exit_code == -signal.SIGXCPU:
+            return "time"
+        last_line = self.stderr.strip().rpartition(b"\n")[2]
+        return "memory" if self.killed or b"MemoryError" in last_line.partition(b":")[0] else "error"
+
+
 class Sandbox:
     """A channel to the first process of a sandbox. Used by one thread; closing it ends everything inside.
 
     Args:
-        channel: from a launcher.
         process: the process that was started for this sandbox; None if a zygote forked it.
         seccomp: whether programs run behind the filter of system calls.
-        on_close: called once, after the sandbox has ended.
+        on_close: called after the sandbox has ended, once per `close`.
     """
 
     def __init__(
@@ -64,11 +118,12 @@ class Sandbox:
             raise SandboxError(f"a sandbox did not start within {seconds:g} s") from None
         except (OSError, ValueError):
             message = None
-        if message is None or "ready" not in message.header:
-            raise SandboxError(f"a sandbox did not start: {message.header.get('error') if message else self._ending()}")
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        if poll.poll(0):
+        if message is None:
+            end = self._process.exit_reason(seconds=_EXIT_SECONDS) if self._process else "ended without a message"
+            raise SandboxError(f"a sandbox did not start: its process {end}")
+        if "ready" not in message.header:
+            raise SandboxError(f"a sandbox did not start: {message.header.get('error')}")
+        if is_readable(self._channel.fileno()):
             raise SandboxError("a sandbox ended while it waited for a program")
 
     def start(
@@ -82,30 +137,23 @@ class Sandbox:
             line: one end of a socket pair between an answer and its caller.
 
         Raises:
-            SandboxError: the sandbox has ended.
+            SandboxDiedError: the sandbox has ended.
         """
         self._deadline = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         self._most_bytes = 2 * limits.output_bytes + _HEADER_BYTES
         self._channel.settimeout(limits.wall_seconds + GRACE_SECONDS)
-        header = {"kind": kind, "limits": limits.as_dict(), "seccomp": self._seccomp}
+        header = {"kind": kind, "limits": asdict(limits), "seccomp": self._seccomp}
         parts = [text.encode("utf-8", "replace") for text in texts]
         try:
-            descriptors = [line.fileno()] if line is not None else []
-            wire.send(self._channel, header, stdin, *parts, descriptors=descriptors)
+            wire.send(self._channel, header, stdin, *parts, descriptors=[line.fileno()] if line is not None else [])
         except OSError as error:
             self.clean = False
             raise SandboxDiedError(f"a sandbox took no program: {error}") from None
 
-    def fileno(self) -> int:
-        """Returns a descriptor that becomes readable when a run has ended."""
-        return self._channel.fileno()
-
     def stop(self) -> None:
-        """Stops the run. Its outcome still has to be read."""
-        try:
+        """Stops the run. Its outcome still has to be read; if the sandbox has ended, that reports it."""
+        with suppress(OSError):
             wire.send(self._channel, {"stop": True})
-        except OSError:
-            return  # it has ended; `outcome` reports that
 
     def outcome(self) -> Outcome:
         """Waits until the sandbox's first process reports the end of the run.
@@ -125,9 +173,9 @@ class Sandbox:
                 raise SandboxError(f"a sandbox did not report the end of its program within {GRACE_SECONDS:g} s")
             raise SandboxDiedError("a sandbox ended in the middle of a run")
         header = message.header
-        if "error" in header or header["fault"]:
+        if fault := header.get("error") or header["fault"]:
             self.clean = False
-            raise SandboxError(f"a program did not begin: {header.get('error') or header['fault']}")
+            raise SandboxError(f"a program did not begin: {fault}")
         self.clean = header["clean"]
         out, err = message.parts
         return Outcome(header["code"], header["stopped"], out, err, header["cpu"], header["wall"], header["memory"])
@@ -142,11 +190,4 @@ class Sandbox:
         self._channel.close()
         if self._process is not None:
             self._process.close(seconds=_EXIT_SECONDS)
-            self._process = None
-        on_close, self._on_close = self._on_close, lambda: None
-        on_close()
-
-    def _ending(self) -> str:
-        if self._process is None:
-            return "its process ended without a message"
-        return f"its process {self._process.exit_reason(seconds=_EXIT_SECONDS)}"
+        self._on_close()

@@ -100,7 +100,6 @@ def spread(tests: Sequence[Test], most: int) -> list[Test]:
 
 
 def _loaded(ground_truth: object) -> object:
-    """Parses JSON text. Returns other text and values unchanged."""
     if not isinstance(ground_truth, str) or ground_truth.lstrip()[:1] not in ("{", "["):
         return ground_truth
     try:
@@ -131,17 +130,15 @@ def _case(case: Any, function: object) -> Test:
 
 
 def _script(given: object, wanted: object, place: int) -> ScriptTest:
-    lines = [_joined(given), _joined(wanted)]
-    for name, text in zip(("inputs", "outputs"), lines, strict=True):
-        if text is None:
-            raise UnusableTestsError(f"{name}[{place}] is neither text nor a list of lines")
-    return ScriptTest(str(lines[0]), str(lines[1]))
+    return ScriptTest(_joined(given, f"inputs[{place}]"), _joined(wanted, f"outputs[{place}]"))
 
 
-def _joined(value: object) -> str | None:
+def _joined(value: object, name: str) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
-    return value if isinstance(value, str) else None
+    if isinstance(value, str):
+        return value
+    raise UnusableTestsError(f"{name} is neither text nor a list of lines")
 
 
 def _call(function: str, given: object, wanted: object, place: int) -> CallTest:
@@ -165,7 +162,7 @@ def _texts(values: object) -> list[str]:
 
 
 def _name(value: object) -> str:
-    """Returns the name of a function; the last part of `Solution().f` and `Solution.f`."""
+    """The last part of `Solution().f` and `Solution.f`."""
     name = value.rpartition(".")[2] if isinstance(value, str) else None
     if name is None or (name and not name.isidentifier()):
         raise UnusableTestsError(f"{shown(value)} is no function's name")
@@ -206,12 +203,8 @@ def _close(got: float, wanted: float, tolerance: float) -> bool:
 
 
 def same_value(got: object, wanted: object, tolerance: float) -> bool:
-    """Whether a function's result matches the expected one, which is a JSON value.
-
-    Tuples count as lists, and floats may differ by the tolerance.
-
-    Raises:
-        RecursionError: both are nested too deeply.
+    """Whether a function's result matches the expected one, which is a JSON value. Tuples count as lists, and floats
+    may differ by the tolerance. Raises RecursionError if both are nested too deeply.
     """
     if isinstance(wanted, list):
         if not isinstance(got, list | tuple) or len(got) != len(wanted):

@@ -8,14 +8,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from tandem.reward.sandbox.inside import plain, program
-from tandem.reward.sandbox.isolation import open_sandboxes
-from tandem.reward.sandbox.limits import Limits, Outcome
-from tandem.reward.sandbox.pool import SandboxPool
-from tandem.reward.sandbox.sandbox import Sandbox, SandboxDiedError, SandboxError
+from tandem.reward.sandbox.isolation import SandboxPool, open_sandboxes
+from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxDiedError, SandboxError
 from tandem.reward.sandbox.test_cases import (
     CallTest,
     Comparison,
@@ -26,7 +23,7 @@ from tandem.reward.sandbox.test_cases import (
     same_output,
     same_value,
 )
-from tandem.reward.workers.processes import memory_kills
+from tandem.reward.workers.child_process import memory_kills
 
 Verdict = Literal["passed", "wrong", "error", "time", "memory", "output"]
 
@@ -46,19 +43,18 @@ def sandboxes(packages: tuple[str, ...], allow_unsandboxed: bool) -> SandboxPool
 class Trial:
     """Runs the tests of one answer. Every test has its own process, so a test that hangs or crashes fails alone.
 
-    The answer's sandbox never holds the expected results. Output and results are compared here. The statements of a
-    test run in another sandbox, which calls the answer over a socket that carries plain data.
+    The answer's sandbox never holds the expected results: output and results are compared here, and the statements of
+    a test run in another sandbox, which calls the answer over a socket that carries plain data.
 
-    Only reports by the first process of a sandbox count against the answer. If a sandbox dies during a run, or its
-    program is killed, the test is repeated in a new sandbox, once per trial. If a sandbox dies again, that is an error.
-    If a program is killed again, it fails (`memory`), because it may have killed itself; it is an error if the kernel
-    has killed a process for lack of memory in the meantime.
+    If a sandbox dies during a run, or its program is killed, the test is repeated in a new sandbox, once per trial. If
+    a sandbox dies again, that is an error. If a program is killed again, it fails (`memory`), because it may have
+    killed itself; it is an error if the kernel has killed a process for lack of memory in the meantime.
 
     Args:
         code: of the answer, run after `prelude`.
         deadline: of the whole trial (`time.monotonic`), without waits for a sandbox. Later tests fail (`time`).
 
-    Raises (its methods, too):
+    Raises (its methods):
         SandboxError: no sandbox starts, or the sandboxes die.
     """
 
@@ -72,14 +68,6 @@ class Trial:
         self._died = False
         self._kills_before: int | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close_all()
-
     def verdict(self, test: Test, comparison: Comparison, tolerance: float) -> Verdict:
         """Runs one test. Raises UnusableTestsError if the test itself cannot be run."""
         started = time.monotonic()
@@ -88,7 +76,7 @@ class Trial:
         try:
             return self._verdict(test, comparison, tolerance, self._deadline - started)
         except SandboxDiedError as error:
-            self._close_all()
+            self.close()
             if self._died:
                 raise SandboxError(f"{error}, twice: the machine, a lack of memory, or the program") from None
             self._died = True
@@ -104,10 +92,8 @@ class Trial:
                 box = self._box("answer")
                 box.start("script", [self._prelude, self._code], limits, stdin.encode("utf-8", "replace"))
                 outcome = self._outcome(box)
-                if outcome.failure:
-                    return outcome.failure
                 got = outcome.stdout.decode("utf-8", "replace")
-                return "passed" if same_output(got, wanted, comparison, tolerance) else "wrong"
+                return outcome.failure or ("passed" if same_output(got, wanted, comparison, tolerance) else "wrong")
             case CallTest():
                 return self._call(test, limits, tolerance)
             case StatementTest():
@@ -116,24 +102,22 @@ class Trial:
     def _box(self, role: str) -> Sandbox:
         """Returns the sandbox of the answer or of the tests; a new one if the last program left files in it."""
         box = self._boxes.get(role)
-        if box is not None and not box.clean:
+        if box is not None and box.clean:
+            return box
+        if box is not None:
             box.close()
-            box = None
-        if box is None:
-            began = time.monotonic()
-            box = self._boxes[role] = self._pool.take()
-            self._deadline += time.monotonic() - began
+        began = time.monotonic()
+        box = self._boxes[role] = self._pool.take()
+        self._deadline += time.monotonic() - began
         return box
 
-    def _close_all(self) -> None:
+    def close(self) -> None:
         for box in self._boxes.values():
             box.close()
         self._boxes.clear()
 
     def _outcome(self, box: Sandbox) -> Outcome:
-        """Waits for the outcome. Raises SandboxDiedError also if the program was killed for the first time, or by the
-        kernel.
-        """
+        """Waits for the outcome. Raises SandboxDiedError also if the program was killed, first or by the kernel."""
         outcome = box.outcome()
         if outcome.killed and (not self._died or self._kills_before != memory_kills()):
             raise SandboxDiedError("a program was killed")
@@ -153,15 +137,14 @@ class Trial:
     def _call(self, test: CallTest, limits: Limits, tolerance: float) -> Verdict:
         box, line = self._start_answer(limits)
         with line:
-            request = plain.dumps(
-                {"function": test.function, "args": [plain.encode(one, _no_objects) for one in test.arguments]}
-            )
+            arguments = plain.encode(list(test.arguments), _no_objects)
+            request = plain.dumps({"function": test.function, "args": arguments})
             reply = _ask(line, request, limits.wall_seconds + _TEST_GRACE_SECONDS)
         if reply is not None:
             box.stop()
         outcome = self._outcome(box)
         if reply is None:
-            return _blamed(outcome)
+            return outcome.failure or "error"
         if "error" in reply:
             return "memory" if reply["error"] == "MemoryError" else "error"
         try:
@@ -187,11 +170,6 @@ class Trial:
         if outcome.stopped != "asked" and outcome.failure:
             return outcome.failure
         return "wrong" if said.exit_code == program.FAILED else said.failure or "error"
-
-
-def _blamed(outcome: Outcome) -> Verdict:
-    """Returns the verdict on a program that ended without an answer."""
-    return outcome.failure or "error"
 
 
 def _ask(line: socket.socket, request: bytes, seconds: float) -> Mapping[str, object] | None:

@@ -20,9 +20,8 @@ class _Waiter:
 class AdmissionQueue:
     """Coroutines wait here, ordered by priority, until there is room for them.
 
-    The next waiter is chosen when there may be room, not earlier, so a later one of a higher priority passes it. A
-    waiter that is next and needs much is not passed by one that needs less; else it might never be admitted. Used by
-    the coroutines of one event loop.
+    The next waiter is chosen when there may be room, so a later one of a higher priority goes first. A waiter that is
+    next and needs much is not passed by one that needs less; else it might never be admitted. For one event loop.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,6 @@ class AdmissionQueue:
         self._timer: asyncio.TimerHandle | None = None
 
     def waiting(self, priority: Priority) -> int:
-        """Number of waiters of one priority."""
         return self._queue.waiting(priority)
 
     async def acquire(
@@ -43,8 +41,7 @@ class AdmissionQueue:
             take: takes what is needed and returns 0; or takes nothing and returns the seconds after which to try
                 again, infinity if only `wake` can tell. Must not raise.
             give_back: undoes `take`, for a caller that is cancelled just as it was admitted.
-            again: a further attempt of a request that was admitted before; it goes before first attempts of the same
-                priority.
+            again: a further attempt of a request, which goes before first attempts of the same priority.
         """
         waiter = _Waiter(take, asyncio.get_running_loop().create_future(), again)
         if again:
@@ -82,14 +79,13 @@ class AdmissionQueue:
 
 
 class PrioritySemaphore:
-    """A semaphore whose waiters are served by priority. Used by the coroutines of one event loop."""
+    """A semaphore whose waiters are served by priority. For one event loop."""
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._queue = AdmissionQueue()
 
     def waiting(self, priority: Priority) -> int:
-        """Number of waiters of one priority."""
         return self._queue.waiting(priority)
 
     async def acquire(self, priority: Priority) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 from tandem.protos.contracts import Unscored
 
 CANCELLED = Unscored("timeout", "it had no score shortly before the call's deadline")
-"""Result of an item that had no score when its call was cancelled. It is compared by identity: a rubric must not
-treat it as the verdict of a judge.
-"""
+"""Of an item that had no score when its call was cancelled. Compared by identity: it is no judge's verdict."""
 
 
 class CancellationToken:
@@ -33,9 +31,7 @@ class CancellationToken:
 
     @contextmanager
     def on_cancel(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Calls `callback` if the token is cancelled inside the block, in the cancelling thread; at once if it already
-        is. The callback must not block.
-        """
+        """Calls `callback` in the cancelling thread, or at once if already cancelled. It must not block."""
         with self._lock:
             cancelled = self.cancelled
             if not cancelled:
@@ -45,15 +41,12 @@ class CancellationToken:
         try:
             yield
         finally:
-            with self._lock:
-                if callback in self._callbacks:
-                    self._callbacks.remove(callback)
+            with self._lock, suppress(ValueError):  # `cancel` has taken it
+                self._callbacks.remove(callback)
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Makes this the `current_token` of the thread. Judges find it there, because their protocol has no parameter
-        for it.
-        """
+        """Makes this the thread's `current_token`, where judges find it: their protocol has no parameter for it."""
         previous = _CURRENT.set(self)
         try:
             yield

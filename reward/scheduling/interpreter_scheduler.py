@@ -1,9 +1,7 @@
 """Time slices of the Python interpreter, by priority, for scorers that run in their callers' threads.
 
-Python runs one thread at a time (the GIL). Scorers of this process cannot hang, but without a scheduler the ring's
-thread would get an equal share beside a job's threads and those of sixty calls. So one thread scores at a time, for
-some milliseconds, and then the next by `tandem.reward.scheduling.priority_queue`. Nothing is lost by this: the threads
-could not have scored in parallel.
+Python runs one thread at a time (the GIL). Without a scheduler the ring's thread would get an equal share beside those
+of a job and of sixty calls. So one thread scores at a time, for some milliseconds, then the next by priority.
 """
 
 from __future__ import annotations
@@ -33,18 +31,17 @@ class InterpreterScheduler:
         self._busy = False
 
     def waiting(self, priority: Priority) -> int:
-        """Number of threads that wait at this priority."""
         return self._queue.waiting(priority)
 
     def run_each(self, priority: Priority, work: Callable[[Given], Made], given: Sequence[Given]) -> list[Made]:
         """Applies `work` to each, in order. Blocks while other threads have their turns."""
         made: list[Made] = []
-        scheduled = self._begin(priority)
+        scheduled = self._wait_for_turn(priority)
         try:
             slice_end = time.monotonic() + SLICE_SECONDS
             for one in given:
                 if made and time.monotonic() >= slice_end:
-                    scheduled = self._requeue(priority, scheduled)
+                    scheduled = self._wait_for_turn(priority, scheduled)
                     slice_end = time.monotonic() + SLICE_SECONDS
                 made.append(work(one))
         finally:
@@ -53,29 +50,18 @@ class InterpreterScheduler:
                     self._start_next()
         return made
 
-    def _begin(self, priority: Priority) -> bool:
-        """Waits for a turn. False if none came in time and the thread runs beside the others."""
+    def _wait_for_turn(self, priority: Priority, has_turn: bool = False) -> bool:
+        """Ends the turn that the thread has, and waits for another behind the others of its priority. False if none
+        came in time: the thread then runs beside the others.
+        """
         with self._lock:
-            if not self._busy:
+            if not self._queue and (has_turn or not self._busy):
                 self._busy = True
                 return True
             turn = threading.Event()
             self._queue.add(priority, turn)
-        return self._wait(priority, turn)
-
-    def _requeue(self, priority: Priority, scheduled: bool) -> bool:
-        """Waits for a further turn, behind the others of the same priority."""
-        if not scheduled:
-            return self._begin(priority)
-        with self._lock:
-            if not self._queue:
-                return True
-            turn = threading.Event()
-            self._queue.add(priority, turn)
-            self._start_next()
-        return self._wait(priority, turn)
-
-    def _wait(self, priority: Priority, turn: threading.Event) -> bool:
+            if has_turn:
+                self._start_next()
         if turn.wait(MAX_WAIT_SECONDS):
             return True
         with self._lock:

@@ -9,7 +9,6 @@ from typing import Generic, Literal, TypeVar
 Priority = Literal["ring", "calls", "jobs"]
 PRIORITIES: tuple[Priority, ...] = ("ring", "calls", "jobs")
 """Highest first: groups that training waits for, calls that a client waits for, jobs that run for hours."""
-
 SHARE = 4
 """While a lower priority waits, every fourth turn goes to it."""
 
@@ -20,9 +19,7 @@ class PriorityQueue(Generic[T]):
     """One first-in-first-out queue per priority. The highest priority goes first, except for the share of turns that
     goes to lower ones, so none starves. Not thread-safe.
 
-    Every scarce resource of the reward service uses this rule: worker processes, the interpreter
-    (`tandem.reward.scheduling.interpreter_scheduler`), requests, rates and money of a judge
-    (`tandem.reward.scheduling.admission_queue`), batches of a reward model (`tandem.reward.workers.model_batcher`).
+    It orders all that is scarce: worker processes, the interpreter, requests and money of judges, forward passes.
     """
 
     def __init__(self) -> None:
@@ -33,11 +30,9 @@ class PriorityQueue(Generic[T]):
         return sum(map(len, self._waiting.values()))
 
     def waiting(self, priority: Priority) -> int:
-        """Number of entries that wait at this priority."""
         return len(self._waiting[priority])
 
     def add(self, priority: Priority, entry: T) -> None:
-        """Appends an entry to the queue of its priority."""
         self._waiting[priority].append(entry)
 
     def push_front(self, priority: Priority, entry: T, index: int = 0) -> None:
@@ -66,11 +61,11 @@ class PriorityQueue(Generic[T]):
 
     def pop(self) -> tuple[Priority, T] | None:
         """Removes and returns the next entry; None if the queue is empty."""
-        busy = self._busy()
-        if not busy:
-            return None
-        priority = self._take_turn(busy)
-        return priority, self._waiting[priority].popleft()
+        found = self.peek()
+        if found is not None:
+            self._take_turn(self._busy())
+            self._waiting[found[0]].popleft()
+        return found
 
     def pop_from(self, priority: Priority) -> T:
         """Removes and returns the first entry of one priority, as part of the turn that `pop` gave to it."""
@@ -101,10 +96,9 @@ class PriorityQueue(Generic[T]):
             index += 1
         return index
 
-    def _take_turn(self, busy: Sequence[Priority]) -> Priority:
+    def _take_turn(self, busy: Sequence[Priority]) -> None:
         index = self._next_index(busy)
         for passed in busy[:index]:
             self._turns[passed] = 0
         if index + 1 < len(busy):
             self._turns[busy[index]] += 1
-        return busy[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -139,7 +140,7 @@ class CodeTests(Scorer):
             return Unscored("infrastructure", str(error))
 
     def _tried(self, code: str, tests: Sequence[Test]) -> Counter[str]:
-        from tandem.reward.sandbox.limits import Limits
+        from tandem.reward.sandbox.sandbox import Limits
         from tandem.reward.sandbox.trial import Trial, sandboxes
 
         limits = Limits(
@@ -150,7 +151,7 @@ class CodeTests(Scorer):
         pool = sandboxes(self.packages, self.allow_unsandboxed)
         counts: Counter[str] = Counter()
         deadline = time.monotonic() + self.seconds_per_answer
-        with Trial(pool, self.prelude, code, limits, deadline) as trial:
+        with closing(Trial(pool, self.prelude, code, limits, deadline)) as trial:
             for test in tests:
                 verdict = trial.verdict(test, self.comparison, self.tolerance)
                 counts[verdict] += 1

@@ -19,12 +19,10 @@ _REASONS = frozenset(get_args(UnscoredReason))
 
 
 def make_token() -> str:
-    """A token for one chunk."""
     return secrets.token_hex(8)
 
 
 def line(token: bytes, number: int, payload: bytes) -> bytes:
-    """The line of that number."""
     return b"%b %d %b\n" % (token, number, payload)
 
 
@@ -53,9 +51,7 @@ def encode_score(score: Score) -> bytes:
 
 
 def decode_scores(found: Sequence[bytes]) -> tuple[list[Score], Literal["", "memory", "stray"]]:
-    """The scores up to the first payload that is none, and what that one is: `memory` (a worker ran out of it) or
-    `stray`.
-    """
+    """The scores up to the first payload that is none, and what that is: `memory` (the worker has none) or `stray`."""
     scores: list[Score] = []
     for one in _parsed(found):
         score = _score(one)

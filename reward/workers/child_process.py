@@ -1,6 +1,4 @@
-"""Child processes of the reward service: one way to start them, to talk with them under a deadline, to end them, and to
-say why they ended.
-"""
+"""Child processes of the reward service: start, lines under a deadline, end and its reason; what /proc says of them."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 _OUTPUT_TAIL_BYTES = 2000
@@ -50,11 +49,10 @@ class LineChannel:
     @property
     def quiet(self) -> bool:
         """Whether the process has sent nothing that is still unread, and has not closed its end."""
-        return not self._received and not _is_readable(self.connection.fileno())
+        return not self._received and not is_readable(self.connection.fileno())
 
     @property
     def sending(self) -> bool:
-        """Whether not everything was sent yet."""
         return bool(self._unsent)
 
     @property
@@ -94,8 +92,7 @@ class LineChannel:
         return complete
 
     def last_output(self) -> str:
-        """The last line that the process printed."""
-        while self._output_open and _is_readable(self._output):
+        while self._output_open and is_readable(self._output):
             self._forward_output()
         return _last_line(self._output_tail)
 
@@ -190,20 +187,18 @@ class ChildProcess:
     def alive(self) -> bool:
         return self._exit_status() is None
 
-    def exit_reason(self, channel: LineChannel | None = None, *, seconds: float = _EXIT_SECONDS) -> str:
-        """Ends the process after giving it `seconds` to exit, and says how it ended and what it wrote last.
-
-        Args:
-            channel: has read its output so far.
-        """
+    def exit_reason(self, *, seconds: float = _EXIT_SECONDS) -> str:
+        """Ends the process after giving it `seconds` to exit, and says how it ended and what it wrote last."""
         status = self._await_exit(seconds)
         self.kill()
-        if channel is not None:
-            return describe_exit(status, channel.last_output())
+        return describe_exit(status, self.last_output())
+
+    def last_output(self) -> str:
+        """The last line of its output that is left to be read."""
         os.set_blocking(self.output, False)  # something that it started may hold the other end
         with suppress(BlockingIOError):
-            return describe_exit(status, _last_line(os.read(self.output, 4096)))
-        return describe_exit(status)
+            return _last_line(os.read(self.output, 4096))
+        return ""
 
     def kill(self) -> None:
         """Kills the process and its process group. May be called again."""
@@ -247,29 +242,21 @@ class ChildProcess:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-class LineProcess:
+class LineProcess(ChildProcess):
     """Runs `main(descriptor, parent_pid)` of a module of ours in a new interpreter and exchanges lines of JSON with it.
 
     The kernel ends the process with the thread that started it (if `main` asks for that): the thread must outlive it.
-    `kill` may be called from any thread, everything else from that one.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         # -P: a file in the working folder named like a module of ours must not replace it
         code = f"import sys; from {module} import main; main(*map(int, sys.argv[1:]))"
-        self._process = ChildProcess(
+        super().__init__(
             lambda descriptor: [sys.executable, "-P", "-c", code, str(descriptor), str(os.getpid())],
             capture="all",
             environment={**os.environ, **environment},
         )
-        self._channel = LineChannel(self._process.connection, self._process.output)
-        self.pid = self._process.pid
-        self.kill = self._process.kill
-        self.close = self._process.close
-
-    @property
-    def alive(self) -> bool:
-        return self._process.alive
+        self._channel = LineChannel(self.connection, self.output)
 
     def send(self, message: Mapping[str, object]) -> None:
         """Queues a message; it is sent while `receive` waits."""
@@ -279,9 +266,8 @@ class LineProcess:
         """The messages that arrive first, at least one. Raises HungError, DiedError."""
         return map(json.loads, self._channel.receive(seconds))
 
-    def exit_reason(self) -> str:
-        """Ends the process, and says how it ended and what it wrote last."""
-        return self._process.exit_reason(self._channel)
+    def last_output(self) -> str:
+        return self._channel.last_output()
 
 
 def describe_exit(status: int | None, last_output: str = "") -> str:
@@ -299,7 +285,68 @@ def _last_line(text: bytes) -> str:
     return text.decode(errors="replace").strip().rpartition("\n")[2]
 
 
-def _is_readable(descriptor: int) -> bool:
+def is_readable(descriptor: int) -> bool:
+    """Whether it can be read at once: data, or the end."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def children_of(pid: int) -> list[int]:
+    """The living processes that `pid` started or inherited; none if it has ended."""
+    found: list[int] = []
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        for thread in threads:
+            with suppress(ProcessLookupError):
+                found += map(int, (thread / "children").read_text().split())
+    except FileNotFoundError:
+        return found if Path(f"/proc/{pid}").exists() is False else _children_by_parent(pid)
+    except ProcessLookupError:
+        return found
+    return found
+
+
+def _children_by_parent(pid: int) -> list[int]:
+    """The same on kernels without lists of children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if int(stat_fields(int(entry.name))[1]) == pid:
+                    found.append(int(entry.name))
+    return found
+
+
+def stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name: state, parent, … Raises OSError if the process has gone."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger."""
+    try:
+        return stat_fields(pid)[0] in "tT"
+    except OSError:
+        return False
+
+
+def memory_kills() -> int | None:
+    """How many processes the kernel has killed for lack of memory (of the whole machine or a cgroup) since it started;
+    None if it does not say.
+    """
+    with suppress(OSError), open("/proc/vmstat", "rb") as figures:
+        for line in figures:
+            if line.startswith(b"oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+def count_descendants(pid: int, enough: int) -> int:
+    """Number of descendants of `pid`; counting stops above `enough`."""
+    pending, number = [pid], 0
+    while pending and number <= enough:
+        children = children_of(pending.pop())
+        number += len(children)
+        pending += children
+    return number

@@ -1,9 +1,7 @@
-"""A Python function as scorer, by import path, with verl's `compute_score(data_source, solution_str, ground_truth,
-extra_info)`.
+"""A Python function as scorer, by import path, with the parameters of verl's `compute_score`, or the plural ones of its
+batch reward manager (`data_sources`, …) to judge several answers at once. Both kinds may be coroutine functions.
 
-A function with the plural parameters of verl's batch reward manager (`data_sources`, `solution_strs`, `ground_truths`,
-`extra_infos`) judges several answers at once. Both kinds may be coroutine functions. They run in worker processes
-(`tandem.reward.workers.pool`), never in the service, because user's code may hang, crash, print or leak.
+They run in worker processes (`tandem.reward.workers.pool`), because user's code may hang, crash, print or leak.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _MAX_DETAIL = 300
 _VERSION_CHARACTERS = 12
 _LOOP = asyncio.Runner()  # one for all calls, because objects that a user's module keeps open belong to a loop
 _SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
-_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_BATCH = tuple(f"{name}s" for name in _SINGLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +41,12 @@ class FunctionJudge:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def judge(self, item: ScoreItem) -> Score:
-        """Judges an item. Raises only MemoryError, which the worker process handles."""
+        """The score of an item. Raises only MemoryError, which the worker process handles."""
         try:
-            result = self.function(
-                data_source=item.data_source,
-                solution_str=item.solution,
-                ground_truth=item.ground_truth,
-                extra_info=dict(item.extra_info),
-                **self.arguments,
-            )
-            if inspect.iscoroutine(result):
-                result = _LOOP.run(result)
+            result = _finished(self.function(**_verl_arguments(item), **self.arguments))
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:
-            # A failure is not a score: the exception becomes the reason, and the next item is judged as usual.
             return failure(error)
         return to_score(result)
 
@@ -72,20 +61,14 @@ class CoroutineJudge:
     """Time limit of one item. Past it, only this item is unscored (`timeout`)."""
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """One result an item. Raises MemoryError and nothing else."""
+        """One result an item. Raises only MemoryError."""
         return _LOOP.run(self._judge_all(items))
 
     async def _judge_all(self, items: Sequence[ScoreItem]) -> list[Score]:
         return list(await asyncio.gather(*map(self._judge, items)))
 
     async def _judge(self, item: ScoreItem) -> Score:
-        call = self.function(
-            data_source=item.data_source,
-            solution_str=item.solution,
-            ground_truth=item.ground_truth,
-            extra_info=dict(item.extra_info),
-            **self.arguments,
-        )
+        call = self.function(**_verl_arguments(item), **self.arguments)
         ours = asyncio.timeout(self.seconds)
         try:
             async with ours:
@@ -105,20 +88,13 @@ class BatchFunctionJudge:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
-        """One result an item. Raises MemoryError and nothing else."""
+        """One result an item. Raises only MemoryError."""
         if not items:
             return []
+        given = [_verl_arguments(item) for item in items]
+        columns = {f"{name}s": [one[name] for one in given] for name in _SINGLE}
         try:
-            results = self.function(
-                data_sources=[item.data_source for item in items],
-                solution_strs=[item.solution for item in items],
-                ground_truths=[item.ground_truth for item in items],
-                extra_infos=[dict(item.extra_info) for item in items],
-                **self.arguments,
-            )
-            if inspect.iscoroutine(results):
-                results = _LOOP.run(results)
-            results = list(results)
+            results = list(_finished(self.function(**columns, **self.arguments)))
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:
@@ -132,27 +108,34 @@ class BatchFunctionJudge:
         return [to_score(result) for result in results]
 
 
+def _verl_arguments(item: ScoreItem) -> dict[str, Any]:
+    values = (item.data_source, item.solution, item.ground_truth, dict(item.extra_info))
+    return dict(zip(_SINGLE, values, strict=True))
+
+
+def _finished(result: Any) -> Any:
+    """The result of a call; runs the coroutine if the function returned one."""
+    return _LOOP.run(result) if inspect.iscoroutine(result) else result
+
+
 def failure(error: BaseException) -> Unscored:
     """Returns the reason for an exception of the function: the process limit that it hit, otherwise `crashed`."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     message = clean(f"{type(error).__name__}: {_text(error)}"[:_MAX_DETAIL] + place)
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        return Unscored("limit", message)
-    return Unscored("crashed", message)
+    is_limit = isinstance(error, OSError) and error.errno == errno.EMFILE
+    return Unscored("limit" if is_limit else "crashed", message)
 
 
 def to_score(result: object) -> Score:
-    """Converts a number, a bool, or a dict with `score` and other components to a `Score`.
-
-    Numeric components become the breakdown. Other results, NaN and infinities are unscored (`invalid_input`).
+    """Converts a number, a bool, or a dict with `score` and other components to a `Score`. Numeric components become
+    the breakdown. Other results, NaN and infinities are unscored (`invalid_input`).
     """
     components: Mapping[str, object] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
-            return Unscored(
-                "invalid_input", clean(f"the function returned a dict without `score`: keys {list(result)!r:.100}")
-            )
+            keys = f"{list(result)!r:.100}"
+            return Unscored("invalid_input", clean(f"the function returned a dict without `score`: keys {keys}"))
         components, result = result, result["score"]
     value = _number_of(result)
     if value is None:
@@ -184,10 +167,7 @@ def clean(text: str) -> str:
 
 def load_function(path: str, arguments: Mapping[str, object]) -> FunctionJudge | CoroutineJudge | BatchFunctionJudge:
     """Loads the function at `module.path:function` or `file.py:function` and checks its signature against verl's calls.
-
-    Raises:
-        ScorerError: the module or file is missing or cannot be imported, or the function is missing or does not accept
-            the arguments.
+    Raises ScorerError if the file does not import, or the function is missing or does not accept the arguments.
     """
     place, _, name = path.rpartition(":")
     module = _import_file(path, Path(place)) if place.endswith(".py") else _import_module(path, place)
@@ -203,10 +183,7 @@ def load_function(path: str, arguments: Mapping[str, object]) -> FunctionJudge |
 
 
 def source_version(path: str) -> str:
-    """Returns a version of a function: the beginning of the SHA-256 of its current file; "" without a file.
-
-    Imports nothing. Modules that the file imports do not count.
-    """
+    """The version of a function: the beginning of the SHA-256 of its file alone; "" without a file. Imports nothing."""
     place = path.rpartition(":")[0]
     file = Path(place) if place.endswith(".py") else _file_of(place)
     try:
@@ -216,13 +193,10 @@ def source_version(path: str) -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    """Returns the file from which a worker will import a module."""
-    for root in (Path.cwd(), *map(Path, sys.path)):
-        package = root.joinpath(*module.split("."))
-        for file in (package / "__init__.py", package.with_name(f"{package.name}.py")):
-            if file.is_file():
-                return file
-    return None
+    """The file from which a worker will import a module."""
+    packages = [root.joinpath(*module.split(".")) for root in (Path.cwd(), *map(Path, sys.path))]
+    files = (file for one in packages for file in (one / "__init__.py", one.with_name(f"{one.name}.py")))
+    return next(filter(Path.is_file, files), None)
 
 
 def _import_file(path: str, file: Path) -> ModuleType:
@@ -237,22 +211,25 @@ def _import_file(path: str, file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ScorerError(f"{path}: {file} does not import: {_one_line(error)}") from error
+        raise _import_error(path, str(file), error) from error
     return module
 
 
 def _import_module(path: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             raise ScorerError(
                 f"{path}: no module named {place} (working folder {Path.cwd()}); "
                 "write an importable module:function or path/to/file.py:function"
             ) from error
-        raise ScorerError(f"{path}: {place} does not import: {_one_line(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise ScorerError(f"{path}: {place} does not import: {_one_line(error)}") from error
+        raise _import_error(path, place, error) from error
+
+
+def _import_error(path: str, place: str, error: BaseException) -> ScorerError:
+    told = clean(f"{type(error).__name__}: {' '.join(_text(error).split())[:_MAX_DETAIL]}")
+    return ScorerError(f"{path}: {place} does not import: {told}")
 
 
 def _takes(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
@@ -266,15 +243,9 @@ def _takes(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]
     try:
         signature.bind(**{**dict.fromkeys(names), **arguments})
     except TypeError as error:
-        raise ScorerError(
-            f"{path}: {error}; it is called with {', '.join(names)}"
-            + (f" and arguments {', '.join(arguments)}" if arguments else "")
-        ) from None
+        more = f" and arguments {', '.join(arguments)}" if arguments else ""
+        raise ScorerError(f"{path}: {error}; it is called with {', '.join(names)}{more}") from None
     return batch
-
-
-def _one_line(error: BaseException) -> str:
-    return clean(f"{type(error).__name__}: {' '.join(_text(error).split())[:_MAX_DETAIL]}")
 
 
 def _text(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """The main loop of the launcher: the process that workers are forked from, and that kills what they leave behind.
 
 It has one thread and never runs user's code, so forking it is safe. It has imported what judges need, so a worker is
-ready within milliseconds. It is the subreaper of all that its workers start: a process that outlives its worker becomes
-its child and is killed. When the service ends in any way, the control socket closes, and everything is killed.
+ready within milliseconds. A process that outlives its worker becomes the launcher's child and is killed. When the
+service ends in any way, the control socket closes, and everything is killed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tandem.reward.registry import SCORERS, preload
-from tandem.reward.workers.processes import children_of
+from tandem.reward.workers.child_process import children_of
 from tandem.reward.workers.worker import serve
 
 _PR_SET_PDEATHSIG = 1
@@ -35,8 +34,7 @@ _MAX_REQUEST_BYTES = 1 << 16
 _CHANNEL = 3  # the worker's descriptor of its socket
 
 
-@dataclass(slots=True)
-class _Worker:
+class _Worker(NamedTuple):
     pid: int
     control: int
     """Descriptor: reports the exit status to the pool, and receives the request to kill."""
@@ -106,8 +104,7 @@ class Launcher:
             os.write(worker.control, json.dumps(message).encode() + b"\n")
 
     def _kill(self, worker: _Worker) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGKILL)
+        _kill_group(worker.pid)
         self._poll.unregister(worker.control)
         del self._by_control[worker.control]  # its exit is reported when it is reaped
 
@@ -121,8 +118,7 @@ class Launcher:
                 return
             worker = self._workers.pop(ended.si_pid, None)
             if worker is not None:
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)  # before its pid can be reused
+                _kill_group(worker.pid)  # before its pid can be reused
             _, status = os.waitpid(ended.si_pid, 0)
             if worker is not None:
                 self._end_orphans()
@@ -149,12 +145,16 @@ class Launcher:
     def _end_everything(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
         while children_of(os.getpid()) and time.monotonic() < deadline:
-            for pid in list(self._workers):
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+            for pid in self._workers:
+                _kill_group(pid)
             self._reap()
             self._end_orphans()
             time.sleep(0.002)
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str, Any]) -> NoReturn:
@@ -176,11 +176,8 @@ def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str
             if int(name) > _CHANNEL:
                 with suppress(OSError):
                     os.close(int(name))
-        for kind, value in (
-            (resource.RLIMIT_DATA, limits["memory_bytes"]),
-            (resource.RLIMIT_NOFILE, limits["open_files"]),
-            (resource.RLIMIT_CORE, 0),
-        ):
+        wanted = {resource.RLIMIT_DATA: limits["memory_bytes"], resource.RLIMIT_NOFILE: limits["open_files"]}
+        for kind, value in {**wanted, resource.RLIMIT_CORE: 0}.items():
             hard = resource.getrlimit(kind)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
             resource.setrlimit(kind, (value, value))

@@ -9,9 +9,9 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from tandem.reward.workers.child_process import ChildProcess
-from tandem.reward.workers.processes import is_stopped
-from tandem.reward.workers.worker_process import LAUNCH_SECONDS, Limits, WorkerProcess
+from tandem.reward.config import RewardConfig
+from tandem.reward.workers.child_process import ChildProcess, is_stopped
+from tandem.reward.workers.worker_process import LAUNCH_SECONDS, WorkerProcess
 
 # -P: the working folder stays off the path until user's code is loaded, see tandem.reward.workers.worker
 _BOOTSTRAP = "import sys; from tandem.reward.workers.launcher import main; main(int(sys.argv[1]))"
@@ -25,8 +25,9 @@ class Launchers:
     Thread-safe.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, config: RewardConfig, startup_seconds: float) -> None:
+        self._config = config
+        self._startup_seconds = startup_seconds
         self._lock = threading.Lock()
         self._by_preload: dict[tuple[str, ...], _Launcher] = {}
         self._closed = False
@@ -36,7 +37,8 @@ class Launchers:
         with self._lock:
             if self._closed:
                 raise OSError("the pool is closed")
-            launcher = self._by_preload.setdefault(tuple(preload), _Launcher(self._limits))
+            new = _Launcher(self._config, self._startup_seconds)
+            launcher = self._by_preload.setdefault(tuple(preload), new)
         return launcher.spawn(preload)
 
     def close(self) -> None:
@@ -52,8 +54,9 @@ class _Launcher:
     Thread-safe.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, config: RewardConfig, startup_seconds: float) -> None:
+        self._config = config
+        self._startup_seconds = startup_seconds
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
         self._failures = 0
@@ -71,15 +74,9 @@ class _Launcher:
 
     def _spawn(self, preload: Sequence[str], asked: list[ChildProcess]) -> WorkerProcess:
         """`asked`: gets the process that took the request."""
-        request = {
-            "preload": list(preload),
-            "limits": {
-                "memory_bytes": self._limits.memory_bytes,
-                "open_files": self._limits.open_files,
-                "cpu_seconds": self._limits.cpu_seconds,
-                "seconds": self._limits.seconds,
-            },
-        }
+        config = self._config
+        times = {"seconds": config.timeout_seconds, "cpu_seconds": config.cpu_seconds}
+        request = {"preload": list(preload), "limits": {**config.limits.model_dump(), **times}}
         connection, theirs = socket.socketpair()
         control, their_control = socket.socketpair()
         output, their_output = os.pipe()
@@ -94,7 +91,7 @@ class _Launcher:
             raise
         finally:
             os.close(their_output)
-        worker = WorkerProcess(connection, output, control, self._limits, asked[-1])
+        worker = WorkerProcess(connection, output, control, asked[-1], config, self._startup_seconds)
         self._failures = 0
         return worker
 
@@ -114,25 +111,22 @@ class _Launcher:
             return True
 
     def close(self) -> None:
-        """Kills every worker and everything they started."""
         with self._lock:
             self._closed = True
             self._end()
 
     def _ask(self, request: bytes, descriptors: list[int]) -> ChildProcess:
         with self._lock:
-            for attempt in (1, 2):
-                if self._closed:
-                    raise OSError("the pool is closed")
+            if self._closed:
+                raise OSError("the pool is closed")
+            process = self._running()
+            try:
+                socket.send_fds(process.connection, [request], descriptors)
+            except OSError:
+                self._end()
                 process = self._running()
-                try:
-                    socket.send_fds(process.connection, [request], descriptors)
-                    return process
-                except OSError:
-                    self._end()
-                    if attempt == 2:
-                        raise
-        raise AssertionError("the second attempt returns or raises")
+                socket.send_fds(process.connection, [request], descriptors)
+            return process
 
     def _running(self) -> ChildProcess:
         if self._process is not None and self._process.alive:

@@ -1,6 +1,4 @@
-"""The process of a reward model: one thread owns it, gathers the questions of all callers into chunks, and replaces it
-when it dies.
-"""
+"""One thread owns the process of a reward model, gathers questions of all callers into chunks, and replaces it."""
 
 from __future__ import annotations
 
@@ -53,9 +51,9 @@ class Question:
 class ModelBatcher:
     """Scores questions in one process, which starts with the first. Thread-safe.
 
-    A turn in the priority queue is one forward pass: before each further one the process asks whether to continue with
-    its chunk, and returns the rest of it if another priority is next. A forward pass that hangs or crashes costs the
-    process; the questions of that batch are then asked one by one, so that only the culprit is unscored.
+    A turn in the priority queue is one forward pass: before each further one the process asks whether to continue, and
+    returns the rest of its chunk if another priority is next. If a forward pass hangs or crashes, the questions of its
+    batch are asked one by one in a new process, so that only the culprit is unscored.
     """
 
     def __init__(self, setup: Mapping[str, object], *, startup_seconds: float, timeout_seconds: float) -> None:
@@ -80,11 +78,7 @@ class ModelBatcher:
         return process.pid if process is not None else 0
 
     def start(self) -> None:
-        """Loads the model now.
-
-        Raises:
-            ScorerError: it cannot be loaded.
-        """
+        """Loads the model now. Raises ScorerError if it cannot be loaded."""
         wanted: Future[str] = Future()
         self._submit([], [wanted])
         if problem := self._await(wanted, CLOSING.detail):
@@ -98,7 +92,6 @@ class ModelBatcher:
             return [self._await(question.score, CLOSING) for question in questions]
 
     def waiting(self, priority: Priority) -> int:
-        """Number of questions of one priority that wait for the process."""
         return self._queue.waiting(priority)
 
     def close(self) -> None:
@@ -162,20 +155,17 @@ class ModelBatcher:
             with self._wake:
                 waiting = self._queue.clear()
             for question in (*chunk, *waiting):
-                if not question.score.done():
+                with suppress(InvalidStateError):
                     question.score.set_exception(error)
             raise
         finally:
             if self._process is not None:
                 self._process.close()
             with self._wake:
-                waiting = self._queue.clear()
-            _withdraw(waiting)
+                _withdraw(self._queue.clear())
 
     def _next_chunk(self) -> tuple[Priority, list[Question]]:
-        """Questions of the next priority, enough to batch rows of similar length; empty if none wait. The caller holds
-        the lock.
-        """
+        """Questions of the next priority, enough to batch rows of similar length; empty if none wait."""
         self._forget_settled()
         found = self._queue.pop()
         if found is None:
@@ -218,12 +208,10 @@ class ModelBatcher:
         if now < self._start_after:
             return f"{self._last_failure}; it is tried again in {self._start_after - now:.0f} s"
         problem = self._start_process()
+        self._failed_starts = self._failed_starts + 1 if problem else 0
         if problem:
-            self._failed_starts += 1
             pause = min(2.0 ** (self._failed_starts - 1), _MAX_PAUSE_SECONDS)
             self._start_after, self._last_failure = time.monotonic() + pause, problem
-        else:
-            self._failed_starts = 0
         return problem
 
     def _start_process(self) -> str:
@@ -280,20 +268,14 @@ class ModelBatcher:
             fault = Unscored("timeout", f"the reward model gave no answer within {self._timeout_seconds:g} s")
         except DiedError:
             fault = Unscored("crashed", f"the reward model's process {self._process.exit_reason()}")
-        self._retry(priority, pending, [number for number in suspects if number in pending], fault)
-
-    def _retry(
-        self, priority: Priority, pending: dict[int, Question], suspects: Sequence[int], fault: Unscored
-    ) -> None:
-        with self._wake:
-            if self._closing:  # `close` killed it
-                _withdraw(pending.values())
-                return
-            if len(suspects) == 1:
-                pending.pop(suspects[0]).settle(fault)
-                suspects = []
-            for number in suspects or pending:
-                pending[number].alone = True
+        if self._closing:  # `close` killed it
+            _withdraw(pending.values())
+            return
+        suspects = [number for number in suspects if number in pending]
+        if len(suspects) == 1:
+            pending.pop(suspects.pop()).settle(fault)
+        for number in suspects or pending:
+            pending[number].alone = True
         self._put_back(priority, pending.values())
 
     def _put_back(self, priority: Priority, questions: Iterable[Question]) -> None:

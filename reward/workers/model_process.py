@@ -35,9 +35,7 @@ class RefusedError(Exception):
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serves the socket `descriptor` until end of file, or until process `parent` (or the thread that started this one)
-    ends.
-    """
+    """Serves the socket `descriptor` until it closes, or the thread of process `parent` that started this one ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return  # the parent died before the line above
@@ -73,11 +71,7 @@ def serve(channel: socket.socket) -> None:
 
 
 class Classifier:
-    """A sequence classifier of a local folder, with its tokenizer.
-
-    Raises:
-        SetupError: the folder or the device cannot be used.
-    """
+    """A sequence classifier of a local folder, with its tokenizer. Raises SetupError if one cannot be used."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         import torch
@@ -186,8 +180,9 @@ class Classifier:
         except torch.OutOfMemoryError:
             values = []
         if values:
-            yield {"scores": [pair for pair in zip(numbers, values, strict=True) if math.isfinite(pair[1])]}
-            wrong = [(number, value) for number, value in zip(numbers, values, strict=True) if not math.isfinite(value)]
+            scores = list(zip(numbers, values, strict=True))
+            yield {"scores": [pair for pair in scores if math.isfinite(pair[1])]}
+            wrong = [(number, value) for number, value in scores if not math.isfinite(value)]
             yield {"refused": [[number, "crashed", f"the model's score is {value}"] for number, value in wrong]}
             return
         if self._device.type == "cuda":
@@ -208,14 +203,11 @@ class Classifier:
             logits_BL = logits_BL.sigmoid()
         elif self._activation == "softmax":
             logits_BL = logits_BL.softmax(-1)
-        values: list[float] = logits_BL[:, self._label].tolist()
-        return values
+        return list(logits_BL[:, self._label].tolist())
 
 
 def batches(rows: Sequence[tuple[int, Encoded]], budget: int) -> Iterator[list[tuple[int, Encoded]]]:
-    """Groups rows of similar length, the longest first, so that rows × longest stays within the budget; a row above the
-    budget is alone.
-    """
+    """Groups rows, the longest first, so that rows × longest stays within the budget; a row above it is alone."""
     batch: list[tuple[int, Encoded]] = []
     for row in sorted(rows, key=_length, reverse=True):
         if batch and (len(batch) + 1) * _length(batch[0]) > budget:

@@ -19,7 +19,7 @@ from tandem.reward.scheduling.cancellation import CANCELLED
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
 from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.requests import MAX_CHUNK_ITEMS, Request, encode
-from tandem.reward.workers.worker_process import Limits, Outcome, WorkerProcess
+from tandem.reward.workers.worker_process import Outcome, WorkerProcess
 
 STARTUP_SECONDS = 60.0
 """Time limit for the construction of a judge: a user's module may import much."""
@@ -38,18 +38,17 @@ class ScorerPool:
     """Runs any number of scorers for any number of callers in `num_workers` processes. Thread-safe."""
 
     def __init__(self, config: RewardConfig, *, startup_seconds: float = STARTUP_SECONDS) -> None:
-        self.limits = Limits.of(config, startup_seconds)
-        self.launchers = Launchers(self.limits)
+        self.config = config
+        self.launchers = Launchers(config, startup_seconds)
         self.closing = False
         self.replaced_workers = 0
-        self._num_workers = config.num_workers
         self._work = threading.Condition()
         self._queue: PriorityQueue[Request] = PriorityQueue()
         self._open_requests: set[Request] = set()
         self._paces: OrderedDict[str, tuple[float, bool]] = OrderedDict()  # seconds per item; batches?
         self._figures: Counter[str] = Counter()
         self._failure: BaseException | None = None
-        self._threads = [WorkerThread(self, f"scorer-{number}") for number in range(self._num_workers)]
+        self._threads = [WorkerThread(self, f"scorer-{number}") for number in range(config.num_workers)]
         for thread in self._threads:
             thread.start()
 
@@ -75,7 +74,7 @@ class ScorerPool:
                 return request
             self._open_requests.add(request)
             self._queue.add(priority, request)
-            self._work.notify(min(max(1, len(items)), self._num_workers))
+            self._work.notify(max(1, len(items)))
         return request
 
     def score(self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority = "calls") -> list[Score]:
@@ -110,7 +109,11 @@ class ScorerPool:
         self.launchers.close()
         for thread in self._threads:
             thread.join(timeout=15.0)
-        self._end_requests()
+        with self._work:
+            for request in self._open_requests:
+                request.end("the scorer is closing")
+            self._open_requests.clear()
+            self._queue.clear()
 
     # ---- called by the threads ----
 
@@ -131,7 +134,6 @@ class ScorerPool:
         return None
 
     def settle(self, request: Request, numbers: Sequence[int], scores: Sequence[Score]) -> None:
-        """Stores the results of some items."""
         with self._work:
             self._figures[request.priority] += len(numbers)
             if request.settle(numbers, scores):
@@ -161,7 +163,6 @@ class ScorerPool:
         return self._paces.get(request.spec.key, _UNKNOWN)[0]
 
     def note_pace(self, request: Request, outcome: Outcome) -> None:
-        """Updates the seconds per item of this scorer."""
         if not outcome.answers:
             return
         seconds = outcome.seconds / len(outcome.answers)
@@ -172,7 +173,6 @@ class ScorerPool:
                 self._paces.popitem(last=False)
 
     def note_replaced(self) -> None:
-        """Counts a process that was replaced."""
         with self._work:
             self.replaced_workers += 1
 
@@ -188,26 +188,17 @@ class ScorerPool:
     def _chunk_size(self, request: Request) -> int:
         """Size of the next chunk: its target length in time, at most the share of one worker."""
         pace, batch = self._paces.get(request.spec.key, _UNKNOWN)
-        share = -(-len(request.todo) // self._num_workers)
+        share = -(-len(request.todo) // self.config.num_workers)
         if not pace:
             return min(_FIRST_CHUNK_ITEMS, share)
         if batch:
-            return max(1, min(_BATCH_ITEMS, share, int(_BATCH_SHARE * self.limits.seconds / pace)))
+            return max(1, min(_BATCH_ITEMS, share, int(_BATCH_SHARE * self.config.timeout_seconds / pace)))
         most = max(1, min(MAX_CHUNK_ITEMS, int(_CHUNK_SECONDS / pace)))
         return min(most, max(share, int(_SHARED_SECONDS / pace)))
 
-    def _end_requests(self) -> None:
-        with self._work:
-            for request in self._open_requests:
-                request.end("the scorer is closing")
-            self._open_requests.clear()
-            self._queue.clear()
-
 
 class WorkerThread(threading.Thread):
-    """A thread of the pool: takes chunks, has a worker process judge them, and replaces the process when needed. It
-    owns at most one process.
-    """
+    """A thread of the pool: takes chunks, has its worker process judge them, and replaces the process when needed."""
 
     def __init__(self, pool: ScorerPool, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -266,7 +257,8 @@ class WorkerThread(threading.Thread):
         """The result of the first items without an answer."""
         if outcome.end in ("done", "retry"):
             return []
-        reason = outcome.reason or Unscored("limit", f"more than {self._pool.limits.memory_bytes} bytes of memory")
+        memory_bytes = self._pool.config.limits.memory_bytes
+        reason = outcome.reason or Unscored("limit", f"more than {memory_bytes} bytes of memory")
         if outcome.end == "refused":
             # The judge loaded before, so this is the machine's fault (memory, processes, a missing file).
             return [Unscored("infrastructure", f"no scoring process: {reason.detail}")] * number_left

@@ -30,7 +30,7 @@ class Request:
     ) -> None:
         self.spec, self.items, self.priority = spec, items, priority
         self.scores: list[Score | None] = [None] * len(items)
-        self.todo: deque[tuple[int, ...]] = deque(_units(spec, items))
+        self.todo: deque[tuple[int, ...]] = deque(_units(spec, items, range(len(items))))
         self.queued = True
         """Whether it is in the queue of the pool."""
         self.refusal = ""
@@ -79,8 +79,8 @@ class Request:
         return self._done.is_set()
 
     def given_up(self, since: float) -> bool:
-        """Whether to kill a process that has judged its items since `since`: one second after the end of the request,
-        or after `since` if that is later. (The process may have built the judge until then, which others need.)
+        """Whether to kill a process that has judged its items since `since`: one second after that (it may have built
+        the judge until then, which others need) and after the end of the request.
         """
         return time.monotonic() > max(self._ended_at, since) + _GRACE_SECONDS
 
@@ -94,29 +94,24 @@ class Request:
 
     def put_back(self, numbers: Sequence[int]) -> None:
         """Returns items that were taken but not judged to the front."""
-        if self.spec.grouped:
-            self.todo.extendleft(reversed(list(_units(self.spec, self.items, numbers))))
-        else:
-            self.todo.extendleft((number,) for number in reversed(numbers))
+        self.todo.extendleft(reversed(list(_units(self.spec, self.items, numbers))))
 
 
-def _units(
-    spec: ScorerSpec, items: Sequence[ScoreItem], numbers: Sequence[int] | None = None
-) -> Iterable[tuple[int, ...]]:
+def _units(spec: ScorerSpec, items: Sequence[ScoreItem], numbers: Sequence[int]) -> Iterable[tuple[int, ...]]:
     """The smallest parts of a chunk: single items, or whole groups for a scorer that compares them."""
-    numbers = range(len(items)) if numbers is None else numbers
+
+    def group_of(number: int) -> str:
+        return items[number].group
+
     if not spec.grouped:
-        yield from ((number,) for number in numbers)
+        yield from zip(numbers)
         return
-    for group, members in groupby(sorted(numbers, key=lambda one: items[one].group), key=lambda one: items[one].group):
-        if group:
-            yield tuple(members)
-        else:
-            yield from ((number,) for number in members)
+    for group, found in groupby(sorted(numbers, key=group_of), key=group_of):
+        members = tuple(found)
+        yield from [members] if group else zip(members)
 
 
 def encode(item: ScoreItem) -> bytes | Unscored:
-    """The item as a line of JSON for a worker, or why it cannot be encoded."""
     fields = (item.data_source, item.solution, item.ground_truth, dict(item.extra_info), item.group)
     try:
         line = _ENCODE(fields).encode() + b"\n"

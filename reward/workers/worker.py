@@ -1,8 +1,7 @@
 """The main loop of a worker process: it answers chunks until the other end closes the channel.
 
 A chunk names its scorer, so any worker can judge it; judges are built once, and the last ones are kept. Messages are
-lines of JSON over a socket, never pickle. `tandem.reward.workers.launcher` forks workers with the judges' imports
-already loaded.
+lines of JSON over a socket, never pickle.
 
 User's code can read the socket, too. So a chunk is read completely before any of it is answered. If something that an
 item left running takes part of a later chunk, the worker never answers that chunk, and is replaced.
@@ -85,8 +84,7 @@ class Worker:
                 self._judges.clear()
                 self._say({"memory": True})
                 return
-            # So that the user's prints appear in the log at once.
-            sys.stdout.flush()
+            sys.stdout.flush()  # the user's prints appear in the log at once
             sys.stderr.flush()
 
     def _read(self, size: int) -> bytes:
@@ -150,11 +148,11 @@ class Worker:
         """A process imports user's modules from one folder only, since those of two may have the same names."""
         place = scorer.rpartition(":")[0]
         folder = str(Path(place).resolve().parent) if place.endswith(".py") else os.getcwd()
-        if self._user_folder not in ("", folder):
-            raise _RetireError
         if not self._user_folder:
             self._user_folder = folder
             sys.path.insert(0, os.getcwd())  # not earlier: their files must not replace library modules
+        if self._user_folder != folder:
+            raise _RetireError
 
     def _arm(self) -> None:
         """Sets the limit of processor time for the next item; past it the kernel sends SIGXCPU."""
@@ -181,13 +179,9 @@ class Worker:
         return line(self._token, self._told, payload)
 
     def _send(self, data: bytes) -> None:
-        self._exit_if_forked()
-        self._channel.sendall(data)
-
-    def _exit_if_forked(self) -> None:
-        """Ends a child that user's code forked and that returned here; it must not become a second worker."""
         if os.getpid() != self._pid:
-            os._exit(1)
+            os._exit(1)  # a child that user's code forked must not become a second worker
+        self._channel.sendall(data)
 
     def _close_in_child(self) -> None:
         """Closes the channel in a forked child. Only once: the descriptor may belong to another file later."""

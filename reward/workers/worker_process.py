@@ -1,6 +1,4 @@
-"""A worker process as the service sees it. Nothing is pickled, nothing it sends is trusted, every wait has a
-deadline.
-"""
+"""A worker process as the service sees it: nothing it sends is trusted, every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -13,15 +11,22 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from tandem.protos.contracts import Score, Unscored
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import ScorerSpec
 from tandem.reward.workers.answers import STRAY, decode_scores, make_token, payloads
-from tandem.reward.workers.child_process import ChildProcess, DiedError, HungError, LineChannel, describe_exit
-from tandem.reward.workers.processes import count_descendants, is_stopped
+from tandem.reward.workers.child_process import (
+    ChildProcess,
+    DiedError,
+    HungError,
+    LineChannel,
+    count_descendants,
+    describe_exit,
+    is_stopped,
+    stat_fields,
+)
 
 _MAX_ANSWER_BYTES = 1 << 20
 LAUNCH_SECONDS = 30.0
@@ -30,33 +35,6 @@ _EXIT_SECONDS = 5.0  # for a process that is exiting: takes long only on a busy 
 _PF_EXITING = 0x4  # of the flags in /proc/PID/stat
 _NAP_SECONDS = 0.002  # answers of fast items are read many at a time: waking up for each would cost more than the item
 _NAP_ITEMS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one answer."""
-
-    seconds: float
-    startup_seconds: float
-    cpu_seconds: float
-    memory_bytes: int
-    processes: int
-    open_files: int
-    output_bytes: int
-
-    @classmethod
-    def of(cls, config: RewardConfig, startup_seconds: float) -> Limits:
-        """The limits of the `[reward]` section."""
-        limits = config.limits
-        return cls(
-            config.timeout_seconds,
-            startup_seconds,
-            config.cpu_seconds,
-            limits.memory_bytes,
-            limits.processes,
-            limits.open_files,
-            limits.output_bytes,
-        )
 
 
 @dataclass(slots=True)
@@ -97,16 +75,23 @@ class WorkerProcess:
         output: the pipe that the worker prints to.
         control: to the launcher, which reports the worker's process id and exit status there, and kills on request.
         launcher: all its workers end with it.
+        startup_seconds: time limit for the construction of a judge.
 
     Raises:
         OSError: the launcher gave no process.
     """
 
     def __init__(
-        self, connection: socket.socket, output: int, control: socket.socket, limits: Limits, launcher: ChildProcess
+        self,
+        connection: socket.socket,
+        output: int,
+        control: socket.socket,
+        launcher: ChildProcess,
+        config: RewardConfig,
+        startup_seconds: float,
     ) -> None:
         self._connection, self._output, self._control = connection, output, control
-        self._limits, self._launcher = limits, launcher
+        self._launcher, self._config, self._startup_seconds = launcher, config, startup_seconds
         self._channel = LineChannel(connection, output)
         self._loaded: set[str] = set()
         self._pace = 0.0
@@ -139,7 +124,7 @@ class WorkerProcess:
         given_up: Callable[[float], bool] = _never,
         answers: list[Score] | None = None,
     ) -> Outcome:
-        """Judges encoded items, in order. The time limit is per item: it starts anew with every answer.
+        """Judges encoded items, in order. The time limit starts anew with every answer.
 
         Args:
             pace: seconds that an item of this scorer took lately; 0: not known.
@@ -161,7 +146,7 @@ class WorkerProcess:
         outcome = Outcome([] if answers is None else answers)
         known = spec.key in self._loaded
         try:
-            first, rest = self._first_line(self._limits.seconds if known else self._limits.startup_seconds)
+            first, rest = self._first_line(self._config.timeout_seconds if known else self._startup_seconds)
         except _OverError as error:
             # If it had the judge, no item here is to blame. If it was building it, the judge is, unless earlier items
             # may have left something behind that wrote to the channel or read from it.
@@ -180,7 +165,8 @@ class WorkerProcess:
         watched = spec.isolation == "worker"
         self._pace, self._given_up = pace, partial(given_up, time.monotonic())
         try:
-            self._collect(outcome, rest, len(items), watched, max(self._limits.seconds, spec.longest_seconds))
+            seconds = max(self._config.timeout_seconds, spec.longest_seconds)
+            self._collect(outcome, rest, len(items), watched, seconds)
         except _OverError as error:
             outcome.end, outcome.reason = "stray" if error.reason is STRAY else "item", error.reason
         finally:
@@ -237,12 +223,13 @@ class WorkerProcess:
 
     def _check(self, watched: bool, idle: bool) -> None:
         """Raises if a limit is exceeded or nobody waits for the item any more."""
-        if self._channel.printed_bytes > self._limits.output_bytes:
-            raise self._over(Unscored("limit", f"it printed more than {self._limits.output_bytes} bytes"))
+        limits = self._config.limits
+        if self._channel.printed_bytes > limits.output_bytes:
+            raise self._over(Unscored("limit", f"it printed more than {limits.output_bytes} bytes"))
         if self._channel.partial_bytes > _MAX_ANSWER_BYTES:
             raise self._over(Unscored("limit", f"an answer of more than {_MAX_ANSWER_BYTES} bytes"))
         if idle and watched and self._too_many_processes():
-            raise self._over(Unscored("limit", f"more than {self._limits.processes} processes at a time"))
+            raise self._over(Unscored("limit", f"more than {limits.processes} processes at a time"))
         if self._given_up():
             raise HungError
 
@@ -251,25 +238,26 @@ class WorkerProcess:
         return _OverError(reason)
 
     def _too_many_processes(self) -> bool:
-        return count_descendants(self.pid, self._limits.processes) > self._limits.processes
+        most = self._config.limits.processes
+        return count_descendants(self.pid, most) > most
 
     def _exit_reason(self) -> Unscored:
         """Kills the process, and says how it ended and what it wrote last."""
         exiting = self._is_exiting()
         if exiting:
-            self._status = self._await_exit(_EXIT_SECONDS)
+            self._status = self._await_report("status", _EXIT_SECONDS)
         self.kill()
         if self._launcher.ended:
             return Unscored("infrastructure", "the launcher of scoring processes ended, and this one with it")
         if self._status == -signal.SIGXCPU:
-            return Unscored("limit", f"more than {self._limits.cpu_seconds:g} s of processor time")
+            return Unscored("limit", f"more than {self._config.cpu_seconds:g} s of processor time")
         status = self._status if exiting or self._status != -signal.SIGKILL else None
         return Unscored("crashed", f"the scoring process {describe_exit(status, self._channel.last_output())}")
 
     def _is_exiting(self) -> bool:
         """Whether the process is ending. One that is not has only closed its channel, and is not waited for."""
         try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat_fields(self.pid)
         except OSError:
             return True
         return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
@@ -277,13 +265,12 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kills the process and all it started; returns when it has ended."""
         if self._status is None:
-            with suppress(OSError):
-                if self._handle >= 0:
-                    signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            with suppress(OSError):  # there may be no handle
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             with suppress(OSError):
                 self._control.send(b"K")  # for what it started
             # A launcher that has ended took its workers with it; one that is stopped does not answer.
-            status = self._await_exit(10.0)
+            status = self._await_report("status", 10.0)
             self._status = -signal.SIGKILL if status is None else status
 
     def close(self) -> None:
@@ -295,9 +282,6 @@ class WorkerProcess:
             if descriptor >= 0:
                 os.close(descriptor)
         self._output = self._handle = -1
-
-    def _await_exit(self, seconds: float) -> int | None:
-        return self._await_report("status", seconds)
 
     def _await_report(self, what: str, seconds: float) -> int | None:
         """What the launcher reports of the worker; None if not in time, or if the launcher has ended or is stopped."""

@@ -14,13 +14,11 @@ from contextlib import closing
 import pytest
 
 from tandem.reward.sandbox import isolation
-from tandem.reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
 from tandem.reward.sandbox.inside import seccomp as filter_program
 from tandem.reward.sandbox.isolation import find_isolation
-from tandem.reward.sandbox.launcher import ZygoteLauncher
+from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher
 from tandem.reward.sandbox.layout import layout_for
-from tandem.reward.sandbox.limits import Limits, Outcome
-from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
+from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
 from tests.support.sandbox_runs import DISK_BYTES, LIMITS, SECRET, Launcher, Run
 
 _KINDS: dict[str, type[ZygoteLauncher] | type[BubblewrapEachLauncher]] = {

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from tandem.reward.sandbox.bubblewrap import BubblewrapEachLauncher, BubblewrapLauncher
-from tandem.reward.sandbox.launcher import ZygoteLauncher
-from tandem.reward.sandbox.limits import Limits, Outcome
-from tandem.reward.sandbox.sandbox import Sandbox
+from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher
+from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox
 
 DISK_BYTES = 8 << 20
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=40.0, memory_bytes=512 << 20, output_bytes=1 << 20)

@@ -1,7 +1,7 @@
 """Calls from a test to an answer that runs in another sandbox.
 
-The answer's side (`Answering`) cannot forge a verdict: what it sends becomes plain data or a builtin exception, never
-code, and the statements of the test run where it has no access.
+The answer cannot forge a verdict: what it sends becomes plain data or a builtin exception, never code, and the
+statements of the test run where it has no access.
 
 Requests and replies are one line of JSON each:
 {"get": [object or null, name]}                      reads an attribute, or with null a name of the answer's module
@@ -18,6 +18,7 @@ import itertools
 import json
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from tandem.reward.sandbox.inside.plain import decode, dumps, encode
 
 _MOST_ITEMS = 1_000_000
 _MESSAGE_CHARACTERS = 500
+_LOOP_ENDS = (StopIteration, StopAsyncIteration)
 
 
 class Answering:
@@ -113,9 +115,9 @@ class Calling:
         return found
 
     def call(self, remote: Remote, arguments: tuple[object, ...], named: dict[str, object]) -> object:
-        sent = [self._encode(one) for one in arguments]
-        request = {"call": remote.number_, "args": sent, "kwargs": {name: self._encode(v) for name, v in named.items()}}
-        reply = self._ask(request)
+        values = {name: encode(value, _refuse) for name, value in named.items()}
+        sent = encode(list(arguments), _refuse)
+        reply = self._ask({"call": remote.number_, "args": sent, "kwargs": values})
         for mine, theirs in zip(arguments, reply.get("args", ()), strict=False):
             _become(mine, theirs)
         return reply["value"]
@@ -128,16 +130,7 @@ class Calling:
         said = json.loads(reply)
         if "error" in said:
             raise _exception(said["error"])(str(said.get("message", "")))
-        said["value"] = self._decode(said["value"])
-        if "args" in said:
-            said["args"] = self._decode(said["args"])
-        return dict(said)
-
-    def _encode(self, value: object) -> object:
-        return encode(value, _refuse)
-
-    def _decode(self, value: object) -> object:
-        return decode(value, self._find)
+        return {key: decode(said[key], self._find) for key in ("value", "args") if key in said}
 
     def _find(self, tag: dict[str, Any]) -> Remote:
         number = int(tag["object"])
@@ -189,16 +182,10 @@ def _refuse(value: object) -> dict[str, object]:
 def _exception(name: object) -> type[Exception]:
     """Returns the builtin exception of that name, or RuntimeError. StopIteration could end a loop silently."""
     kind = getattr(builtins, str(name), None)
-    if (
-        isinstance(kind, type)
-        and issubclass(kind, Exception)
-        and not issubclass(kind, StopIteration | StopAsyncIteration)
-    ):
-        try:
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _LOOP_ENDS):
+        with suppress(TypeError):  # UnicodeDecodeError and others need more than a message
             kind("")
-        except TypeError:  # UnicodeDecodeError and others need more than a message
-            return RuntimeError
-        return kind
+            return kind
     return RuntimeError
 
 

@@ -1,5 +1,4 @@
-"""The first process of a sandbox. It runs programs one after another, each in a new process with limits, and reports
-how they ended.
+"""The first process of a sandbox. It runs programs one after another, each in a new process, and reports their ends.
 
 It trusts no program: its reports come from the kernel (exit status, times) and from its own pipes. A program cannot
 signal it (it is the init of its process namespace), read its memory (it is not dumpable), or outlive its run.
@@ -59,10 +58,8 @@ def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> No
 
 def tell(channel: socket.socket, error: str) -> None:
     """Reports why the sandbox could not start."""
-    try:
+    with suppress(OSError):  # the scorer has ended, which caused the error
         wire.send(channel, {"error": error})
-    except OSError:
-        return  # the scorer has ended, which caused the error
 
 
 def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc: int | None) -> None:
@@ -72,14 +69,7 @@ def _serve_one(channel: socket.socket, message: wire.Message, apart: bool, proc:
         run.watch(channel)
     finally:
         run.end()
-    header: dict[str, object] = {
-        "stopped": run.stopped,
-        "code": run.code,
-        "cpu": run.cpu_seconds,
-        "wall": run.wall_seconds,
-    }
-    header |= {"memory": run.memory_bytes, "fault": run.fault, "clean": _is_empty(".")}
-    wire.send(channel, header, bytes(run.out), bytes(run.err))
+    wire.send(channel, {**run.report, "clean": _is_empty(".")}, bytes(run.out), bytes(run.err))
 
 
 @dataclass(slots=True)
@@ -90,11 +80,7 @@ class _Run:
     apart: bool
     proc: int | None
     stopped: str = ""
-    code: int = 0
-    fault: str = ""
-    cpu_seconds: float = 0.0
-    wall_seconds: float = 0.0
-    memory_bytes: int = 0
+    report: dict[str, object] = field(default_factory=dict)
     out: bytearray = field(default_factory=bytearray)
     err: bytearray = field(default_factory=bytearray)
     _err_bytes: int = 0
@@ -151,20 +137,20 @@ class _Run:
             return
         _kill_all(self._process, self.apart)
         _, status, usage = os.wait4(self._process, 0)
-        self.wall_seconds = time.monotonic() - self._started
-        self.code = os.waitstatus_to_exitcode(status)
-        self.cpu_seconds = usage.ru_utime + usage.ru_stime
-        self.memory_bytes = usage.ru_maxrss * 1024
+        wall_seconds = time.monotonic() - self._started
         _kill_strays()
         out, err, begun = self._descriptors[:3]
-        said = _read_some(begun).decode(errors="replace")
+        said, fault = _read_some(begun).decode(errors="replace"), ""
         if said != _BEGUN and self.stopped in ("", "time"):  # "time": the machine was too busy to begin it
-            self.fault = said or "it ended, or its time did, before it began"
+            fault = said or "it ended, or its time did, before it began"
         for descriptor in (out, err):
             while self.stopped != "output" and self._read(descriptor):
                 continue
         for descriptor in self._descriptors:
             os.close(descriptor)
+        times = {"cpu": usage.ru_utime + usage.ru_stime, "wall": wall_seconds}
+        self.report = {"stopped": self.stopped, "code": os.waitstatus_to_exitcode(status), "fault": fault, **times}
+        self.report["memory"] = usage.ru_maxrss * 1024
 
     def _read(self, descriptor: int) -> bool:
         """Reads from a pipe; False at its end or if it is empty."""
@@ -214,9 +200,8 @@ def _prefer_oom_kill(proc: int | None) -> None:
     """Makes the kernel kill programs before any other process when the machine runs out of memory."""
     kernel.prctl(kernel.SET_DUMPABLE, 1)  # otherwise its files in /proc belong to root
     with suppress(OSError):  # no /proc
-        adjustment = os.open(
-            "self/oom_score_adj" if proc is not None else "/proc/self/oom_score_adj", os.O_WRONLY, dir_fd=proc
-        )
+        path = "self/oom_score_adj" if proc is not None else "/proc/self/oom_score_adj"
+        adjustment = os.open(path, os.O_WRONLY, dir_fd=proc)
         os.write(adjustment, b"1000")
         os.close(adjustment)
     kernel.prctl(kernel.SET_DUMPABLE, 0)
@@ -244,7 +229,7 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
 
 
 def _sealed(data: bytes) -> int:
-    """Returns the descriptor of a sealed in-memory file with this data."""
+    """A descriptor of a sealed in-memory file with this data."""
     descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
@@ -275,23 +260,19 @@ def _is_empty(folder: str) -> bool:
 
 def _kill_all(process: int, apart: bool) -> None:
     """Kills all processes but this one; without a process namespace, only the program and its session."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # nothing else was left
         os.kill(process, signal.SIGKILL)
         if apart and os.getpid() == 1:
             os.kill(-1, signal.SIGKILL)
         else:
             os.killpg(process, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return  # nothing else was left
 
 
 def _kill_strays() -> None:
     """Kills and reaps orphans that became children of this process. They may have left the program's session."""
-    try:
+    with suppress(ChildProcessError):
         while True:
             with suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children", "rb") as children:
                 for child in children.read().split():
                     os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)
-    except ChildProcessError:
-        return

@@ -40,12 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _MountAttributes(ctypes.Structure):
-    _fields_ = (
-        ("set", ctypes.c_uint64),
-        ("clear", ctypes.c_uint64),
-        ("propagation", ctypes.c_uint64),
-        ("user_namespace", ctypes.c_uint64),
-    )
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user_namespace"))
 
 
 def unshare(flags: int) -> None:
@@ -78,13 +73,6 @@ def detach(path: str) -> None:
 def prctl(option: int, *values: int) -> None:
     filled = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)][:4]
     _check(_libc.prctl(ctypes.c_int(option), *filled), f"prctl {option}")
-
-
-def prctl_pointer(option: int, value: int, pointer: ctypes.Structure) -> None:
-    zero = ctypes.c_ulong(0)
-    _check(
-        _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), ctypes.byref(pointer), zero, zero), f"prctl {option}"
-    )
 
 
 def drop_capabilities() -> None:

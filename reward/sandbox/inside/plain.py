@@ -2,8 +2,8 @@
 
 Values that JSON supports are sent as JSON. Every JSON object is a tag: {"tuple": […]}, {"set": […]},
 {"frozenset": […]}, {"dict": [[key, value], …]}, {"bytes": text}, {"complex": [real, imaginary]}, {"int": hexadecimal}
-(for long integers), {"object": number, "type": name}. Subclasses become their base class. An object that is not data
-stays in its process; only a number is sent for it.
+(for long integers), {"object": number, "type": name}, for one that is not data and stays in its process. Subclasses
+become their base class.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ _LONG_INT_BITS = 4096  # Python refuses to convert much longer integers to decim
 
 
 def dumps(value: object) -> bytes:
-    """Returns an encoded value, or a message that contains one, as one line of JSON."""
     return json.dumps(value).encode() + b"\n"
 
 
 def encode(value: object, keep: Callable[[object], dict[str, object]]) -> object:
     """Converts the value to JSON types. `keep` returns the tag of an object that is not data, or raises TypeError.
-
-    Raises:
-        RecursionError: the value is nested too deeply, or contains itself.
+    Raises RecursionError for a value that is nested too deeply, or contains itself.
     """
     if value is None or isinstance(value, bool | str | float):
         return value
@@ -47,10 +44,8 @@ def encode(value: object, keep: Callable[[object], dict[str, object]]) -> object
 
 
 def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
-    """Decodes the output of `encode`. `find` returns the object for a tag.
-
-    Raises:
-        ValueError, TypeError, KeyError, RecursionError: the value was not encoded by `encode`.
+    """Decodes the output of `encode`; raises ValueError, TypeError, KeyError or RecursionError for anything else.
+    `find` returns the object for a tag.
     """
     if isinstance(value, list):
         return [decode(one, find) for one in value]

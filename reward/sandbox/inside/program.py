@@ -11,7 +11,9 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
@@ -31,20 +33,18 @@ _INTEGER_DIGITS = 50_000
 
 
 def main(kind: str, texts: list[str]) -> NoReturn:
-    """Runs the program and ends the process. `texts`: the prelude, the code or test, and for a test the name of its
-    entry point.
-    """
+    """Runs the program and ends the process. `texts`: the prelude, the code or test, and a test's entry point."""
     _reset_interpreter()
     status = RAISED if kind == "test" else 1
     try:
-        if kind == "script":
-            _execute("__main__", *texts)
-            status = 0
+        if kind == "test":
+            status = _check(*texts)
         elif kind == "answer":
             _answer(*texts)
             status = 0
         else:
-            status = _check(*texts)
+            _execute("__main__", *texts)
+            status = 0
     except SystemExit as end:
         status = _exit_status(end)
     except BaseException:
@@ -93,7 +93,8 @@ def _check(prelude: str, test: str, entry_point: str) -> int:
     try:
         found = _names_for(code, entry_point, calling)
         vars(module).update(found)
-        sys.modules["solution"] = _module("solution", found)  # some test collections import from this name
+        solution = sys.modules["solution"] = ModuleType("solution")  # some test collections import from this name
+        vars(solution).update(found)
         exec(code, vars(module))
         return _run_checks(module, set(_names_in(code)), entry_point)
     except AssertionError:
@@ -123,12 +124,6 @@ def _run_checks(module: ModuleType, own: set[str], entry_point: str) -> int:
     return PASSED if unittest.TextTestRunner(stream=sys.stderr).run(cases).wasSuccessful() else FAILED
 
 
-def _module(name: str, content: dict[str, object]) -> ModuleType:
-    module = ModuleType(name)
-    vars(module).update(content)
-    return module
-
-
 def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, object]:
     """Resolves the names that the test neither imports nor defines.
 
@@ -142,29 +137,19 @@ def _names_for(code: CodeType, entry_point: str, calling: Calling) -> dict[str, 
         found[entry_point] = found["candidate"] = calling.get(None, entry_point)
     modules = named & sys.stdlib_module_names
     built_in = {name for name in named if hasattr(builtins, name)}
-    found.update(_known_to(calling, named - built_in - modules - set(found)))
+    answers = partial(calling.get, None)
+    found.update(_resolved(answers, named - built_in - modules - set(found)))
     for names in (modules, built_in):
-        found.update({} if found else _known_to(calling, names))
-    return {**_imported(modules), **found}
+        found.update({} if found else _resolved(answers, names))
+    return {**_resolved(__import__, modules), **found}
 
 
-def _imported(modules: set[str]) -> dict[str, Any]:
-    found = {}
-    for name in sorted(modules):
-        try:
-            found[name] = __import__(name)
-        except ImportError:  # an attribute named like a module that is missing here
-            continue
-    return found
-
-
-def _known_to(calling: Calling, names: set[str]) -> dict[str, object]:
+def _resolved(find: Callable[[str], object], names: set[str]) -> dict[str, object]:
+    """The names that `find` knows: the test may define the others, or have an attribute named like a module."""
     found = {}
     for name in sorted(names):
-        try:
-            found[name] = calling.get(None, name)
-        except KeyError:
-            continue  # defined by the test, or by neither
+        with suppress(KeyError, ImportError):
+            found[name] = find(name)
     return found
 
 
@@ -174,18 +159,15 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _exit_status(end: SystemExit) -> int:
-    if end.code is None:
-        return 0
-    if isinstance(end.code, int):
-        return int(end.code) & 0xFF
+    if end.code is None or isinstance(end.code, int):
+        return int(end.code or 0) & 0xFF
     print(end.code, file=sys.stderr)
     return 1
 
 
 def _leave(status: int) -> NoReturn:
-    """Ends the process like an interpreter: waits for threads, runs exit functions, flushes streams and open files.
-
-    Only the destruction of objects is skipped.
+    """Ends the process like an interpreter, but for the destruction of objects: waits for threads, runs exit functions,
+    flushes streams and open files.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import struct
+from collections.abc import Iterable
 from functools import cache
 
 from tandem.reward.sandbox.inside import kernel
@@ -26,10 +27,9 @@ socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept
 
 other processes:
 ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434,
-pidfd_getfd 438 438,
-pidfd_send_signal 424 424, process_madvise 440 440, process_mrelease 448 448, rt_sigqueueinfo 129 138,
-rt_tgsigqueueinfo 297 240,
-setpriority 141 140, sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, ioprio_set 251 30
+pidfd_getfd 438 438, pidfd_send_signal 424 424, process_madvise 440 440, process_mrelease 448 448,
+rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, setpriority 141 140, sched_setscheduler 144 119,
+sched_setparam 142 118, sched_setattr 314 274, ioprio_set 251 30
 
 programs (there are none inside):
 execve 59 221, execveat 322 281
@@ -50,18 +50,15 @@ mbind 237 235, set_mempolicy 238 237, vhangup 153 58
 
 the machine:
 kexec_load 246 104, kexec_file_load 320 294, init_module 175 105, finit_module 313 273, delete_module 176 106,
-reboot 169 142,
-swapon 167 224, swapoff 168 225, acct 163 89, quotactl 179 60, quotactl_fd 443 443, syslog 103 116,
-settimeofday 164 170,
-clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, sethostname 170 161, setdomainname 171 162,
-iopl 172 -, ioperm 173 -
+reboot 169 142, swapon 167 224, swapoff 168 225, acct 163 89, quotactl 179 60, quotactl_fd 443 443, syslog 103 116,
+settimeofday 164 170, clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, sethostname 170 161,
+setdomainname 171 162, iopl 172 -, ioperm 173 -
 """
-_REFUSED = {
+REFUSED = {
     name: tuple(int(number) if number != "-" else None for number in numbers)
     for name, *numbers in re.findall(r"(\w+) (\d+) (\d+|-)(?:,|$)", _TABLE, re.MULTILINE)
 }
-REFUSED = tuple(sorted(_REFUSED))
-"""Names of the system calls that are always refused."""
+"""System calls that are always refused: numbers by name, in the order of `_ARCHITECTURES`."""
 
 _CLONE, _CLONE3, _FORK, _VFORK = (56, 220), (435, 435), (57, None), (58, None)
 _KILL, _TGKILL, _TKILL = (62, 129), (234, 131), (200, 130)
@@ -90,17 +87,13 @@ def available() -> bool:
 
 
 def install(*, processes: bool) -> None:
-    """Filters the calling process and its children permanently. Needs no_new_privs.
-
-    Args:
-        processes: whether they may start processes. Threads are always allowed.
-
-    Raises:
-        OSError: the kernel does not support filters.
+    """Filters the calling process and its children permanently. Needs no_new_privs. Raises OSError if the kernel does
+    not support filters. `processes`: whether they may start processes; threads they may always start.
     """
     program = assembled(processes=processes).replace(struct.pack("=I", _ITSELF), struct.pack("=I", os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
-    kernel.prctl_pointer(kernel.SET_SECCOMP, 2, _Program(len(program) // 8, ctypes.addressof(buffer)))
+    described = _Program(len(program) // 8, ctypes.addressof(buffer))
+    kernel.prctl(kernel.SET_SECCOMP, 2, ctypes.addressof(described))
 
 
 @cache
@@ -118,21 +111,22 @@ def _rules(machine: str, processes: bool) -> list[_Instruction]:
         *_when((_ABOVE, _NEWEST), _UNKNOWN),  # includes the calls of x32
         *_when((_EQUAL, _CLONE3[column]), _UNKNOWN),  # its flags cannot be checked; the C library falls back to clone
     ]
-    for pair in _REFUSED.values():
-        number = pair[column]
-        rules += _when((_EQUAL, number), _REFUSE) if number is not None else []
+    rules += _refused(REFUSED.values(), column)
     rules += _argument(_SOCKETPAIR[column], _unless((_EQUAL, 1), _REFUSE))  # AF_UNIX
     rules += _argument(_PRLIMIT[column], _unless((_EQUAL, 0), _REFUSE))  # only its own
     if processes:
         return [*rules, *_argument(_CLONE[column], _when((_ANY_BIT, _CLONE_NAMESPACES), _REFUSE)), _end(_ALLOW)]
-    for pair in (_FORK, _VFORK, _TKILL):
-        number = pair[column]
-        rules += _when((_EQUAL, number), _REFUSE) if number is not None else []
+    rules += _refused((_FORK, _VFORK, _TKILL), column)
     threads_only = [(_ANY_BIT, 1, 0, _CLONE_THREAD), _end(_REFUSE)]
     rules += _argument(_CLONE[column], [*threads_only, *_when((_ANY_BIT, _CLONE_NAMESPACES), _REFUSE)])
     rules += _argument(_TGKILL[column], _unless((_EQUAL, _ITSELF), _REFUSE))
     rules += _argument(_KILL[column], [(_EQUAL, 2, 0, _ITSELF), (_EQUAL, 1, 0, 0), _end(_REFUSE)])
     return [*rules, _end(_ALLOW)]
+
+
+def _refused(calls: Iterable[tuple[int | None, ...]], column: int) -> list[_Instruction]:
+    numbers = [pair[column] for pair in calls]
+    return [rule for number in numbers if number is not None for rule in _when((_EQUAL, number), _REFUSE)]
 
 
 def _end(verdict: int) -> _Instruction:

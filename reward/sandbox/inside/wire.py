@@ -10,21 +10,18 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 2
 
 
-class Message:
+class Message(NamedTuple):
     """One received message. The receiver closes the descriptors."""
 
-    __slots__ = ("descriptors", "header", "parts")
-
-    def __init__(self, header: dict[str, Any], parts: list[bytes], descriptors: list[int]) -> None:
-        self.header = header
-        self.parts = parts
-        self.descriptors = descriptors
+    header: dict[str, Any]
+    parts: list[bytes]
+    descriptors: list[int]
 
 
 def send(channel: socket.socket, header: Mapping[str, object], *parts: bytes, descriptors: Sequence[int] = ()) -> None:

@@ -1,7 +1,7 @@
 """Makes sandboxes from namespaces: lives in their root, and forks a process into new namespaces for each.
 
-It never runs untrusted code itself. Its forks enter new namespaces and become the first processes of sandboxes
-(`guest`). A sandbox thus takes two forks instead of a start of Python, and untrusted code never touches its memory.
+It never runs untrusted code itself: its forks become the first processes of sandboxes (`guest`). A sandbox thus takes
+two forks instead of a start of Python, and untrusted code never touches its memory.
 
     service ── zygote ── keeper ── first process of the sandbox ── the program, one per run
                root      new user, process, mount, network, ipc and host name namespaces; an empty working folder
@@ -17,7 +17,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -33,19 +33,17 @@ _MOST_FILES = 4096
 # Modules that contest programs import. They are loaded once here instead of in every run. Missing ones are skipped.
 _WARM = """
 array bisect cmath collections contextlib copy ctypes dataclasses datetime decimal enum fractions functools hashlib
-heapq io itertools
-json math numbers operator queue random re sqlite3 ssl statistics string struct textwrap threading time traceback types
-typing zlib
-lzma bz2
+heapq io itertools json math numbers operator queue random re sqlite3 ssl statistics string struct textwrap threading
+time traceback types typing zlib lzma bz2
 """
 
 
-def main(descriptor: int, proc: int) -> None:
+def main(descriptor: str, proc: str) -> None:
     """A zygote that builds the root itself: receives the layout over the socket `descriptor`, then serves it."""
-    control = socket.socket(fileno=descriptor)
+    control = socket.socket(fileno=int(descriptor))
     settings = wire.receive(control)
     if settings is not None:
-        serve(control, proc, settings.header)
+        serve(control, int(proc), settings.header)
 
 
 def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = None) -> None:
@@ -83,14 +81,14 @@ def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoR
     guest.serve(channel, apart=apart, proc=proc)
 
 
-def enter(proc: int, command: Sequence[str]) -> NoReturn:
+def enter(proc: str, *command: str) -> NoReturn:
     """For root: runs a command in a user namespace that maps root and nobody.
 
     Its children can become nobody, even if bubblewrap needs root to read the files that it mounts.
     """
     try:
-        _enter_namespaces(proc)
-        os.execv(command[0], list(command))
+        _enter_namespaces(int(proc))
+        os.execv(command[0], command)
     except OSError as error:
         sys.exit(error.strerror or str(error))
 
@@ -100,10 +98,8 @@ def warm_up() -> None:
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (most, most))  # the scorer's limit per item must not apply here
     for name in _WARM.split():
-        try:
+        with suppress(ImportError):
             import_module(name)
-        except ImportError:
-            continue
     site = import_module("site")
     site.setquit()
     site.setcopyright()
@@ -132,10 +128,8 @@ def _enter_namespaces(proc: int) -> None:
 
 
 def _map(proc: int, process: str, users: str, groups: str, *, deny_groups: bool = False) -> bool:
-    files = {"setgroups": "deny"} if deny_groups else {}
-    return all(
-        _write(proc, f"{process}/{name}", text) for name, text in {**files, "gid_map": groups, "uid_map": users}.items()
-    )
+    files = {**({"setgroups": "deny"} if deny_groups else {}), "gid_map": groups, "uid_map": users}
+    return all(_write(proc, f"{process}/{name}", text) for name, text in files.items())
 
 
 def _write(proc: int, path: str, text: str) -> bool:
@@ -185,8 +179,7 @@ def _bind(source: str, target: str, *, device: bool = False) -> None:
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(target, "xb"):
-            pass
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL, 0o666))
     kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
     kernel.restrict_mount(target, devices=device)
 

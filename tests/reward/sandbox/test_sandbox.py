@@ -12,12 +12,10 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tandem.reward.sandbox import pool as pool_module
-from tandem.reward.sandbox.isolation import open_sandboxes
+from tandem.reward.sandbox import isolation
+from tandem.reward.sandbox.isolation import SandboxPool, open_sandboxes
 from tandem.reward.sandbox.launcher import ZygoteLauncher
-from tandem.reward.sandbox.limits import Limits, Outcome
-from tandem.reward.sandbox.pool import SandboxPool
-from tandem.reward.sandbox.sandbox import Sandbox, SandboxError
+from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
 from tests.support.processes import wait_until_gone
 from tests.support.sandbox_runs import zygote_of
 
@@ -228,7 +226,7 @@ def test_a_pool_replaces_a_launcher_that_ended(own_pool: SandboxPool) -> None:
     wait_until_gone(zygote.pid)
     deadline = time.monotonic() + 30.0
     taken = own_pool.take()
-    while taken.fileno() >= 0 and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         try:
             assert said(run(taken, "print(1)")) == "1\n"
             break
@@ -243,7 +241,7 @@ def test_a_pool_replaces_a_stopped_launcher(own_pool: SandboxPool, monkeypatch: 
     launcher = own_pool._launcher
     if not isinstance(launcher, ZygoteLauncher):
         pytest.skip("elsewhere every sandbox has a process of its own")
-    monkeypatch.setattr(pool_module, "START_SECONDS", 1.0)
+    monkeypatch.setattr(isolation, "START_SECONDS", 1.0)
     own_pool.take().close()
     zygote = zygote_of(launcher)
     zygote.suspend()

@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.reward.sandbox.limits import Limits
-from tandem.reward.sandbox.sandbox import Sandbox
+from tandem.reward.sandbox.sandbox import Limits, Sandbox
 from tests.support.paths import ROOT
 from tests.support.sandbox_runs import DAEMON, LIMITS, MANY, Launcher, Run, alive, inside_of, outside, said, settles
 
@@ -214,7 +213,7 @@ import sys
 sys.path.insert(0, {root!r})
 from {module} import {kind}
 from tandem.reward.sandbox.layout import layout_for
-from tandem.reward.sandbox.limits import Limits
+from tandem.reward.sandbox.sandbox import Limits
 made = {kind}(layout_for(), 1 << 20)
 sandbox = made.open(seccomp=False)
 sandbox.await_ready(60.0)

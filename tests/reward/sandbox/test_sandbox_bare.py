@@ -11,7 +11,7 @@ import pytest
 from tandem.reward.sandbox.inside import seccomp as filter_program
 from tandem.reward.sandbox.launcher import BareLauncher
 from tandem.reward.sandbox.layout import layout_for
-from tandem.reward.sandbox.limits import Limits
+from tandem.reward.sandbox.sandbox import Limits
 from tests.support.sandbox_runs import DAEMON, DISK_BYTES, LIMITS, MANY, SECRET, alive, said, settles
 
 

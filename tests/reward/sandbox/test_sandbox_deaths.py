@@ -16,17 +16,15 @@ import psutil
 import pytest
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.sandbox import pool as pool_module
+from tandem.reward.sandbox import isolation
 from tandem.reward.sandbox import sandbox as sandbox_module
 from tandem.reward.sandbox import trial as code_trial
 from tandem.reward.sandbox.inside import seccomp as filter_program
-from tandem.reward.sandbox.isolation import find_isolation, open_sandboxes
+from tandem.reward.sandbox.isolation import SandboxPool, find_isolation, open_sandboxes
 from tandem.reward.sandbox.launcher import ZygoteLauncher
-from tandem.reward.sandbox.limits import Limits
-from tandem.reward.sandbox.pool import SandboxPool
-from tandem.reward.sandbox.sandbox import Sandbox, SandboxDiedError
+from tandem.reward.sandbox.sandbox import Limits, Sandbox, SandboxDiedError
 from tandem.reward.scorers.code import CodeTests
-from tandem.reward.workers.processes import memory_kills
+from tandem.reward.workers.child_process import memory_kills
 from tests.support.processes import wait_until_gone
 from tests.support.sandbox_runs import zygote_of
 
@@ -186,7 +184,7 @@ def test_stopped_processes_cost_no_answer_its_score(
     killer = Killer(pool, victim, 1, how=signal.SIGSTOP)
     killer.install(monkeypatch)
     code, tests = SHAPES["script"]
-    score = CodeTests(extract="whole", seconds_per_test=0.2).judge(ScoreItem("", code.replace("30", "0.3"), tests))
+    score = CodeTests(extract="whole", seconds_per_test=0.5).judge(ScoreItem("", code.replace("30", "1"), tests))
     if victim == "keeper":  # the keeper only waits for the end
         assert isinstance(score, Scored) and score.value == 1.0, score
     else:
@@ -198,7 +196,7 @@ def test_waiting_for_a_sandbox_does_not_count_as_the_answers_time(
 ) -> None:
     """Stops the zygote that starts sandboxes. This is noticed only after the answer's own time would be over."""
     assert isinstance(pool._launcher, ZygoteLauncher)
-    monkeypatch.setattr(pool_module, "START_SECONDS", 1.5)
+    monkeypatch.setattr(isolation, "START_SECONDS", 1.5)
     pool.take().close()
     stopped = zygote_of(pool._launcher)
     stopped.suspend()

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem.reward.sandbox.limits import Limits
-from tandem.reward.sandbox.sandbox import Sandbox
+from tandem.reward.sandbox.sandbox import Limits, Sandbox
 from tests.support.sandbox_runs import DISK_BYTES, LIMITS, MANY, Launcher, Run, alive, inside_of, said, settles
 
 pytest_plugins = ("tests.support.sandbox_attackers",)

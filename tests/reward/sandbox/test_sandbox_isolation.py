@@ -14,17 +14,16 @@ import pytest
 
 from tandem.protos.errors import ScorerError
 from tandem.reward.sandbox import isolation
-from tandem.reward.sandbox.bubblewrap import (
+from tandem.reward.sandbox.isolation import Isolation, find_isolation, open_sandboxes
+from tandem.reward.sandbox.launcher import (
+    BareLauncher,
     BubblewrapEachLauncher,
     BubblewrapLauncher,
     bubblewrap_arguments,
     find_bubblewrap,
 )
-from tandem.reward.sandbox.isolation import Isolation, find_isolation, open_sandboxes
-from tandem.reward.sandbox.launcher import BareLauncher
 from tandem.reward.sandbox.layout import PACKAGES_FOLDER, layout_for
-from tandem.reward.sandbox.limits import Limits
-from tandem.reward.sandbox.sandbox import SandboxError
+from tandem.reward.sandbox.sandbox import Limits, SandboxError
 from tandem.services.commands import doctor
 from tests.support.paths import ROOT
 
@@ -33,7 +32,7 @@ import sys
 sys.path.insert(0, {root!r})
 from tandem.protos.errors import ScorerError
 from tandem.reward.sandbox.isolation import find_isolation, open_sandboxes
-from tandem.reward.sandbox.limits import Limits
+from tandem.reward.sandbox.sandbox import Limits
 print(find_isolation().name)
 try:
     open_sandboxes().close()

@@ -57,7 +57,7 @@ def test_filter_verdicts_on_every_architecture(machine: str, processes: bool) ->
         return verdict(rules, architecture, pair[column], argument)
 
     for name in seccomp.REFUSED:
-        number = seccomp._REFUSED[name][column]
+        number = seccomp.REFUSED[name][column]
         assert number is None or verdict(rules, architecture, number, 7) == REFUSE, name
     read, write, openat, mmap, futex, exit_group = (0, 63), (1, 64), (257, 56), (9, 222), (202, 98), (231, 94)
     assert {of(pair) for pair in (read, write, openat, mmap, futex, exit_group)} == {ALLOW}
@@ -98,7 +98,7 @@ def test_every_refused_call_is_refused(launcher: Launcher) -> None:
     if not seccomp.available():
         pytest.skip("no filter of system calls for this machine")
     column = seccomp._ARCHITECTURES[os.uname().machine][1]
-    numbers = {name: seccomp._REFUSED[name][column] for name in seccomp.REFUSED}
+    numbers = {name: seccomp.REFUSED[name][column] for name in seccomp.REFUSED}
     program = f"""
 import ctypes, json
 libc = ctypes.CDLL(None, use_errno=True)

@@ -15,11 +15,9 @@ from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import ScorerSpec, make_spec
 from tandem.reward.workers import launcher_process, worker_process
-from tandem.reward.workers.child_process import ChildProcess
+from tandem.reward.workers.child_process import ChildProcess, is_stopped
 from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.pool import ScorerPool
-from tandem.reward.workers.processes import is_stopped
-from tandem.reward.workers.worker_process import Limits
 from tests.support.pool_trouble import Make
 from tests.support.processes import wait_until_gone
 
@@ -93,7 +91,7 @@ def test_a_stopped_launcher_is_replaced(make_pool: Make, spec: ScorerSpec, text:
 
 
 def test_a_stopped_launcher_is_replaced_at_the_first_request() -> None:
-    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    launchers = Launchers(RewardConfig(), 60.0)
     try:
         first = launchers.spawn(())
         stopped = psutil.Process(first.pid).ppid()
@@ -155,7 +153,7 @@ def test_a_launcher_that_gives_no_worker_twice_is_replaced(tmp_path: Path, monke
     monkeypatch.setattr(
         ChildProcess, "close", lambda self, **options: (ended.append(self.pid), close(self, **options))[1]
     )
-    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    launchers = Launchers(RewardConfig(), 60.0)
     try:
         with pytest.raises(OSError, match="gave no process"):
             launchers.spawn(("never_imported",))

@@ -23,7 +23,6 @@ from tandem.reward.workers.answers import STRAY, decode_scores, encode_score, li
 from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.pool import ScorerPool
 from tandem.reward.workers.requests import encode
-from tandem.reward.workers.worker_process import Limits
 from tests.support.pool_trouble import Make
 
 pytest_plugins = ("tests.support.scorer_pools",)
@@ -151,12 +150,7 @@ def test_writing_or_forking_during_import(make_pool: Make, tmp_path: Path, sourc
     ],
 )
 def test_a_failed_process_is_killed_and_replaced_at_once(
-    make_pool: Make,
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    seconds: float,
-    expected: Unscored,
+    make_pool: Make, place: str, monkeypatch: pytest.MonkeyPatch, text: str, seconds: float, expected: Unscored
 ) -> None:
     """The wait for a process to exit is set to an hour, so the test fails if it applies to a process that will not
     exit.
@@ -200,7 +194,7 @@ def test_threads_that_keep_reading_the_channel_cost_a_worker_but_no_item(place: 
 
 def test_a_worker_answers_nothing_before_it_has_read_the_whole_chunk(place: str) -> None:
     """Otherwise code that takes a part of the chunk would use up the time of an item."""
-    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    launchers = Launchers(RewardConfig(), 60.0)
     try:
         worker = launchers.spawn(())
         lines = b"".join(line for item in items("a", "b") if isinstance(line := encode(item), bytes))
@@ -222,7 +216,7 @@ def test_an_importing_launcher_delays_no_other_worker(tmp_path: Path, monkeypatc
         "while not (here / 'go').exists():\n    time.sleep(0.01)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    launchers = Launchers(Limits.of(RewardConfig(), 60.0))
+    launchers = Launchers(RewardConfig(), 60.0)
     spawned: list[Any] = []
     first = launchers.spawn(())
     importing = threading.Thread(target=lambda: spawned.append(launchers.spawn(("slow_to_import",))))

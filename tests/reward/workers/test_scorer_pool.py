@@ -263,12 +263,7 @@ def test_a_worker_imports_no_grpc_redis_numpy_or_torch() -> None:
         "print(*(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=True,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == ""
 

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.protos.contracts import Scored, Unscored
 from tandem.reward.registry import ScorerSpec
-from tandem.reward.workers.processes import _children_by_parent, children_of, count_descendants
+from tandem.reward.workers.child_process import _children_by_parent, children_of, count_descendants
 from tests.support.paths import ROOT
 from tests.support.pool_trouble import Make, items, reason, value
 from tests.support.processes import wait_until_gone
