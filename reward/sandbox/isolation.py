@@ -64,9 +64,7 @@ _SECCOMP_PROBE = "import socket\ntry:\n    socket.socket()\nexcept PermissionErr
 class SandboxPool:
     """Keeps `SPARE` sandboxes started. Each serves one answer and is discarded; taking one starts another. Thread-safe.
 
-    Args:
-        launch: creates another launcher if the launcher has ended.
-        seccomp: whether programs run behind the filter of system calls.
+    `launch`: creates another launcher if the launcher has ended. `seccomp`: whether system calls are filtered.
     """
 
     def __init__(self, launcher: Launcher, launch: Callable[[], Launcher], *, seccomp: bool) -> None:
@@ -82,11 +80,7 @@ class SandboxPool:
         return self._launcher.name
 
     def take(self) -> Sandbox:
-        """Returns an unused sandbox, which the caller closes.
-
-        Raises:
-            SandboxError: no sandbox starts, not even with a new launcher.
-        """
+        """An unused sandbox, which the caller closes. Raises SandboxError if none starts with a new launcher either."""
         try:
             return self._ready()
         except SandboxError:
@@ -156,9 +150,8 @@ def find_isolation() -> Isolation:
 def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = False) -> SandboxPool:
     """Opens a pool of sandboxes with the best isolation that works here. The given packages can be imported in it.
 
-    Raises:
-        ScorerError: no isolation works and `allow_unsandboxed` is false, the isolation does not start this time, or a
-            package is not installed.
+    Raises ScorerError if no isolation works and `allow_unsandboxed` is false, if the isolation does not start this
+    time, or if a package is not installed.
     """
     layout = layout_for(packages)
     launcher, isolation = _start(layout)
@@ -176,9 +169,8 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
 def _start(layout: Layout) -> tuple[Launcher | None, Isolation]:
     """Returns the launcher of the best isolation (None without one) and the isolation. Probes on the first call.
 
-    Raises:
-        ScorerError: isolation that worked before does not start now. (Without it nothing may run:
-            `allow_unsandboxed` is for machines that have none.)
+    Raises ScorerError if isolation that worked before does not start now: `allow_unsandboxed` is for machines that
+    have none.
     """
     global _found
     if _found is not None:

@@ -66,11 +66,7 @@ _INSIDE_MODULES = ("kernel", "wire", "plain", "seccomp", "calls", "program", "gu
 
 
 class Launcher:
-    """Starts sandboxes of one kind.
-
-    Raises:
-        SandboxError: this machine does not allow it. The message names what was refused.
-    """
+    """Starts sandboxes of one kind. Raises SandboxError, which names what was refused, if this machine allows none."""
 
     name: IsolationName
     place = ""
@@ -116,7 +112,6 @@ class ZygoteLauncher(Launcher):
             raise SandboxError(reason)
 
     def _command(self, proc: int, descriptor: int) -> list[str]:
-        """The command that starts the zygote. `descriptor` is the zygote's end of the channel."""
         return _outside("main", descriptor, proc)
 
     def _send_layout(self) -> None:
@@ -155,10 +150,7 @@ class BubblewrapLauncher(ZygoteLauncher):
 
 
 class BubblewrapEachLauncher(Launcher):
-    """Starts a new Python under bubblewrap for every sandbox.
-
-    For machines on which bubblewrap may create namespaces but its children may not.
-    """
+    """Starts a new Python under bubblewrap for every sandbox, where its children may not create namespaces."""
 
     name: IsolationName = "bubblewrap"
 
@@ -178,9 +170,8 @@ class BubblewrapEachLauncher(Launcher):
 
 
 class BareLauncher(Launcher):
-    """Starts processes without isolation.
-
-    Each has limits, an empty environment, its own session, and a folder of no fixed size that is removed afterwards.
+    """Starts processes without isolation. Each has limits, an empty environment, its own session, and a folder of no
+    fixed size that is removed afterwards.
     """
 
     name: IsolationName = "none"
@@ -245,9 +236,8 @@ def _folders_above(targets: Sequence[str]) -> list[str]:
 
 
 def _interpreter_binds(layout: Layout) -> list[tuple[str, str]]:
-    """Returns binds for the interpreter's own files if the layout lacks them.
-
-    A zygote that builds its own root does not need them, because it has loaded them before.
+    """Returns binds for the interpreter's own files if the layout lacks them. A zygote that builds its own root needs
+    none, because it has loaded them before.
     """
     files = [_EXECUTABLE]
     if sysconfig.get_config_var("Py_ENABLE_SHARED"):
@@ -261,10 +251,7 @@ def _outside(entry: str, *arguments: int) -> list[str]:
 
 
 def _inside(entry: str, channel: int, path: Sequence[str], **settings: object) -> list[str]:
-    """The command that runs a function of `inside.zygote` in a sandbox without Tandem's files.
-
-    Send `_inside_sources` over the channel next.
-    """
+    """The command that runs a function of `inside.zygote` in a sandbox, with the `_inside_sources` sent to it next."""
     return [*_PYTHON, _RUN_INSIDE, entry, str(channel), json.dumps(path), json.dumps(settings)]
 
 
@@ -313,7 +300,6 @@ def _start(command: Callable[[int], Sequence[str]], descriptors: Sequence[int], 
 
 @contextmanager
 def _open_proc() -> Iterator[int]:
-    """A descriptor of /proc. Raises OSError."""
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield proc

@@ -136,8 +136,7 @@ class Sandbox:
                 (prelude, test, entry point), which calls an answer over `line`.
             line: one end of a socket pair between an answer and its caller.
 
-        Raises:
-            SandboxDiedError: the sandbox has ended.
+        Raises SandboxDiedError if the sandbox has ended.
         """
         self._deadline = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         self._most_bytes = 2 * limits.output_bytes + _HEADER_BYTES
@@ -156,11 +155,8 @@ class Sandbox:
             wire.send(self._channel, {"stop": True})
 
     def outcome(self) -> Outcome:
-        """Waits until the sandbox's first process reports the end of the run.
-
-        Raises:
-            SandboxDiedError: that process ended without a report.
-            SandboxError: the program did not begin, or there was no report in time.
+        """Waits until the sandbox's first process reports the end of the run. Raises SandboxDiedError if that process
+        ended without a report; SandboxError if the program did not begin, or there was no report in time.
         """
         self._channel.settimeout(max(0.1, self._deadline - time.monotonic()))
         try:
@@ -181,7 +177,6 @@ class Sandbox:
         return Outcome(header["code"], header["stopped"], out, err, header["cpu"], header["wall"], header["memory"])
 
     def run(self, kind: Kind, texts: Sequence[str], limits: Limits, stdin: bytes = b"") -> Outcome:
-        """Starts a run and waits for its outcome. Raises the errors of `start` and `outcome`."""
         self.start(kind, texts, limits, stdin)
         return self.outcome()
 

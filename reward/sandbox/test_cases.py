@@ -53,7 +53,7 @@ Test = ScriptTest | CallTest | StatementTest
 
 
 def parse_tests(ground_truth: object, extra_info: Mapping[str, object]) -> list[Test]:
-    """Parses the tests of a ground truth. Returns at least one.
+    """Parses the tests of a ground truth, at least one. Raises UnusableTestsError unless it has one of these formats:
 
     - `{"inputs": […], "outputs": […]}` (APPS, TACO): input and output of a program; with `"fn_name"`, arguments and
       result of a function: a list each, or text with one JSON value per line (LiveCodeBench).
@@ -64,9 +64,6 @@ def parse_tests(ground_truth: object, extra_info: Mapping[str, object]) -> list[
     - `{"test": "def check(candidate): …", "entry_point": "f"}` (HumanEval).
     - JSON text of any of these, or a text that contains `assert`, as one test. `test_…` functions and unittest cases
       in a test are run; `from solution import f` in it imports from the answer (KodCode).
-
-    Raises:
-        UnusableTestsError: the ground truth has none of these formats, or is incomplete.
     """
     function = extra_info.get("fn_name")
     match _loaded(ground_truth):

@@ -50,12 +50,8 @@ class Trial:
     a sandbox dies again, that is an error. If a program is killed again, it fails (`memory`), because it may have
     killed itself; it is an error if the kernel has killed a process for lack of memory in the meantime.
 
-    Args:
-        code: of the answer, run after `prelude`.
-        deadline: of the whole trial (`time.monotonic`), without waits for a sandbox. Later tests fail (`time`).
-
-    Raises (its methods):
-        SandboxError: no sandbox starts, or the sandboxes die.
+    `code` runs after `prelude`. `deadline` is that of the whole trial (`time.monotonic`), without waits for a sandbox;
+    later tests fail (`time`). The methods raise SandboxError if no sandbox starts, or the sandboxes die.
     """
 
     def __init__(self, pool: SandboxPool, prelude: str, code: str, limits: Limits, deadline: float) -> None:

@@ -93,7 +93,6 @@ class PrioritySemaphore:
         await self._queue.acquire(priority, self._take, self._give_back)
 
     def release(self) -> None:
-        """Frees a slot for the next waiter."""
         self._give_back()
         self._queue.wake()
 

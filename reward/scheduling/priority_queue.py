@@ -40,7 +40,6 @@ class PriorityQueue(Generic[T]):
         self._waiting[priority].insert(index, entry)
 
     def remove(self, priority: Priority, entry: T) -> bool:
-        """Removes an entry; False if it is not in the queue."""
         try:
             self._waiting[priority].remove(entry)
         except ValueError:
@@ -48,7 +47,6 @@ class PriorityQueue(Generic[T]):
         return True
 
     def first(self, priority: Priority) -> T | None:
-        """The first entry of one priority; None if there is none."""
         return self._waiting[priority][0] if self._waiting[priority] else None
 
     def peek(self) -> tuple[Priority, T] | None:
@@ -80,7 +78,6 @@ class PriorityQueue(Generic[T]):
         return is_next
 
     def clear(self) -> list[T]:
-        """Removes and returns all entries."""
         everything = [entry for priority in PRIORITIES for entry in self._waiting[priority]]
         for queue in self._waiting.values():
             queue.clear()

@@ -48,7 +48,6 @@ class LineChannel:
 
     @property
     def quiet(self) -> bool:
-        """Whether the process has sent nothing that is still unread, and has not closed its end."""
         return not self._received and not is_readable(self.connection.fileno())
 
     @property
@@ -65,13 +64,9 @@ class LineChannel:
         self._unsent = memoryview(bytes(self._unsent) + data)
 
     def receive(self, seconds: float, check: Callable[[bool], None] = lambda idle: None) -> list[bytes]:
-        """Waits for lines and returns those that arrived, at least one.
+        """Waits for lines and returns those that arrived, at least one. Raises HungError, DiedError.
 
-        Args:
-            check: called at least every 0.1 s, with whether nothing happened meanwhile; ends the wait by raising.
-
-        Raises:
-            HungError, DiedError: see there.
+        `check`: called at least every 0.1 s, with whether nothing happened meanwhile; ends the wait by raising.
         """
         deadline = time.monotonic() + seconds
         while b"\n" not in self._received:
@@ -139,8 +134,7 @@ class ChildProcess:
         capture: what of its output `output` reads: `all`, only `errors` (the rest is dropped), or `nothing` (it goes
             where this process's output goes).
 
-    Raises:
-        OSError: it cannot be started.
+    Raises OSError if it cannot be started.
     """
 
     def __init__(
@@ -194,7 +188,6 @@ class ChildProcess:
         return describe_exit(status, self.last_output())
 
     def last_output(self) -> str:
-        """The last line of its output that is left to be read."""
         os.set_blocking(self.output, False)  # something that it started may hold the other end
         with suppress(BlockingIOError):
             return _last_line(os.read(self.output, 4096))
@@ -259,7 +252,6 @@ class LineProcess(ChildProcess):
         self._channel = LineChannel(self.connection, self.output)
 
     def send(self, message: Mapping[str, object]) -> None:
-        """Queues a message; it is sent while `receive` waits."""
         self._channel.send(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float) -> Iterator[dict[str, Any]]:

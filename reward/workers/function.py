@@ -114,7 +114,6 @@ def _verl_arguments(item: ScoreItem) -> dict[str, Any]:
 
 
 def _finished(result: Any) -> Any:
-    """The result of a call; runs the coroutine if the function returned one."""
     return _LOOP.run(result) if inspect.iscoroutine(result) else result
 
 
@@ -193,7 +192,6 @@ def source_version(path: str) -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file from which a worker will import a module."""
     packages = [root.joinpath(*module.split(".")) for root in (Path.cwd(), *map(Path, sys.path))]
     files = (file for one in packages for file in (one / "__init__.py", one.with_name(f"{one.name}.py")))
     return next(filter(Path.is_file, files), None)

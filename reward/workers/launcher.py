@@ -57,7 +57,6 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Serves until the control socket closes."""
         while True:
             for descriptor, _ in self._poll.poll(_SWEEP_MILLISECONDS if self._workers else None):
                 if descriptor == self._wake:
@@ -193,7 +192,6 @@ def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str
 
 
 def main(descriptor: int) -> None:
-    """Serves the control socket `descriptor`."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the service

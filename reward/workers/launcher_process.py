@@ -20,10 +20,7 @@ _END_SECONDS = 10.0
 
 
 class Launchers:
-    """Starts workers. There is one launcher per set of preloaded modules, so that none imports while it has workers.
-
-    Thread-safe.
-    """
+    """Starts workers. One launcher per set of preloaded modules: none imports while it has workers. Thread-safe."""
 
     def __init__(self, config: RewardConfig, startup_seconds: float) -> None:
         self._config = config
@@ -42,7 +39,6 @@ class Launchers:
         return launcher.spawn(preload)
 
     def close(self) -> None:
-        """Kills every worker and everything they started."""
         with self._lock:
             self._closed = True
         for launcher in self._by_preload.values():

@@ -279,13 +279,11 @@ class ModelBatcher:
         self._put_back(priority, pending.values())
 
     def _put_back(self, priority: Priority, questions: Iterable[Question]) -> None:
-        """Returns questions to the front of their queue, in order."""
         with self._wake:
             for index, question in enumerate(questions):
                 self._queue.push_front(priority, question, index)
 
 
 def _withdraw(questions: Iterable[Question]) -> None:
-    """Marks questions without a score as unscored."""
     for question in questions:
         question.settle(CLOSING)

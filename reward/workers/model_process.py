@@ -50,7 +50,6 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Loads the model, and answers until end of file."""
     lines = channel.makefile("r", encoding="utf-8", newline="\n")
 
     def say(message: Mapping[str, object]) -> None:

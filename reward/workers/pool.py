@@ -53,20 +53,14 @@ class ScorerPool:
             thread.start()
 
     def load(self, spec: ScorerSpec) -> None:
-        """Builds the judge in a worker.
-
-        Raises:
-            ScorerError: it cannot be built. The message is one line and does not say where the scorer is named.
-        """
+        """Builds the judge in a worker. Raises ScorerError, one line without the place of the scorer, if it fails."""
         request = self.submit(spec, (), "ring")
         request.wait()
         if request.refusal:
             raise ScorerError(request.refusal)
 
     def submit(self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority) -> Request:
-        """Starts scoring; `Request.wait` returns the scores. Only items that hang, crash or exceed a limit are
-        unscored.
-        """
+        """Starts scoring; `Request.wait` returns the scores."""
         request = Request(spec, items, priority, self._check)
         with self._work:
             if self.closing:
@@ -153,7 +147,6 @@ class ScorerPool:
                 self._work.notify()
 
     def loaded(self, request: Request, refusal: str) -> None:
-        """Ends a request of `load`."""
         with self._work:
             request.end(refusal)
             self._open_requests.discard(request)
@@ -206,7 +199,6 @@ class WorkerThread(threading.Thread):
         self._process: WorkerProcess | None = None
 
     def run(self) -> None:
-        """Until the pool closes."""
         try:
             while (taken := self._pool.take()) is not None:
                 self._serve(*taken)
@@ -319,7 +311,6 @@ class WorkerThread(threading.Thread):
         return good, lines
 
     def _settle(self, request: Request, numbers: list[int], scores: Sequence[Score]) -> list[int]:
-        """Stores the scores of the first items, and returns the numbers of the others."""
         if scores:
             self._pool.settle(request, numbers[: len(scores)], scores)
         return numbers[len(scores) :]

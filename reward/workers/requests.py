@@ -93,7 +93,6 @@ class Request:
         return numbers
 
     def put_back(self, numbers: Sequence[int]) -> None:
-        """Returns items that were taken but not judged to the front."""
         self.todo.extendleft(reversed(list(_units(self.spec, self.items, numbers))))
 
 

@@ -213,7 +213,6 @@ _serve_with_room = with_room(cast(FunctionType, Worker.serve))
 
 
 def serve(descriptor: int, limits: Mapping[str, object]) -> None:
-    """Runs the worker of an inherited socket until the other end closes."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(fileno=descriptor) as channel:
         _serve_with_room(Worker(channel, limits))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from tandem.protos.contracts import Score, Unscored
 from tandem.reward.config import RewardConfig
@@ -63,10 +63,6 @@ class _OverError(Exception):
         self.reason = reason
 
 
-def _never(since: float = 0.0) -> bool:
-    return False
-
-
 class WorkerProcess:
     """One worker, forked by a launcher. Used by one thread at a time.
 
@@ -77,8 +73,7 @@ class WorkerProcess:
         launcher: all its workers end with it.
         startup_seconds: time limit for the construction of a judge.
 
-    Raises:
-        OSError: the launcher gave no process.
+    Raises OSError if the launcher gave no process.
     """
 
     def __init__(
@@ -95,7 +90,8 @@ class WorkerProcess:
         self._channel = LineChannel(connection, output)
         self._loaded: set[str] = set()
         self._pace = 0.0
-        self._given_up: Callable[[], bool] = _never
+        self._watched = False
+        self._given_up: Callable[[], bool] | None = None
         self._status: int | None = None
         self._reports = b""
         self._token = b""
@@ -120,9 +116,9 @@ class WorkerProcess:
         self,
         spec: ScorerSpec,
         items: Sequence[bytes],
-        pace: float = 0.0,
-        given_up: Callable[[float], bool] = _never,
-        answers: list[Score] | None = None,
+        pace: float,
+        given_up: Callable[[float], bool],
+        answers: list[Score],
     ) -> Outcome:
         """Judges encoded items, in order. The time limit starts anew with every answer.
 
@@ -132,18 +128,13 @@ class WorkerProcess:
                 process is killed as if its item had timed out; not while it builds the judge, which others need too.
             answers: the list to append answers to as they come.
         """
-        header: dict[str, Any] = {
-            "scorer": spec.scorer,
-            "arguments": spec.arguments,
-            "preload": spec.preload,
-            "items": len(items),
-            "bytes": sum(map(len, items)),
-            "token": make_token(),
-        }
-        self._token, self._lines_read, self._stray = header["token"].encode(), 0, False
+        token = make_token()
+        header: dict[str, object] = {"scorer": spec.scorer, "arguments": spec.arguments, "preload": spec.preload}
+        header |= {"items": len(items), "bytes": sum(map(len, items)), "token": token}
+        self._token, self._lines_read, self._stray = token.encode(), 0, False
         self._channel.send(b"".join([json.dumps(header).encode() + b"\n", *items]))
         self._channel.printed_bytes = 0
-        outcome = Outcome([] if answers is None else answers)
+        outcome = Outcome(answers)
         known = spec.key in self._loaded
         try:
             first, rest = self._first_line(self._config.timeout_seconds if known else self._startup_seconds)
@@ -162,29 +153,27 @@ class WorkerProcess:
             return outcome
         self._loaded.add(spec.key)
         outcome.batch = first.get("batch") is True
-        watched = spec.isolation == "worker"
         self._pace, self._given_up = pace, partial(given_up, time.monotonic())
+        self._watched = spec.isolation == "worker"
         try:
-            seconds = max(self._config.timeout_seconds, spec.longest_seconds)
-            self._collect(outcome, rest, len(items), watched, seconds)
+            self._collect(outcome, rest, len(items), max(self._config.timeout_seconds, spec.longest_seconds))
         except _OverError as error:
             outcome.end, outcome.reason = "stray" if error.reason is STRAY else "item", error.reason
-        finally:
-            self._given_up = _never
         self.num_judged += len(outcome.answers)
-        if outcome.end == "done" and (self._stray or (watched and self._too_many_processes())):
+        if outcome.end == "done" and (self._stray or self._too_many_processes()):
             self.kill()  # several items left processes, each within its limit; or there is more than the answers
+        self._watched, self._given_up = False, None
         return outcome
 
     def _first_line(self, seconds: float) -> tuple[dict[str, object], list[bytes]]:
-        first, *rest = self._receive(seconds, watched=False)
+        first, *rest = self._receive(seconds)
         with suppress(ValueError, RecursionError):
             reply = json.loads(first)
             if isinstance(reply, dict):
                 return reply, rest
         raise self._over(STRAY)
 
-    def _collect(self, outcome: Outcome, lines: list[bytes], number: int, watched: bool, seconds: float) -> None:
+    def _collect(self, outcome: Outcome, lines: list[bytes], number: int, seconds: float) -> None:
         answers, started = outcome.answers, time.monotonic()
         while True:
             found, rest = decode_scores(lines)
@@ -204,12 +193,12 @@ class WorkerProcess:
                 time.sleep(min(_NAP_SECONDS, self._pace * left / 2))
             if lines:
                 self._channel.printed_bytes = 0
-            lines = self._receive(seconds, watched)
+            lines = self._receive(seconds)
 
-    def _receive(self, seconds: float, watched: bool) -> list[bytes]:
+    def _receive(self, seconds: float) -> list[bytes]:
         """The payloads of the lines that arrive first, at least one."""
         try:
-            lines = self._channel.receive(seconds, partial(self._check, watched))
+            lines = self._channel.receive(seconds, self._check)
         except HungError:
             raise self._over(Unscored("timeout", f"no answer within {seconds:g} s")) from None
         except DiedError:
@@ -221,16 +210,16 @@ class WorkerProcess:
             raise self._over(STRAY)
         return found
 
-    def _check(self, watched: bool, idle: bool) -> None:
+    def _check(self, idle: bool) -> None:
         """Raises if a limit is exceeded or nobody waits for the item any more."""
         limits = self._config.limits
         if self._channel.printed_bytes > limits.output_bytes:
             raise self._over(Unscored("limit", f"it printed more than {limits.output_bytes} bytes"))
         if self._channel.partial_bytes > _MAX_ANSWER_BYTES:
             raise self._over(Unscored("limit", f"an answer of more than {_MAX_ANSWER_BYTES} bytes"))
-        if idle and watched and self._too_many_processes():
+        if idle and self._too_many_processes():
             raise self._over(Unscored("limit", f"more than {limits.processes} processes at a time"))
-        if self._given_up():
+        if self._given_up is not None and self._given_up():
             raise HungError
 
     def _over(self, reason: Unscored) -> _OverError:
@@ -239,10 +228,9 @@ class WorkerProcess:
 
     def _too_many_processes(self) -> bool:
         most = self._config.limits.processes
-        return count_descendants(self.pid, most) > most
+        return self._watched and count_descendants(self.pid, most) > most
 
     def _exit_reason(self) -> Unscored:
-        """Kills the process, and says how it ended and what it wrote last."""
         exiting = self._is_exiting()
         if exiting:
             self._status = self._await_report("status", _EXIT_SECONDS)
@@ -274,7 +262,6 @@ class WorkerProcess:
             self._status = -signal.SIGKILL if status is None else status
 
     def close(self) -> None:
-        """Kills it and frees its descriptors."""
         self.kill()
         self._connection.close()
         self._control.close()

@@ -10,12 +10,21 @@ from tandem.reward.workers.pool import ScorerPool
 Make = Callable[..., ScorerPool]
 
 TROUBLE = r"""
-import hashlib, os, re, signal, subprocess, sys, threading, time
+import hashlib, os, pathlib, re, signal, subprocess, sys, threading, time
 
 kept = []
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    match solution_str:
+    what, _, place = solution_str.partition(": ")
+    match what:
+        case "wait":
+            pathlib.Path(place).touch()
+            time.sleep(600)
+        case "stop the launcher":
+            os.kill(os.getppid(), signal.SIGSTOP)
+        case "kill the launcher":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(600)
         case "hang":
             time.sleep(600)
         case "spin":  # holds the interpreter's lock for ever
@@ -73,6 +82,9 @@ def together(data_sources, solution_strs, ground_truths, extra_infos):
         return [1.0]
     return [{"score": float(s == g), "batch": len(solution_strs)} for s, g in zip(solution_strs, ground_truths)]
 """
+
+
+ONE = Scored(1.0)
 
 
 def items(*solutions: str) -> list[ScoreItem]:

@@ -15,7 +15,7 @@ import pytest
 
 from tandem.reward.sandbox import isolation
 from tandem.reward.sandbox.inside import seccomp as filter_program
-from tandem.reward.sandbox.isolation import find_isolation
+from tandem.reward.sandbox.isolation import SandboxPool, find_isolation, open_sandboxes
 from tandem.reward.sandbox.launcher import BubblewrapEachLauncher, BubblewrapLauncher, ZygoteLauncher
 from tandem.reward.sandbox.layout import layout_for
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
@@ -55,6 +55,15 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
         except SandboxError as error:
             pytest.skip(f"it does not work here: {error}")
         isolation._prove(made)  # a kind that works here must also isolate
+        yield made
+
+
+@pytest.fixture
+def zygote_pool() -> Iterator[SandboxPool]:
+    """A pool whose sandboxes a zygote forks."""
+    with closing(open_sandboxes(allow_unsandboxed=True)) as made:
+        if not isinstance(made._launcher, ZygoteLauncher):
+            pytest.skip(f"elsewhere every sandbox has a process of its own: {find_isolation()}")
         yield made
 
 

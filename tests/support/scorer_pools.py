@@ -10,6 +10,7 @@ import pytest
 
 from tandem.reward.config import LimitsConfig, RewardConfig
 from tandem.reward.registry import ScorerSpec, make_spec
+from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.pool import ScorerPool
 from tests.support.pool_trouble import TROUBLE, Make
 
@@ -24,6 +25,13 @@ def trouble(tmp_path: Path) -> str:
 @pytest.fixture
 def spec(trouble: str) -> ScorerSpec:
     return make_spec(trouble, {})
+
+
+@pytest.fixture
+def launchers() -> Iterator[Launchers]:
+    made = Launchers(RewardConfig(), 60.0)
+    yield made
+    made.close()
 
 
 @pytest.fixture

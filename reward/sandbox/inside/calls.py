@@ -39,7 +39,6 @@ class Answering:
         self._numbers: dict[int, int] = {}
 
     def serve(self, line: socket.socket) -> None:
-        """Serves requests until the other end closes."""
         with line.makefile("rb") as requests:
             for request in requests:
                 line.sendall(self._reply(json.loads(request)))

@@ -30,10 +30,8 @@ _BEGUN = "begun"
 def serve(channel: socket.socket, *, apart: bool, proc: int | None = None) -> NoReturn:
     """Serves the scorer until it closes the channel, then ends this process and thus the sandbox.
 
-    Args:
-        channel: to the scorer.
-        apart: whether this process is the init of its own process namespace.
-        proc: the machine's /proc, to which programs have no access. None: use /proc, if it exists.
+    `apart`: whether this process is the init of its own process namespace. `proc`: the machine's /proc, to which
+    programs have no access. None: use /proc, if it exists.
     """
     status = 1
     try:
@@ -229,7 +227,6 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
 
 
 def _sealed(data: bytes) -> int:
-    """A descriptor of a sealed in-memory file with this data."""
     descriptor = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)

@@ -49,9 +49,7 @@ def main(descriptor: str, proc: str) -> None:
 def serve(control: socket.socket, proc: int, layout: dict[str, Any] | None = None) -> None:
     """Opens a sandbox for every message until the other end closes. The message carries the sandbox's channel.
 
-    Args:
-        proc: the machine's /proc, to which programs have no access.
-        layout: the root to build; None: this process is already in it.
+    `proc`: the machine's /proc, to which programs have no access. `layout`: the root to build; None: it is in it.
     """
     try:
         warm_up()
@@ -82,9 +80,8 @@ def serve_alone(channel: socket.socket, proc: int | None, *, apart: bool) -> NoR
 
 
 def enter(proc: str, *command: str) -> NoReturn:
-    """For root: runs a command in a user namespace that maps root and nobody.
-
-    Its children can become nobody, even if bubblewrap needs root to read the files that it mounts.
+    """For root: runs a command in a user namespace that maps root and nobody. Its children can become nobody, even if
+    bubblewrap needs root to read the files that it mounts.
     """
     try:
         _enter_namespaces(int(proc))

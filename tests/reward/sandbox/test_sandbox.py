@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import psutil
 import pytest
@@ -22,19 +23,20 @@ from tests.support.sandbox_runs import zygote_of
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=60.0)
 
 
+pytest_plugins = ("tests.support.sandbox_attackers",)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
     """A pool with the best isolation available here. Without any, everything but the attack tests still holds."""
-    made = open_sandboxes(allow_unsandboxed=True)
-    yield made
-    made.close()
+    with closing(open_sandboxes(allow_unsandboxed=True)) as made:
+        yield made
 
 
 @pytest.fixture
 def sandbox(pool: SandboxPool) -> Iterator[Sandbox]:
-    taken = pool.take()
-    yield taken
-    taken.close()
+    with closing(pool.take()) as taken:
+        yield taken
 
 
 def run(sandbox: Sandbox, program: str, stdin: str = "", limits: Limits = LIMITS, prelude: str = "") -> Outcome:
@@ -80,6 +82,7 @@ def test_input_output_and_errors(sandbox: Sandbox) -> None:
         ("open('note', 'w').write('x'); print(open('/tmp/note').read())", "", "x\n"),
         ("import tempfile\nwith tempfile.TemporaryFile() as f: print(f.write(b'x'))", "", "1\n"),
         ("import unittest, decimal, sqlite3, zoneinfo, multiprocessing.pool; print(1)", "", "1\n"),
+        ("print(len(input()))", "x" * 3_000_000, "3000000\n"),
         ("import os; os.write(1, bytes([255, 0, 10]))", "", None),
     ],
 )
@@ -116,11 +119,6 @@ def test_programs_end_as_in_an_ordinary_python(sandbox: Sandbox, program: str) -
 def test_the_prelude_runs_first_without_shifting_line_numbers(sandbox: Sandbox) -> None:
     outcome = run(sandbox, "print(ceil(1.5))\n1 / 0", prelude="from math import *\n\n")
     assert outcome.stdout == b"2\n" and b'"answer.py", line 2' in outcome.stderr
-
-
-def test_large_input(sandbox: Sandbox) -> None:
-    text = "x" * 3_000_000
-    assert said(run(sandbox, "print(len(input()))", text)) == "3000000\n"
 
 
 # ---- outcomes ----
@@ -178,16 +176,16 @@ def test_a_run_can_be_stopped(sandbox: Sandbox) -> None:
     assert said(run(sandbox, "print(2)")) == "2\n"
 
 
-def test_a_nonempty_working_folder_is_reported(sandbox: Sandbox) -> None:
-    run(sandbox, "import os\nopen('x', 'w').close()\nos.remove('x')")
-    assert sandbox.clean
-    run(sandbox, "open('x', 'w').close()")
-    assert not sandbox.clean
-
-
-def test_an_unreadable_working_folder_is_reported(sandbox: Sandbox) -> None:
-    assert run(sandbox, "import os\nos.mkdir('a')\nos.chmod('a', 0)\nos.chmod('.', 0)").failure == ""
-    assert not sandbox.clean
+@pytest.mark.parametrize(
+    ("program", "clean"),
+    [
+        ("import os\nopen('x', 'w').close()\nos.remove('x')", True),
+        ("open('x', 'w').close()", False),
+        ("import os\nos.mkdir('a')\nos.chmod('a', 0)\nos.chmod('.', 0)", False),
+    ],
+)
+def test_a_nonempty_or_unreadable_working_folder_is_reported(sandbox: Sandbox, program: str, clean: bool) -> None:
+    assert run(sandbox, program).failure == "" and sandbox.clean == clean
 
 
 def test_limits_that_cannot_be_set_raise_sandbox_error(sandbox: Sandbox) -> None:
@@ -199,57 +197,34 @@ def test_limits_that_cannot_be_set_raise_sandbox_error(sandbox: Sandbox) -> None
 
 
 def test_each_sandbox_is_handed_out_once_and_spares_are_started(pool: SandboxPool) -> None:
-    first, second = pool.take(), pool.take()
-    try:
+    with closing(pool.take()) as first, closing(pool.take()) as second:
         run(first, "open('mine', 'w').close()")
         assert said(run(second, "import os; print(os.listdir('.'))")) == "[]\n"
-    finally:
-        first.close()
-        second.close()
     assert len(pool._spare) == 2
 
 
-@pytest.fixture
-def own_pool() -> Iterator[SandboxPool]:
-    made = open_sandboxes(allow_unsandboxed=True)
-    yield made
-    made.close()
-
-
-def test_a_pool_replaces_a_launcher_that_ended(own_pool: SandboxPool) -> None:
-    launcher = own_pool._launcher
-    if not isinstance(launcher, ZygoteLauncher):
-        pytest.skip("elsewhere every sandbox has a process of its own")
-    own_pool.take().close()
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_pool_replaces_a_launcher_that_ended_or_stopped(
+    zygote_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    launcher = zygote_pool._launcher
+    assert isinstance(launcher, ZygoteLauncher)
+    zygote_pool.take().close()
     zygote = zygote_of(launcher)
-    zygote.kill()
-    wait_until_gone(zygote.pid)
-    deadline = time.monotonic() + 30.0
-    taken = own_pool.take()
-    while time.monotonic() < deadline:
-        try:
-            assert said(run(taken, "print(1)")) == "1\n"
-            break
-        except SandboxError:  # it outlived its launcher by a moment
-            taken.close()
-            taken = own_pool.take()
-    taken.close()
-    assert own_pool._launcher is not launcher
-
-
-def test_a_pool_replaces_a_stopped_launcher(own_pool: SandboxPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = own_pool._launcher
-    if not isinstance(launcher, ZygoteLauncher):
-        pytest.skip("elsewhere every sandbox has a process of its own")
-    monkeypatch.setattr(isolation, "START_SECONDS", 1.0)
-    own_pool.take().close()
-    zygote = zygote_of(launcher)
-    zygote.suspend()
-    for _ in range(4):  # the first ones were started before
-        taken = own_pool.take()
-        assert said(run(taken, "print(1)")) == "1\n"
-        taken.close()
-    assert own_pool._launcher is not launcher
+    zygote.send_signal(how)
+    if how == signal.SIGKILL:
+        wait_until_gone(zygote.pid)
+    else:
+        monkeypatch.setattr(isolation, "START_SECONDS", 1.0)
+    deadline, done = time.monotonic() + 30.0, 0
+    while done < 4 and time.monotonic() < deadline:  # the first ones were started before
+        with closing(zygote_pool.take()) as taken:
+            try:
+                assert said(run(taken, "print(1)")) == "1\n"
+                done += 1
+            except SandboxError:  # it outlived its launcher by a moment
+                assert how == signal.SIGKILL
+    assert done == 4 and zygote_pool._launcher is not launcher
     wait_until_gone(zygote.pid)
 
 

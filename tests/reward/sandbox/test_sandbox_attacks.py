@@ -18,6 +18,7 @@ import pytest
 
 from tandem.reward.sandbox.sandbox import Limits, Sandbox
 from tests.support.paths import ROOT
+from tests.support.processes import has_ended
 from tests.support.sandbox_runs import DAEMON, LIMITS, MANY, Launcher, Run, alive, inside_of, outside, said, settles
 
 pytest_plugins = ("tests.support.sandbox_attackers",)
@@ -224,10 +225,7 @@ sandbox.outcome()
 
 
 def test_sandboxes_end_when_the_service_is_killed(launcher: Launcher) -> None:
-    program = (
-        "import os, signal, time\nos.fork()\nos.fork()\nos.setsid() if os.getpid() "
-        "!= 2 else None\nwhile True: time.sleep(1)"
-    )
+    program = "import os, time\nos.fork()\nos.fork()\nif os.getpid() != 2: os.setsid()\nwhile True: time.sleep(1)"
     kind = type(launcher)
     code = SERVICE.format(root=str(ROOT), module=kind.__module__, kind=kind.__name__, program=program)
     service = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -240,11 +238,4 @@ def test_sandboxes_end_when_the_service_is_killed(launcher: Launcher) -> None:
         service.wait(timeout=30)
         if service.stdout is not None:
             service.stdout.close()
-    settles(lambda: all(has_ended(one) for one in family), "some of it survived")
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return True
+    settles(lambda: all(has_ended(one.pid) for one in family), "some of it survived")

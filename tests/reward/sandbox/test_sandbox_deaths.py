@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +15,21 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.reward.sandbox import isolation
 from tandem.reward.sandbox import sandbox as sandbox_module
 from tandem.reward.sandbox import trial as code_trial
 from tandem.reward.sandbox.inside import seccomp as filter_program
-from tandem.reward.sandbox.isolation import SandboxPool, find_isolation, open_sandboxes
+from tandem.reward.sandbox.isolation import SandboxPool
 from tandem.reward.sandbox.launcher import ZygoteLauncher
 from tandem.reward.sandbox.sandbox import Limits, Sandbox, SandboxDiedError
 from tandem.reward.scorers.code import CodeTests
 from tandem.reward.workers.child_process import memory_kills
+from tests.support.code_answers import isolated
 from tests.support.processes import wait_until_gone
-from tests.support.sandbox_runs import zygote_of
+from tests.support.sandbox_runs import settles, zygote_of
 
-pytestmark = pytest.mark.skipif(
-    find_isolation().name == "none", reason=f"no isolation here: {'; '.join(find_isolation().faults)}"
-)
+pytestmark = isolated
 
 PAUSE = "time.sleep(30)"
 PRINTS = f"import time\n{PAUSE}\nprint(2 * int(input()))"
@@ -40,18 +39,14 @@ SHAPES: dict[str, tuple[str, Any]] = {
     "call": (ADDS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
     "statement": (ADDS, ["assert add(1, 2) == 3"]),
 }
+pytest_plugins = ("tests.support.sandbox_attackers",)
 CHAIN = ("zygote", "keeper", "guest", "program")
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxPool]:
-    made = open_sandboxes()
-    if not isinstance(made._launcher, ZygoteLauncher):
-        made.close()
-        pytest.skip(f"another family of processes: {find_isolation()}")
-    monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: made)
-    yield made
-    made.close()
+def pool(monkeypatch: pytest.MonkeyPatch, zygote_pool: SandboxPool) -> SandboxPool:
+    monkeypatch.setattr(code_trial, "sandboxes", lambda packages, allow: zygote_pool)
+    return zygote_pool
 
 
 def running(pool: SandboxPool) -> list[dict[str, int]]:
@@ -102,12 +97,9 @@ class Killer:
         monkeypatch.setattr(Sandbox, "start", started)
 
     def _kill(self, programs: int) -> None:
-        deadline = time.monotonic() + 10.0
-        while len(chains := running(self.pool)) != programs or not all(has_begun(chain["program"]) for chain in chains):
-            assert time.monotonic() < deadline, "no program runs"
-            time.sleep(0.01)
+        settles(lambda: sum(has_begun(chain["program"]) for chain in running(self.pool)) == programs, "no program runs")
         time.sleep(self.after_seconds)
-        os.kill(chains[self.which][self.victim], self.how)
+        os.kill(running(self.pool)[self.which][self.victim], self.how)
         self.killed += 1
 
 
@@ -116,37 +108,23 @@ def has_begun(program: int) -> bool:
     return not filter_program.available() or "Seccomp:\t2" in Path(f"/proc/{program}/status").read_text()
 
 
-def judged(shape: str) -> Score:
-    code, ground_truth = SHAPES[shape]
-    return CodeTests(extract="whole").judge(ScoreItem("", code, ground_truth))
-
-
 CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # for statements, each of the two sandboxes
 
 
-@pytest.mark.parametrize("victim", CHAIN)
+@pytest.mark.parametrize(("victim", "times"), [*((one, 1) for one in CHAIN), *((one, 2) for one in CHAIN[:-1])])
 @pytest.mark.parametrize(("shape", "which"), CASES)
-def test_a_right_answer_passes_although_its_sandbox_was_killed_once(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
+def test_a_right_answer_passes_if_its_sandbox_is_killed_once_and_is_infrastructure_if_twice(
+    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str, times: int
 ) -> None:
-    killer = Killer(pool, victim, 1, which)
+    killer = Killer(pool, victim, times, which)
     killer.install(monkeypatch, programs=2 if shape == "statement" else 1)
-    score = judged(shape)
-    assert killer.killed == 1
-    assert isinstance(score, Scored) and score.value == 1.0, score
-
-
-@pytest.mark.parametrize("victim", CHAIN[:-1])
-@pytest.mark.parametrize(("shape", "which"), CASES)
-def test_a_sandbox_killed_twice_is_infrastructure(
-    pool: SandboxPool, monkeypatch: pytest.MonkeyPatch, shape: str, which: int, victim: str
-) -> None:
-    killer = Killer(pool, victim, 2, which)
-    killer.install(monkeypatch, programs=2 if shape == "statement" else 1)
-    score = judged(shape)
-    assert killer.killed == 2
-    assert isinstance(score, Unscored) and score.reason == "infrastructure", score
-    assert "twice" in score.detail
+    code, ground_truth = SHAPES[shape]
+    score = CodeTests(extract="whole").judge(ScoreItem("", code, ground_truth))
+    assert killer.killed == times
+    if times == 1:
+        assert isinstance(score, Scored) and score.value == 1.0, score
+    else:
+        assert isinstance(score, Unscored) and score.reason == "infrastructure" and "twice" in score.detail, score
 
 
 @pytest.mark.parametrize("tests", [{"inputs": ["1"] * 3, "outputs": ["2"] * 3}, ["assert add(1, 2) == 3"]])
@@ -231,10 +209,7 @@ def test_the_kernel_kills_programs_before_their_parents(pool: SandboxPool) -> No
     own = Path("/proc/self/oom_score_adj").read_text()
     sandbox = pool.take()
     sandbox.start("script", ["", "import time\ntime.sleep(30)"], Limits())
-    deadline = time.monotonic() + 10.0
-    while not (chains := running(pool)) or not has_begun(chains[0]["program"]):
-        assert time.monotonic() < deadline, "no program runs"
-        time.sleep(0.01)
-    found = {name: Path(f"/proc/{pid}/oom_score_adj").read_text() for name, pid in chains[0].items()}
+    settles(lambda: any(has_begun(chain["program"]) for chain in running(pool)), "no program runs")
+    found = {name: Path(f"/proc/{pid}/oom_score_adj").read_text() for name, pid in running(pool)[0].items()}
     sandbox.close()
     assert found == {"zygote": own, "keeper": own, "guest": own, "program": "1000\n"}

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
-
-import pytest
 
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Scored, ScoreItem
 from tandem.reward.config import RewardConfig
-from tandem.reward.sandbox.isolation import find_isolation
 from tandem.reward.scoring import ScoringCore
 from tandem.services.rpc.client import connect
+from tests.support.code_answers import isolated
 from tests.support.reward_process import running_reward
 from tests.support.reward_server import Item, Stub
 
-pytestmark = pytest.mark.skipif(
-    find_isolation().name == "none", reason=f"no isolation here: {'; '.join(find_isolation().faults)}"
-)
+pytestmark = isolated
 
 RUBRIC = '[[components]]\nname = "tests"\nscorer = "code"\narguments = {seconds_per_test = 1.0}\n'
 TESTS = {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "10\n"]}
@@ -51,12 +48,9 @@ def shown(breakdown: dict[str, float]) -> set[str]:
 
 
 def test_answers_beside_misbehaving_ones_get_their_own_results_in_get_pool() -> None:
-    core = ScoringCore(RewardConfig(num_workers=2))
-    try:
+    with closing(ScoringCore(RewardConfig(num_workers=2))) as core:
         items = [ScoreItem("", solution(program), TESTS) for _, program in ANSWERS]
         scores = core.score(core.compile(RUBRIC), items, "calls")
-    finally:
-        core.close()
     for (counter, _), score in zip(ANSWERS, scores, strict=True):
         assert isinstance(score, Scored), (counter, score)
         assert score.value == (counter == "passed"), (counter, score)

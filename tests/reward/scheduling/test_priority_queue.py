@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,18 +25,12 @@ from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, Priori
 from tandem.reward.scoring import ScoringCore
 from tests.reward.endpoints.test_rate_limit import run
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.001)
 
 
 @settings(deadline=None)

@@ -5,65 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tandem.protos.contracts import Scored, ScoreItem, Unscored
-from tandem.reward.config import RewardConfig
-from tandem.reward.registry import ScorerSpec, make_spec
+from tandem.protos.contracts import Scored, Unscored
+from tandem.reward.registry import ScorerSpec
 from tandem.reward.workers import launcher_process, worker_process
 from tandem.reward.workers.child_process import ChildProcess, is_stopped
 from tandem.reward.workers.launcher_process import Launchers
-from tandem.reward.workers.pool import ScorerPool
-from tests.support.pool_trouble import Make
+from tests.support.pool_trouble import ONE, Make, items, value
 from tests.support.processes import wait_until_gone
+from tests.support.waiting import eventually
 
 pytest_plugins = ("tests.support.scorer_pools",)
-
-FUNCTION = """
-import os, pathlib, signal, subprocess, time
-
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    what, _, place = solution_str.partition(": ")
-    match what:
-        case "pid":
-            return os.getpid()
-        case "wait":
-            pathlib.Path(place).touch()
-            time.sleep(600)
-        case "child":
-            return subprocess.Popen(["sleep", "600"]).pid
-        case "crash":
-            os._exit(4)
-        case "hang":
-            time.sleep(600)
-        case "stop the launcher":
-            os.kill(os.getppid(), signal.SIGSTOP)
-        case "kill the launcher":
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(600)
-    return 7.0
-"""
-SEVEN = Scored(7.0)
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> ScorerSpec:
-    (tmp_path / "function.py").write_text(FUNCTION)
-    return make_spec(f"{tmp_path}/function.py:compute_score", {})
-
-
-def items(*solutions: str) -> list[ScoreItem]:
-    return [ScoreItem("test", solution, None) for solution in solutions]
-
-
-def process_id(pool: ScorerPool, spec: ScorerSpec, what: str = "pid") -> int:
-    (score,) = pool.score(spec, items(what))
-    assert isinstance(score, Scored), score
-    return int(score.value)
 
 
 def test_is_stopped_distinguishes_stopped_from_sleeping() -> None:
@@ -78,43 +34,36 @@ def test_is_stopped_distinguishes_stopped_from_sleeping() -> None:
     assert not is_stopped(process.pid)
 
 
-@pytest.mark.parametrize(("text", "reason"), [("crash", "crashed"), ("hang", "timeout")])
+@pytest.mark.parametrize(("text", "reason"), [("exit", "crashed"), ("hang", "timeout")])
 def test_a_stopped_launcher_is_replaced(make_pool: Make, spec: ScorerSpec, text: str, reason: str) -> None:
     pool = make_pool(timeout_seconds=0.5)
-    launcher = psutil.Process(process_id(pool, spec)).ppid()
+    launcher = psutil.Process(value(pool.score(spec, items("pid"))[0])).ppid()
     os.kill(launcher, signal.SIGSTOP)
-    first, failed, last = pool.score(spec, items("a", text, "b"))
-    assert first == last == SEVEN
+    first, failed, last = pool.score(spec, items("1", text, "1"))
+    assert first == last == ONE
     assert isinstance(failed, Unscored) and failed.reason == reason
-    assert psutil.Process(process_id(pool, spec)).ppid() != launcher
+    assert psutil.Process(value(pool.score(spec, items("pid"))[0])).ppid() != launcher
     wait_until_gone(launcher)
 
 
-def test_a_stopped_launcher_is_replaced_at_the_first_request() -> None:
-    launchers = Launchers(RewardConfig(), 60.0)
-    try:
-        first = launchers.spawn(())
-        stopped = psutil.Process(first.pid).ppid()
-        os.kill(stopped, signal.SIGSTOP)
-        second = launchers.spawn(())
-        assert psutil.Process(second.pid).ppid() != stopped
-        for worker in (first, second):
-            worker.close()
-    finally:
-        launchers.close()
+def test_a_stopped_launcher_is_replaced_at_the_first_request(launchers: Launchers) -> None:
+    first = launchers.spawn(())
+    stopped = psutil.Process(first.pid).ppid()
+    os.kill(stopped, signal.SIGSTOP)
+    second = launchers.spawn(())
+    assert psutil.Process(second.pid).ppid() != stopped
+    for worker in (first, second):
+        worker.close()
 
 
-def test_an_item_that_stops_its_launcher_costs_no_other_item_its_score(make_pool: Make, spec: ScorerSpec) -> None:
+def test_an_item_that_stops_its_launcher_costs_no_other_item_and_leaves_nothing(
+    make_pool: Make, spec: ScorerSpec
+) -> None:
+    """What the launcher's workers started ends when it is replaced."""
     pool = make_pool()
-    assert pool.score(spec, items("a", "stop the launcher", "b")) == [SEVEN] * 3
-    scores = pool.score(spec, items("crash", "a", "b"))
-    assert scores[1:] == [SEVEN, SEVEN]
-
-
-def test_replacing_a_stopped_launcher_ends_what_its_workers_started(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool()
-    child = process_id(pool, spec, "child")
-    pool.score(spec, items("stop the launcher", "crash", "a"))
+    child = value(pool.score(spec, items("child"))[0])
+    assert pool.score(spec, items("1", "stop the launcher", "1")) == [ONE, Scored(0.0), ONE]
+    assert pool.score(spec, items("exit", "1", "1"))[1:] == [ONE, ONE]
     wait_until_gone(child)
 
 
@@ -124,25 +73,24 @@ def test_items_of_other_workers_are_infrastructure_when_their_launcher_ends(
 ) -> None:
     """A worker ends with the launcher that forked it, through no fault of the item."""
     pool = make_pool(num_workers=2)
-    launcher = psutil.Process(process_id(pool, spec)).ppid()
+    launcher = psutil.Process(value(pool.score(spec, items("pid"))[0])).ppid()
     under_way = pool.submit(spec, items(f"wait: {tmp_path / 'begun'}"), "calls")
-    deadline = time.monotonic() + 30.0
-    while not (tmp_path / "begun").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually((tmp_path / "begun").exists)
     os.kill(launcher, how)
-    assert pool.score(spec, items("crash", "a"))[1] == SEVEN
+    assert pool.score(spec, items("exit", "1"))[1] == ONE
     (score,) = under_way.wait()
     assert isinstance(score, Unscored) and score.reason == "infrastructure" and "launcher" in score.detail, score
 
 
 def test_an_item_that_kills_its_launcher_is_unscored_and_the_next_are_not(make_pool: Make, spec: ScorerSpec) -> None:
-    first, killer, last = make_pool().score(spec, items("a", "kill the launcher", "b"))
-    assert first == last == SEVEN
+    first, killer, last = make_pool().score(spec, items("1", "kill the launcher", "1"))
+    assert first == last == ONE
     assert isinstance(killer, Unscored) and killer.reason == "infrastructure", killer
 
 
-def test_a_launcher_that_gives_no_worker_twice_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_gives_no_worker_twice_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launchers: Launchers
+) -> None:
     """After a single failure the launcher may only be slow, and a replacement would have to repeat its imports."""
     (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -153,13 +101,9 @@ def test_a_launcher_that_gives_no_worker_twice_is_replaced(tmp_path: Path, monke
     monkeypatch.setattr(
         ChildProcess, "close", lambda self, **options: (ended.append(self.pid), close(self, **options))[1]
     )
-    launchers = Launchers(RewardConfig(), 60.0)
-    try:
-        with pytest.raises(OSError, match="gave no process"):
-            launchers.spawn(("never_imported",))
-        assert not ended
-        with pytest.raises(OSError, match="gave no process"):
-            launchers.spawn(("never_imported",))
-        wait_until_gone(ended[0])
-    finally:
-        launchers.close()
+    with pytest.raises(OSError, match="gave no process"):
+        launchers.spawn(("never_imported",))
+    assert not ended
+    with pytest.raises(OSError, match="gave no process"):
+        launchers.spawn(("never_imported",))
+    wait_until_gone(ended[0])

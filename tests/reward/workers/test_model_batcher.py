@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -21,15 +21,19 @@ from tandem.reward.workers.child_process import LineProcess
 from tandem.reward.workers.model_batcher import ModelBatcher, Question
 from tests.support.judge_calls import refused
 from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(module: str, environment: Any) -> LineProcess:
         assert module == "tandem.reward.workers.model_process" and environment["HF_HUB_OFFLINE"] == "1"
         return LineProcess("tests.support.stand_in_model", {**environment, "PYTHONPATH": str(ROOT)})
 
     monkeypatch.setattr(model_batcher, "LineProcess", start)
+
+
+CLOSING = Unscored("infrastructure", "the scorer is closing")
 
 
 def make_batcher(path: str = "fine", batch: int = 4, timeout_seconds: float = 2.0) -> ModelBatcher:
@@ -40,7 +44,6 @@ def ask(one: ModelBatcher, answers: list[str]) -> list[Score]:
     return one.ask([Question(None, answer) for answer in answers])
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("bad", "reason"), [("hang", "timeout"), ("die", "crashed")])
 def test_only_the_question_that_hangs_or_crashes_is_unscored(bad: str, reason: str) -> None:
     answers = ["x" * n if n not in (2, 9) else bad for n in range(12)]
@@ -56,47 +59,28 @@ def test_only_the_question_that_hangs_or_crashes_is_unscored(bad: str, reason: s
         assert refused(scores[2])[1] == "the reward model's process was killed by SIGKILL; it last wrote: out of luck"
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_a_question_alone_in_its_batch_is_not_retried() -> None:
+def test_a_question_alone_in_its_batch_is_not_retried_and_a_process_that_died_between_calls_is_replaced() -> None:
     with closing(make_batcher(batch=1)) as one:
         assert [type(score) for score in ask(one, ["a", "die", "b"])] == [Scored, Unscored, Scored]
         assert one.num_starts == 2
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_a_process_that_died_between_two_calls_is_replaced() -> None:
-    with closing(make_batcher()) as one:
-        assert ask(one, ["a"]) == [Scored(1)]
-        first = one.pid
-        os.kill(first, signal.SIGKILL)
+        second = one.pid
+        os.kill(second, signal.SIGKILL)
         assert ask(one, ["ab", "abc"]) == [Scored(2), Scored(3)]
-        assert one.pid != first and one.num_starts == 2
+        assert one.pid != second and one.num_starts == 3
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_much_output_of_the_process_does_not_block_it() -> None:
     with closing(make_batcher(timeout_seconds=60.0)) as one:
         assert ask(one, ["babble", "a"]) == [Scored(6), Scored(1)]
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_many_callers_share_one_process() -> None:
-    results: dict[int, list[Score]] = {}
-    with closing(make_batcher(timeout_seconds=60.0)) as one:
-
-        def work(size: int) -> None:
-            results[size] = ask(one, ["x" * size] * 20)
-
-        threads = [threading.Thread(target=work, args=(size,)) for size in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60.0)
+    with closing(make_batcher(timeout_seconds=60.0)) as one, ThreadPoolExecutor(16) as threads:
+        results = threads.map(lambda size: ask(one, ["x" * size] * 20), range(16), timeout=60.0)
+        assert list(results) == [[Scored(size)] * 20 for size in range(16)]
         assert one.num_starts == 1
-    assert results == {size: [Scored(size)] * 20 for size in range(16)}
 
 
-@pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize(("path", "told"), [("unloadable", "it is broken"), ("dies", "its process exited with code 3")])
 def test_a_model_that_does_not_load_is_infrastructure(path: str, told: str) -> None:
     with closing(make_batcher(path)) as one:
@@ -109,7 +93,6 @@ def test_a_model_that_does_not_load_is_infrastructure(path: str, told: str) -> N
         assert one.num_starts <= 3, "it is not started again for every call"
 
 
-@pytest.mark.usefixtures("stand_in")
 def test_close_ends_running_questions() -> None:
     one = make_batcher(timeout_seconds=600.0, batch=1)
     assert ask(one, ["a"]) == [Scored(1)]
@@ -120,9 +103,8 @@ def test_close_ends_running_questions() -> None:
     caller.join(0.5)
     one.close()
     caller.join(30.0)
-    end = Unscored("infrastructure", "the scorer is closing")
-    assert results[1:] == [end, end] and results[0] in (Scored(2), end)
-    assert ask(one, ["a"]) == [end]
+    assert results[1:] == [CLOSING, CLOSING] and results[0] in (Scored(2), CLOSING)
+    assert ask(one, ["a"]) == [CLOSING]
     with pytest.raises(ScorerError, match="is closing"):
         one.start()
     one.close()
@@ -133,9 +115,8 @@ def test_close_ends_running_questions() -> None:
 
 def test_a_batcher_that_was_never_asked_starts_nothing() -> None:
     before = threading.active_count()
-    one = make_batcher()
-    assert one.pid == 0 and threading.active_count() == before
-    one.close()
+    with closing(make_batcher()) as one:
+        assert one.pid == 0 and threading.active_count() == before
 
 
 # ---- priorities ----
@@ -207,18 +188,12 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     return made
 
 
-def until_waiting(one: ModelBatcher, priority: Priority, number: int) -> None:
-    while one.waiting(priority) != number:
-        time.sleep(0.001)
-
-
 def test_the_ring_gets_the_next_forward_pass_and_a_job_its_share(model: Model) -> None:
     with closing(make_batcher()) as one:
         job = Asking(one, "jobs", 20)
-        while not model.forwards:
-            time.sleep(0.001)
+        eventually(lambda: model.forwards)
         ring = Asking(one, "ring", 12)
-        until_waiting(one, "ring", 12)
+        eventually(lambda: one.waiting("ring") == 12)
         model.let_go.set()
         ring.join(30.0)
         job.join(30.0)
@@ -230,17 +205,15 @@ def test_the_ring_gets_the_next_forward_pass_and_a_job_its_share(model: Model) -
 def test_cancelled_questions_leave_the_queue(model: Model) -> None:
     with closing(make_batcher()) as one:
         gone = Asking(one, "calls", 4)
-        while not model.forwards:
-            time.sleep(0.001)
+        eventually(lambda: model.forwards)
         waiting = Asking(one, "calls", 5)
-        until_waiting(one, "calls", 5)
+        eventually(lambda: one.waiting("calls") == 5)
         stays = Asking(one, "calls", 2)
-        until_waiting(one, "calls", 7)
+        eventually(lambda: one.waiting("calls") == 7)
         for asking in (gone, waiting):
             asking.cancellation.cancel()
             asking.join(30.0)
-        end = Unscored("infrastructure", "the scorer is closing")
-        assert gone.scores == [end] * 4 and waiting.scores == [end] * 5
+        assert gone.scores == [CLOSING] * 4 and waiting.scores == [CLOSING] * 5
         model.let_go.set()
         stays.join(30.0)
     assert stays.scores == [Scored(0), Scored(1)] and model.forwards == [["c0", "c1"], ["c0", "c1"]]

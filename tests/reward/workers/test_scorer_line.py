@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import select
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import pytest
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
-from tandem.reward.config import RewardConfig
 from tandem.reward.registry import make_spec
 from tandem.reward.workers import worker_process
 from tandem.reward.workers.answers import STRAY, decode_scores, encode_score, line, payloads
 from tandem.reward.workers.launcher_process import Launchers
-from tandem.reward.workers.pool import ScorerPool
 from tandem.reward.workers.requests import encode
-from tests.support.pool_trouble import Make
+from tests.support.pool_trouble import Make, items, reason, value
+from tests.support.waiting import eventually
 
 pytest_plugins = ("tests.support.scorer_pools",)
 
@@ -95,10 +93,6 @@ def place(tmp_path: Path) -> str:
     return str(file)
 
 
-def items(*solutions: str) -> list[ScoreItem]:
-    return [ScoreItem("test", solution, None) for solution in solutions]
-
-
 SEVEN = Scored(7.0)
 WRITES = [r"write x\n", r"write []\n", r"write 7\n", r"write [1.0]\n", r"write [1.0]\n[1.0]\n[1.0]\n[1.0]\n[1.0]\n"]
 WRITES += ["write x", r"write \n", "write [[[[", r"write {\"memory\": true}\n"]
@@ -157,74 +151,61 @@ def test_a_failed_process_is_killed_and_replaced_at_once(
     """
     monkeypatch.setattr(worker_process, "_EXIT_SECONDS", 3600.0)
     pool, spec = make_pool(timeout_seconds=seconds), make_spec(f"{place}:compute_score", {})
-    (before,) = pool.score(spec, items("pid"))
-    assert isinstance(before, Scored)
+    before = value(pool.score(spec, items("pid"))[0])
     request = pool.submit(spec, items("a", text, "b"), "calls")
-    deadline = time.monotonic() + 120.0
-    while request.missing and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: not request.missing, 120.0)
     assert request.scores == [SEVEN, expected, SEVEN]
-    assert not psutil.pid_exists(int(before.value)) and pool.replaced_workers == 1
-
-
-def test_closing_the_channel_before_the_answer_is_crashed(make_pool: Make, place: str) -> None:
-    pool, spec = make_pool(), make_spec(f"{place}:compute_score", {})
-    first, closed, last = pool.score(spec, items("a", "close", "b"))
-    assert first == last == SEVEN and isinstance(closed, Unscored) and closed.reason == "crashed"
+    assert not psutil.pid_exists(before) and pool.replaced_workers == 1
 
 
 @pytest.mark.parametrize("function", ["compute_score", "together"])
-def test_reading_the_channel_finds_no_other_item(make_pool: Make, place: str, function: str) -> None:
+def test_reading_the_channel_finds_no_other_item_and_closing_it_is_crashed(
+    make_pool: Make, place: str, function: str
+) -> None:
     pool, spec = make_pool(), make_spec(f"{place}:{function}", {})
     long = "b " + "x" * 20_000  # longer than the worker's read-ahead
     assert pool.score(spec, items("a", "peek", *[long] * 20)) == [SEVEN] * 22
     assert pool.replaced_workers == 0
+    first, closed, last = pool.score(spec, items("a", "close", "b"))
+    assert first == last == SEVEN and reason(closed) == "crashed"
 
 
-def test_threads_that_keep_reading_the_channel_cost_a_worker_but_no_item(place: str) -> None:
-    pool = ScorerPool(RewardConfig(num_workers=1, timeout_seconds=0.5), startup_seconds=2.0)
+def test_threads_that_keep_reading_the_channel_cost_a_worker_but_no_item(make_pool: Make, place: str) -> None:
+    pool = make_pool(timeout_seconds=0.5, startup_seconds=2.0)
     spec, another = make_spec(f"{place}:compute_score", {}), make_spec("regex", {"pattern": "(.)"})
-    try:
-        for judged, expected in [(spec, SEVEN), (another, Scored(1.0))]:
-            assert pool.score(spec, items("a", "thieves", "b")) == [SEVEN] * 3
-            assert pool.score(judged, [ScoreItem("test", "c", "c")] * 5) == [expected] * 5
-    finally:
-        pool.close()
+    for judged, expected in [(spec, SEVEN), (another, Scored(1.0))]:
+        assert pool.score(spec, items("a", "thieves", "b")) == [SEVEN] * 3
+        assert pool.score(judged, [ScoreItem("test", "c", "c")] * 5) == [expected] * 5
 
 
-def test_a_worker_answers_nothing_before_it_has_read_the_whole_chunk(place: str) -> None:
+def test_a_worker_answers_nothing_before_it_has_read_the_whole_chunk(place: str, launchers: Launchers) -> None:
     """Otherwise code that takes a part of the chunk would use up the time of an item."""
-    launchers = Launchers(RewardConfig(), 60.0)
-    try:
-        worker = launchers.spawn(())
-        lines = b"".join(line for item in items("a", "b") if isinstance(line := encode(item), bytes))
-        header = {"scorer": f"{place}:compute_score", "arguments": "{}", "preload": [], "items": 2, "bytes": len(lines)}
-        worker._connection.sendall(json.dumps({**header, "token": "t"}).encode() + b"\n" + lines[:-5])
-        told = select.poll()
-        told.register(worker._connection, select.POLLIN)
-        assert not told.poll(300)
-        worker._connection.sendall(lines[-5:])
-        assert told.poll(30_000) and worker._connection.recv(100).startswith(b't 1 {"ready": true')
-        worker.close()
-    finally:
-        launchers.close()
+    worker = launchers.spawn(())
+    lines = b"".join(line for item in items("a", "b") if isinstance(line := encode(item), bytes))
+    header = {"scorer": f"{place}:compute_score", "arguments": "{}", "preload": [], "items": 2, "bytes": len(lines)}
+    worker._connection.sendall(json.dumps({**header, "token": "t"}).encode() + b"\n" + lines[:-5])
+    told = select.poll()
+    told.register(worker._connection, select.POLLIN)
+    assert not told.poll(300)
+    worker._connection.sendall(lines[-5:])
+    assert told.poll(30_000) and worker._connection.recv(100).startswith(b't 1 {"ready": true')
+    worker.close()
 
 
-def test_an_importing_launcher_delays_no_other_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_importing_launcher_delays_no_other_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launchers: Launchers
+) -> None:
     (tmp_path / "slow_to_import.py").write_text(
         "import pathlib, time\nhere = pathlib.Path(__file__).parent\n(here / 'begun').touch()\n"
         "while not (here / 'go').exists():\n    time.sleep(0.01)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    launchers = Launchers(RewardConfig(), 60.0)
     spawned: list[Any] = []
     first = launchers.spawn(())
     importing = threading.Thread(target=lambda: spawned.append(launchers.spawn(("slow_to_import",))))
     try:
         importing.start()
-        deadline = time.monotonic() + 25.0
-        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        eventually((tmp_path / "begun").exists, 25.0)
         first.kill()
         second = launchers.spawn(())
         assert not psutil.pid_exists(first.pid) and second.alive and not spawned, "the other one still imports"
@@ -234,7 +215,6 @@ def test_an_importing_launcher_delays_no_other_worker(tmp_path: Path, monkeypatc
         importing.join(timeout=30.0)
         for worker in [first, *spawned]:
             worker.close()
-        launchers.close()
     assert len(spawned) == 1
 
 

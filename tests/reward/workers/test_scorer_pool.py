@@ -150,47 +150,34 @@ def test_deeply_nested_and_odd_items_are_scored(make_pool: Make, spec: ScorerSpe
     assert scores[1] == Scored(0.0) or reason(scores[1]) == "invalid_input"
 
 
-def test_a_process_that_died_while_idle_costs_no_item(make_pool: Make, spec: ScorerSpec) -> None:
+def test_a_process_or_launcher_that_died_while_idle_costs_no_item(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()
-    pid = value(pool.score(spec, items("pid"))[0])
-    os.kill(pid, signal.SIGKILL)
-    wait_until_gone(pid)
+    first = value(pool.score(spec, items("pid"))[0])
+    launcher = psutil.Process(first).ppid()
+    os.kill(first, signal.SIGKILL)
+    wait_until_gone(first)
     assert pool.score(spec, items("1")) == [Scored(1.0)] and pool.replaced_workers == 1
-
-
-def test_a_dead_launcher_is_restarted(make_pool: Make, spec: ScorerSpec) -> None:
-    pool = make_pool()
-    pid = value(pool.score(spec, items("pid"))[0])
-    launcher = psutil.Process(pid).ppid()
+    second = value(pool.score(spec, items("pid"))[0])
     os.kill(launcher, signal.SIGKILL)
-    wait_until_gone(pid)
-    again = value(pool.score(spec, items("pid"))[0])
-    assert psutil.Process(again).ppid() != launcher
+    wait_until_gone(second)
+    assert psutil.Process(value(pool.score(spec, items("pid"))[0])).ppid() != launcher
 
 
 # ---- priorities ----
 
 
-class Slot:
-    """A caller that always has another item."""
-
-    def __init__(self, priority: Priority) -> None:
-        self.priority = priority
-
-
 @settings(deadline=None)
 @given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 400))
 def test_the_priority_queue_gives_every_priority_its_share(busy: set[Priority], turns: int) -> None:
-    priorities: PriorityQueue[Slot] = PriorityQueue()
+    priorities: PriorityQueue[str] = PriorityQueue()
     for priority in busy:
-        priorities.add(priority, Slot(priority))
+        priorities.add(priority, "a caller that always has another item")
     served: list[Priority] = []
     for _ in range(turns):
         found = priorities.pop()
         assert found is not None
-        priority, slot = found
-        served.append(priority)
-        priorities.add(priority, slot)
+        served.append(found[0])
+        priorities.add(*found)
     counts, order = Counter(served), [priority for priority in PRIORITIES if priority in busy]
     left = turns
     for priority in order[:-1]:  # with lower priorities waiting, a priority gives one of SHARE turns to them
