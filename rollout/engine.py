@@ -23,8 +23,6 @@ from tandem.rollout.sampler import Sampler
 
 @dataclass(frozen=True, slots=True)
 class SamplerArguments:
-    """Arguments with which a sampler is started."""
-
     config: RolloutConfig
     model_path: str
     dtype: Literal["float32", "bfloat16"]

@@ -69,9 +69,9 @@ class SamplingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A sampled answer, including its end token, with one log-prob per token.
+    """A sampled answer with its end token, and the log-probs of the distribution that each token was drawn from.
 
-    A log-prob is that of the distribution the token was drawn from. Spans count from the first sampled token.
+    Spans count from the first sampled token.
     """
 
     token_ids: Sequence[int]
@@ -126,9 +126,7 @@ class Sampler(ABC):
     async def _generate(self, request: SamplingRequest) -> Completion:
         """Samples until the model's end token, a stop string, or `max_tokens`. Ends the request when it is cancelled.
 
-        Raises:
-            DataError: the prompt or the sampling parameters cannot be used.
-            UnavailableError: the engine has ended.
+        Raises DataError if prompt or parameters cannot be used, UnavailableError once the engine has ended.
         """
 
     @abstractmethod
@@ -156,7 +154,6 @@ class Sampler(ABC):
         return self._version[1]
 
     def figures(self) -> SamplerFigures:
-        """Returns the current sums."""
         running = time.monotonic() - self._busy_since if self._in_flight else 0.0
         return replace(self._figures, busy_seconds=self._figures.busy_seconds + running)
 
@@ -204,11 +201,8 @@ class Sampler(ABC):
     async def update_weights(self, manifest: WeightManifest, group_name: str, timeout_seconds: float) -> UpdateReport:
         """Receives a version during generation and applies it between two engine steps. Running requests keep their KV.
 
-        Finishes even if the caller is cancelled, so that the version stamp always matches the weights.
-
-        Raises:
-            WeightTransferError: a bucket is damaged or did not arrive in time. The engine keeps its weights.
-            UnavailableError: the engine has ended.
+        Finishes even if the caller is cancelled, so that the version stamp always matches the weights. If a bucket is
+        damaged or late, the engine keeps its weights. Raises WeightTransferError, UnavailableError.
         """
         return await asyncio.shield(asyncio.ensure_future(self._update_weights(manifest, group_name, timeout_seconds)))
 
@@ -225,7 +219,6 @@ class Sampler(ABC):
     async def _transfer(
         self, kind: Literal["join", "receive"], arguments: Mapping[str, object], timeout_seconds: float
     ) -> Sequence[TransferProgress]:
-        """Starts a transfer on every worker and waits for all of them."""
         # A worker's error names the cause, so the workers' deadline comes first.
         deadline = time.monotonic() + timeout_seconds + 1.0
         await self._start_transfer(kind, {**arguments, "timeout_seconds": timeout_seconds})

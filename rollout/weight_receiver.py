@@ -96,7 +96,6 @@ class StagedReceiver:
         self._start(timeout_seconds, lambda transfer: self._receive(transfer, decode_manifest(manifest), group_name))
 
     def progress(self) -> TransferProgress:
-        """Returns the progress of the newest transfer."""
         assert self._transfer is not None, "progress is asked for after a start"
         return self._transfer.progress
 

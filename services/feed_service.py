@@ -94,7 +94,6 @@ class PromptStream:
         return [group for number, group in ready if group.position == self._ready[0].position + number]
 
     def advance(self, num_groups: int) -> None:
-        """Removes the first groups, after their admission."""
         for _ in range(num_groups):
             self._ready.popleft()
 
@@ -178,9 +177,7 @@ class Feed:
 def main(recipe: Recipe, redis_url: str) -> None:
     """Runs the feed until SIGTERM.
 
-    Raises:
-        UserError: dataset, model folder or chat template cannot be used; a port is in use.
-        TandemError: Redis is unreachable.
+    Raises UserError if dataset, model, chat template or port cannot be used, TandemError if Redis is unreachable.
     """
     configure_logging("feed", run=recipe.run.run_id)
     stop = stop_event()

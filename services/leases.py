@@ -99,7 +99,7 @@ class LeaseSource(Protocol[LeaseT, ResultT_contra]):
         """Completes a lease. Returns False if it is no longer current and the result was refused."""
 
     def release(self, lease: LeaseT, release: Release, partial: bytes | None) -> str:
-        """Saves the partial result, if there is one, and ends the lease. Returns `requeued`, `dropped` or `refused`."""
+        """Saves the partial result, if any, and ends the lease. Returns `requeued`, `dropped` or `refused`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +167,10 @@ class LeaseWorker(Protocol[LeaseT, ResultT_co]):
 
 
 class LeaseLoop(Generic[LeaseT, ResultT]):
-    """Runs a worker on up to `capacity` leases at once.
+    """Runs a worker on up to `capacity` leases at once. A lease is renewed after a third of `lease_seconds`.
 
-    Args:
-        unit: plural noun for the leased items, with which the names of the figures begin.
-        lease_seconds: lifetime of a lease. It is renewed after a third of it.
-        tolerates_outages: whether the loop waits for an unreachable or full Redis. Otherwise such a Redis ends it.
+    The names of the figures begin with `unit`, a plural noun. An unreachable or full Redis ends the loop, unless it
+    `tolerates_outages`: then it waits.
     """
 
     def __init__(

@@ -5,12 +5,19 @@ device.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 # Before torch is loaded. As many processes as there are cores run tests: threads of one would spin against the other's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Caches that would be in the home folder, which may be read-only. All test runs of a user share them.
+_CACHES = Path(tempfile.gettempdir(), f"tandem-test-caches-{os.getuid()}")
+for _name in ("VLLM_CACHE_ROOT", "TRITON_HOME", "TORCH_EXTENSIONS_DIR", "HF_HOME"):
+    os.environ.setdefault(_name, str(_CACHES / _name))
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,6 @@ class Batch:
         return all(type(layer) is DynamicLayer for layer in self._cache.layers)
 
     def step(self, version: tuple[int, int]) -> None:
-        """Samples the next token of every row."""
         newest = torch.tensor([[row.token_ids[-1]] for row in self.rows], device=self._mask_BT.device)
         self._mask_BT = torch.nn.functional.pad(self._mask_BT, (0, 1), value=1)
         self._sample(self._language_model.next_token_logits(newest, self._mask_BT, self._cache), version)

@@ -36,8 +36,6 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Call(Generic[T]):
-    """A function to run in the engine's thread."""
-
     function: Callable[[], T]
     future: Future[T] = field(default_factory=Future)
 

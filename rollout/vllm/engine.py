@@ -29,6 +29,7 @@ class VllmEngine(Engine):
     async def start(self, arguments: SamplerArguments) -> Sampler:
         from tandem.rollout.vllm.sampler import start_sampler
 
+        self.check(arguments.config)
         return await start_sampler(arguments)
 
 

@@ -26,8 +26,8 @@ class EngineFolder(ScratchFolder):
     @contextmanager
     def given_to_children(self) -> Iterator[None]:
         """Redirects temporary files of vLLM in this process, and of child processes started inside, to the folder."""
-        names = ("TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR")
-        variables, place = {name: os.environ.get(name) for name in names}, tempfile.gettempdir()
+        names = {"TMPDIR", "VLLM_RPC_BASE_PATH", "TORCHINDUCTOR_CACHE_DIR"}
+        before, place = {name: os.environ[name] for name in names & os.environ.keys()}, tempfile.gettempdir()
         # Compiled kernels are kept for the next engine.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(place, f"torchinductor_{os.getuid()}"))
         os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = str(self.path)
@@ -35,11 +35,9 @@ class EngineFolder(ScratchFolder):
             yield
         finally:
             tempfile.tempdir = place
-            for name, value in variables.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            for name in names:
+                os.environ.pop(name, None)
+            os.environ.update(before)
 
 
 def sweep_engine_folders() -> None:
@@ -55,7 +53,6 @@ def name_shared_memory() -> None:
 
 
 def _own_name(folder: Path) -> str:
-    """Returns the unique suffix of the folder's name."""
     return folder.name.rpartition("-")[2]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ def start_vllm(arguments: SamplerArguments, folder: EngineFolder) -> AsyncLLM:
     check_model_folder(arguments)
     if Path(arguments.model_path).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    on_cpu = _vllm_is_for_cpus()
+    on_cpu = "+cpu" in version("torch")
     _prepare_environment(on_cpu)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -86,13 +86,6 @@ def _launch(vllm_config: VllmConfig, model_path: str, *, fork: bool) -> AsyncLLM
     finally:
         if method is not None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
-
-
-def _vllm_is_for_cpus() -> bool:
-    try:
-        return "+cpu" in version("torch")
-    except PackageNotFoundError:
-        raise EnvironmentLackError("torch is not installed; run `make setup`") from None
 
 
 def _prepare_environment(on_cpu: bool) -> None:

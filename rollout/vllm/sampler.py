@@ -26,7 +26,6 @@ _ANSWER_SECONDS = 120.0
 
 
 async def start_sampler(arguments: SamplerArguments) -> Sampler:
-    """See `Engine.start`."""
     folder = EngineFolder()
     try:
         llm = start_vllm(arguments, folder)

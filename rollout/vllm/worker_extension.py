@@ -21,15 +21,12 @@ class WeightReceiver:
     """vLLM's worker extension. vLLM adds its methods to the worker of each tensor-parallel rank."""
 
     def tandem_start_join(self: WorkerBase, **arguments: Any) -> None:
-        """See `StagedReceiver.start_join`."""
         _receiver_of(self).start_join(**arguments)
 
     def tandem_start_receive(self: WorkerBase, **arguments: Any) -> None:
-        """See `StagedReceiver.start_receive`."""
         _receiver_of(self).start_receive(**arguments)
 
     def tandem_progress(self: WorkerBase) -> TransferProgress:
-        """See `StagedReceiver.progress`."""
         return _receiver_of(self).progress()
 
     def tandem_apply(self: WorkerBase) -> None:

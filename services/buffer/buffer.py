@@ -124,13 +124,11 @@ class Buffer:
             self.connection.retried(lambda: redis.unlink(*keys))
 
     def exists(self) -> bool:
-        """Whether Redis holds a run of this id."""
         return bool(self.connection.retried(lambda: self.connection.redis.exists(self.connection.key("meta"))))
 
     # ---- the feed ----
 
     def admission(self) -> Admission:
-        """Returns what the feed may admit now."""
         return Admission(*map(int, self.connection.run("admission")))
 
     def admit(self, groups: Sequence[tuple[str, bytes]], cursor: int) -> int:
@@ -156,9 +154,8 @@ class Buffer:
     def claim(self, stage: Stage, worker: str, n: int, lease_seconds: float, timeout_seconds: float) -> list[Claim]:
         """Leases up to n groups of a stage. Waits for the first one; returns [] at the timeout.
 
-        Raises:
-            NotAdmittedError: for stage `prompts`, if `worker` is not a sampler LIVE at the published version.
-            FencedError: for stage `prompts`, if a later start of the sampler replaced this process.
+        For `prompts`, raises NotAdmittedError if `worker` is no sampler LIVE at the published version, FencedError if a
+        later start of the sampler replaced this process.
         """
         arguments = (stage, worker, self._generation(worker), n, milliseconds(lease_seconds))
         assert n > 0
@@ -205,7 +202,7 @@ class Buffer:
     # ---- the trainer ----
 
     def begin_incarnation(self) -> int:
-        """Starts a new trainer incarnation. Earlier ones are refused, and no sampler is LIVE until it is updated.
+        """Starts a new incarnation: earlier ones are refused, and no sampler is LIVE until it is updated.
 
         Claims stay unchanged until `rollback`. Raises UnavailableError if the run was never created.
         """
@@ -316,7 +313,6 @@ class Buffer:
         return bool(self.connection.run("admit_sampler", incarnation, *_with_generations([sampler_id]), version))
 
     def services(self) -> dict[str, str]:
-        """Returns the address of every registered service by name."""
         return self._texts("services")
 
     def figures(self) -> dict[str, dict[str, float]]:
@@ -352,7 +348,6 @@ class Buffer:
         return [line.decode() for line in self.connection.run("verify")]
 
     def _texts(self, name: str) -> dict[str, str]:
-        """Returns a hash of the run."""
         return {field.decode(): text.decode(errors="replace") for field, text in self.connection.hash(name).items()}
 
     def _generation(self, name: str) -> int | str:

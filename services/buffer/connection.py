@@ -95,13 +95,8 @@ def script_text(space: KeySpace, verb: str) -> str:
 class Connection:
     """One namespace of a key space in Redis. Thread-safe: every call uses its own connection from the pool.
 
-    `redis_url`: `redis://…`, `rediss://…` or `unix:///path/of.sock`. `name` is part of every key, as the cluster's hash
-    tag.
-
-    Raises:
-        ConfigError: the URL is invalid.
-        UnavailableError: no server answers there.
-        EnvironmentLackError: the server refuses the connection, or is too old.
+    `name` is part of every key, as the cluster's hash tag. Raises ConfigError for a bad URL, UnavailableError if no
+    server answers there, EnvironmentLackError if it refuses the connection or is too old.
     """
 
     def __init__(self, redis_url: str, name: str, space: KeySpace, *, connect_timeout_seconds: float = 5.0) -> None:
@@ -145,11 +140,9 @@ class Connection:
         return self.retried(ask)
 
     def key(self, name: str) -> str:
-        """Returns the full name of a key of this namespace."""
         return self.prefix + name
 
     def hash(self, name: str) -> dict[bytes, bytes]:
-        """Returns the fields of a hash of this namespace."""
         return cast("dict[bytes, bytes]", self.retried(lambda: self.redis.hgetall(self.key(name))))
 
     def run(self, verb: str, *arguments: bytes | str | int) -> Any:
@@ -208,7 +201,6 @@ class Connection:
 
 
 def redis_version(version: str) -> tuple[int, ...]:
-    """Returns major and minor number."""
     return tuple(map(int, version.split(".")[:2]))
 
 

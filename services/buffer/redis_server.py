@@ -117,11 +117,9 @@ def _options(data: Path, log: Path, socket: Path) -> list[str]:
         "unixsocketperm": "700",
         "dir": str(data),
         "logfile": str(log),
-        "daemonize": "no",
         "save": "",
         "appendonly": "yes",
         "appendfsync": "always",  # `everysec` loses acknowledged writes if the server is killed
-        "auto-aof-rewrite-percentage": "100",
         "auto-aof-rewrite-min-size": "256mb",
         "maxmemory-policy": "noeviction",
     }
@@ -138,9 +136,8 @@ def _socket_path(data: Path) -> Path:
     private.mkdir(mode=0o700, exist_ok=True)
     status = private.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise EnvironmentLackError(
-            f"{private} is not a private folder of this user: remove it, it is needed for Redis' socket"
-        )
+        told = f"{private} is not a private folder of this user: remove it, it is needed for Redis' socket"
+        raise EnvironmentLackError(told)
     return private / "redis.sock"
 
 

@@ -68,7 +68,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return self._state()
 
     async def Resume(self, request: rollout_pb2.ResumeRequest, context: Context) -> rollout_pb2.SamplerState:
-        """Resumes claiming."""
         self._claims.paused = False
         return self._state()
 
@@ -81,7 +80,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def JoinWeightGroup(
         self, request: rollout_pb2.JoinWeightGroupRequest, context: Context
     ) -> rollout_pb2.JoinWeightGroupReply:
-        """Joins a weight group with all tensor-parallel workers."""
         group = (request.group_name, request.world_size, request.backend)
         address = WeightGroupAddress(request.host, request.port, *group)
         await self._engine.join_weight_group(address, request.first_rank, request.timeout_seconds)

@@ -150,9 +150,7 @@ def wanted_rows(num_samples: int, *, with_baseline: bool) -> list[tuple[int, Rol
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
     """Runs one sampler until SIGTERM.
 
-    Raises:
-        UserError: the model cannot be used, memory is short, or the port is in use.
-        TandemError: the engine died, or Redis is unreachable.
+    Raises UserError if model, memory or port cannot be used, TandemError if the engine dies or Redis is unreachable.
     """
     configure_logging("rollout", run=recipe.run.run_id, replica=replica)
     try:

@@ -15,6 +15,7 @@ from tandem.protos.manifest import decode_manifest, encode_manifest, weights_dig
 from tandem.protos.types import WeightManifest
 from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.rollout.base_weights import checkpoint_shapes
+from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.trainer.publisher import Publisher
 from tandem.trainer.weight_sender import WeightSender
@@ -34,34 +35,60 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"), hidden=64)
 
 
-def make_sender(policy: AdapterPolicy, bucket_bytes: int = 16 << 10) -> WeightSender:
+def make_sender(policy: AdapterPolicy, bucket_bytes: int = 4 << 10) -> WeightSender:
     return WeightSender(policy, bucket_bytes=bucket_bytes, adapters=policy.adapters)
 
 
 def make_receiver(folder: Path | None, expected: Path | None = None) -> StagedReceiver:
-    shapes = checkpoint_shapes(expected or folder) if expected or folder else None  # type: ignore[arg-type]
+    known = expected or folder
+    shapes = None if known is None else checkpoint_shapes(known)
     return StagedReceiver(CPU, 0, shapes, frozenset({"lm_head.weight"}), folder)
 
 
-def send(sender: WeightSender, receiver: StagedReceiver, version: int, group: str) -> WeightManifest:
-    manifest = sender.manifest(1, version, "gloo")
-    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
-    return sender.broadcast(manifest, TIMEOUT)
+class Pair:
+    """A sender and a receiver in one weight group."""
 
+    def __init__(self, policy: AdapterPolicy, folder: Path | None, expected: Path | None = None) -> None:
+        self.policy = policy
+        self.sender = make_sender(policy)
+        self.receiver = make_receiver(folder, expected)
+        self.version = -1
+        self.join()
 
-def catch_up(sender: WeightSender, receiver: StagedReceiver, *, brings_base: bool) -> tuple[WeightManifest, str]:
-    """Sends the copy to the receiver; returns the manifest and the errors."""
-    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
-    receiver.start_join(asdict(offer.address), 1, TIMEOUT)
-    assert wait(receiver)["error"] is None
-    receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
-    return offer.manifest, str((wait(receiver)["error"] or ("", ""))[0])
+    def join(self) -> None:
+        self.group = connected(self.sender, [self.receiver])
+
+    def send(self) -> tuple[WeightManifest, TransferProgress]:
+        self.version += 1
+        manifest = self.sender.manifest(1, self.version, "gloo")
+        self.receiver.start_receive(encode_manifest(manifest), self.group, TIMEOUT)
+        return self.sender.broadcast(manifest, TIMEOUT), wait(self.receiver)
+
+    def agrees(self) -> bool:
+        """Whether the next version arrives bit for bit."""
+        return self.send()[1]["error"] is None and carries(self.receiver, self.policy.merged())
+
+    def lacks_base(self) -> bool:
+        name, text = self.send()[1]["error"] or ("", "")
+        return name == "MissingBaseWeightsError" and "must be sent" in text and self.receiver.take() == []
+
+    def catch_up(self, *, brings_base: bool, sender: WeightSender | None = None) -> WeightManifest:
+        """Sends the copy to the receiver, which then carries it bit for bit."""
+        offer = (sender or self.sender).start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
+        self.receiver.start_join(asdict(offer.address), 1, TIMEOUT)
+        assert wait(self.receiver)["error"] is None
+        self.receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
+        assert wait(self.receiver)["error"] is None and carries(self.receiver, self.policy.merged())
+        return offer.manifest
 
 
 def carries(receiver: StagedReceiver, expected: dict[str, torch.Tensor]) -> bool:
     """Whether the receiver has staged exactly these bits."""
-    staged = dict(receiver.take())
-    return staged.keys() == expected.keys() and all(staged[name].equal(expected[name]) for name in expected)
+    return same(dict(receiver.take()), expected)
+
+
+def same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return tensors.keys() == expected.keys() and all(tensors[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -70,29 +97,26 @@ def test_every_version_is_bit_identical_to_the_trainers_merged_weights(
     model: Path, dtype: str, targets: str | tuple[str, ...]
 ) -> None:
     policy = AdapterPolicy(model, dtype, target_modules=targets)
-    sender, receiver = make_sender(policy), make_receiver(model)
-    group = connected(sender, [receiver])
+    pair = Pair(policy, model)
     digests = set()
-    for version in range(6):
-        sent = send(sender, receiver, version, group)
-        progress = wait(receiver)
+    for _ in range(6):
+        sent, progress = pair.send()
         assert progress["error"] is None and tuple(progress["digests"]) == tuple(b.digest for b in sent.buckets)
-        assert carries(receiver, policy.merged())
+        assert carries(pair.receiver, policy.merged())
         digests.add(weights_digest(sent))
         policy.step()
     assert len(digests) == 6
     with torch.no_grad():
         for matrix in policy.matrices:
             matrix.zero_()
-    send(sender, receiver, 6, group)
-    assert wait(receiver)["error"] is None and carries(receiver, policy.base()), "six versions left no trace"
-    sender.close()
+    pair.send()
+    assert carries(pair.receiver, policy.base()), "six versions left no trace"
+    pair.sender.close()
 
 
 def test_only_the_two_factors_of_each_adapted_matrix_are_sent(model: Path) -> None:
     policy = AdapterPolicy(model)
-    sender = make_sender(policy)
-    manifest = sender.manifest(1, 0, "gloo")
+    manifest = make_sender(policy).manifest(1, 0, "gloo")
     adapted = {n: t for n, t in policy.base().items() if "_proj.weight" in n}
     sent = {tensor.name: tensor for bucket in manifest.buckets for tensor in bucket.tensors}
     assert sent.keys() == {name + end for name in adapted for end in (".lora_A", ".lora_B")}
@@ -116,14 +140,12 @@ def test_layers_with_transposed_weights_are_merged_correctly(tmp_path: Path) -> 
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     policy = AdapterPolicy(tmp_path)
     policy.step()
-    sender, receiver = make_sender(policy), make_receiver(tmp_path)
-    group = connected(sender, [receiver])
-    send(sender, receiver, 0, group)
-    assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
-    merged = {name: tensor for name, tensor in policy.model.named_parameters()}
+    pair = Pair(policy, tmp_path)
+    assert pair.agrees()
+    merged = dict(policy.model.named_parameters())
     for name, tensor in policy.merged().items():
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=0)
-    sender.close()
+    pair.sender.close()
 
 
 @pytest.fixture
@@ -139,60 +161,51 @@ def test_a_sampler_without_the_base_receives_it_once(model: Path, other: Path, t
         (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-9])
     policy = AdapterPolicy(model)
     policy.step()
-    sender, receiver = make_sender(policy), make_receiver(folder, model)
-    group = connected(sender, [receiver])
-    send(sender, receiver, 0, group)
-    progress = wait(receiver)
-    assert progress["error"][0] == "MissingBaseWeightsError" and "must be sent" in progress["error"][1]
-    assert receiver.take() == []
-    manifest, error = catch_up(sender, receiver, brings_base=True)
-    assert not error and len(manifest.buckets) > len(sender.manifest(1, 0, "gloo").buckets)
-    assert carries(receiver, policy.merged())
-    group = connected(sender, [receiver])
-    for version in (1, 2):
+    pair = Pair(policy, folder, model)
+    assert pair.lacks_base()
+    manifest = pair.catch_up(brings_base=True)
+    assert len(manifest.buckets) > len(pair.sender.manifest(1, 0, "gloo").buckets)
+    pair.join()
+    for _ in range(2):
         policy.step()
-        send(sender, receiver, version, group)
-        assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
+        assert pair.agrees()
     # A restarted trainer recognizes the base by its digests.
     again = make_sender(policy)
     again.broadcast(again.manifest(2, 3, "gloo"), TIMEOUT)
-    assert catch_up(again, receiver, brings_base=False)[1] == "" and carries(receiver, policy.merged())
+    pair.catch_up(sender=again, brings_base=False)
 
 
 def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "same", hidden=64)
     policy = AdapterPolicy(model)
-    sender, receiver = make_sender(policy), make_receiver(folder)
-    group = connected(sender, [receiver])
-    send(sender, receiver, 0, group)
-    assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
+    pair = Pair(policy, folder)
+    assert pair.agrees()
     file = folder / "model.safetensors"
     os.utime(file)
     policy.step()
-    send(sender, receiver, 1, group)
-    assert wait(receiver)["error"] is None and carries(receiver, policy.merged()), "touched, but the same"
+    assert pair.agrees(), "touched, but the same"
     tensors = load_file(file)
     tensors["model.norm.weight"] += 1
-    data = (tmp_path / "changed", save_file(tensors, tmp_path / "changed"))[0].read_bytes()
+    save_file(tensors, tmp_path / "changed")
     with open(file, "r+b") as opened:  # in place, under the memory map
-        opened.write(data)
-    send(sender, receiver, 2, group)
-    assert wait(receiver)["error"][0] == "MissingBaseWeightsError" and receiver.take() == []
-    assert catch_up(sender, receiver, brings_base=True)[1] == "" and carries(receiver, policy.merged())
-    sender.close()
+        opened.write((tmp_path / "changed").read_bytes())
+    assert pair.lacks_base()
+    pair.catch_up(brings_base=True)
+    pair.sender.close()
 
 
 @pytest.mark.parametrize("brings_base", [False, True])
 def test_a_sender_that_dies_half_way_does_not_change_the_base(model: Path, brings_base: bool) -> None:
     policy = AdapterPolicy(model)
-    sender, receiver = make_sender(policy, 4 << 10), make_receiver(None if brings_base else model)
-    sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
-    assert catch_up(sender, receiver, brings_base=brings_base)[1] == "" and carries(receiver, policy.merged())
+    pair = Pair(policy, None if brings_base else model)
+    sender = pair.sender
+    pair.send()
+    pair.catch_up(brings_base=brings_base)
     policy.step()
-    group = connected(sender, [receiver])
+    pair.join()
     manifest = sender.manifest(1, 1, "gloo")
     manifest = with_base(manifest) if brings_base else manifest
-    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
+    pair.receiver.start_receive(encode_manifest(manifest), pair.group, TIMEOUT)
     assert sender._group is not None and len(manifest.buckets) > 2
     gather = policy.adapters.gather_base if brings_base else policy.adapters.gather_factors
     for spec in manifest.buckets[:2]:
@@ -201,10 +214,9 @@ def test_a_sender_that_dies_half_way_does_not_change_the_base(model: Path, bring
             fill_bucket(spec, {name: tensor + 1 for name, tensor in tensors.items()}, buffer)
         sender._group.broadcast(buffer, TIMEOUT)
     sender.close()
-    assert wait(receiver, 2.0)["error"][0] == "WeightTransferError" and receiver.take() == []
-    group = connected(sender, [receiver])
-    send(sender, receiver, 1, group)
-    assert wait(receiver)["error"] is None and carries(receiver, policy.merged())
+    assert wait(pair.receiver, 2.0)["error"][0] == "WeightTransferError" and pair.receiver.take() == []
+    pair.join()
+    assert pair.agrees()
     sender.close()
 
 
@@ -245,10 +257,7 @@ class Samplers(Ring):
         return sampler
 
     def carries(self, sampler: FakeSampler) -> bool:
-        expected = self.policy.merged()
-        return sampler.applied.keys() == expected.keys() and all(
-            sampler.applied[name].equal(tensor) for name, tensor in expected.items()
-        )
+        return same(sampler.applied, self.policy.merged())
 
 
 @pytest.mark.parametrize("backend", ["gloo", "disk"])

@@ -17,7 +17,7 @@ from tandem.services.config import Recipe, parse_recipe
 from tandem.services.feed_service import Feed, PromptStream, epoch_order
 from tandem.services.service_info import ServiceEndpoint, ServiceInfo
 from tests.support.dataset_files import chat_folder, verl_row, write_lines
-from tests.support.redis_ring import SAMPLER, claim, new_run, offer
+from tests.support.redis_ring import SAMPLER, claim, move, new_run, offer, train
 from tests.support.service_wire import check_what_it_says
 from tests.support.waiting import eventually, looping
 
@@ -77,11 +77,8 @@ def test_a_stream_is_the_same_from_any_position(recipe: Callable[..., Recipe]) -
     assert sorted(whole[:10]) == [f"0-{n}" for n in range(10)] and sorted(whole[10:20]) == [f"1-{n}" for n in range(10)]
     assert [name.split("-")[1] for name in whole[:10]] != [name.split("-")[1] for name in whole[10:20]]
     assert positions(PromptStream(settings, 7), 18) == whole[7:]
-    assert positions(PromptStream(recipe(questions(10), shuffle=False), 0), 12) == [
-        *(f"0-{n}" for n in range(10)),
-        "1-0",
-        "1-1",
-    ]
+    unshuffled = positions(PromptStream(recipe(questions(10), shuffle=False), 0), 12)
+    assert unshuffled == [*(f"0-{n}" for n in range(10)), "1-0", "1-1"]
 
 
 def test_stream_ends_after_max_epochs(recipe: Callable[..., Recipe]) -> None:
@@ -102,24 +99,20 @@ def test_skipped_rows_split_the_stream_into_runs(
         runs.append([prepared.position for prepared in run])
         stream.advance(len(run))
     assert runs == [[0, 1], [4, 5], [7, 8, 9], [12, 13]]
-    assert {index: fault.reason for index, fault in stream.faults.items()} == {
-        2: "malformed",
-        3: "malformed",
-        6: "too_long",
-    }
+    reasons = {index: fault.reason for index, fault in stream.faults.items()}
+    assert reasons == {2: "malformed", 3: "malformed", 6: "too_long"}
     assert caplog.text.count("is skipped") == 3  # once per row, not per epoch
 
 
 def test_a_dataset_without_a_usable_row_is_an_error_not_a_hang(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no usable row"):
-        PromptStream(recipe([verl_row("a", None)] * 3), 0).run(1)
-    with pytest.raises(DataError, match="no usable row"):
-        PromptStream(recipe([verl_row("a", None)] * 3), 2).run(1)
+    for position in (0, 2):
+        with pytest.raises(DataError, match="no usable row"):
+            PromptStream(recipe([verl_row("a", None)] * 3), position).run(1)
     settings = recipe(questions(3))
-    (tmp_path / "chat.jinja").write_text("{{ raise_exception('no') }}")
-    broken = settings.model_copy(
-        update={"model": settings.model.model_copy(update={"chat_template": str(tmp_path / "chat.jinja")})}
-    )
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ raise_exception('no') }}")
+    model = settings.model.model_copy(update={"chat_template": str(template)})
+    broken = settings.model_copy(update={"model": model})
     with pytest.raises(ModelError, match=r"chat\.jinja refuses every row"):
         PromptStream(broken, 0).run(1)
 
@@ -150,19 +143,13 @@ def test_a_reached_target_reopens_only_when_a_group_is_dropped(redis_url: str, r
     buffer = new_run(redis_url, groups_per_batch=2, staleness_budget=1, target_groups=3)
     with feeding(buffer, PromptStream(recipe(questions(6)), 0)) as feed:
         eventually(lambda: feed.activity == "the run has all the groups it needs")
-        claims = claim(buffer, "prompts", 3)
-        assert feed.admitted == 3 and len(claims) == 3 and not buffer.exhausted()
-        for one in claims[1:]:
-            buffer.complete(one, one.payload)
-        for one in claim(buffer, "generated", 2):
-            buffer.complete(one, one.payload, "[]")
+        (crashing,) = claim(buffer, "prompts")
+        assert feed.admitted == 3 and not buffer.exhausted()
+        assert len(move(buffer, "prompts", 9)) == len(move(buffer, "generated", 9)) == 2
         assert not buffer.exhausted()
-        assert buffer.release(claims[0], "crashed", "data") == "dropped"
+        assert buffer.release(crashing, "crashed", "data") == "dropped"
         eventually(lambda: feed.admitted == 4)
-        (replacement,) = claim(buffer, "prompts", 9)
-        buffer.complete(replacement, replacement.payload)
-        (replacement,) = claim(buffer, "generated", 9)
-        buffer.complete(replacement, replacement.payload, "[]")
+        assert len(move(buffer, "prompts", 9)) == len(move(buffer, "generated", 9)) == 1
         eventually(buffer.exhausted)
 
 
@@ -172,11 +159,9 @@ def test_the_end_of_the_data_ends_the_feed(redis_url: str, recipe: Callable[...,
     with feeding(buffer, PromptStream(recipe(rows, max_epochs=2), 0)) as feed:
         eventually(lambda: "last epoch" in feed.activity)
         assert feed.admitted == 10 and feed.figures()["rows_skipped:malformed"] == 1
-        for one in claim(buffer, "prompts", 10):
-            buffer.complete(one, one.payload)
+        move(buffer, "prompts", 10)
         assert not buffer.exhausted()
-        for one in claim(buffer, "generated", 10):
-            buffer.complete(one, one.payload, "[]")
+        move(buffer, "generated", 10)
         assert buffer.exhausted()
 
 
@@ -190,24 +175,19 @@ def test_a_restarted_feed_resumes_where_it_stopped(redis_url: str, recipe: Calla
     while len(seen) < 20:
         with feeding(buffer, PromptStream(settings, buffer.admission().cursor)) as feed:
             eventually(lambda: feed.admitted > 0)
-            seen += [one.group_id for one in retired(buffer)]
+            seen += retired(buffer)
     assert seen == expected
     assert buffer.verify() == []
 
 
-def retired(buffer: Buffer) -> list[object]:
+def retired(buffer: Buffer) -> list[str]:
     """Takes waiting prompts and returns their credits as training does."""
-    claims = claim(buffer, "prompts", 2)
-    for one in claims:
-        buffer.complete(one, one.payload)
-    for one in claim(buffer, "generated", 2):
-        buffer.complete(one, one.payload, "[]")
-    incarnation = buffer.begin_incarnation()
-    ids = [one.group_id for one in buffer.claim_scored(incarnation, 2, 0)]
-    version = buffer.published_version() + 1
-    buffer.record(incarnation, version, ids)
+    taken = move(buffer, "prompts", 2)
+    move(buffer, "generated", 2)
+    incarnation, version = buffer.begin_incarnation(), buffer.published_version() + 1
+    train(buffer, incarnation, version, len(taken))
     buffer.publish(incarnation, version, [SAMPLER])
-    return list(claims)
+    return taken
 
 
 def test_the_endpoint_answers_info_and_sends_heartbeats(redis_url: str, recipe: Callable[..., Recipe]) -> None:

@@ -123,10 +123,16 @@ class Worker(LeaseWorker[Ticket, Answer]):
 Loop = LeaseLoop[Ticket, Answer]
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def run(
     queue: Queue,
     worker: Worker,
-    until: Callable[[Loop], bool],
+    condition: Callable[[Loop], bool],
     then: Callable[[Loop], Awaitable[None]] | None = None,
     *,
     capacity: int = 4,
@@ -135,20 +141,11 @@ def run(
     """Runs the loop until the condition holds (then `then`), stops it, and returns its figures."""
 
     async def main() -> dict[str, float]:
-        loop: Loop = LeaseLoop(
-            queue,
-            worker,
-            unit="tickets",
-            capacity=capacity,
-            lease_seconds=LEASE_SECONDS,
-            tolerates_outages=tolerates_outages,
-        )
+        limits = {"capacity": capacity, "lease_seconds": LEASE_SECONDS, "tolerates_outages": tolerates_outages}
+        loop: Loop = LeaseLoop(queue, worker, unit="tickets", **limits)  # type: ignore[arg-type]
         stop = threading.Event()
         running = asyncio.create_task(loop.run(stop))
-        deadline = time.monotonic() + TIMEOUT
-        while not running.done() and not until(loop):
-            assert time.monotonic() < deadline, f"{loop.figures()}"
-            await asyncio.sleep(0.005)
+        await until(lambda: running.done() or condition(loop))
         if then is not None:
             await then(loop)
         stop.set()
@@ -199,10 +196,8 @@ def test_leases_are_renewed_with_unsaved_progress(worker: Worker) -> None:
         (held,) = loop._held.values()
         for number in (1, 2):
             held.unsaved = lambda number=number: saves.append(number) or bytes([number])  # type: ignore[misc]
-            while queue.saved.get("a") != bytes([number]):
-                await asyncio.sleep(0.005)
-        while not queue.completed:
-            await asyncio.sleep(0.005)
+            await until(lambda number=number: queue.saved.get("a") == bytes([number]))  # type: ignore[misc]
+        await until(lambda: bool(queue.completed))
 
     run(queue, worker, lambda loop: loop.num_held == 1, save)
     assert saves == [1, 2] and queue.completed == {"a": "A"}, "each is saved once"
@@ -213,8 +208,9 @@ def test_work_on_a_lost_lease_is_cancelled(worker: Worker) -> None:
     worker.may_answer = lambda name: False
 
     async def lose(loop: Loop) -> None:
-        queue.current["a"] = -1
         loop.paused = True
+        assert not await loop.drained(0.05)
+        queue.current["a"] = -1
         assert await loop.drained(TIMEOUT)
 
     figures = run(queue, worker, lambda loop: bool(worker.began), lose)
@@ -282,8 +278,7 @@ def test_a_pause_ends_with_the_stop_and_saves_before_it_begins() -> None:
         worker.runs_in_threads = True
         stop = threading.Event()
         running = asyncio.create_task(loop.run(stop))
-        while not queue.saved:
-            await asyncio.sleep(0.005)
+        await until(lambda: bool(queue.saved))
         stop.set()
         await asyncio.wait_for(running, TIMEOUT)
 
@@ -301,8 +296,7 @@ def test_a_paused_loop_gives_back_leases_of_a_pending_claim() -> None:
         await asyncio.sleep(0.05)
         assert queue.waiting == ["a"] and worker.began == []
         loop.paused = False
-        while not queue.completed:
-            await asyncio.sleep(0.005)
+        await until(lambda: bool(queue.completed))
 
     run(queue, worker, lambda loop: True, pause)
     assert queue.completed == {"a": "A"}
@@ -342,12 +336,7 @@ def test_a_tolerated_outage_is_waited_out_and_the_lease_given_back(monkeypatch: 
     monkeypatch.setattr("tandem.services.leases.OUTAGE_PAUSE_SECONDS", 0.01)
     queue, worker = Queue("a", "b"), Worker()
     queue.errors = {verb: [UnavailableError("Redis is away")] for verb in queue.errors}
-    figures = run(
-        queue,
-        worker,
-        lambda loop: len(queue.completed) + len(queue.released) == 2 and queue.num_renewals.total() >= 0,
-        tolerates_outages=True,
-    )
+    figures = run(queue, worker, lambda _: len(queue.completed) + len(queue.released) == 2, tolerates_outages=True)
     assert [release.reason for _, release, _ in queue.released] == ["outage"] and len(queue.completed) == 1
     assert figures["outages"] >= 3, "of the claim, the completion and the release"
 

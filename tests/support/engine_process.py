@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import multiprocessing
 import os
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from tandem.rollout.engine import SamplerArguments, find_engine
-from tests.support.tiny_model import VOCABULARY
 
 START_SECONDS = 100.0
 
@@ -114,19 +111,3 @@ async def _answer(pipe: Connection, arguments: SamplerArguments) -> None:
         else:
             tasks[number] = asyncio.ensure_future(run(number, method, args, kwargs))
     engine.close()
-
-
-def without_end(folder: Path) -> Path:
-    """Gives a tiny model an end token outside its vocabulary, so that every answer reaches its length limit."""
-    config = json.loads((folder / "config.json").read_text())
-    never = len(VOCABULARY)
-    for name in ("config.json", "generation_config.json"):
-        values = config if name == "config.json" else json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**values, "eos_token_id": never}))
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"eos_token": "<never>"})
-    assert tokenizer.eos_token_id == never
-    tokenizer.save_pretrained(folder)
-    return folder

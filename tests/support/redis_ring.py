@@ -42,6 +42,7 @@ def new_run(
     infrastructure: int = 1,
     data: int = 0,
     run_id: str = "",
+    publishes: bool = True,
 ) -> Buffer:
     """A fresh run, version 0 published by incarnation 1, with one sampler LIVE."""
     buffer = Buffer(url, run_id or f"run-{uuid.uuid4().hex[:12]}")
@@ -54,7 +55,8 @@ def new_run(
     )
     incarnation = buffer.begin_incarnation()
     buffer.register_sampler(SAMPLER, "127.0.0.1:1", 1)
-    buffer.publish(incarnation, 0, [SAMPLER])
+    if publishes:
+        buffer.publish(incarnation, 0, [SAMPLER])
     return buffer
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from tandem.services.config import Recipe, parse_recipe
 
@@ -29,15 +31,7 @@ TOKENIZER = {
 
 def write_safetensors(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """A safetensors file of float32 zeros."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        size = 4
-        for extent in shape:
-            size *= extent
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * end)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, file)
 
 
 def write_model(folder: Path) -> Path:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
-from tandem.protos.types import SamplingParameters, Trajectory
+from tandem.protos.types import BucketSpec, SamplingParameters, Trajectory
+from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
@@ -49,12 +50,12 @@ class Policy:
 class Ring:
     """An engine, a policy, and the sender between them. `models` holds the model of every version."""
 
-    def __init__(self, engine: EngineProcess, policy: Policy, bucket_bytes: int) -> None:
+    def __init__(self, engine: EngineProcess, policy: Any, bucket_bytes: int, adapters: Any = None) -> None:
         self.engine = engine
         self.policy = policy
-        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes)
+        self.sender = WeightSender(policy, bucket_bytes=bucket_bytes, adapters=adapters)
         self.models: dict[int, Qwen2ForCausalLM] = {}
-        self.version = -1
+        self.version: int = engine.call("policy_version")
         self.group_name = ""
 
     def join(self, tensor_parallel_size: int = 1) -> None:
@@ -80,6 +81,28 @@ class Ring:
         assert report.digests == tuple(bucket.digest for bucket in sent.buckets)
         assert self.engine.call("policy_version") == self.version
         return report
+
+    def catch_up(self, *, sender: WeightSender | None = None, **options: bool) -> Any:
+        """Sends a copy of the version to the engine, as to a late joiner, and checks the digests the engine reports."""
+        offer = (sender or self.sender).start_copy("127.0.0.1", 1, TIMEOUT, **options)
+        self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
+        report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
+        assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
+        return offer
+
+    def broadcast(self, buckets: Sequence[BucketSpec], damaged: Container[int] = ()) -> None:
+        """Sends some buckets without the sender's loop; the first byte of those numbered `damaged` is changed."""
+        assert self.sender._group is not None
+        for number, spec in enumerate(buckets):
+            buffer = empty_bucket(spec, torch.device("cpu"))
+            with self.gather([tensor.name for tensor in spec.tensors]) as tensors:
+                fill_bucket(spec, dict(tensors), buffer)
+            buffer[0] ^= number in damaged
+            self.sender._group.broadcast(buffer, TIMEOUT)
+
+    def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        gathered: AbstractContextManager[Mapping[str, torch.Tensor]] = self.policy.gather(names)
+        return gathered
 
     def sample(self, prompt: Sequence[int], n: int, sampling: SamplingParameters = LONG, key: str = "") -> Future[Any]:
         return self.engine.submit("sample", list(prompt), n, sampling, key=key)
@@ -118,23 +141,13 @@ def spanned_errors(
 class AdapterRing(Ring):
     """A ring whose versions are adapters; each version's model is merged by PEFT."""
 
-    policy: Any
-
     def __init__(self, engine: EngineProcess, policy: AdapterPolicy) -> None:
-        self.engine = engine
-        self.policy = policy
-        self.sender = WeightSender(policy, bucket_bytes=4 << 10, adapters=policy.adapters)
-        self.models = {}
-        self.version = -1
-        self.group_name = ""
+        super().__init__(engine, policy, bucket_bytes=4 << 10, adapters=policy.adapters)
 
-    def catch_up(self, *, brings_base: bool) -> Any:
-        """Sends the copy to the engine, as to a late joiner."""
-        offer = self.sender.start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
-        self.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
-        report = self.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
-        assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
-        return report
+    @contextmanager
+    def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        with self.policy.adapters.gather_factors(names) as tensors:
+            yield {name: tensor + 1 for name, tensor in tensors.items()}
 
     def agrees(self, prompt: range = range(5, 25)) -> bool:
         """Whether new answers have the log-probs of transformers with the same adapters merged."""

@@ -1,34 +1,67 @@
-"""Weight updates of a running engine: versions, parity with transformers, failures, and how long the engine pauses."""
+"""Updates of a running engine, whole weights and adapters: versions, parity with transformers, joiners, failures."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tandem.protos.errors import WeightTransferError
+from tandem.protos.errors import MissingBaseWeightsError, WeightTransferError
 from tandem.protos.types import SamplingParameters, Trajectory
-from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.engine import SamplerArguments
-from tests.support.engine_process import EngineProcess, without_end
+from tandem.trainer.weight_sender import WeightSender
+from tests.support.adapter_policy import AdapterPolicy
+from tests.support.engine_process import EngineProcess
 from tests.support.tiny_model import build_tiny_model
-from tests.support.weight_ring import LONG, TIMEOUT, Policy, Ring, spanned_errors
+from tests.support.weight_ring import LONG, SHORT, TIMEOUT, AdapterRing, Policy, Ring, spanned_errors
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def ring(request: pytest.FixtureRequest, engine_name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ring]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param, hidden=64, ends=False)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, engine_name: str) -> Iterator[EngineProcess]:
+    """One engine for both kinds of updates, because its start takes longer than the tests."""
     torch.set_num_threads(1)
-    folder = without_end(build_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param, hidden=64, layers=2))
     config = RolloutConfig(engine=engine_name, kv_cache_bytes=64 << 20, max_groups_in_flight=8, samples_per_prompt=4)
-    with EngineProcess(SamplerArguments(config, str(folder), "float32", max_model_tokens=512, seed=3)) as engine:
-        ring = Ring(engine, Policy(folder), bucket_bytes=64 << 10)
-        ring.join()
+    with EngineProcess(SamplerArguments(config, str(model), "float32", max_model_tokens=512, seed=3)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def ring(engine: EngineProcess, model: Path) -> Ring:
+    ring = Ring(engine, Policy(model), bucket_bytes=64 << 10)
+    ring.join()
+    ring.update()
+    return ring
+
+
+@pytest.fixture(scope="module")
+def adapters(engine: EngineProcess, model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRing:
+    """With a tied head, the engine has the base in its model folder. With an untied head, its folder holds others."""
+    has_base = bool(json.loads((model / "config.json").read_text())["tie_word_embeddings"])
+    other = tmp_path_factory.mktemp("base")
+    base = model if has_base else build_tiny_model(other, tied=False, hidden=64, ends=False, seed=9)
+    ring = AdapterRing(engine, AdapterPolicy(base))
+    ring.join()
+    if has_base:
         ring.update()
-        yield ring
+    else:
+        before = engine.call("policy_version")
+        with pytest.raises(MissingBaseWeightsError, match="must be sent"):
+            ring.update()
+        assert engine.call("policy_version") == before
+        ring.catch_up(brings_base=True)
+        ring.join()
+    return ring
 
 
 def test_requests_started_after_an_update_agree_with_transformers(ring: Ring) -> None:
@@ -94,13 +127,8 @@ def test_a_sender_that_dies_half_way_keeps_the_weights(ring: Ring) -> None:
     running = ring.sample(range(5, 15), 4)
     manifest = ring.sender.manifest(1, ring.version + 1, "gloo")
     answer = ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT)
-    group = ring.sender._group
-    assert group is not None and len(manifest.buckets) > 3
-    for spec in manifest.buckets[:2]:
-        buffer = empty_bucket(spec, torch.device("cpu"))
-        with ring.policy.gather([tensor.name for tensor in spec.tensors]) as tensors:
-            fill_bucket(spec, tensors, buffer)
-        group.broadcast(buffer, TIMEOUT)
+    assert len(manifest.buckets) > 3
+    ring.broadcast(manifest.buckets[:2])
     started = time.monotonic()
     ring.sender.close()
     with pytest.raises(WeightTransferError):
@@ -116,13 +144,7 @@ def test_a_sender_that_dies_half_way_keeps_the_weights(ring: Ring) -> None:
 def test_a_damaged_bucket_is_refused_and_the_next_update_works(ring: Ring) -> None:
     manifest = ring.sender.manifest(1, ring.version + 1, "gloo")
     answer = ring.engine.submit("update_weights", manifest, ring.group_name, TIMEOUT)
-    assert ring.sender._group is not None
-    for spec in manifest.buckets:
-        buffer = empty_bucket(spec, torch.device("cpu"))
-        with ring.policy.gather([tensor.name for tensor in spec.tensors]) as tensors:
-            fill_bucket(spec, tensors, buffer)
-        buffer[0] ^= 1
-        ring.sender._group.broadcast(buffer, TIMEOUT)
+    ring.broadcast(manifest.buckets, damaged=range(len(manifest.buckets)))
     with pytest.raises(WeightTransferError, match="nothing was applied"):
         answer.result(TIMEOUT)
     assert ring.engine.call("policy_version") == ring.version
@@ -134,11 +156,7 @@ def test_disk_a_private_copy_and_an_unchanged_version_give_the_same_weights(ring
     ring.update("disk", str(tmp_path / "weights"))
     assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
 
-    offer = ring.sender.start_copy("127.0.0.1", 1, TIMEOUT)
-    ring.engine.submit("join_weight_group", offer.address, 1, TIMEOUT).result(TIMEOUT)
-    report = ring.engine.submit("update_weights", offer.manifest, offer.address.group_name, TIMEOUT).result(TIMEOUT)
-    offer.finished.result(TIMEOUT)
-    assert report.digests == tuple(bucket.digest for bucket in offer.manifest.buckets)
+    ring.catch_up().finished.result(TIMEOUT)
 
     unchanged = ring.sender.manifest(1, ring.version + 1, "gloo", changed=False)
     ring.engine.submit("update_weights", unchanged, "", TIMEOUT).result(TIMEOUT)
@@ -147,3 +165,73 @@ def test_disk_a_private_copy_and_an_unchanged_version_give_the_same_weights(ring
     assert all(ring.errors(row).mean() <= 1e-5 for row in ring.sample(range(5, 9), 2).result(60))
     ring.join()
     ring.update()
+
+
+# ---- adapters ----
+
+
+def test_adapters_agree_with_transformers_and_with_merged_weights(adapters: AdapterRing) -> None:
+    assert adapters.agrees()
+    for _ in range(5):
+        adapters.update()
+        assert adapters.agrees()
+    alone = adapters.sample(range(5, 25), 4, SHORT, key="same").result(60)
+    whole = WeightSender(adapters.policy, bucket_bytes=64 << 10)
+    whole.broadcast(whole.manifest(1, adapters.version, "gloo"), TIMEOUT)
+    adapters.catch_up(sender=whole)
+    merged = adapters.sample(range(5, 25), 4, SHORT, key="same").result(60)
+    for one, other in zip(alone, merged, strict=True):
+        assert np.array_equal(one.segments[0].ids, other.segments[0].ids)
+        assert np.array_equal(one.segments[0].behavior_logprobs, other.segments[0].behavior_logprobs), "bit for bit"
+    adapters.join()
+    adapters.update()
+    assert adapters.agrees(), "merged versions in between do no harm"
+
+
+def test_zero_adapters_restore_the_base_weights(adapters: AdapterRing) -> None:
+    adapters.update()
+    for matrix in adapters.policy.matrices:
+        matrix.data.zero_()
+    adapters.policy.step = lambda: None
+    try:
+        adapters.update()
+        assert adapters.agrees()
+    finally:
+        del adapters.policy.step
+    base = adapters.policy.base()
+    assert all(tensor.equal(base[name]) for name, tensor in adapters.models[adapters.version].named_parameters())
+
+
+def test_long_answers_carry_the_adapters_that_sampled_them(adapters: AdapterRing) -> None:
+    running = [adapters.sample(range(5, 15 + number), 2, key=f"0-{number}") for number in range(3)]
+    reports = []
+    while not all(future.done() for future in running):
+        reports.append(adapters.update())
+    for row in (row for future in running for row in future.result(60)):
+        assert len(row.segments[0].spans) >= 2
+        assert adapters.errors(row).max() <= 1e-3 and adapters.errors(row).mean() <= 1e-5
+
+
+def test_a_failed_update_of_adapters_keeps_the_weights_and_a_joiner_catches_up(
+    adapters: AdapterRing, tmp_path: Path
+) -> None:
+    adapters.update()
+    manifest = adapters.sender.manifest(1, adapters.version + 1, "gloo")
+    assert len(manifest.buckets) > 2
+    for damaged in (False, True):  # first the sender dies half way; then all buckets arrive, one of them damaged
+        answer = adapters.engine.submit("update_weights", manifest, adapters.group_name, TIMEOUT)
+        adapters.broadcast(manifest.buckets if damaged else manifest.buckets[:2], damaged=[1])
+        if not damaged:
+            adapters.sender.close()
+        with pytest.raises(WeightTransferError):
+            answer.result(TIMEOUT)
+        assert adapters.engine.call("policy_version") == adapters.version and adapters.agrees()
+        adapters.join()
+    adapters.update("disk", str(tmp_path / "000001"))
+    assert adapters.agrees()
+    for brings_base in (True, False):
+        adapters.catch_up(brings_base=brings_base)
+        assert adapters.agrees()
+    adapters.join()
+    adapters.update()
+    assert adapters.agrees()

@@ -9,14 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from tandem.services.buffer.buffer import STATES, Buffer
 from tests.support import redis_ring as ring
@@ -74,6 +68,10 @@ class Limiter:
         self.restored += len(restoring)
 
 
+def limits_of(twin: Limiter) -> dict[str, int]:
+    return {name: getattr(twin, name) for name in ("groups_per_batch", "staleness_budget", "target_groups")}
+
+
 class RingMachine(RuleBasedStateMachine):
     """Drives a ring in Redis and its Python twin side by side, with drops at every stage, crashes and rollbacks."""
 
@@ -84,9 +82,7 @@ class RingMachine(RuleBasedStateMachine):
     )
     def start(self, groups_per_batch: int, staleness_budget: int, target_groups: int) -> None:
         self.twin = Limiter(groups_per_batch, staleness_budget, target_groups)
-        self.buffer = ring.new_run(
-            self.url, groups_per_batch=groups_per_batch, staleness_budget=staleness_budget, target_groups=target_groups
-        )
+        self.buffer = ring.new_run(self.url, **limits_of(self.twin))
         self.incarnation = self.buffer.counts()["incarnation"]
         self.batches: dict[int, list[str]] = {}
         self.committed = self.published = self.recorded = 0
@@ -167,22 +163,16 @@ class RingMachine(RuleBasedStateMachine):
     def twins_agree(self) -> None:
         counts, admission = self.buffer.counts(), self.buffer.admission()
         twin = self.twin
-        assert (counts["admitted"], counts["retired"], counts["restored"]) == (
-            twin.admitted,
-            twin.retired,
-            twin.restored,
-        )
+        for name in ("admitted", "retired", "restored", "dropped"):
+            assert counts[name] == getattr(twin, name)
         assert counts["outstanding"] == len(twin.outstanding) == twin.admitted - twin.retired + twin.restored
-        assert counts["dropped"] == twin.dropped
         assert (admission.free, admission.wanted) == (twin.free, twin.wanted)
         assert counts["admitted"] == sum(counts[state] for state in STATES)
         assert self.buffer.verify() == []
 
     @invariant()
     def budget_holds(self) -> None:
-        """Only a rollback raises outstanding above (S + 1)·P; then outstanding only falls until it is within the limit
-        again.
-        """
+        """Only a rollback raises outstanding above (S + 1)·P; from there it only falls."""
         assert len(self.twin.outstanding) <= self.ceiling
         self.ceiling = max(self.twin.budget, len(self.twin.outstanding))
 
@@ -193,14 +183,14 @@ class RingMachine(RuleBasedStateMachine):
 
 def test_lua_and_python_agree_at_every_step(redis_url: str) -> None:
     RingMachine.url = redis_url
-    run_state_machine_as_test(RingMachine, settings=_QUICK)
+    run_machine(RingMachine, settings=_QUICK)
 
 
 def test_lua_and_python_agree_when_every_reply_is_lost_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis runs every call twice, because the first reply never arrives."""
     RingMachine.url = redis_url
     ring.lose_every_answer(monkeypatch)
-    run_state_machine_as_test(RingMachine, settings=settings(_QUICK, max_examples=20))
+    run_machine(RingMachine, settings=settings(_QUICK, max_examples=20))
 
 
 def _train_to_the_target(buffer: Buffer | None, twin: Limiter, drop_percent: int, chance: random.Random) -> None:
@@ -264,9 +254,7 @@ def test_extreme_limits_never_get_stuck(redis_url: str, drop_percent: int, stale
 
 def _run_in_redis(url: str, drop_percent: int, staleness_budget: int, groups_per_batch: int, seed: int) -> None:
     twin = Limiter(groups_per_batch, staleness_budget, target_groups=2 * groups_per_batch)
-    buffer = ring.new_run(
-        url, groups_per_batch=groups_per_batch, staleness_budget=staleness_budget, target_groups=twin.target_groups
-    )
+    buffer = ring.new_run(url, **limits_of(twin))
     _train_to_the_target(buffer, twin, drop_percent, random.Random(seed))
     assert buffer.mark_exhausted("target") and buffer.exhausted()
     counts = buffer.counts()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError
-from tandem.services.buffer.buffer import Buffer
+from tandem.services.buffer.connection import RUNS, Connection
 from tandem.services.buffer.durability import RedisSettings, check_room, check_settings, read_settings, weaknesses
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.commands import doctor
@@ -47,10 +49,10 @@ def change(server: str) -> Iterator[Change]:
             client.config_set(name, value)
 
 
-@contextmanager
-def connected(url: str) -> Iterator[Buffer]:
-    with closing(Buffer(url, "durability")) as buffer:
-        yield buffer
+@pytest.fixture(scope="module")
+def connection(server: str) -> Iterator[Connection]:
+    with closing(Connection(server, "durability", RUNS)) as connection:
+        yield connection
 
 
 GOOD = RedisSettings(appendonly=True, appendfsync="always", maxmemory_bytes=0, maxmemory_policy="noeviction")
@@ -72,40 +74,36 @@ def test_each_weak_setting_is_reported_with_its_remedy(changes: dict[str, Any], 
     assert found.remedy.endswith("there") or "appendfsync always" in found.remedy
 
 
-def test_the_embedded_redis_has_no_weak_setting(server: str) -> None:
-    with connected(server) as buffer:
-        assert read_settings(buffer.connection) == GOOD and check_settings(buffer.connection) == []
+def test_the_embedded_redis_has_no_weak_setting(connection: Connection) -> None:
+    assert read_settings(connection) == GOOD and check_settings(connection) == []
 
 
-def test_a_redis_that_may_lose_writes_gets_a_warning(server: str, change: Change) -> None:
+def test_a_redis_that_may_lose_writes_gets_a_warning(connection: Connection, change: Change) -> None:
     change(appendfsync="everysec")
-    with connected(server) as buffer:
-        (line,) = check_settings(buffer.connection)
-        assert line.startswith(f"Redis at {buffer.place}: appendfsync is everysec") and "appendfsync always" in line
-        change(appendonly="no", maxmemory_policy="volatile-lru")
-        policy, appendonly = check_settings(buffer.connection)
-        assert "once it is given a maxmemory" in policy and "appendonly is no" in appendonly
+    (line,) = check_settings(connection)
+    assert line.startswith(f"Redis at {connection.place}: appendfsync is everysec") and "appendfsync always" in line
+    change(appendonly="no", maxmemory_policy="volatile-lru")
+    policy, appendonly = check_settings(connection)
+    assert "once it is given a maxmemory" in policy and "appendonly is no" in appendonly
 
 
-def test_a_redis_that_evicts_is_refused(server: str, change: Change) -> None:
-    with connected(server) as buffer:
-        change(maxmemory=1 << 30)
-        assert check_settings(buffer.connection) == []
-        for policy in ("allkeys-lru", "volatile-ttl"):
-            change(maxmemory_policy=policy)
-            with pytest.raises(
-                ConfigError, match=f"maxmemory-policy is {policy}: .* set `maxmemory-policy noeviction`"
-            ):
-                check_settings(buffer.connection)
+@pytest.mark.parametrize("policy", ["allkeys-lru", "volatile-ttl"])
+def test_a_redis_that_evicts_is_refused(connection: Connection, change: Change, policy: str) -> None:
+    change(maxmemory=1 << 30)
+    assert check_settings(connection) == []
+    change(maxmemory_policy=policy)
+    with pytest.raises(ConfigError, match=f"maxmemory-policy is {policy}: .* set `maxmemory-policy noeviction`"):
+        check_settings(connection)
 
 
 def test_a_server_that_refuses_config_is_reported_as_unchecked(server: str) -> None:
     """CONFIG is refused by an access list, as on a managed server, or renamed."""
     with closing(redis.Redis.from_url(server, protocol=2)) as client:
         client.execute_command("ACL", "SETUSER", "guest", "on", ">secret", "~*", "&*", "+@all", "-config")
+        guest = server.replace("unix://", "unix://guest:secret@")
         try:
-            with connected(server.replace("unix://", "unix://guest:secret@")) as buffer:
-                (line,) = check_settings(buffer.connection)
+            with closing(Connection(guest, "durability", RUNS)) as connection:
+                (line,) = check_settings(connection)
         finally:
             client.execute_command("ACL", "DELUSER", "guest")
     assert "appendfsync could not be checked" in line and "secret" not in line
@@ -174,9 +172,8 @@ def test_a_reward_service_checks_redis_before_it_serves(
     assert "reward: WARNING: Redis at " in (said := capsys.readouterr().out) and "appendfsync is no" in said
     change(maxmemory=1 << 30)
     looking(server)
-    with pytest.raises(
-        ConfigError, match=r"jobs may take 2048\.0 MiB, and its maxmemory is 1024\.0 MiB: raise maxmemory"
-    ):
+    refused = r"jobs may take 2048\.0 MiB, and its maxmemory is 1024\.0 MiB: raise maxmemory"
+    with pytest.raises(ConfigError, match=refused):
         looking(server, max_unscored_bytes=1 << 30, max_result_bytes=1 << 30)
     change(maxmemory_policy="allkeys-lfu")
     with pytest.raises(ConfigError, match="allkeys-lfu"):
@@ -186,41 +183,32 @@ def test_a_reward_service_checks_redis_before_it_serves(
 # ---- memory and disk ----
 
 
-def test_jobs_and_groups_must_fit_into_maxmemory_together(server: str, change: Change) -> None:
-    with connected(server) as buffer:
-        check_room(buffer.connection, 1 << 50)  # the server has no limit
-        change(maxmemory=100 << 20)
-        check_room(buffer.connection, 60 << 20, 20 << 20)
-        with pytest.raises(
-            ConfigError, match=r"jobs may take 60\.0 MiB, groups 21\.0 MiB, and its maxmemory is 100\.0 MiB"
-        ):
-            check_room(buffer.connection, 60 << 20, 21 << 20)
+def test_jobs_and_groups_must_fit_into_maxmemory_together(connection: Connection, change: Change) -> None:
+    check_room(connection, 1 << 50)  # the server has no limit
+    change(maxmemory=100 << 20)
+    check_room(connection, 60 << 20, 20 << 20)
+    refused = r"jobs may take 60\.0 MiB, groups 21\.0 MiB, and its maxmemory is 100\.0 MiB"
+    with pytest.raises(ConfigError, match=refused):
+        check_room(connection, 60 << 20, 21 << 20)
 
 
 def test_an_embedded_redis_needs_memory_and_disk_for_both_limits(
     looking: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    free = {"memory": 800 << 20, "disk": 3 * (800 << 20)}
-
-    def disk(_place: Path) -> Any:
-        return type("Usage", (), {"free": free["disk"]})
-
-    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: free["memory"])
-    monkeypatch.setattr(preflight.shutil, "disk_usage", disk)
+    disk = SimpleNamespace(free=3 * (800 << 20))
+    monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 800 << 20)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _place: disk)
     looking()
-    with pytest.raises(
-        EnvironmentLackError, match=r"jobs may take 1\.1 GB, .* lower jobs\.max_unscored_bytes or jobs\.max_r"
-    ):
+    memory = r"jobs may take 1\.1 GB, .* lower jobs\.max_unscored_bytes or jobs\.max_r"
+    with pytest.raises(EnvironmentLackError, match=memory):
         looking(max_result_bytes=800 << 20)
-    free["disk"] = 1 << 30
-    with pytest.raises(
-        EnvironmentLackError, match=r"1\.1 GB free, and Redis writes up to 2\.4 GB for jobs; .* --folder"
-    ):
+    disk.free = 1 << 30
+    room = r"1\.1 GB free, and Redis writes up to 2\.4 GB for jobs; .* --folder"
+    with pytest.raises(EnvironmentLackError, match=room):
         looking()
     looking(max_unscored_bytes=1 << 26)
     (tmp_path / "redis" / "grown").write_bytes(b"")
-    with open(tmp_path / "redis" / "grown", "wb") as log:
-        log.truncate(2 << 30)  # the log's size
+    os.truncate(tmp_path / "redis" / "grown", 2 << 30)  # the log's size
     looking()
 
 
@@ -229,9 +217,8 @@ def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("tandem.services.reward.standalone.check_job_room", lambda *_: None)
     folder = tmp_path / "file"
     folder.write_text("")
-    with pytest.raises(
-        EnvironmentLackError, match=r"--folder .*/file: Not a directory; name a folder that can be written"
-    ):
+    refused = r"--folder .*/file: Not a directory; name a folder that can be written"
+    with pytest.raises(EnvironmentLackError, match=refused):
         serve_alone(ServiceConfig(), host="127.0.0.1", redis_url="", folder=folder)
 
 
@@ -247,9 +234,8 @@ def test_a_run_that_serves_jobs_counts_their_memory_and_disk(tmp_path: Path, mon
     monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 2.5e9)
     preflight.check_memory(plain, facts)
     preflight.check_memory(elsewhere, facts)
-    with pytest.raises(
-        EnvironmentLackError, match=r"jobs up to 0\.8 GB, 2\.5 GB are free; .* or jobs\.max_unscored_bytes"
-    ):
+    needed = r"jobs up to 0\.8 GB, 2\.5 GB are free; .* or jobs\.max_unscored_bytes"
+    with pytest.raises(EnvironmentLackError, match=needed):
         preflight.check_memory(offering, facts)
     monkeypatch.setattr(preflight, "free_memory_bytes", lambda: 3e9)
     preflight.check_memory(offering, facts)

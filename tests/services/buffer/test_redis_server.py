@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -16,41 +18,38 @@ import redis
 
 from tandem.protos.errors import EnvironmentLackError
 from tandem.services.buffer import redis_server
-from tandem.services.buffer.redis_server import find_redis_server, start_redis
-from tests.support.processes import has_ended
+from tandem.services.buffer.redis_server import EmbeddedRedis, find_redis_server, start_redis
+from tests.support.processes import wait_until_gone
+from tests.support.waiting import eventually
+
+Start = Callable[..., EmbeddedRedis]
 
 
-def _client(url: str) -> redis.Redis:
-    return redis.Redis.from_url(url, protocol=2, socket_timeout=5)
+@pytest.fixture()
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts servers that are stopped after the test."""
+    with ExitStack() as servers:
+
+        def started(folder: Path = tmp_path) -> EmbeddedRedis:
+            server = start_redis(folder)
+            servers.callback(server.stop)
+            return server
+
+        yield started
 
 
-def _wait_until_gone(pid: int, seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if has_ended(pid):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def _wait_until_dead(server: redis_server.EmbeddedRedis, seconds: float = 5.0) -> bool:
-    """Waits for our own child: /proc calls its main thread a zombie before its last thread is gone, and only then can
-    the child be waited for.
-    """
-    deadline = time.monotonic() + seconds
-    while server.alive and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not server.alive
+def _client(server: EmbeddedRedis) -> redis.Redis:
+    return redis.Redis.from_url(server.url, protocol=2, socket_timeout=5)
 
 
 def test_a_server_starts_keeps_its_data_and_stops(tmp_path: Path) -> None:
     seconds = []
-    for start in range(5):
+    for number in range(5):
         begun = time.monotonic()
         server = start_redis(tmp_path)
         seconds.append(time.monotonic() - begun)
-        client = _client(server.url)
-        assert client.incr("starts") == start + 1
+        client = _client(server)
+        assert client.incr("starts") == number + 1
         assert client.config_get("append*")["appendfsync"] == "always" and client.config_get("save") == {"save": ""}
         client.close()
         pid = server.pid
@@ -63,44 +62,34 @@ def test_a_server_starts_keeps_its_data_and_stops(tmp_path: Path) -> None:
     assert not (tmp_path / "redis" / "redis.sock").exists()
 
 
-def test_a_killed_server_restarts_at_its_address_with_every_acknowledged_write(tmp_path: Path) -> None:
-    server = start_redis(tmp_path)
-    client = _client(server.url)
+def test_a_killed_server_restarts_at_its_address_with_every_acknowledged_write(start: Start) -> None:
+    server = start()
+    client = _client(server)
     for index in range(50):
         client.rpush("written", index)
     os.kill(server.pid, signal.SIGKILL)
-    assert _wait_until_dead(server)
-    again = start_redis(tmp_path)
-    try:
-        assert again.url == server.url
-        assert _client(again.url).llen("written") == 50
-    finally:
-        again.stop()
-        server.stop()
+    eventually(lambda: not server.alive)
+    again = start()
+    assert again.url == server.url and _client(again).llen("written") == 50
 
 
-def test_a_large_log_is_loaded_before_it_answers(tmp_path: Path) -> None:
-    server = start_redis(tmp_path)
-    client = _client(server.url)
+def test_a_large_log_is_loaded_before_it_answers(start: Start) -> None:
+    server = start()
+    client = _client(server)
     client.config_set("appendfsync", "no")
     with client.pipeline(transaction=False) as pipeline:
         for index in range(100_000):
             pipeline.set(f"key:{index}", "x" * 200)
         pipeline.execute()
     server.stop()
-    server = start_redis(tmp_path)
-    try:
-        assert _client(server.url).dbsize() == 100_000
-    finally:
-        server.stop()
+    assert _client(start()).dbsize() == 100_000
 
 
-def test_a_stopped_server_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "_STOP_SECONDS", 0.3)
-    server = start_redis(tmp_path)
+def test_a_stopped_server_that_hangs_is_killed(start: Start) -> None:
+    server = start()
     os.kill(server.pid, signal.SIGSTOP)
     begun = time.monotonic()
-    server.stop()
+    server.stop(0.3)
     assert time.monotonic() - begun < 20 and not psutil.pid_exists(server.pid)
 
 
@@ -112,7 +101,7 @@ time.sleep(60)
 """
 
 
-def test_a_server_dies_with_its_killed_parent(tmp_path: Path) -> None:
+def test_a_server_dies_with_its_killed_parent(start: Start, tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PARENT, str(tmp_path)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -122,53 +111,44 @@ def test_a_server_dies_with_its_killed_parent(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait(10)
-    assert _wait_until_gone(pid)
-    server = start_redis(tmp_path)  # its lock on the folder ended with it
-    server.stop()
+    wait_until_gone(pid)
+    start()  # its lock on the folder ended with it
 
 
-def test_a_second_server_on_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_server_on_a_folder_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "_LOCK_SECONDS", 0.1)
-    server = start_redis(tmp_path)
-    try:
-        with pytest.raises(EnvironmentLackError, match="another redis-server serves"):
-            start_redis(tmp_path)
-        assert _client(server.url).ping()
-    finally:
-        server.stop()
+    server = start()
+    with pytest.raises(EnvironmentLackError, match="another redis-server serves"):
+        start()
+    assert _client(server).ping()
 
 
 @pytest.mark.parametrize("name", ["with space & 100%?#", "d" * 120])
-def test_a_server_starts_in_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
-    server = start_redis(tmp_path / name)
-    try:
-        assert _client(server.url).set("a", "b")
-        assert (tmp_path / name / "redis").is_dir()
-    finally:
-        server.stop()
+def test_a_server_starts_in_a_folder_of_any_name(start: Start, tmp_path: Path, name: str) -> None:
+    server = start(tmp_path / name)
+    assert _client(server).set("a", "b")
+    assert (tmp_path / name / "redis").is_dir()
+    server.stop()
     server.stop()
     assert not list(Path(tempfile.gettempdir()).glob(f"tandem-{os.getuid()}-*/redis.sock"))
 
 
-def test_a_server_starts_in_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_starts_in_a_relative_folder(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    server = start_redis(Path("runs/here"))
-    try:
-        monkeypatch.chdir("/")
-        assert _client(server.url).ping()
-    finally:
-        server.stop()
+    server = start(Path("runs/here"))
+    monkeypatch.chdir("/")
+    assert _client(server).ping()
 
 
-def test_a_damaged_log_is_a_one_line_error_naming_the_place(tmp_path: Path) -> None:
-    server = start_redis(tmp_path)
-    _client(server.url).set("a", "b")
+def test_a_damaged_log_is_a_one_line_error_naming_the_place(start: Start, tmp_path: Path) -> None:
+    server = start()
+    _client(server).set("a", "b")
     server.stop()
     for log in (tmp_path / "redis").rglob("*.aof"):
         if log.stat().st_size:
             log.write_bytes(b"nonsense" * 100)
     with pytest.raises(EnvironmentLackError, match=r"redis-server ended as it started: .*[Bb]ad file format") as caught:
-        start_redis(tmp_path)
+        start()
     assert "\n" not in str(caught.value) and "redis.log" in str(caught.value)
 
 

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tandem.protos.errors import (
-    FencedError,
-    NotAdmittedError,
-)
+from tandem.protos.errors import FencedError, NotAdmittedError
 from tandem.services.buffer.buffer import Buffer
 from tests.support import redis_ring as ring
 
 
-@pytest.fixture()
-def buffer(redis_url: str) -> Iterator[Buffer]:
-    run = ring.new_run(redis_url)
-    yield run
-    assert run.verify() == []
-    run.close()
-
-
-def test_only_a_live_sampler_at_the_published_version_claims(redis_url: str) -> None:
-    buffer = ring.new_run(redis_url)
+def test_only_a_live_sampler_at_the_published_version_claims(buffer: Buffer) -> None:
     ring.score(buffer, 2)
     ring.offer(buffer, 1)
     with pytest.raises(NotAdmittedError, match="has not registered"):
@@ -46,19 +33,10 @@ def test_only_a_live_sampler_at_the_published_version_claims(redis_url: str) -> 
     buffer.begin_incarnation()
     with pytest.raises(NotAdmittedError, match="STALE"):
         ring.claim(buffer, "prompts")
-    buffer.close()
 
 
 def test_nobody_claims_before_a_version_is_published(redis_url: str) -> None:
-    buffer = Buffer(redis_url, "unpublished")
-    buffer.create(
-        groups_per_batch=1,
-        staleness_budget=0,
-        target_groups=1,
-        failure_budget={"infrastructure": 0, "data": 0},
-        resume=False,
-    )
-    buffer.register_sampler(ring.SAMPLER, "a:1", 1)
+    buffer = ring.new_run(redis_url, publishes=False)
     assert buffer.published_version() == -1
     with pytest.raises(NotAdmittedError, match="no version is published"):
         ring.claim(buffer, "prompts")

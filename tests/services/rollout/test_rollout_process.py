@@ -9,8 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -28,10 +28,10 @@ from tandem.services.rollout.server import SERVICE_NAME
 from tandem.services.rpc.client import connect, translated
 from tandem.trainer.weight_sender import WeightSender
 from tests.services.rollout.test_rollout_service import offer, prompt
-from tests.support.engine_process import without_end
-from tests.support.redis_ring import SAMPLER
+from tests.support.redis_ring import SAMPLER, new_run
 from tests.support.service_wire import ask_info, check_what_it_says
 from tests.support.tiny_model import build_tiny_model
+from tests.support.waiting import eventually
 from tests.support.weight_ring import Policy
 
 TIMEOUT = 20.0
@@ -44,26 +44,27 @@ class Served:
         self.log = folder / "rollout.log"
         self.temporary = temporary
         self.started_after = time.time()
-        code = (
-            "import sys; from tandem.services.command_line import run_service; from "
-            "tandem.services.config import load_resolved\n"
-            "def main():\n"
-            "    from tandem.services.rollout.service import main\n"
-            f"    main(load_resolved({str(recipe_file)!r}), {redis_url!r})\n"
-            "if __name__ == '__main__': run_service(main)\n"
-        )
         script = folder / "serve.py"
-        script.write_text(code)
+        script.write_text(
+            f"""from tandem.services.command_line import run_service
+from tandem.services.config import load_resolved
+def main():
+    from tandem.services.rollout.service import main
+    main(load_resolved({str(recipe_file)!r}), {redis_url!r})
+if __name__ == '__main__': run_service(main)
+"""
+        )
         environment = {**os.environ, "PYTHONPATH": os.getcwd(), "TMPDIR": str(temporary)}
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen([sys.executable, str(script)], stdout=log, stderr=log, env=environment)
 
-    def wait_ready(self, buffer: Buffer, seconds: float = 100.0) -> str:
-        deadline = time.monotonic() + seconds
-        while not (found := [s for s in buffer.samplers() if s.id == SAMPLER and s.alive and ":1" != s.address[-2:]]):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
-        return found[0].address
+    def wait_ready(self, buffer: Buffer) -> str:
+        def registered() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return buffer.samplers()[0].generation == 2  # the first was the test's own
+
+        eventually(registered, 100.0)
+        return buffer.samplers()[0].address
 
     def family(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -86,7 +87,7 @@ def ring(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory, temporary: Path
 ) -> Iterator[tuple[Served, Buffer, str, WeightSender]]:
     folder = tmp_path_factory.mktemp("served")
-    model = without_end(build_tiny_model(folder / "model", hidden=64, layers=2))
+    model = build_tiny_model(folder / "model", hidden=64, ends=False)
     recipe = parse_recipe(
         {
             "run": {"run_id": "served", "folder": str(folder / "run")},
@@ -96,10 +97,7 @@ def ring(
         }
     )
     (folder / "config.json").write_text(dump_recipe(recipe))
-    buffer = Buffer(redis_url, "served")
-    budget = {"infrastructure": 1, "data": 0}
-    buffer.create(groups_per_batch=8, staleness_budget=1, target_groups=100, failure_budget=budget, resume=False)
-    assert buffer.begin_incarnation() == 1
+    buffer = new_run(redis_url, run_id="served", groups_per_batch=8, publishes=False)
     served = Served(folder, redis_url, folder / "config.json", temporary)
     address = served.wait_ready(buffer)
     sender = WeightSender(Policy(model), bucket_bytes=64 << 10)
@@ -114,22 +112,12 @@ def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, 
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=20) for index in range(4)))
     with connect(address) as channel, translated():
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-        info = check_what_it_says(
-            address,
-            buffer,
-            name=SAMPLER,
-            service_names=(SERVICE_NAME,),
-            started_after=served.started_after,
-            incarnation=0,  # it has received no weights yet
-        )
+        said = {"name": SAMPLER, "service_names": (SERVICE_NAME,), "started_after": served.started_after}
+        info = check_what_it_says(address, buffer, **said, incarnation=0)  # it has received no weights yet
         assert info.figures["prompts_waiting"] == 4 and "no version is published" in info.activity
 
         group = sender.prepare("127.0.0.1", 2, "gloo", TIMEOUT)
-        join = rollout_pb2.JoinWeightGroupRequest(
-            host=group.host, port=group.port, group_name=group.group_name,
-            first_rank=1, world_size=2, backend="gloo",
-            timeout_seconds=TIMEOUT,
-        )  # fmt: skip
+        join = rollout_pb2.JoinWeightGroupRequest(**asdict(group), first_rank=1, timeout_seconds=TIMEOUT)
         joining = stub.JoinWeightGroup.future(join, timeout=TIMEOUT)
         sender.connect(TIMEOUT)
         joining.result()
@@ -144,15 +132,11 @@ def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, 
         assert 0 < reply.transfer_seconds < TIMEOUT and 0 < reply.stall_seconds < 0.2
 
         buffer.publish(1, 0, [SAMPLER])
-        claims: list[Any] = []
-        deadline = time.monotonic() + TIMEOUT
-        while len(claims) < 4 and time.monotonic() < deadline:
-            claims += buffer.claim("generated", "reward", 4, 30.0, 1.0)
-        for claim in claims:
+        eventually(lambda: buffer.counts()["generated_waiting"] == 4)
+        for claim in buffer.claim("generated", "reward", 4, 30.0, 0.0):
             for row in decode_group(claim.payload).rows:
                 assert isinstance(row, Trajectory) and row.segments[0].num_loss_tokens == 20
                 assert row.segments[0].spans == (VersionSpan(5, 1, 0),)
-        assert len(claims) == 4
 
         check_generate(stub)
         check_pause(stub, buffer, address)
@@ -185,10 +169,7 @@ def check_generate(stub: rollout_pb2_grpc.RolloutServiceStub) -> None:
 def check_pause(stub: rollout_pb2_grpc.RolloutServiceStub, buffer: Buffer, address: str) -> None:
     """A paused service finishes the groups it holds and claims none; after resume it claims again."""
     offer(buffer, prompt(100, num_samples=2, max_tokens=250))
-    deadline = time.monotonic() + TIMEOUT
-    while ask_info(address).figures["groups_held"] == 0:  # leased and reported by the sampler
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    eventually(lambda: ask_info(address).figures["groups_held"] == 1)  # leased and reported by the sampler
     state = stub.Pause(rollout_pb2.PauseRequest(), timeout=5)
     assert (state.paused, state.groups_in_flight, state.policy_version) == (True, 1, 0)
     assert ask_info(address).activity == "sampling 1 groups, paused"
@@ -230,9 +211,7 @@ def test_sigterm_ends_it_within_seconds_and_kill_9_leaves_nothing(
     served, buffer, _, _ = ring
     buffer.publish(1, 1, [SAMPLER])
     offer(buffer, *(prompt(index, num_samples=2, max_tokens=200) for index in range(4, 12)))
-    deadline = time.monotonic() + TIMEOUT
-    while buffer.counts()["prompts_leased"] == 0 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    eventually(lambda: buffer.counts()["prompts_leased"] > 0)
     family = served.family()
     assert family, "the engine is a process of its own"
     (folder,) = served.temporary.iterdir()
@@ -246,10 +225,8 @@ def test_sigterm_ends_it_within_seconds_and_kill_9_leaves_nothing(
 
     recipe_file = served.log.with_name("config.json")
     again = Served(served.log.parent, f"{buffer.place}?db=0", recipe_file, served.temporary)
-    deadline = time.monotonic() + 60.0
-    while not (family := [child for child in again.family() if is_engine(child)]) and time.monotonic() < deadline:
-        time.sleep(0.05)  # its engine is just starting, the hardest moment
-    assert family
+    eventually(lambda: any(map(is_engine, again.family())), 60.0)  # its engine is just starting, the hardest moment
+    family = again.family()
     again.process.kill()
     again.process.wait(5.0)
     _, alive = psutil.wait_procs(family, timeout=5.0)

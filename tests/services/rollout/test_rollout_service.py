@@ -14,7 +14,15 @@ import pytest
 
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, UnavailableError
-from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory, TrajectoryGroup, VersionSpan
+from tandem.protos.types import (
+    FinishReason,
+    Prompt,
+    SamplingParameters,
+    Segment,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
 from tandem.rollout.config import RolloutConfig
 from tandem.rollout.sampler import SamplerFigures
 from tandem.services.buffer.buffer import Buffer
@@ -55,8 +63,8 @@ class ToldEngine:
         self.sampled_with: dict[tuple[str, int], SamplingParameters] = {}
         self.cancelled: list[tuple[str, int]] = []
         self.may_answer: Callable[[str, int], bool] = lambda key, number: True
-        self.error: Exception | None = None
-        self.finish = "stop"
+        self.errors: dict[tuple[str, int], Exception] = {}
+        self.aborted: set[int] = set()
 
     async def check(self) -> None:
         if self.hangs:
@@ -71,8 +79,8 @@ class ToldEngine:
         self.asked.append((key, trajectory_id))
         self.sampled_with[key, trajectory_id] = sampling
         try:
-            if self.error is not None:
-                raise self.error
+            if (key, trajectory_id) in self.errors:
+                raise self.errors[key, trajectory_id]
             while not self.may_answer(key, trajectory_id):
                 await asyncio.sleep(0.01)
         except asyncio.CancelledError:
@@ -81,7 +89,7 @@ class ToldEngine:
         ids = np.append(prompt_ids, np.int32(trajectory_id))
         mask = np.array([0] * len(prompt_ids) + [1], np.uint8)
         segment = Segment(ids, -mask.astype(np.float32), mask, (VersionSpan(len(prompt_ids), 1, 0),))
-        finish: Any = self.finish
+        finish: FinishReason = "abort" if trajectory_id in self.aborted else "stop"
         return Trajectory(trajectory_id, "policy", (segment,), finish, str(trajectory_id), sampling)
 
 
@@ -184,21 +192,6 @@ def test_a_greedy_answer_is_saved_and_resumed_like_the_others(buffer: Buffer, fi
     assert [role for _, role, _ in rows] == ["policy"] * 3 + ["baseline"]
 
 
-def test_a_greedy_answer_aborted_by_the_engine_is_not_passed_on(buffer: Buffer) -> None:
-    offer(buffer, prompt(0))
-    engine = ToldEngine()
-    answer = engine.sample_one
-
-    async def sample_one(ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = "") -> Trajectory:
-        row = await answer(ids, sampling, trajectory_id=trajectory_id, key=key)
-        return replace(row, finish_reason="abort") if trajectory_id == 3 else row
-
-    engine.sample_one = sample_one  # type: ignore[method-assign]
-    dropped = "dropped:sampling_failed"
-    run_worker(buffer, engine, lambda: buffer.counts().get(dropped, 0) == 1, with_baselines=True)
-    assert buffer.counts()["generated_waiting"] == 0
-
-
 def test_a_holder_that_dies_loses_only_unfinished_answers(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
@@ -218,21 +211,6 @@ def test_a_holder_that_dies_loses_only_unfinished_answers(buffer: Buffer) -> Non
     assert sorted(successor.asked) == [("0-0", 0), ("0-0", 2)] and buffer.counts()["leases_expired"] == 1
 
 
-def test_a_lost_lease_ends_the_sampling(buffer: Buffer) -> None:
-    offer(buffer, prompt(0))
-    engine = ToldEngine()
-    engine.may_answer = lambda key, number: False
-
-    async def take_away(worker: SamplingWorker) -> None:
-        worker.loop.paused = True
-        buffer.release(next(iter(worker.loop._held.values())).lease, "test", "voluntary")
-        assert await worker.loop.drained(TIMEOUT)
-
-    worker = run_worker(buffer, engine, lambda: len(engine.asked) == 3, take_away)
-    assert worker.figures()["groups_lost"] == 1
-    assert buffer.counts()["prompts_waiting"] == 1
-
-
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [(DataError("too long"), "dropped:unsampleable"), (UnavailableError("engine"), "dropped:sampling_failed")],
@@ -240,41 +218,28 @@ def test_a_lost_lease_ends_the_sampling(buffer: Buffer) -> None:
 def test_a_group_that_fails_is_released_and_the_others_go_on(buffer: Buffer, error: Exception, outcome: str) -> None:
     offer(buffer, prompt(0), prompt(1))
     engine = ToldEngine()
-    answer = engine.sample_one
-
-    async def sample_one(ids: Any, sampling: SamplingParameters, *, trajectory_id: int, key: str = "") -> Trajectory:
-        if (key, trajectory_id) == ("0-0", 1):
-            raise error
-        return await answer(ids, sampling, trajectory_id=trajectory_id, key=key)
-
-    engine.sample_one = sample_one  # type: ignore[method-assign]
-    run_worker(
-        buffer, engine, lambda: buffer.counts().get(outcome, 0) == 1 and buffer.counts()["generated_waiting"] == 1
-    )
+    engine.errors["0-0", 1] = error
+    wanted = {outcome: 1, "generated_waiting": 1}
+    run_worker(buffer, engine, lambda: wanted.items() <= buffer.counts().items())
 
 
-def test_rows_aborted_by_the_engine_are_never_passed_on(buffer: Buffer) -> None:
+@pytest.mark.parametrize("aborted", [{0, 1, 2}, {3}], ids=["answers", "the greedy answer"])
+def test_rows_aborted_by_the_engine_are_never_passed_on(buffer: Buffer, aborted: set[int]) -> None:
     offer(buffer, prompt(0))
     engine = ToldEngine()
-    engine.finish = "abort"
-    run_worker(buffer, engine, lambda: buffer.counts().get("dropped:sampling_failed", 0) == 1)
+    engine.aborted = aborted
+    run_worker(buffer, engine, lambda: buffer.counts().get("dropped:sampling_failed", 0) == 1, with_baselines=True)
     assert buffer.counts()["generated_waiting"] == 0
 
 
 def test_a_bug_or_a_dead_engine_ends_the_service(buffer: Buffer) -> None:
     offer(buffer, prompt(0))
-    engine = ToldEngine()
-    engine.error = ZeroDivisionError("a bug")
-    with pytest.raises(ZeroDivisionError):
-        run_worker(buffer, engine, lambda: False)
-    engine = ToldEngine()
-    engine.is_dead = True
-    with pytest.raises(UnavailableError, match="process is gone"):
-        run_worker(buffer, engine, lambda: False)
-    engine = ToldEngine()
-    engine.hangs = True
-    with pytest.raises(UnavailableError, match="did not answer"):
-        run_worker(buffer, engine, lambda: False)
+    buggy, dead, hanging = ToldEngine(), ToldEngine(), ToldEngine()
+    buggy.errors["0-0", 0] = ZeroDivisionError("a bug")
+    dead.is_dead = hanging.hangs = True
+    for engine, error in [(buggy, "a bug"), (dead, "process is gone"), (hanging, "did not answer")]:
+        with pytest.raises((ZeroDivisionError, UnavailableError), match=error):
+            run_worker(buffer, engine, lambda: False)
 
 
 def test_a_sampler_without_the_published_version_waits_and_reports_it(buffer: Buffer) -> None:
@@ -292,24 +257,3 @@ def test_a_sampler_without_the_published_version_waits_and_reports_it(buffer: Bu
     started = time.monotonic()
     run_worker(buffer, engine, lambda: time.monotonic() - started > 0.5, look)
     assert "published is 1" in said[0] and len(engine.asked) == 3
-
-
-def test_a_paused_stage_claims_nothing_and_drains(buffer: Buffer) -> None:
-    offer(buffer, prompt(0))
-    engine = ToldEngine()
-    engine.may_answer = lambda key, number: len(engine.asked) >= 3 and released.is_set()
-    released = threading.Event()
-
-    async def act(worker: SamplingWorker) -> None:
-        worker.loop.paused = True
-        assert not await worker.loop.drained(0.1)
-        released.set()
-        assert await worker.loop.drained(TIMEOUT)
-        offer(buffer, prompt(1))
-        await asyncio.sleep(0.8)
-        assert buffer.counts()["prompts_waiting"] == 1 and worker.activity() == "paused"
-        worker.loop.paused = False
-        while buffer.counts()["generated_waiting"] < 2:
-            await asyncio.sleep(0.02)
-
-    run_worker(buffer, engine, lambda: len(engine.asked) == 3, act)
