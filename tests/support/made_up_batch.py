@@ -104,7 +104,7 @@ class MadeUpBatch:
         gradients = torch.zeros(2, self.layout.num_tokens, dtype=torch.float64)
         for rank in range(world_size):
             layout = BatchLayout.of(batch, rank=rank)
-            objective = self._objective(config, layout, rank)
+            objective = self.objective(config, layout, rank)
             for step, cells in enumerate(rank_micro_batches(batch, by_id, rank=rank, device=CPU)):
                 plan = objective.begin_step(step, self.current_N)
                 for number, cell in enumerate(cells):
@@ -117,10 +117,11 @@ class MadeUpBatch:
                     num_tokens += int(plan.keep_N[place].sum())
         return Outcome(loss, gradients[0], gradients[1], num_tokens)
 
-    def _objective(self, config: AlgorithmConfig, layout: BatchLayout, rank: int) -> BatchObjective:
+    def objective(self, config: AlgorithmConfig, layout: BatchLayout | None = None, rank: int = 0) -> BatchObjective:
+        """The objective of a rank; without a layout, of the only one."""
         return BatchObjective(
             config,
-            layout,
+            layout or self.layout,
             self.start,
             self.targets,
             policy_version=VERSION,

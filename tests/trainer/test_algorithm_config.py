@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from typing import Any
+from contextlib import suppress
 
 import pytest
 from hypothesis import assume, given, settings
@@ -83,14 +83,12 @@ def test_names_tables_and_overrides_are_equivalent() -> None:
     assert read("", "trainer.loss.clip_high=0.28").loss == ClippedSurrogateOptions(clip_high=0.28)
 
 
-@pytest.mark.parametrize("name", estimator_models())
-def test_every_estimator_is_selected_by_its_name(name: str) -> None:
-    assert read(f'advantage = "{name}"').advantage == estimator_models()[name]()
-
-
-@pytest.mark.parametrize("name", loss_models())
-def test_every_loss_is_selected_by_its_name(name: str) -> None:
-    assert read(f'loss = "{name}"').loss == loss_models()[name]()
+@pytest.mark.parametrize(
+    ("key", "name", "model"),
+    [("advantage", *pair) for pair in estimator_models().items()] + [("loss", *pair) for pair in loss_models().items()],
+)
+def test_every_estimator_and_loss_is_selected_by_its_name(key: str, name: str, model: type[BaseModel]) -> None:
+    assert getattr(read(f'{key} = "{name}"'), key) == model()
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -215,20 +213,31 @@ def test_only_a_kl_penalty_needs_a_reference_policy() -> None:
     assert not read("[trainer.kl.loss]\ncoefficient = 0.1", "trainer.kl.loss=none").needs_reference
 
 
+KL_REWARD, OVERLONG = "[trainer.kl.reward]", "[trainer.selection.overlong_penalty]\nbuffer_tokens = 4"
+IGNORED, NEGATIVE = "changes the reward, and advantage gdpo", "makes rewards negative, and advantage maxrl"
+
+
 @pytest.mark.parametrize(
-    ("text", "key"),
+    ("name", "text", "line"),
     [
-        ("[trainer.kl.reward]", "kl.reward"),
-        ("[trainer.selection.overlong_penalty]\nbuffer_tokens = 4", "selection.overlong_penalty"),
-        ("[trainer.selection]\nreward_clip = [-1, 1]", "selection.reward_clip"),
+        ("gdpo", KL_REWARD, f"kl.reward {IGNORED}"),
+        ("gdpo", OVERLONG, f"selection.overlong_penalty {IGNORED}"),
+        ("gdpo", "[trainer.selection]\nreward_clip = [-1, 1]", f"selection.reward_clip {IGNORED}"),
+        (
+            "gdpo",
+            "[trainer.selection]\ndrop_zero_variance = true",
+            "selection.drop_zero_variance compares whole rewards, and advantage gdpo their",
+        ),
+        ("maxrl", KL_REWARD, f"kl.reward {NEGATIVE}"),
+        ("maxrl", OVERLONG, f"selection.overlong_penalty {NEGATIVE}"),
     ],
 )
-def test_gdpo_refuses_options_that_change_the_reward(text: str, key: str) -> None:
-    assert complaint(text, "trainer.advantage=gdpo").startswith(
-        f"trainer: {key} changes the reward, and advantage gdpo"
-    )
-    read(text, "trainer.advantage=grpo")
+def test_estimators_refuse_options_on_rewards_that_do_not_fit_them(name: str, text: str, line: str) -> None:
+    assert complaint(text, f"trainer.advantage={name}").startswith(f"trainer: {line}")
+    for other in ("grpo", "dr_grpo"):
+        read(text, f"trainer.advantage={other}")
     assert read("[trainer.kl.loss]", "trainer.advantage=gdpo").needs_components
+    read("[trainer.kl.loss]\n[trainer.selection]\nreward_clip = [0, 1]", "trainer.advantage=maxrl")
 
 
 @pytest.mark.parametrize(
@@ -247,28 +256,6 @@ def test_options_over_the_whole_batch_refuse_loglinear(over: str) -> None:
         assert read(f'correction = "areal_loglinear"\nloss = "{name}"').correction.proximal == "loglinear"
 
 
-def test_gdpo_refuses_drop_zero_variance() -> None:
-    text = "[trainer.selection]\ndrop_zero_variance = true"
-    line = complaint(text, "trainer.advantage=gdpo")
-    assert line.startswith("trainer: selection.drop_zero_variance compares whole rewards, and advantage gdpo their")
-    assert read(text).selection.drop_zero_variance
-
-
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("[trainer.kl.reward]", "kl.reward"),
-        ("[trainer.selection.overlong_penalty]\nbuffer_tokens = 4", "selection.overlong_penalty"),
-    ],
-)
-def test_maxrl_refuses_options_that_make_rewards_negative(text: str, key: str) -> None:
-    assert complaint(text, "trainer.advantage=maxrl").startswith(
-        f"trainer: {key} makes rewards negative, and advantage maxrl"
-    )
-    read(text, "trainer.advantage=dr_grpo")
-    read("[trainer.kl.loss]\n[trainer.selection]\nreward_clip = [0, 1]", "trainer.advantage=maxrl")
-
-
 def check(algorithm: AlgorithmConfig, samples: int = 8, min_scored: int = 0, tokens: int = 256) -> None:
     algorithm.check_sampling(samples_per_prompt=samples, min_scored_samples=min_scored, max_response_tokens=tokens)
 
@@ -276,18 +263,17 @@ def check(algorithm: AlgorithmConfig, samples: int = 8, min_scored: int = 0, tok
 @pytest.mark.parametrize("name", estimator_models())
 def test_a_group_too_small_for_the_estimator_is_refused(name: str) -> None:
     algorithm = read(f'advantage = "{name}"')
-    fewest = max(2, algorithm.min_group_size) if algorithm.advantage.compares_answers else 1
+    fewest_scored = algorithm.advantage.min_group_size
+    fewest = max(2, fewest_scored) if algorithm.advantage.compares_answers else 1
     check(algorithm)
     check(algorithm, fewest)
     if fewest > 1:
         with pytest.raises(ValueError, match=rf"{name} compares {fewest} .*samples_per_prompt \(now {fewest - 1}\)"):
             check(algorithm, fewest - 1)
-    if algorithm.min_group_size > 1:
-        check(algorithm, min_scored=algorithm.min_group_size)
+    check(algorithm, min_scored=fewest_scored)
+    if fewest_scored > 1:
         with pytest.raises(ValueError, match=r"min_scored_samples \(now 1\)"):
             check(algorithm, min_scored=1)
-    else:
-        check(algorithm, min_scored=1)
 
 
 def test_pkpo_needs_k_answers() -> None:
@@ -337,21 +323,14 @@ def algorithms(draw: st.DrawFn) -> Trainer:
         f"trainer.loss={draw(st.sampled_from(sorted(loss_models())))}",
         f"trainer.correction={draw(st.sampled_from(sorted(PRESETS)))}",
     ]
-    values: dict[str, Any] = {}
     for _ in range(draw(st.integers(0, 4))):  # overrides that are not valid together are left out
-        more = (
-            f"trainer.{draw(st.sampled_from(leaves))}={draw(st.sampled_from(['0.3', '2', '1.5', 'true', 'k3', '[]']))}"
-        )
-        attempt: dict[str, Any] = {}
-        try:
-            apply_overrides(attempt, [*overrides, more], Whole)
-            Whole.model_validate(attempt)
-        except (ConfigError, ValidationError):  # a table and a key inside it, or incompatible values
-            continue
-        overrides.append(more)
-    apply_overrides(values, overrides, Whole)
+        value = draw(st.sampled_from(["0.3", "2", "1.5", "true", "k3", "[]"]))
+        more = [*overrides, f"trainer.{draw(st.sampled_from(leaves))}={value}"]
+        with suppress(ConfigError, ValidationError):  # a table and a key inside it, or incompatible values
+            read("", *more)
+            overrides = more
     try:
-        return Whole.model_validate(values).trainer
+        return read("", *overrides)
     except ValidationError:
         assume(False)
         raise
