@@ -70,8 +70,10 @@ def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replay
     check_replay(run)
 
 
-def test_two_zero_3_ranks_train_and_replay(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path, trainer={"num_ranks": 2}, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
+@pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
+def test_two_ranks_that_shard_train_and_replay(tmp_path: Path, backend: str) -> None:
+    trainer = {"num_ranks": 2, "backend": backend}
+    run = WholeRun(tmp_path, trainer=trainer, run={"total_batches": 5}, rollout=HALF_AT_ONCE)
     run.finish()
     check_asynchronous(run)
     check_replay(run)
