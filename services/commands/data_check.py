@@ -58,9 +58,7 @@ class Report:
 def check_file(
     path: str | Path, *, model_path: str | None = None, max_prompt_tokens: int | None = None, chat_template: str = ""
 ) -> Report:
-    """Checks every row. Measures lengths only if a model is given, with its tokenizer and chat template. Raises
-    DataError or ModelError if file, tokenizer or chat template cannot be read.
-    """
+    """Checks every row; with a model, also lengths. Raises DataError or ModelError if something cannot be read."""
     if max_prompt_tokens is not None and model_path is None:
         raise DataError("a limit of prompt tokens needs a model to count them with; add --model FOLDER")
     dataset = Dataset(path)

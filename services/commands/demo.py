@@ -35,9 +35,7 @@ USER_ERROR = 2
 
 
 def main(seed: int, overrides: list[str]) -> int:
-    """Runs the demo in `runs/demo` (or the overridden `run.folder`). Returns the exit code of the run. Raises UserError
-    for bad input; an earlier demo is then not moved.
-    """
+    """Runs the demo in `run.folder`. Returns the run's exit code. After a UserError an earlier demo is in place."""
     if not RECIPE.is_file():
         raise ConfigError(
             f"{RECIPE}: no such file; the demo runs from a clone of the repository, installed with `make setup`"
@@ -94,16 +92,12 @@ def _check_redis(recipe: Recipe) -> None:
         return
     with redis_required(), closing(Buffer(url, run_id, connect_timeout_seconds=REDIS_SECONDS)) as buffer:
         if buffer.exists():
-            raise RunExistsError(
-                f"run {run_id} in Redis at {buffer.place} exists already; give the demo another name: tandem demo "
-                f"run.run_id={run_id}-2"
-            )
+            fault = f"run {run_id} in Redis at {buffer.place} exists already"
+            raise RunExistsError(f"{fault}; give the demo another name: tandem demo run.run_id={run_id}-2")
 
 
 def _set_aside(folder: Path, console: Console) -> None:
-    """Renames the folder of an earlier demo, finished or not, to the next free number, so that it is not overwritten.
-    Raises RunExistsError if that demo is still running, ConfigError if the folder holds something else.
-    """
+    """Renames the folder of an earlier demo to the next free number. Raises UserError if it still runs or is none."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG_FILE).exists() and not (folder / LOCK_FILE).exists():
@@ -148,9 +142,7 @@ def _warm_up(recipe: Recipe, settings: list[str]) -> int:
 
 
 def _child(command: list[str], what: str) -> int:
-    """Runs a child process. Returns 0, or 2 after an error of the user, which the child has printed. Raises TandemError
-    if the child failed otherwise.
-    """
+    """Runs a child. Returns 0, or 2 after a user's error, which the child has printed; else raises TandemError."""
     try:
         # One thread: a second one helps a model this small little and slows it down on a busy machine.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -199,9 +191,7 @@ def _show(folder: Path, seconds: float, console: Console) -> None:
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """Writes the randomly initialised model that the warm-up starts from. Raises EnvironmentLackError if the disk is
-    full.
-    """
+    """Writes the random model that the warm-up starts from. Raises EnvironmentLackError if the disk is full."""
     from tandem.services.data.tiny_model import PLAIN_TEMPLATE, build_tiny_model
 
     with atomic_folder(folder) as begun:

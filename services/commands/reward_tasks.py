@@ -35,9 +35,7 @@ class Choice:
     arguments: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """The rubric as TOML; empty for the service's default. Raises UserError if the file cannot be read or the
-        options contradict one another.
-        """
+        """The rubric as TOML; empty for the service's default. Raises UserError for options that cannot be used."""
         if self.rubric is not None:
             if self.scorer or self.arguments:
                 raise UserError("--rubric and --scorer exclude one another; a rubric's file has its scorers' arguments")
@@ -186,9 +184,7 @@ def print_lines(lines: Iterable[str]) -> None:
 def serve_alone(
     arguments: Sequence[str], *, host: str, port: int | None, redis_url: str, folder: Path, name: str
 ) -> None:
-    """Runs a standalone service until it is stopped. Raises UserError if the configuration, a scorer, the port or Redis
-    cannot be used.
-    """
+    """Runs a standalone service until it is stopped. Raises UserError for an unusable setting, scorer or Redis."""
     from tandem.services.config.recipe import load_service_config
     from tandem.services.process import starting
 

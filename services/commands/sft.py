@@ -54,9 +54,7 @@ def main(recipe: Recipe) -> int:
 
 
 def _check_output(output: Path) -> None:
-    """Checks that the output can be written. An existing model is not replaced, because a run that started from it
-    could no longer be replayed.
-    """
+    """Checks the output. A model is not replaced, since runs that started from it could not be replayed."""
     empty = output.is_dir() and not any(output.iterdir())
     if output.exists() and not empty:
         raise ConfigError(f"sft.output: {output} is there already; move it away, or choose another sft.output")

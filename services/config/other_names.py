@@ -1,6 +1,4 @@
-"""Explains errors of a configuration in one line. For a renamed key, a key of another trainer or one left out on
-purpose, the line names the key to use or gives the reason.
-"""
+"""Explains errors of a configuration in one line, also for renamed keys, other trainers' keys and missing ones."""
 
 from __future__ import annotations
 

@@ -175,9 +175,7 @@ class Recipe(Section):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Loads a TOML recipe or a run's config.json, merged over its `base`, and applies dotted overrides
-    (`trainer.learning_rate=2e-6`). Raises a one-line ConfigError with the fault, its place and the remedy.
-    """
+    """Loads a recipe (TOML or config.json) over its `base`, with dotted overrides. Raises a one-line ConfigError."""
     file = Path(path)
     values = read_values(file)
     apply_overrides(values, overrides, Recipe)

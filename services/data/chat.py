@@ -29,9 +29,7 @@ class RefusedPromptError(Exception):
 
 
 class ChatEncoder:
-    """Tokenises chat messages as the model expects them, up to the start of its answer. Raises ModelError if the
-    tokenizer or the chat template is missing or broken.
-    """
+    """Tokenises chat messages up to the start of the answer. Raises ModelError for a broken tokenizer or template."""
 
     def __init__(self, model_path: str, chat_template: str = "") -> None:
         self._tokenizer = load_tokenizer(model_path)
@@ -51,9 +49,7 @@ class ChatEncoder:
                 raise ModelError(f"{fault}; mend the template") from None
 
     def encode(self, messages: Sequence[Mapping[str, object]]) -> NDArray[np.int32]:
-        """Token ids of the messages and the start of the assistant's turn, (T,) int32. Raises RefusedPromptError if the
-        template or the tokenizer rejects the messages.
-        """
+        """Token ids up to the start of the answer, (T,) int32. Raises RefusedPromptError if the template refuses."""
         try:
             chat = [dict(message) for message in messages]
             text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -84,10 +80,8 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
         return tokenizer
     except Exception as error:  # the tokenizers library raises bare Exceptions for a file it cannot parse
         reason = " ".join(str(error).split())
-        raise ModelError(
-            f"model.path {model_path}: its tokenizer cannot be loaded ({type(error).__name__}: {reason[:300]}); "
-            "the folder must hold tokenizer.json or what AutoTokenizer needs"
-        ) from error
+        fault = f"model.path {model_path}: its tokenizer cannot be loaded ({type(error).__name__}: {reason[:300]})"
+        raise ModelError(f"{fault}; the folder must hold tokenizer.json or what AutoTokenizer needs") from error
 
 
 def _is_qwen_tokenizer(folder: Path) -> bool:

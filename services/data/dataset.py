@@ -106,9 +106,7 @@ def _table_row(index: int, table: pa.RecordBatch | pa.Table) -> Mapping[str, obj
 
 
 class Dataset:
-    """An open dataset file. Rows are parsed on access. Raises DataError if the file is missing or damaged, is neither
-    Parquet nor JSON lines, lacks a column, or has no rows.
-    """
+    """An open dataset file. Rows are parsed on access. Raises DataError if it is damaged or lacks columns or rows."""
 
     def __init__(self, path: str | Path) -> None:
         self.file = Path(path)
@@ -138,10 +136,8 @@ class Dataset:
         truths = ("reward_model", *TRUTH_COLUMNS)
         missing = "prompt" if "prompt" not in columns else "" if set(truths) & set(columns) else " or ".join(truths)
         if missing:
-            raise DataError(
-                f"dataset {self.file} has no column {missing} (it has {', '.join(columns)}); "
-                f"write it in verl's columns ({', '.join(COLUMNS)}) or TRL's (prompt, answer)"
-            )
+            fault = f"dataset {self.file} has no column {missing} (it has {', '.join(columns)})"
+            raise DataError(f"{fault}; write it in verl's columns ({', '.join(COLUMNS)}) or TRL's (prompt, answer)")
         try:
             table = parquet.read(columns=[name for name in READ_COLUMNS if name in columns])
         except (pa.ArrowException, OSError) as error:

@@ -79,9 +79,7 @@ class ScoreFile:
         self._partial_path.unlink(missing_ok=True)
 
     def add(self, first_item: int, scores: Sequence[Score]) -> None:
-        """Adds the results of consecutive items. Raises DataError if there are more components than 1,000, too many for
-        Parquet columns.
-        """
+        """Adds results of consecutive items. Raises DataError for over 1,000 components, too many for columns."""
         if not scores:
             return
         for score in scores:

@@ -43,9 +43,7 @@ class ChildSpec:
 
 
 class RestartPolicy:
-    """Waits 0.5, 1, 2 and 4 s before restarts, and gives up after five failures in a row, without progress of the run
-    and without a life of two minutes in between.
-    """
+    """Waits 0.5, 1, 2 and 4 s before restarts; gives up after five failures without progress or two steady minutes."""
 
     def __init__(self) -> None:
         self.deaths = 0
@@ -85,9 +83,7 @@ class Child:
         return process.pid if process is not None else 0
 
     def start(self) -> None:
-        """Starts the process in its own session, so that Ctrl-C reaches only the supervisor, which stops the children
-        in order. Raises EnvironmentLackError if the log file cannot be written.
-        """
+        """Starts the process in its own session, out of reach of Ctrl-C. Raises EnvironmentLackError without a log."""
         assert self._process is None, f"{self.name} is already running"
         environment = {
             **{name: value for name, value in os.environ.items() if name not in RANK_VARIABLES},

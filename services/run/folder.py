@@ -137,9 +137,7 @@ def redis_required() -> Iterator[None]:
 
 
 def redis_url_of(recipe: Recipe) -> str:
-    """The Redis URL of a run: the configured one, else that of the running supervisor's embedded Redis. Raises
-    EnvironmentLackError if there is neither.
-    """
+    """The Redis URL: as configured, else of the running supervisor. Raises EnvironmentLackError if there is none."""
     if url := external_redis_url(recipe):
         return url
     if address := running(recipe.folder):

@@ -1,6 +1,4 @@
-"""The metrics of a run: metrics.jsonl and evaluations.jsonl (one JSON object per line), TensorBoard events, and
-summary.json with the figures of the whole run.
-"""
+"""The metrics of a run: metrics.jsonl, evaluations.jsonl (one JSON object per line), TensorBoard and summary.json."""
 
 from __future__ import annotations
 

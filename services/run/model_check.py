@@ -1,6 +1,4 @@
-"""Checks a model folder without loading the model: files, architecture, tokenizer, chat template, layers and size, and
-whether critic, adapters and prompts fit it. Imports no torch.
-"""
+"""Checks a model folder, and whether critic, adapters and prompts fit it, without loading the model or torch."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class ModelFacts:
 
 
 def check_model(recipe: Recipe) -> ModelFacts | None:
-    """Checks what samplers, trainer and feed need of `[model]`; raises a one-line ModelError. None for a hub model that
-    is not downloaded yet.
-    """
+    """Checks `[model]`; raises a one-line ModelError. None for a hub model that is not downloaded yet."""
     _check_given_template(recipe.model.chat_template)
     folder = _model_folder(recipe.model.path, "model.path")
     if folder is None:
@@ -65,9 +61,7 @@ def check_model(recipe: Recipe) -> ModelFacts | None:
 
 
 def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
-    """Checks `trainer.critic.path` against the policy's model; raises a one-line ModelError. Returns the critic's
-    number of parameters, 0 if there is no critic or its size is unknown.
-    """
+    """Checks `trainer.critic`; raises ModelError. Returns its number of parameters, 0 if there is none or unknown."""
     path = recipe.trainer.critic.path
     if not recipe.trainer.needs_critic:
         return 0
@@ -81,17 +75,13 @@ def check_critic(recipe: Recipe, policy: ModelFacts | None) -> int:
     _check_length(recipe, config, what)
     vocabulary = _vocabulary(config)
     if policy is not None and 0 < vocabulary < policy.vocabulary:
-        raise ModelError(
-            f"{what}: it knows {vocabulary} tokens and the policy {policy.vocabulary}; "
-            "name a model with the policy's tokenizer"
-        )
+        fault = f"{what}: it knows {vocabulary} tokens and the policy {policy.vocabulary}"
+        raise ModelError(f"{fault}; name a model with the policy's tokenizer")
     return _weights(folder, config, what)[0]
 
 
 def check_adapters(recipe: Recipe, policy: ModelFacts | None) -> None:
-    """Checks that the model, if its layers are known, has those of `trainer.lora.target_modules`; raises ConfigError if
-    it lacks one.
-    """
+    """Raises ConfigError if the model, whose layers are known, lacks one of `trainer.lora.target_modules`."""
     lora = recipe.trainer.lora
     if lora is None or isinstance(lora.target_modules, str) or policy is None or not policy.layers:
         return
@@ -210,10 +200,8 @@ def _architecture(folder: Path, config: Mapping[str, object], engine: str) -> st
         )
     known = find_engine(engine).known_architectures()
     if known and named[0] not in known:
-        raise ModelError(
-            f"model.path {folder}: the installed {engine} knows no text model {named[0]}{_nearest(named[0], known)}; "
-            "choose a causal language model it supports, or another rollout.engine"
-        )
+        fault = f"model.path {folder}: the installed {engine} knows no text model {named[0]}{_nearest(named[0], known)}"
+        raise ModelError(f"{fault}; choose a causal language model it supports, or another rollout.engine")
     return named[0]
 
 

@@ -113,10 +113,8 @@ def check_run_folder(recipe: Recipe, *, resume: bool) -> None:
     if resume:
         check_resumable(recipe)
     elif (folder / CONFIG_FILE).exists() and step_taken(folder):
-        raise RunExistsError(
-            f"run folder {folder} already holds a run; add --resume to go on with it, choose another run.run_id, or "
-            "delete the folder"
-        )
+        fault = f"run folder {folder} already holds a run"
+        raise RunExistsError(f"{fault}; add --resume to go on with it, choose another run.run_id, or delete the folder")
 
 
 def check_dataset(recipe: Recipe) -> None:
@@ -145,15 +143,11 @@ def check_backend(recipe: Recipe) -> None:
     wanted = gpus_wanted(recipe)
     if backend == "nccl" and wanted > len(gpus):
         keys = "trainer.num_ranks + rollout.num_replicas × rollout.tensor_parallel_size"
-        raise ConfigError(
-            f"weights.backend=nccl needs {wanted} GPUs ({keys}), this machine shows {len(gpus)}; lower these, or share "
-            "one GPU with weights.backend=ipc"
-        )
+        fault = f"weights.backend=nccl needs {wanted} GPUs ({keys}), this machine shows {len(gpus)}"
+        raise ConfigError(f"{fault}; lower these, or share one GPU with weights.backend=ipc")
     if recipe.trainer.num_nodes > 1 and not external_redis_url(recipe):
-        raise ConfigError(
-            "trainer.num_nodes > 1 needs a Redis that every machine reaches; set run.redis_url or TANDEM_REDIS_URL, "
-            "an embedded one listens on a unix socket"
-        )
+        fault = "trainer.num_nodes > 1 needs a Redis that every machine reaches"
+        raise ConfigError(f"{fault}; set run.redis_url or TANDEM_REDIS_URL, an embedded one listens on a unix socket")
 
 
 def check_ports(recipe: Recipe) -> None:
@@ -190,9 +184,7 @@ def check_disk(recipe: Recipe, facts: ModelFacts | None) -> None:
 
 
 def disk_need_bytes(recipe: Recipe, facts: ModelFacts | None) -> float:
-    """Estimates what a run writes: checkpoints, exports (without adapters), jobs, and payloads of half the maximum
-    length.
-    """
+    """Estimates what a run writes, with payloads of half the maximum length. Adapters are not counted."""
     run, trainer = recipe.run, recipe.trainer
     group = recipe.rows_per_group * recipe.max_model_tokens / 2 * 12
     payloads = group * (run.total_batches * run.groups_per_batch + _LOG_COPIES * recipe.credits)
@@ -218,9 +210,7 @@ def job_bytes(recipe: Recipe) -> int:
 
 
 def check_job_room(jobs: JobsConfig, folder: Path) -> None:
-    """Checks that memory and disk can hold the jobs of an embedded Redis in this folder; raises EnvironmentLackError
-    if they cannot.
-    """
+    """Checks that memory and disk can hold the jobs of an embedded Redis in this folder."""
     lower = "lower jobs.max_unscored_bytes or jobs.max_result_bytes"
     need, free = jobs.redis_bytes, free_memory_bytes()
     if need > free:
@@ -286,9 +276,7 @@ def free_memory_bytes() -> float:
 
 
 def check_redis(recipe: Recipe) -> None:
-    """Checks that the Redis the user named answers and does not evict keys, or else that redis-server is installed.
-    Prints a warning for each setting of that Redis with which it may lose data.
-    """
+    """Checks that the user's Redis answers and keeps its keys, printing warnings, or that redis-server is installed."""
     url = external_redis_url(recipe)
     if not url:
         from tandem.services.buffer.redis_server import find_redis_server
@@ -320,21 +308,15 @@ def _check_components(recipe: Recipe, rubric: Rubric) -> None:
     weights, names = getattr(recipe.trainer.advantage, "weights", ()), ", ".join(sorted(components))
     file, estimator = recipe.reward.rubric, f"trainer.advantage {recipe.trainer.advantage.name}"
     if weights and len(weights) != len(components):
-        raise ConfigError(
-            f"trainer.advantage.weights has {len(weights)} entries for the {len(components)} components of {file}; "
-            f"give one for each of {names}, in this order"
-        )
+        fault = f"trainer.advantage.weights has {len(weights)} entries for the {len(components)} components of {file}"
+        raise ConfigError(f"{fault}; give one for each of {names}, in this order")
     for name, component in components.items():
         if component.optional:
-            raise ConfigError(
-                f"{file}: component {name} is optional, and {estimator} needs it in every row; take optional away, or "
-                "choose another estimator"
-            )
+            fault = f"{file}: component {name} is optional, and {estimator} needs it in every row"
+            raise ConfigError(f"{fault}; take optional away, or choose another estimator")
         if component.weight == 0 and not weights:
-            raise ConfigError(
-                f"{file}: component {name} has weight 0, and {estimator} would train on it; give "
-                f"trainer.advantage.weights, for {names} in this order"
-            )
+            fault = f"{file}: component {name} has weight 0, and {estimator} would train on it"
+            raise ConfigError(f"{fault}; give trainer.advantage.weights, for {names} in this order")
 
 
 def _ports(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
@@ -354,10 +336,8 @@ def _check_port(host: str, key: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
     except (OSError, OverflowError) as error:
-        raise EnvironmentLackError(
-            f"{key}: cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error}); "
-            f"end what uses it, choose another {key}, or 0 for a free one"
-        ) from None
+        fault = f"{key}: cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error})"
+        raise EnvironmentLackError(f"{fault}; end what uses it, choose another {key}, or 0 for a free one") from None
 
 
 def _size(num_bytes: float) -> str:

@@ -156,9 +156,7 @@ class ProcessGroup:
         return None
 
     def _stop_children(self) -> None:
-        """Sends SIGTERM, then SIGKILL to children that run 6 s later or at a second request, and kills what they left
-        behind.
-        """
+        """Sends SIGTERM, after 6 s or at a second request SIGKILL, and kills what the children left behind."""
         deadline = time.monotonic() + SIGKILL_AFTER_SECONDS
         for child in sorted(self.children, key=lambda child: [*SERVICE_ORDER, child.service].index(child.service)):
             child.terminate()

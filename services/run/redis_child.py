@@ -38,9 +38,7 @@ class RedisChild:
         self._server.stop(STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
-        """Restarts the server if it has died. Raises EnvironmentLackError if the disk is full, UnavailableError at the
-        fifth death in a row.
-        """
+        """Restarts a dead server. Raises EnvironmentLackError on a full disk, UnavailableError at the fifth death."""
         assert self._server is not None
         if self._server.alive:
             return

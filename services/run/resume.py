@@ -14,50 +14,21 @@ from tandem.reward.options.tree import shape_at
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, EXPORTS_FOLDER, HF_FOLDER, resume_command
 
-FREE = frozenset(
-    {
-        # Location and length of the run, and how far sampling runs ahead.
-        "run.folder",
-        "run.total_batches",  # unless the learning-rate schedule depends on it
-        "run.staleness_budget",
-        "run.hard_staleness_cap",
-        "run.max_consecutive_drops",
-        "run.redis_url",
-        "run.host",
-        "run.metrics_to_tensorboard",
-        "data.eval_file",
-        "data.max_epochs",
-        # Sampling and scoring: the record of a batch holds the answers, temperature, lengths and rewards.
-        "rollout.engine",
-        "rollout.num_replicas",
-        "rollout.samples_per_prompt",
-        "rollout.temperature",
-        "rollout.stop",
-        "rollout.tensor_parallel_size",
-        "rollout.max_groups_in_flight",
-        "rollout.kv_cache_bytes",
-        "rollout.gpu_memory_fraction",
-        "rollout.lease_seconds",
-        "rollout.port",
-        "reward",
-        "jobs",
-        # Trainer settings that do not affect the weights. Micro-batches are in the record, too.
-        "trainer.rendezvous",
-        "trainer.tokens_per_micro_batch",
-        "trainer.max_consecutive_rejections",
-        "trainer.max_skipped_batches",
-        "trainer.checkpoint_every",
-        "trainer.keep_checkpoints",
-        "trainer.export_every",
-        "trainer.evaluate_every",
-        "trainer.collective_timeout_seconds",
-        "trainer.port",
-        # Not weights.bucket_bytes: a replay compares digests that are computed per bucket.
-        "weights.backend",
-        "weights.deadline_seconds",
-        "sft",
-    }
-)
+_KEYS = {
+    # How far sampling runs ahead; the length, unless the learning-rate schedule depends on it.
+    "run": "folder total_batches staleness_budget hard_staleness_cap max_consecutive_drops redis_url host "
+    "metrics_to_tensorboard",
+    "data": "eval_file max_epochs",
+    # The record of a batch holds the answers, temperature, lengths and rewards.
+    "rollout": "engine num_replicas samples_per_prompt temperature stop tensor_parallel_size max_groups_in_flight "
+    "kv_cache_bytes gpu_memory_fraction lease_seconds port",
+    # Micro-batches are in the record, too.
+    "trainer": "rendezvous tokens_per_micro_batch max_consecutive_rejections max_skipped_batches checkpoint_every "
+    "keep_checkpoints export_every evaluate_every collective_timeout_seconds port",
+    # Not bucket_bytes: a replay compares digests that are computed per bucket.
+    "weights": "backend deadline_seconds",
+}
+FREE = frozenset({"reward", "jobs", "sft"} | {f"{table}.{key}" for table in _KEYS for key in _KEYS[table].split()})
 """Keys and sections that a resumed run may change. `test_replay.py` replays a run with a changed value for each."""
 
 

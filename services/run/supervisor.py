@@ -1,7 +1,4 @@
-"""`tandem run`: starts all services on this machine, restarts those that die, and stops all when the run ends.
-
-No training data passes through the supervisor.
-"""
+"""`tandem run`: starts all services on this machine, restarts those that die, and stops all when the run ends."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,14 @@ import pytest
 
 from benchmarks.staleness_report import Cell, difference, interval, table, verdicts
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 SCRIPTS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py") if "\ndef main(" in file.read_text())
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_answers_help(script: str) -> None:
-    command = [sys.executable, f"benchmarks/{script}", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python(f"benchmarks/{script}", "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: {script}")
 
@@ -77,8 +75,7 @@ def test_a_study_that_ended_early_fails_with_the_reason(tmp_path: Path) -> None:
     """A study fails without a run or with one of two seeds; a plan without the judged cells may be complete."""
     output = tmp_path / "record.json"
     paths = ["--folder", str(tmp_path), "--output", str(output)]
-    command = [sys.executable, "benchmarks/staleness.py", "--minutes", "-1", *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("benchmarks/staleness.py", "--minutes", "-1", *paths)
     assert done.returncode == 1, done.stderr
     told = "NOT FINISHED: 60 of 60 planned runs are missing."
     assert told in done.stdout and told in output.with_suffix(".md").read_text()

@@ -15,18 +15,8 @@ from tandem.services.config import Recipe, load_recipe
 from tests.project.house import table
 from tests.support.paths import ROOT
 
-DOCUMENTS = [
-    ROOT / name
-    for name in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/architecture.md",
-        "docs/algorithms.md",
-        "docs/plugins.md",
-        "docs/reward.md",
-        "docs/sandbox.md",
-    )
-]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("architecture", "algorithms", "plugins", "reward", "sandbox")]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 TEXT = {file: file.read_text() for file in DOCUMENTS}
 KEY = r"(?:run|model|data|rollout|reward|jobs|trainer|weights|sft)(?:\.[a-z_]+)+"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from tandem.services.data.tiny_model import build_tiny_model
 from tandem.trainer.estimators.options import estimator_models
 from tandem.trainer.policy_losses.options import loss_models
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 GSM8K_RECIPES = [file for file in RECIPES if file.stem != "arithmetic"]
@@ -38,20 +38,15 @@ def write_gsm8k(folder: Path) -> None:
     """Writes six rows per split in GSM8K's published format, one of them without an answer."""
     folder.mkdir()
     for split in ("train", "test"):
-        rows = [
-            {
-                "question": f"Ann has {n} pens and buys 1,000 more. How many?",
-                "answer": f"{n}+1000=<<{n}+1000={n + 1000}>>\n#### {n + 1000:,}",
-            }
-            for n in range(5)
-        ]
+        answers = [f"{n}+1000=<<{n}+1000={n + 1000}>>\n#### {n + 1000:,}" for n in range(5)]
+        question = "Ann has {} pens and buys 1,000 more. How many?"
+        rows = [{"question": question.format(n), "answer": answer} for n, answer in enumerate(answers)]
         rows.append({"question": "What?", "answer": "nobody knows"})
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def prepare(source: Path, output: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "prepare_gsm8k.py"), str(source), str(output)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_python(ROOT / "examples" / "prepare_gsm8k.py", source, output)
 
 
 def head(file: Path) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 from tests.support.wheels import build_wheel, install
 
 PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
@@ -67,11 +66,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(path: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(path)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python(*arguments, cwd=folder, PYTHONPATH=str(path))
 
 
 def write_recipe(folder: Path, more: str) -> None:
@@ -122,11 +117,9 @@ def test_an_unusable_entry_point_is_a_one_line_error_naming_its_package(
 ) -> None:
     write_recipe(tmp_path, "")
     path = add_entry_point(tmp_path, group, name, value)
-    command = (
-        ["config", "recipe.toml"]
-        if group != "tandem.scorers"
-        else ["reward", "serve", "--port", "0", f"reward.scorer={name}"]
-    )
+    command = ["config", "recipe.toml"]
+    if group == "tandem.scorers":
+        command = ["reward", "serve", "--port", "0", f"reward.scorer={name}"]
     done = python(path, tmp_path, "-m", "tandem.services.cli", *command)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith(f"tandem: entry point {group}: {name}")

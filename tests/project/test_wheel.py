@@ -11,7 +11,7 @@ import pytest
 from tandem import RewardClient, Scored, ScoreItem
 from tests.support.paths import ROOT
 from tests.support.reward_process import running_reward
-from tests.support.wheels import SOURCES, build_wheel, copy_sources, fresh_environment
+from tests.support.wheels import SOURCES, build_wheel, copy_sources, fresh_environment, with_extra
 
 SCORE = """
 import sys
@@ -69,18 +69,18 @@ def test_a_base_installation_scores_on_a_running_service(base: tuple[Path, Path]
     assert (done.stdout, done.stderr) == ("0.0 1.0 0.0\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "recipe.toml"], ["reward", "serve"]])
-def test_the_command_in_a_base_installation_names_the_pip_command(
-    base: tuple[Path, Path], arguments: list[str]
+def test_the_command_in_a_base_installation_names_the_pip_command(base: tuple[Path, Path]) -> None:
+    for arguments in (["--help"], ["run", "recipe.toml"], ["reward", "serve"]):
+        done = run_in(base, base[0].parent / "tandem", *arguments)
+        assert done.returncode == 2 and done.stdout == ""
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("tandem: typer is not installed; install it: pip install 'tandem-rl[")
+
+
+def test_the_reward_extra_serves_and_its_errors_name_the_training_extra(
+    base: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    done = run_in(base, base[0].parent / "tandem", *arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("tandem: typer is not installed; install it: pip install 'tandem-rl[")
-
-
-def test_the_reward_extra_serves_and_its_errors_name_the_training_extra(wheel: Path, tmp_path: Path) -> None:
-    environment = fresh_environment(tmp_path / "environment", wheel, "reward")
+    environment = with_extra(tmp_path / "environment", base[0].parents[1], "reward")
     command = environment[0].parent / "tandem"
     process = subprocess.Popen(
         [environment[0], "-I", command, "reward", "serve", "--port", "0", "--folder", tmp_path / "jobs"],

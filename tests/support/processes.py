@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
+from tests.support.paths import ROOT
+
 MARK = "TANDEM_TEST_MARK"
 """An environment variable that all processes started by a command inherit."""
+
+
+def run_python(*arguments: object, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs this interpreter to its end, with these additional environment variables."""
+    command, variables = [sys.executable, *map(str, arguments)], os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100.0, check=False)
 
 
 def has_ended(pid: int) -> bool:

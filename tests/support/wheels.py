@@ -49,24 +49,32 @@ def install(wheel: Path, folder: Path) -> Path:
     return folder
 
 
-def fresh_environment(folder: Path, wheel: Path, extra: str = "") -> tuple[Path, Path]:
-    """A virtual environment with only the wheel and its requirements for this extra.
-
-    Requirements are links to the packages of this environment, so nothing is downloaded.
-
-    Returns:
-        Its interpreter and its site-packages, which passed `pip check`.
-    """
+def fresh_environment(folder: Path, wheel: Path) -> tuple[Path, Path]:
+    """The interpreter and site-packages of a virtual environment with only the wheel and its base requirements."""
     venv.create(folder, symlinks=True, with_pip=False)
+    pip("--python", folder / "bin" / "python", "install", "-q", "--no-index", "--no-deps", "--no-compile", wheel)
+    return link_requirements(folder, "")
+
+
+def with_extra(folder: Path, base: Path, extra: str) -> tuple[Path, Path]:
+    """The interpreter and site-packages of a copy of a fresh environment with the requirements of an extra."""
+    shutil.copytree(base, folder, symlinks=True)
+    return link_requirements(folder, extra)
+
+
+def link_requirements(folder: Path, extra: str) -> tuple[Path, Path]:
+    """Links the packages that the wheel and its extra require to those of this environment: nothing is downloaded.
+
+    Returns the interpreter and the site-packages, which passed `pip check`.
+    """
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python*/site-packages")
-    pip("--python", python, "install", "-q", "--no-index", "--no-deps", "--no-compile", wheel)
     (info,) = site.glob("tandem_rl-*.dist-info")
     lines = (info / "METADATA").read_text().splitlines()
     required = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
     for name in _closure(required, extra):
         for file in distribution(name).files or ():
-            if not file.is_absolute() and ".." not in file.parts:
+            if not file.is_absolute() and ".." not in file.parts and not (site / file).is_symlink():
                 (site / file).parent.mkdir(parents=True, exist_ok=True)
                 (site / file).symlink_to(distribution(name).locate_file(file))
     pip("--python", python, "check")

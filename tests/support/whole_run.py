@@ -72,14 +72,9 @@ class WholeRun:
         self, *arguments: str, deadline: float = RUN_DEADLINE_SECONDS, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs `tandem …` to its end, with these additional environment variables."""
+        command, variables = self.command(*arguments), environment() | variables
         return subprocess.run(
-            self.command(*arguments),
-            cwd=ROOT,
-            env=environment() | variables,
-            capture_output=True,
-            text=True,
-            timeout=deadline,
-            check=False,
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=deadline, check=False
         )
 
     def finish(self, *overrides: str) -> None:
@@ -112,12 +107,8 @@ class WholeRun:
 
     def trained_rows(self) -> list[tuple[int, ScoredTrajectory]]:
         """(version trained into, row) for every recorded row."""
-        return [
-            (version, row)
-            for version, groups in self.records().items()
-            for group in groups
-            for row in group.scored_rows
-        ]
+        records = self.records().items()
+        return [(version, row) for version, groups in records for group in groups for row in group.scored_rows]
 
     def instances(self) -> Counter[str]:
         """How many records each prompt instance is in."""
@@ -131,14 +122,9 @@ class WholeRun:
     def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str], deadline: float = 120.0) -> None:
         end = time.monotonic() + deadline
         while not condition():
-            assert process.poll() is None, (
-                f"ended early with {process.returncode}: "
-                + (self.scratch / "run.out").read_text()[-3000:]
-                + self.logs()
-            )
-            assert time.monotonic() < end, (
-                "waited too long: " + (self.scratch / "run.out").read_text()[-3000:] + self.logs()
-            )
+            if process.poll() is not None or time.monotonic() > end:
+                said = (self.scratch / "run.out").read_text()[-3000:] + self.logs()
+                raise AssertionError(f"waited too long or ended early with {process.returncode}: {said}")
             time.sleep(0.1)
 
 

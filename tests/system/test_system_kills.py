@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -30,15 +31,32 @@ def check_finished(run: WholeRun) -> None:
     assert run.summary()["train_steps"] == TOTAL
 
 
-@pytest.mark.timeout(240)
-def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path)
+def started(folder: Path, steps: int) -> tuple[WholeRun, subprocess.Popen[str]]:
+    """A run that has trained this many batches, and its supervisor."""
+    run = WholeRun(folder)
     supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: len(run.metrics()) >= 6, supervisor)
-    service_process(supervisor, "trainer").kill()
+    run.wait_for(lambda: len(run.metrics()) >= steps, supervisor)
+    return run, supervisor
+
+
+def finish(run: WholeRun, supervisor: subprocess.Popen[str]) -> None:
     run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
     assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
     check_finished(run)
+
+
+def resume(run: WholeRun) -> None:
+    assert processes_of(run) == []
+    done = run.tandem("run", str(run.recipe), "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
+    check_finished(run)
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Path) -> None:
+    run, supervisor = started(tmp_path, 6)
+    service_process(supervisor, "trainer").kill()
+    finish(run, supervisor)
     assert any(line.get("replayed") for line in run.metrics()), "batches after the checkpoint were trained again"
 
 
@@ -46,35 +64,25 @@ def test_a_killed_trainer_is_restarted_and_every_group_trains_once(tmp_path: Pat
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("moment", [1, 6])
 def test_a_killed_tree_is_resumed(tmp_path: Path, moment: int) -> None:
-    run = WholeRun(tmp_path)
-    supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: len(run.metrics()) >= moment, supervisor)
+    run, supervisor = started(tmp_path, moment)
     kill_tree(supervisor)
-    assert processes_of(run) == []
-    done = run.tandem("run", str(run.recipe), "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
-    check_finished(run)
+    resume(run)
 
 
 @pytest.mark.system
 @pytest.mark.timeout(300)
 def test_a_run_survives_kills_of_every_other_service(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path)
-    supervisor = run.start("run", str(run.recipe))
+    run, supervisor = started(tmp_path, 2)
     for moment, service in enumerate(("feed", "reward", "rollout"), 2):
         run.wait_for(lambda moment=moment: len(run.metrics()) >= moment, supervisor)
         service_process(supervisor, service).kill()
-    run.wait_for(lambda: (run.folder / "summary.json").exists(), supervisor)
-    assert supervisor.wait(30) == 0, (run.scratch / "run.out").read_text() + run.logs()
-    check_finished(run)
+    finish(run, supervisor)
 
 
 @pytest.mark.system
 @pytest.mark.timeout(200)
 def test_no_process_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path)
-    supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
+    run, supervisor = started(tmp_path, 2)
     below = psutil.Process(supervisor.pid).children(recursive=True)
     assert len(below) >= 5, "redis, feed, rollout and its engine, reward, trainer"
     supervisor.kill()
@@ -87,14 +95,9 @@ def test_no_process_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 @pytest.mark.system
 @pytest.mark.timeout(200)
 def test_ctrl_c_ends_everything_and_the_run_can_be_resumed(tmp_path: Path) -> None:
-    run = WholeRun(tmp_path)
-    supervisor = run.start("run", str(run.recipe))
-    run.wait_for(lambda: len(run.metrics()) >= 2, supervisor)
+    run, supervisor = started(tmp_path, 2)
     below = psutil.Process(supervisor.pid).children(recursive=True)
     supervisor.send_signal(signal.SIGINT)
     assert supervisor.wait(STOP_SECONDS) == 130, (run.scratch / "run.out").read_text()
     assert psutil.wait_procs(below, timeout=1)[1] == []
-    assert processes_of(run) == []
-    done = run.tandem("run", str(run.recipe), "--resume")
-    assert done.returncode == 0, done.stdout + done.stderr + run.logs()
-    check_finished(run)
+    resume(run)

@@ -1,4 +1,7 @@
-"""Bad input to the real command: exit code 2, one line with the fault, place and remedy, and no process left."""
+"""Bad input to the real command: exit code 2, one line with the fault, place and remedy, and no process left.
+
+Each case takes a second, so there is one per kind; `tests/services/run/test_preflight.py` has all of them.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,6 @@ from tests.support.processes import MARK, carriers
 from tests.support.run_inputs import recipe_of, small_values
 
 DEADLINE_SECONDS = 60.0
-SLOW = pytest.mark.slow
-"""Each case takes a second, so there is one per kind; `tests/services/run/test_preflight.py` has all of them."""
 
 
 @pytest.fixture
@@ -93,49 +94,30 @@ def nothing(folder: Path) -> None:
     """Only the override is bad."""
 
 
+BAD_TEMPLATE, BAD_FUNCTION = "a\n{% for m in %}", "raise RuntimeError('not today')"
+CASES: list[tuple[Callable[[Path], object], str, list[str]]] = [
+    (lambda folder: (folder / "recipe.json").unlink(), "", ["recipe.json", "no such file"]),
+    (nothing, "trainer.learningrate=1", ["did you mean trainer.learning_rate?"]),
+    (old_run, "", ["/run already holds a run", "--resume"]),
+    (nothing, "data.train_file=gone.parquet", ["gone.parquet", "no such file"]),
+    (write(BAD_TEMPLATE, "chat.jinja"), "model.chat_template=chat.jinja", ["chat.jinja, line 2", "mend"]),
+    (nothing, "model.path=models/gone", ["model.path models/gone", "no such folder"]),
+    (nothing, "data.max_prompt_tokens=2", ["train.jsonl has no usable row", "has 7 tokens"]),
+    (nothing, f"rollout.kv_cache_bytes={1 << 50}", ["memory", "lower rollout.kv"]),
+    (write(BAD_FUNCTION, "mine.py"), "reward.scorer=mine.py:score", ["mine.py", "not today"]),
+    (nothing, "run.redis_url=unix:///nowhere/redis.sock", ["/nowhere/redis.sock", "start it"]),
+]
+SLOW_CASES: list[tuple[Callable[[Path], object], str, list[str]]] = [
+    (write("{", "recipe.json"), "", ["recipe.json", "not valid JSON"]),
+    (write("a\n", "train.jsonl"), "", ["train.jsonl", "neither Parquet nor"]),
+    (nothing, "model.chat_template=gone.jinja", ["gone.jinja", "cannot be read"]),
+    (cut_weights, "", ["model.safetensors", "cut short", "copy or save"]),
+    (nothing, "reward.scorer=gone.py:score", ["reward.", "gone.py is no file"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("damage", "override", "says"),
-    [
-        pytest.param(lambda f: (f / "recipe.json").unlink(), "", ["recipe.json", "no such file"], id="no recipe"),
-        pytest.param(
-            write("{", "recipe.json"), "", ["recipe.json", "not valid JSON"], id="malformed recipe", marks=SLOW
-        ),
-        pytest.param(nothing, "trainer.learningrate=1", ["did you mean trainer.learning_rate?"], id="unknown key"),
-        pytest.param(old_run, "", ["/run already holds a run", "--resume"], id="run folder exists"),
-        pytest.param(nothing, "data.train_file=gone.parquet", ["gone.parquet", "no such file"], id="no dataset"),
-        pytest.param(
-            write("a\n", "train.jsonl"), "", ["train.jsonl", "neither Parquet nor"], id="malformed dataset", marks=SLOW
-        ),
-        pytest.param(
-            nothing, "model.chat_template=gone.jinja", ["gone.jinja", "cannot be read"], id="no template", marks=SLOW
-        ),
-        pytest.param(
-            write("a\n{% for m in %}", "chat.jinja"),
-            "model.chat_template=chat.jinja",
-            ["chat.jinja, line 2", "mend"],
-            id="malformed template",
-        ),
-        pytest.param(nothing, "model.path=models/gone", ["model.path models/gone", "no such folder"], id="no model"),
-        pytest.param(
-            cut_weights, "", ["model.safetensors", "cut short", "copy or save"], id="malformed model", marks=SLOW
-        ),
-        pytest.param(
-            nothing, "data.max_prompt_tokens=2", ["train.jsonl has no usable row", "has 7 tokens"], id="no prompt fits"
-        ),
-        pytest.param(nothing, f"rollout.kv_cache_bytes={1 << 50}", ["memory", "lower rollout.kv"], id="little memory"),
-        pytest.param(
-            nothing, "reward.scorer=gone.py:score", ["reward.", "gone.py is no file"], id="no function", marks=SLOW
-        ),
-        pytest.param(
-            write("raise RuntimeError('not today')", "mine.py"),
-            "reward.scorer=mine.py:score",
-            ["mine.py", "not today"],
-            id="malformed function",
-        ),
-        pytest.param(
-            nothing, "run.redis_url=unix:///nowhere/redis.sock", ["/nowhere/redis.sock", "start it"], id="no Redis"
-        ),
-    ],
+    ("damage", "override", "says"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 )
 def test_bad_input_is_refused(recipe: Path, damage: Callable[[Path], object], override: str, says: list[str]) -> None:
     damage(recipe.parent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -17,20 +16,13 @@ from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.trainer.launch import torchrun_arguments
 from tests.services.test_imports import COMMANDS
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 from tests.support.run_inputs import recipe_of, small_values, write_dataset
-
-DEADLINE_SECONDS = 60.0
 
 
 def tandem(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tandem.services.cli", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+    variables = {"PYTHONPATH": str(ROOT), "TANDEM_REDIS_URL": "", "HF_HUB_OFFLINE": "1", **environment}
+    return run_python("-m", "tandem.services.cli", *arguments, cwd=cwd, **variables)
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
@@ -58,13 +50,10 @@ def test_help_of_every_command_has_an_example(command: list[str]) -> None:
     assert f"Example: tandem {' '.join(command)}" in " ".join(said.stdout.split())
 
 
-def test_help_lists_every_command() -> None:
+def test_help_lists_every_command_and_is_printed_without_arguments() -> None:
     listed = tandem("--help").stdout
     for command in COMMANDS:
         assert not command or f"  {command[0]} " in listed
-
-
-def test_tandem_without_arguments_prints_help() -> None:
     done = tandem()
     assert "Usage: tandem" in done.stdout + done.stderr
 
@@ -135,9 +124,6 @@ def test_data_check_reports_the_faults_of_a_file(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "{}\n")
     assert tandem("data", "check", str(file)).returncode == 1
     assert "no such file" in complaint(tandem("data", "check", str(tmp_path / "gone")))
-
-
-# --- serve trainer ---------------------------------------------------------------------------------------------------
 
 
 def option(arguments: list[str], name: str) -> str:

@@ -21,6 +21,7 @@ from tandem.services.command_line import run_service
 from tandem.services.commands import demo
 from tandem.services.config import Recipe, dump_recipe, load_recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, LOCK_FILE, RunAddress, RunLock
+from tests.support.processes import run_python
 from tests.support.redis_ring import running_redis
 
 STOPPED = 130
@@ -118,9 +119,8 @@ def test_a_running_demo_is_left_alone(stage: Stage, folder: Path, moment: str) -
             (folder / CONFIG_FILE).write_text("{}")
             lock.publish(RunAddress(pid=os.getpid(), redis_url="unix://nowhere"))
         before = sorted(os.listdir(folder))
-        with pytest.raises(
-            RunExistsError, match=r"demo: another supervisor.* runs in it; .* choose another run\.folder"
-        ):
+        told = r"demo: another supervisor.* runs in it; .* choose another run\.folder"
+        with pytest.raises(RunExistsError, match=told):
             play(folder)
         assert sorted(os.listdir(folder)) == before and os.listdir(folder.parent) == ["demo"]
     assert not stage.commands
@@ -171,13 +171,12 @@ def test_an_error_line_printed_by_a_child_is_not_repeated(
         play(folder)
 
 
-def full(*_arguments: object, **_options: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_full_disk_while_the_model_is_made_is_a_one_line_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_full_disk_while_model_or_data_are_written_is_a_one_line_error(
+    stage: Stage, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     monkeypatch.setattr("tandem.services.data.tiny_model.build_tiny_model", full)
     with pytest.raises(SystemExit) as ended:
         run_service(lambda: demo.make_model(tmp_path / "base", 0))
@@ -185,11 +184,6 @@ def test_a_full_disk_while_the_model_is_made_is_a_one_line_error(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tandem: no space left on the disk of ")
     assert os.listdir(tmp_path) == []
-
-
-def test_a_full_disk_while_the_data_are_written_is_a_one_line_error(
-    stage: Stage, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(demo, "write_task", full)
     with pytest.raises(EnvironmentLackError, match=r"no space left on the disk of .*data"):
         play(folder)
@@ -197,13 +191,7 @@ def test_a_full_disk_while_the_data_are_written_is_a_one_line_error(
 
 def test_the_process_that_makes_the_model_ends_as_every_service_does(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [sys.executable, "-m", "tandem.services.commands.demo", str(tmp_path / "file"), "0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python("-m", "tandem.services.commands.demo", tmp_path / "file", 0)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line == f"tandem: {tmp_path}/file: a file stands where a folder is needed; move it away, or write elsewhere"

@@ -74,24 +74,16 @@ def test_a_bug_in_the_evaluation_keeps_its_traceback(
     assert list(carriers(asleep)) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind", "says"),
-    [
+def test_bad_input_is_found_before_anything_is_started(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "RedisChild", None)  # the first process it starts
+    cases: list[tuple[dict[str, Any], type[UserError], str]] = [
         ({"data": {"eval_file": ""}}, ConfigError, "data.eval_file is empty"),
         ({"model": {"path": "models/gone"}}, ModelError, "models/gone: no such folder"),
         ({"reward": {"scorer": "exakt"}}, ScorerError, "did you mean exact"),
-    ],
-)
-def test_bad_input_is_found_before_anything_is_started(
-    values: dict[str, Any], changes: dict[str, Any], kind: type[UserError], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluate, "RedisChild", None)  # the first process it starts
-    with pytest.raises(kind, match=says):
-        evaluate_recipe(recipe_of(values, **changes))
-
-
-def test_truncated_weights_and_a_used_port_are_found(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "RedisChild", None)
+    ]
+    for changes, kind, says in cases:
+        with pytest.raises(kind, match=says):
+            evaluate_recipe(recipe_of(values, **changes))
     with web_server() as port, pytest.raises(EnvironmentLackError, match=f"rollout.port: cannot listen on .*{port}"):
         evaluate_recipe(recipe_of(values, rollout={"port": port}))
     weights = Path(values["model"]["path"]) / "model.safetensors"

@@ -3,60 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 from tandem.protos.errors import ScorerError, UserError
-from tandem.services.cli import app
 from tandem.services.clients import asynchronous as async_client
 from tandem.services.commands import reward_tasks
 from tandem.services.commands.reward_tasks import Choice
+from tests.services.commands.conftest import complaints, reward
 from tests.support.answer_files import answers, row
 from tests.support.dataset_files import write_lines
-from tests.support.scripted_reward import ScriptedReward, serving
+from tests.support.scripted_reward import ScriptedReward
 
 ROWS = [0.5, 1, "timeout", 2]
 
 
-@pytest.fixture(scope="module")
-def service() -> ScriptedReward:
-    return ScriptedReward()
-
-
-@pytest.fixture(scope="module")
-def address(service: ScriptedReward) -> Iterator[str]:
-    with serving(service) as bound:
-        yield bound
-
-
-@pytest.fixture(autouse=True)
-def at_home(service: ScriptedReward, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_REWARD_ADDRESS", address)
-    service.jobs.clear()
-    service.requests.clear()
-
-
-def reward(*arguments: object, code: int = 0, given: str | None = None) -> Result:
-    done = CliRunner().invoke(app, ["reward", *map(str, arguments)], input=given)
-    assert done.exit_code == code, done.output
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done
-
-
-def complaints(done: Result) -> list[str]:
-    lines = done.stderr.splitlines()
-    assert all(line.startswith("tandem: ") for line in lines)
-    return [line.removeprefix("tandem: ") for line in lines]
-
-
-# --- score -----------------------------------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("service")
 
 
 @pytest.mark.parametrize("name", ["answers.jsonl", "answers.parquet", "answers.json"])
@@ -73,22 +39,15 @@ def test_a_small_file_is_scored_at_once(tmp_path: Path, name: str) -> None:
 
 
 def test_a_request_holds_the_fields_of_its_row_and_the_rubric(service: ScriptedReward, tmp_path: Path) -> None:
-    file = write_lines(
-        tmp_path / "f.jsonl", [row(1, group=7), row(2, answer="3", reward_model=None, ground_truth=[1, "x"])]
-    )
+    rows = [row(1, group=7), row(2, answer="3", reward_model=None, ground_truth=[1, "x"])]
+    file = write_lines(tmp_path / "f.jsonl", rows)
     reward("score", file, "--scorer", "number", "--argument", "scale=2.5", "--argument", "mode=last line")
     (request,) = service.requests
-    assert request.rubric == (
-        '[[components]]\nscorer = "number"\n[components.arguments]\nscale = 2.5\nmode = "last line"\n'
-    )
+    rubric = '[[components]]\nscorer = "number"\n[components.arguments]\nscale = 2.5\nmode = "last line"\n'
+    assert request.rubric == rubric
     first, second = request.items
-    assert (first.data_source, first.solution, first.ground_truth, first.extra_info, first.group) == (
-        "test",
-        "1",
-        '"1"',
-        '{"index": 3}',
-        "7",
-    )
+    assert (first.data_source, first.solution, first.ground_truth) == ("test", "1", '"1"')
+    assert (first.extra_info, first.group) == ('{"index": 3}', "7")
     assert (second.ground_truth, second.group) == ('[1, "x"]', "")
     reward("score", file, "--column", "answer", "--with-prompt", "--group-column", "data_source")
     assert [item.solution for item in service.requests[-1].items] == ["3"]  # the first row has no solution
@@ -104,9 +63,8 @@ def test_standard_input_is_read_to_its_last_line() -> None:
 
 
 def test_a_single_completion_needs_no_file(service: ScriptedReward) -> None:
-    done = reward(
-        "score", "--solution", "0.25", "--ground-truth", "42", "--data-source", "d", "--extra-info", '{"a": 1}'
-    )
+    given = {"--solution": "0.25", "--ground-truth": "42", "--data-source": "d", "--extra-info": '{"a": 1}'}
+    done = reward("score", *(word for pair in given.items() for word in pair))
     assert done.stdout.splitlines() == [
         "0  0.25  group=1",
         "1 item: 1 scored (mean 0.25); scorer: number (the service's default)",
@@ -176,18 +134,12 @@ def test_many_bad_rows_are_reported_in_few_lines(tmp_path: Path) -> None:
 
 
 def test_a_row_without_ground_truth_is_reported_and_sent(service: ScriptedReward, tmp_path: Path) -> None:
-    rows = [
-        row(1),
-        row(2, reward_model={"ground_truth": None}),
-        row(3, reward_model=None),
-        row(4, reward_model={"ground_truth": ""}),
-    ]
+    without: list[Any] = [{"ground_truth": None}, None, {"ground_truth": ""}]
+    rows = [row(1), *(row(number, reward_model=one) for number, one in enumerate(without, 2))]
     file = write_lines(tmp_path / "f.jsonl", rows)
     done = reward("score", file)
-    assert complaints(done) == [
-        f"{file}: 3 rows without reward_model.ground_truth, the first is row "
-        "1; a scorer that needs it gives no score there"
-    ]
+    told = "3 rows without reward_model.ground_truth, the first is row 1; a scorer that needs it gives no score there"
+    assert complaints(done) == [f"{file}: {told}"]
     assert "4 scored" in done.stdout and service.requests[-1].items[1].ground_truth == ""
 
 
@@ -227,18 +179,13 @@ def test_bad_input_is_a_one_line_error_with_exit_code_2(tmp_path: Path) -> None:
         (["results", "gone"], "job gone: there is none"),
         (["cancel", "gone"], "job gone: there is none"),
         (["scorers", "nmber"], "did you mean number?"),
-        (["serve", "a.toml", "b.toml"], "'b.toml' is a second configuration"),
     ]
     for arguments, said in cases:
-        if arguments[0] == "serve":
-            with pytest.raises(UserError, match="second configuration"):
-                reward_tasks.serve_alone(
-                    [str(one) for one in arguments[1:]], host="", port=None, redis_url="", folder=tmp_path, name=""
-                )
-            continue
         done = reward(*arguments, code=2)
         (line,) = complaints(done)
         assert said in line and done.stdout == "", line
+    with pytest.raises(UserError, match=r"'b\.toml' is a second configuration"):
+        reward_tasks.serve_alone(["a.toml", "b.toml"], host="", port=None, redis_url="", folder=tmp_path, name="")
 
 
 def test_a_rubric_that_the_service_refuses_is_a_one_line_error(tmp_path: Path) -> None:
@@ -259,9 +206,6 @@ def test_a_file_too_large_for_score_is_refused(tmp_path: Path, monkeypatch: pyte
     assert "has more than 3 rows; `tandem reward submit`" in line
 
 
-# --- jobs ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_is_scored_as_a_job_into_a_file(service: ScriptedReward, tmp_path: Path) -> None:
     file = answers(tmp_path, *range(1000), name="answers.parquet")
     done = reward("submit", file)
@@ -276,13 +220,8 @@ def test_a_file_is_scored_as_a_job_into_a_file(service: ScriptedReward, tmp_path
     table = pq.read_table(out)
     assert table.column("index").to_pylist() == list(range(1000))
     assert table.column("value").to_pylist() == list(map(float, range(1000)))
-    listed = reward("jobs").stdout.splitlines()
-    assert listed[0].split()[:3] == ["job", "state", "items"] and listed[1].split()[:4] == [
-        "job-0",
-        "done",
-        "1000",
-        "1000",
-    ]
+    head, listed = reward("jobs").stdout.splitlines()
+    assert head.split()[:3] == ["job", "state", "items"] and listed.split()[:4] == ["job-0", "done", "1000", "1000"]
     assert json.loads(reward("jobs", "--json").stdout)["num_scored"] == 1000
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +11,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.protos.errors import DataError, JobError, JobExistsError, JobLimitError
-from tandem.services.cli import app
 from tandem.services.clients import RewardClient
 from tandem.services.commands.reward_display import plain, score_line
 from tandem.services.data.completions import CompletionFile, Fields
 from tandem.services.data.dataset import Dataset, RowFault
+from tests.services.commands.conftest import complaints, reward
 from tests.support.dataset_files import verl_row, write_lines
-from tests.support.scripted_reward import ScriptedReward, serving
+from tests.support.scripted_reward import ScriptedReward
+
+pytestmark = pytest.mark.usefixtures("service")
 
 
-@pytest.fixture(scope="module")
-def service() -> ScriptedReward:
-    return ScriptedReward()
-
-
-@pytest.fixture(scope="module")
-def address(service: ScriptedReward) -> Iterator[str]:
-    with serving(service) as bound:
-        yield bound
-
-
-@pytest.fixture(autouse=True)
-def at_home(service: ScriptedReward, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_REWARD_ADDRESS", address)
-    service.jobs.clear()
-    service.requests.clear()
-
-
-def reward(*arguments: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, ["reward", *map(str, arguments)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    assert done.exit_code == code, done.output
-    return done
-
-
-def complaint(done: Result) -> str:
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("tandem: ")
-    return line.removeprefix("tandem: ")
+def one_complaint(done: Result) -> str:
+    (line,) = complaints(done)
+    return line
 
 
 def written(file: Path, **columns: Any) -> Path:
@@ -130,18 +104,13 @@ def test_a_data_source_that_is_not_text_fails_its_row(tmp_path: Path) -> None:
     assert [one.data_source for one in (second, third) if isinstance(one, ScoreItem)] == ["7", ""]
 
 
-# ---- columns ----
-
-
 def test_a_requested_column_that_is_missing_is_an_error(tmp_path: Path) -> None:
     rows = [{"solution": "1", "question": "q1"}]
-    for file in (
-        write_lines(tmp_path / "f.jsonl", rows),
-        written(tmp_path / "f.parquet", solution=["1"], question=["q1"]),
-    ):
-        said = complaint(reward("score", file, "--group-column", "qestion", code=2))
+    parquet = written(tmp_path / "f.parquet", solution=["1"], question=["q1"])
+    for file in (write_lines(tmp_path / "f.jsonl", rows), parquet):
+        said = one_complaint(reward("score", file, "--group-column", "qestion", code=2))
         assert said == f"dataset {file} has no column 'qestion'; did you mean question?"
-        said = complaint(reward("submit", file, "--with-prompt", code=2))
+        said = one_complaint(reward("submit", file, "--with-prompt", code=2))
         assert said.startswith(f"dataset {file} has no column 'prompt'; it has ")
         (item,) = CompletionFile(file, Fields(group="question"))
         assert isinstance(item, ScoreItem) and item.group == "q1"
@@ -156,9 +125,6 @@ def test_two_columns_with_the_same_name_are_refused(tmp_path: Path) -> None:
         CompletionFile(tmp_path / "f.parquet")
 
 
-# ---- output files ----
-
-
 @pytest.mark.parametrize("command", ["score", "submit", "results"])
 def test_an_unwritable_score_file_is_a_one_line_error_before_any_request(
     service: ScriptedReward, tmp_path: Path, command: str
@@ -169,7 +135,7 @@ def test_an_unwritable_score_file_is_a_one_line_error_before_any_request(
     what = file if command != "results" else next(iter(service.jobs.values())).job_id
     cases = [(tmp_path / "folder.jsonl", "that is a folder"), (tmp_path / f"{'x' * 240}.jsonl", "File name too long")]
     for out, reason in cases:
-        said = complaint(reward(command, what, "--out", out, code=2))
+        said = one_complaint(reward(command, what, "--out", out, code=2))
         assert said.startswith(f"--out {out}: ") and reason in said
     assert not service.requests and len(service.jobs) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.jsonl", "folder.jsonl"]
@@ -181,32 +147,24 @@ def test_the_completions_file_is_not_overwritten(service: ScriptedReward, tmp_pa
     before = file.read_text()
     (tmp_path / "link.jsonl").symlink_to(file)
     for out in (file, tmp_path / "link.jsonl"):
-        said = complaint(reward(command, file, "--out", out, code=2))
+        said = one_complaint(reward(command, file, "--out", out, code=2))
         assert said == f"--out {out}: that is the file of completions itself; name another"
     assert file.read_text() == before and not service.requests and not service.jobs
-
-
-# ---- names ----
 
 
 def test_text_that_is_not_utf_8_is_refused_by_name(tmp_path: Path) -> None:
     """Python decodes arguments and file names that are not UTF-8 to such strings."""
     file, bad = write_lines(tmp_path / "f.jsonl", [{"solution": "1", "ground_truth": "1"}]), "k\udcff"
     for option in ("key", "name"):
-        said = complaint(reward("submit", file, f"--{option}", bad, code=2))
+        said = one_complaint(reward("submit", file, f"--{option}", bad, code=2))
         assert said == f"{option} 'k\\udcff' cannot be encoded in UTF-8"
     for command in ("results", "cancel", "delete"):
-        assert complaint(reward(command, bad, code=2)).startswith("job_id 'k\\udcff' cannot be encoded")
+        assert one_complaint(reward(command, bad, code=2)).startswith("job_id 'k\\udcff' cannot be encoded")
     item = ScoreItem("", "1", None)
     with RewardClient() as client:
-        calls = [
-            lambda: client.score([item], bad),
-            lambda: list(client.score_stream([item], bad)),
-            lambda: client.submit([item], bad),
-        ]
-        for call in calls:
+        for call in (client.score, lambda *given: list(client.score_stream(*given)), client.submit):
             with pytest.raises(DataError, match=r"the rubric 'k\\udcff' cannot be encoded"):
-                call()
+                call([item], bad)
         with pytest.raises(DataError, match="job_id"):
             client.get(bad)
         assert client.score([item]) == [Scored(1.0, {"group": 1.0})]
@@ -233,9 +191,6 @@ def test_control_characters_in_output_are_replaced(service: ScriptedReward, tmp_
     assert score_line(0, Unscored("crashed", "a\r\n\x07b")) == "0  –  crashed: a \ufffdb"
 
 
-# ---- cancelled jobs ----
-
-
 @pytest.mark.parametrize(("error", "code"), [(JobError, 1), (JobLimitError, 2), (JobExistsError, 2)])
 def test_a_job_cancelled_during_submission_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[JobError], code: int
@@ -245,7 +200,7 @@ def test_a_job_cancelled_during_submission_exits_with_1(
 
     monkeypatch.setattr(RewardClient, "submit", refused)
     file = write_lines(tmp_path / "f.jsonl", [{"solution": "1"}])
-    assert complaint(reward("submit", file, code=code)) == "job 0 is CANCELLED with 3 chunks and takes no more"
+    assert one_complaint(reward("submit", file, code=code)) == "job 0 is CANCELLED with 3 chunks and takes no more"
 
 
 def test_submitting_a_cancelled_job_again_is_reported(service: ScriptedReward, tmp_path: Path) -> None:
@@ -253,14 +208,12 @@ def test_submitting_a_cancelled_job_again_is_reported(service: ScriptedReward, t
     file = write_lines(tmp_path / "f.jsonl", rows)
     reward("submit", file)
     reward("cancel", "job-0")
-    told = (
-        "job job-0 was cancelled; to score the file, `tandem reward delete "
-        "job-0` and submit it again, or give another --key"
-    )
-    assert complaint(reward("submit", file, code=1)) == told
-    assert complaint(reward("submit", file, "--watch", code=1)) == told
+    remedy = "to score the file, `tandem reward delete job-0` and submit it again, or give another --key"
+    told = f"job job-0 was cancelled; {remedy}"
+    assert one_complaint(reward("submit", file, code=1)) == told
+    assert one_complaint(reward("submit", file, "--watch", code=1)) == told
     out = tmp_path / "s.jsonl"
-    assert complaint(reward("submit", file, "--out", out, code=1)) == told
+    assert one_complaint(reward("submit", file, "--out", out, code=1)) == told
     assert sum(json.loads(line)["reason"] == "cancelled" for line in out.read_text().splitlines()) == 88
     reward("delete", "job-0")
     reward("submit", file, "--watch")

@@ -51,32 +51,19 @@ def test_a_minimal_recipe_has_every_default(recipe_file: Path) -> None:
 
 
 def test_overrides_win_and_are_typed_as_toml(recipe_file: Path) -> None:
-    recipe = load_recipe(
-        recipe_file,
-        [
-            "trainer.learning_rate=2e-6",
-            "run.staleness_budget=0",
-            "data.shuffle=false",
-            'rollout.stop=["</s>"]',
-            "run.run_id=bare-words_are.text",
-            "reward.arguments.pattern=a=b",
-        ],
-    )
-    assert recipe.trainer.learning_rate == 2e-6
-    assert recipe.run.staleness_budget == 0
+    numbers = ["trainer.learning_rate=2e-6", "run.staleness_budget=0", "data.shuffle=false"]
+    words = ['rollout.stop=["</s>"]', "run.run_id=bare-words_are.text", "reward.arguments.pattern=a=b"]
+    recipe = load_recipe(recipe_file, [*numbers, *words])
+    assert (recipe.trainer.learning_rate, recipe.run.staleness_budget) == (2e-6, 0)
     assert recipe.data.shuffle is False
-    assert recipe.rollout.stop == ("</s>",)
-    assert recipe.run.run_id == "bare-words_are.text"
+    assert (recipe.rollout.stop, recipe.run.run_id) == (("</s>",), "bare-words_are.text")
     assert recipe.reward.arguments == {"pattern": "a=b"}
 
 
-@pytest.mark.parametrize("override", ["learning_rate=1", "trainer.learning_rate", "trainer.=1", ".x=1", "=1", ""])
-def test_a_malformed_override_is_an_error_with_an_example(recipe_file: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match=r"write section\.key=value"):
-        load_recipe(recipe_file, [override])
-
-
-def test_an_override_below_a_value_is_refused(recipe_file: Path) -> None:
+def test_a_malformed_override_is_an_error_with_an_example(recipe_file: Path) -> None:
+    for override in ("learning_rate=1", "trainer.learning_rate", "trainer.=1", ".x=1", "=1", ""):
+        with pytest.raises(ConfigError, match=r"write section\.key=value"):
+            load_recipe(recipe_file, [override])
     with pytest.raises(ConfigError, match="run_id is a value, not a section"):
         load_recipe(recipe_file, ["run.run_id.x=1"])
 
@@ -98,11 +85,8 @@ def test_an_unknown_key_names_the_nearest_known_one(section: str, key: str, near
     assert f"did you mean {nearest}?" in line
 
 
-def test_an_unknown_section_names_the_nearest_known_one() -> None:
+def test_an_unknown_section_names_the_nearest_known_one_or_all_keys() -> None:
     assert "did you mean trainer?" in complaint(minimal(trainr={"learning_rate": 1}))
-
-
-def test_a_key_unlike_any_other_gets_the_list_of_keys() -> None:
     assert "there are run, model, data" in complaint(minimal(zzzzzzzz={"qqqq": 1}))
     line = complaint(minimal(trainer={"qq": 1}))
     assert "unknown key trainer.qq; there are " in line and "num_ranks, num_nodes" in line
@@ -167,32 +151,24 @@ def test_an_inaccessible_recipe_is_named(recipe_file: Path, tmp_path: Path) -> N
             assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_folder_in_place_of_a_recipe_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        load_recipe(tmp_path)
-
-
 def test_a_saved_recipe_reads_back_the_same_and_takes_overrides(tmp_path: Path, recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["trainer.learning_rate=3e-5", 'rollout.stop=["x"]'])
     saved = tmp_path / "config.json"
     saved.write_text(dump_recipe(recipe))
-    assert load_resolved(saved) == recipe
-    assert load_recipe(saved) == recipe
+    assert load_resolved(saved) == load_recipe(saved) == recipe
     assert load_recipe(saved, ["run.seed=7"]).run.seed == 7
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.run.seed = 1  # type: ignore[misc]
 
 
 def test_a_missing_or_broken_saved_recipe_is_a_one_line_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_recipe(tmp_path)
     with pytest.raises(ConfigError, match="a run folder"):
         load_resolved(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         load_resolved(tmp_path / "config.json")
-
-
-def test_a_recipe_cannot_be_changed(recipe_file: Path) -> None:
-    recipe = load_recipe(recipe_file)
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.run.seed = 1  # type: ignore[misc]
 
 
 def test_known_keys_are_the_keys_of_the_models() -> None:

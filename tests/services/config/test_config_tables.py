@@ -133,7 +133,6 @@ def complaint(trainer: Any, *overrides: str) -> str:
 
 
 # --- writing
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_bare_name_is_a_table_and_a_table_without_a_name_has_the_default_one() -> None:
@@ -190,7 +189,6 @@ def test_an_override_below_a_value_or_a_list_is_refused() -> None:
 
 
 # --- faults
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,7 +273,6 @@ def test_any_table_is_read_or_refused_in_one_line(trainer: dict[str, Any]) -> No
 
 
 # --- round trips
-# -------------------------------------------------------------------------------------------------------
 
 some_floats = st.floats(0.0, 1.0)
 losses = st.one_of(
@@ -324,7 +321,6 @@ def test_overrides_key_by_key_give_the_same_table(trainer: Trainer) -> None:
 
 
 # --- documentation of tables
-# ----------------------------------------------------------------------------------------------
 
 
 def test_known_keys_are_those_of_every_choice() -> None:

@@ -57,34 +57,25 @@ def test_a_renamed_key_names_its_new_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert complaint(run={"run_id": "r", "slack": 2}) == f"recipe: {told}"
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
+def test_a_key_of_verl_names_ours_and_the_page_of_names() -> None:
+    for override, key in (
         ("actor_rollout_ref.actor.optim.lr=1e-6", "trainer.learning_rate"),
         ("algorithm.adv_estimator=grpo", "trainer.advantage"),
         ("data.train_batch_size=64", "run.groups_per_batch"),
         ("actor_rollout_ref.rollout.n=8", "rollout.samples_per_prompt"),
         ("trainer.total_epochs=2", "data.max_epochs"),
-    ],
-)
-def test_a_key_of_verl_names_ours_and_the_page_of_names(override: str, key: str) -> None:
-    name = override.partition("=")[0]
-    assert complaint(override) == f"recipe: unknown key {name}: verl's name; write {key} ({PAGE}, has more names)"
+    ):
+        name = override.partition("=")[0]
+        assert complaint(override) == f"recipe: unknown key {name}: verl's name; write {key} ({PAGE}, has more names)"
+    line = complaint("actor_rollout_ref.hybrid_engine=true")
+    assert line == f"recipe: unknown key actor_rollout_ref: verl's name; see {PAGE}"
 
 
-def test_a_section_of_verl_names_the_page_of_names() -> None:
-    assert complaint("actor_rollout_ref.hybrid_engine=true") == (
-        f"recipe: unknown key actor_rollout_ref: verl's name; see {PAGE}"
-    )
-
-
-@pytest.mark.parametrize(
-    "name", ["num_generations", "beta", "max_completion_length", "per_device_train_batch_size", "learning_rate"]
-)
-def test_an_argument_of_trl_names_our_key_and_the_page_of_names(name: str) -> None:
-    told = f"unknown key {name}: TRL's name; write {TRL_KEYS[name]} ({PAGE}, has more names)"
-    assert complaint(**{name: 1}) == f"recipe: {told}"
-    assert told in complaint(f"{name}=1")
+def test_an_argument_of_trl_names_our_key_and_the_page_of_names() -> None:
+    for name in ("num_generations", "beta", "max_completion_length", "per_device_train_batch_size", "learning_rate"):
+        told = f"unknown key {name}: TRL's name; write {TRL_KEYS[name]} ({PAGE}, has more names)"
+        assert complaint(**{name: 1}) == f"recipe: {told}"
+        assert told in complaint(f"{name}=1")
 
 
 def test_a_sampling_filter_is_an_error_with_the_reason() -> None:
@@ -94,20 +85,16 @@ def test_a_sampling_filter_is_an_error_with_the_reason() -> None:
 
 
 def test_one_text_in_place_of_a_list_is_an_error_with_an_example() -> None:
-    assert complaint("rollout.stop=abc") == (
-        "recipe: rollout.stop: should be a list of text (got 'abc'); write stop = [\"abc\"]"
-    )
+    line = complaint("rollout.stop=abc")
+    assert line == "recipe: rollout.stop: should be a list of text (got 'abc'); write stop = [\"abc\"]"
 
 
 def test_none_removes_an_optional_text() -> None:
-    given = values()
-    given["data"]["eval_file"] = "eval.parquet"
-    apply_overrides(given, ["data.eval_file=none"], Recipe)
-    assert parse_recipe(given).data.eval_file == ""
+    assert recipe("data.eval_file=eval.parquet", "data.eval_file=none").data.eval_file == ""
     assert recipe("run.folder=none").run.folder == "runs/r"
     assert recipe("trainer.correction.weights.level=none").trainer.correction.weights.level == "none"
 
 
-@pytest.mark.parametrize("key", ["model.path", "run.run_id", "run.host", "reward.scorer"])
-def test_none_is_refused_for_a_required_text(key: str) -> None:
-    assert complaint(f"{key}=none") == f"override '{key}=none': {key} needs a value and cannot be none"
+def test_none_is_refused_for_a_required_text() -> None:
+    for key in ("model.path", "run.run_id", "run.host", "reward.scorer"):
+        assert complaint(f"{key}=none") == f"override '{key}=none': {key} needs a value and cannot be none"

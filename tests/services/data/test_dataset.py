@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from tandem.services.config import parse_recipe
 from tandem.services.data.chat import ChatEncoder
 from tandem.services.data.dataset import Dataset, Row, RowFault, load_prompts, parse_row
 from tests.support.dataset_files import BAD_ROWS, chat_folder, verl_row, write_lines, write_parquet
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 from tests.support.tiny_model import CHAT_TEMPLATE, VOCABULARY
 
 SAMPLING = SamplingParameters(max_tokens=8)
@@ -49,10 +47,8 @@ def decoded(ids: Any) -> str:
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_verls_files_load_unchanged(tmp_path: Path, model: Path, suffix: str) -> None:
-    rows = [
-        verl_row("1+1=?", "2"),
-        verl_row("2+2=?", "4", prompt=[{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2=?"}]),
-    ]
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2=?"}]
+    rows = [verl_row("1+1=?", "2"), verl_row("2+2=?", "4", prompt=chat)]
     file = tmp_path / f"train.{suffix}"
     write_parquet(file, rows) if suffix == "parquet" else write_lines(file, rows)
     prompts, faults = load(file, model)
@@ -167,22 +163,19 @@ def test_no_usable_row_is_an_error(tmp_path: Path, model: Path) -> None:
         load(file, model)
 
 
-@pytest.mark.parametrize(
-    ("template", "told"),
-    [
+def test_broken_chat_templates_are_refused(tmp_path: Path, model: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [verl_row("a", "1")])
+    for template, told in (
         ("line one\n{% for m in messages %}{{ m.content }", ", line 2: unexpected '}'"),
         ("{% if %}", "line 1"),
         ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
         ("{{ absent.field }}", "refuses every row"),
         ("{{ raise_exception('not for us') }}", "refuses every row of"),
-    ],
-)
-def test_broken_chat_templates_are_refused(tmp_path: Path, model: Path, template: str, told: str) -> None:
-    (tmp_path / "chat.jinja").write_text(template)
-    file = write_lines(tmp_path / "f.jsonl", [verl_row("a", "1")])
-    with pytest.raises(ModelError) as caught:
-        load(file, model, chat_template=str(tmp_path / "chat.jinja"))
-    assert told in str(caught.value) and "chat.jinja" in str(caught.value) and "\n" not in str(caught.value)
+    ):
+        (tmp_path / "chat.jinja").write_text(template)
+        with pytest.raises(ModelError) as caught:
+            load(file, model, chat_template=str(tmp_path / "chat.jinja"))
+        assert told in str(caught.value) and "chat.jinja" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_row_that_the_template_refuses_is_a_fault(tmp_path: Path, model: Path) -> None:
@@ -228,8 +221,7 @@ def test_the_tokenizer_equals_autotokenizers_and_needs_no_torch(model: Path) -> 
         "add_generation_prompt=True, tokenize=False)\n"
         "assert other.encode(text, add_special_tokens=False) == ids.tolist()\n"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

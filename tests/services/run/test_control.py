@@ -27,9 +27,6 @@ CONTROL_SERVICE = "tandem.v1.ControlService"
 RPC_SECONDS = 5.0
 
 
-# --- a real supervisor -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with stand_in_run(tmp_path) as made:
@@ -53,9 +50,6 @@ def test_a_running_supervisor_answers_health_reflection_and_info(run: Run) -> No
     assert process.wait(timeout=30.0) == 0
     with pytest.raises((UnavailableError, DeadlineError)):
         ask_info(address.control)
-
-
-# --- the server alone ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -91,7 +85,7 @@ def test_info_follows_the_ledger(served: tuple[ControlServer, Buffer]) -> None:
     assert buffer.begin_incarnation() == ask_info(server.address).incarnation == 2
 
 
-def test_control_reports_the_processes_and_the_ledger(
+def test_control_reports_the_processes_and_the_ledger_and_stops_the_run(
     served: tuple[ControlServer, Buffer], processes: ProcessGroup
 ) -> None:
     server, buffer = served
@@ -100,16 +94,9 @@ def test_control_reports_the_processes_and_the_ledger(
         stub = control_pb2_grpc.ControlServiceStub(channel)
         status = stub.GetStatus(control_pb2.GetStatusRequest(), timeout=RPC_SECONDS)
         ledger = stub.GetLedger(control_pb2.GetLedgerRequest(), timeout=RPC_SECONDS)
+        stub.StopRun(control_pb2.StopRunRequest(), timeout=RPC_SECONDS)
     (trainer,) = status.services
     assert (trainer.name, trainer.state, trainer.pid, trainer.address) == ("trainer", "stopped", 0, "127.0.0.1:7")
     assert Path(status.run_dir).name == "run"
     assert dict(ledger.counts) == buffer.counts() and list(ledger.violations) == []
-
-
-def test_stop_run_ends_the_processes_as_ctrl_c_does(
-    served: tuple[ControlServer, Buffer], processes: ProcessGroup
-) -> None:
-    server, _buffer = served
-    with connect(server.address) as channel, translated():
-        control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=RPC_SECONDS)
-    assert processes.run() == 130, "asked before it started, it starts nothing"
+    assert processes.run() == 130, "stopped as by Ctrl-C before it started, it starts nothing"

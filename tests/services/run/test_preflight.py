@@ -64,9 +64,6 @@ def test_a_good_recipe_passes_and_leaves_no_trace(values: Values, tmp_path: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-# --- run folder ------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_with_a_run_is_refused_without_resume(values: Values) -> None:
     recipe = recipe_of(values)
     recipe.folder.mkdir()
@@ -91,11 +88,12 @@ def test_a_resumed_run_keeps_what_its_weights_depend_on_and_may_change_the_rest(
     recipe.folder.mkdir()
     (recipe.folder / CONFIG_FILE).write_text(dump_recipe(recipe))
     check_recipe(recipe_of(values, run={"total_batches": 9}, trainer={"checkpoint_every": 3}), resume=True)
-    for section, key, value, before in (
+    fixed = (
         ("run", "groups_per_batch", 7, 2),
         ("trainer", "num_ranks", 2, 1),
-        ("trainer", "learning_rate", 3e-6, 1e-06),
-    ):
+        ("trainer", "learning_rate", 3e-6, 1e-6),
+    )
+    for section, key, value, before in fixed:
         changed = recipe_of(values, **{section: {key: value}})
         refused(ConfigError, changed, f"{section}.{key} was {before}", f"is {value} now", resume=True)
 
@@ -114,9 +112,6 @@ def test_an_unwritable_folder_is_refused(values: Values, tmp_path: Path) -> None
     refused(EnvironmentLackError, recipe, str(locked), "cannot be written")
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -131,9 +126,6 @@ def test_an_unreadable_dataset_is_refused(values: Values, tmp_path: Path, conten
     if content is not None:
         file.write_bytes(content)
     refused(DataError, recipe_of(values, data={"train_file": str(file)}), str(file), says)
-
-
-# --- model -----------------------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
@@ -198,9 +190,6 @@ def test_a_hub_name_needs_a_hub_or_its_cache(values: Values, tmp_path: Path, mon
         refused(ModelError, recipe, "some/model", "cannot be reached")
     shutil.copytree(values["model"]["path"], tmp_path / "hub" / "models--some--model" / "snapshots" / "abc")
     check_recipe(recipe, resume=False)
-
-
-# --- machine ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -315,16 +304,10 @@ def test_disk_need_grows_with_checkpoints_and_exports(values: Values) -> None:
     assert preflight.disk_need_bytes(recipe_of(values, trainer={"export_every": 1}), facts) >= plain + 12e9
 
 
-# --- reward ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_reward_function_that_raises_on_import_is_refused(values: Values, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("raise RuntimeError('not today')\n")
     refused(ScorerError, recipe_of(values, reward={"scorer": f"{file}:score"}), str(file), "not today")
-
-
-# --- single services -------------------------------------------------------------------------------------------------
 
 
 def test_a_service_started_by_hand_is_checked_for_what_it_needs(values: Values, tmp_path: Path) -> None:

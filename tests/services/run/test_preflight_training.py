@@ -26,20 +26,17 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Values:
     return small_values(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "says"),
-    [
+def test_incompatible_engine_settings_are_refused(values: Values) -> None:
+    for trainer, says in (
         ({"offload_optimizer": True, "zero_stage": 0}, "trainer.offload_optimizer needs ZeRO"),
         ({"offload_optimizer": True, "zero_stage": 2, "dtype": "bfloat16"}, "in bfloat16 needs trainer.zero_stage = 3"),
         ({"offload_parameters": True, "zero_stage": 1}, "trainer.offload_parameters needs partitioned parameters"),
-    ],
-)
-def test_incompatible_engine_settings_are_refused(values: Values, trainer: dict[str, Any], says: str) -> None:
-    recipe = recipe_of(values, trainer=trainer)
-    refused(ConfigError, recipe, says)
-    with pytest.raises(ConfigError, match=says):
-        check_service(recipe, "trainer", 0)
-    check_service(recipe, "rollout", 0)
+    ):
+        recipe = recipe_of(values, trainer=trainer)
+        refused(ConfigError, recipe, says)
+        with pytest.raises(ConfigError, match=says):
+            check_service(recipe, "trainer", 0)
+        check_service(recipe, "rollout", 0)
 
 
 def test_adapters_need_layers_that_the_model_has(values: Values) -> None:

@@ -102,34 +102,25 @@ def test_the_refusal_names_key_values_and_remedy(values: Values) -> None:
         assert f"model.path={recipe.folder}/{name}" in refusal(recipe_of(values, trainer={"learning_rate": 3e-6}))
 
 
-@pytest.mark.parametrize(
-    ("trainer", "says"),
-    [
+def test_a_changed_table_is_named_by_the_key_that_selects_it(values: Values) -> None:
+    begun(recipe_of(values))
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"loss": "gspo"}, 'trainer.loss.name was "clipped_surrogate"'),
         ({"loss": {"clip_low": 0.1}}, "trainer.loss.clip_low was 0.2"),
         ({"lora": {"rank": 4}}, "trainer.lora was none"),
         ({"advantage": "rloo"}, 'is "rloo" now'),
         ({"schedule": "cosine"}, "trainer.schedule"),
-    ],
-)
-def test_a_changed_table_is_named_by_the_key_that_selects_it(
-    values: Values, trainer: dict[str, Any], says: str
-) -> None:
-    begun(recipe_of(values))
-    line = refusal(recipe_of(values, trainer=trainer))
-    assert says in line and "nor" not in line.partition("; ")[0]
+    ]
+    for trainer, says in cases:
+        line = refusal(recipe_of(values, trainer=trainer))
+        assert says in line and "nor" not in line.partition("; ")[0]
 
 
 def test_a_run_may_become_longer_unless_its_learning_rate_decays(values: Values, tmp_path: Path) -> None:
     begun(recipe_of(values))
     check_resumable(recipe_of(values, run={"total_batches": 9}))
-    falling = {"trainer": {"schedule": "cosine"}}
-    elsewhere = str(tmp_path / "falling")
-    begun(recipe_of(values, run={"folder": elsewhere}, **falling))
-    assert "run.total_batches was 3" in refusal(
-        recipe_of(values, run={"folder": elsewhere, "total_batches": 9}, **falling)
-    )
-
-
-def test_resume_without_a_run_is_refused(values: Values) -> None:
-    assert "no run to resume" in refusal(recipe_of(values))
+    elsewhere, trainer = str(tmp_path / "falling"), {"schedule": "cosine"}
+    assert "no run to resume" in refusal(recipe_of(values, run={"folder": elsewhere}))
+    begun(recipe_of(values, run={"folder": elsewhere}, trainer=trainer))
+    longer = recipe_of(values, run={"folder": elsewhere, "total_batches": 9}, trainer=trainer)
+    assert "run.total_batches was 3" in refusal(longer)

@@ -15,6 +15,7 @@ from tandem.protos import control_pb2, control_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.rpc.client import connect
 from tandem.services.run.folder import CONFIG_FILE, running
+from tests.support.processes import has_ended
 from tests.support.stand_in_run import DEADLINE_SECONDS, Run, stand_in_run
 from tests.support.waiting import eventually
 
@@ -23,13 +24,6 @@ from tests.support.waiting import eventually
 def run(tmp_path: Path) -> Iterator[Run]:
     with stand_in_run(tmp_path) as made:
         yield made
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_run_shows_its_status_while_it_runs_and_its_ledger_afterwards(run: Run) -> None:
@@ -45,7 +39,7 @@ def test_a_run_shows_its_status_while_it_runs_and_its_ledger_afterwards(run: Run
     (run.folder / "finish").touch()
     said, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, said
-    assert not any(alive(pid) for pid in pids)
+    assert all(map(has_ended, pids))
     code, said = run.tandem("ledger", str(run.folder))
     assert code == 0 and "sound" in said
     code, said = run.tandem("status", str(run.folder))
@@ -71,7 +65,7 @@ def test_stop_run_ends_it_as_ctrl_c_does(run: Run) -> None:
     with connect(address.control) as channel:
         control_pb2_grpc.ControlServiceStub(channel).StopRun(control_pb2.StopRunRequest(), timeout=5.0)
     assert process.wait(timeout=10.0) == 130
-    assert not any(alive(pid) for pid in pids)
+    assert all(map(has_ended, pids))
     assert running(run.folder) is None
 
 
@@ -80,7 +74,7 @@ def test_a_redis_that_dies_is_restarted_with_its_data(run: Run) -> None:
     eventually(lambda: Buffer(address.redis_url, "small").counts()["admitted"] == 6)
     before = run.pids()
     os.kill(before[-1], signal.SIGKILL)
-    eventually(lambda: not alive(before[-1]))
+    eventually(lambda: has_ended(before[-1]))
     assert Buffer(address.redis_url, "small", connect_timeout_seconds=10.0).counts()["prompts_waiting"] == 6
     eventually(run.all_running)
     assert run.pids()[:-1] == before[:-1], "the services have waited for it"
@@ -93,7 +87,7 @@ def test_a_run_ended_by_kill_9_leaves_no_process_and_is_resumed(run: Run) -> Non
     pids = run.pids()
     (run.folder / "batches" / "000001").mkdir(parents=True)  # the run took a step
     process.kill()
-    eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
+    eventually(lambda: all(map(has_ended, pids)), seconds=10.0)
 
     code, said = run.tandem("run", str(run.recipe_file))
     assert code == 2 and "--resume" in said and len(said.splitlines()) == 1

@@ -111,9 +111,8 @@ def test_a_feed_of_another_recipe_is_refused(recipe: Recipe, redis_url: str) -> 
         join_run(changed(recipe, seed=1), redis_url, "feed")
     longer = changed(recipe, total_batches=4)
     join_run(longer, redis_url, "feed")
-    assert Buffer(redis_url, recipe.run.run_id).admission().wanted == 4 * P, (
-        "what a resumed run may change is taken over"
-    )
+    wanted = Buffer(redis_url, recipe.run.run_id).admission().wanted
+    assert wanted == 4 * P, "what a resumed run may change is taken over"
     assert load_resolved(recipe.folder / CONFIG_FILE) == longer
 
 

@@ -18,6 +18,7 @@ from tandem.services.run import children, process_group
 from tandem.services.run.children import Child, ChildSpec, RestartPolicy, kill_marked
 from tandem.services.run.process_group import FAILED, FINISHED, INTERRUPTED, USER_ERROR, ProcessGroup
 from tests.support.paths import ROOT
+from tests.support.processes import has_ended, run_python
 from tests.support.waiting import eventually
 
 DEADLINE_SECONDS = 20.0
@@ -58,6 +59,9 @@ with processes.signals():
 """
 
 
+Start = Callable[[dict[str, str]], subprocess.Popen[str]]
+
+
 @pytest.fixture(autouse=True)
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "FIRST_DELAY_SECONDS", 0.01)
@@ -65,7 +69,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[dict[str, str]], subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a process group in a process of its own, as `tandem run` does."""
     started: list[subprocess.Popen[str]] = []
 
@@ -106,21 +110,13 @@ def log_says(file: Path, text: str) -> bool:
     return file.is_file() and any(line.startswith(text) for line in file.read_text().splitlines())
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def pids_in(file: Path) -> list[int]:
     return [int(pid) for line in file.read_text().splitlines() if line.startswith("pids") for pid in line.split()[1:]]
 
 
 def test_the_end_of_the_trainer_ends_the_run_and_every_other_child(tmp_path: Path) -> None:
-    outcome, said, processes = run_processes(
-        tmp_path, {"feed": SLEEP, "rollout-0": SLEEP, "trainer": "print('trained')"}
-    )
+    table = {"feed": SLEEP, "rollout-0": SLEEP, "trainer": "print('trained')"}
+    outcome, said, processes = run_processes(tmp_path, table)
     assert outcome == FINISHED
     assert {state for state, _, _ in processes.states().values()} == {"stopped"}
     assert not any(child.alive for child in processes.children)
@@ -157,34 +153,25 @@ def test_the_end_of_another_child_does_not_end_the_run(tmp_path: Path) -> None:
     assert processes.states()["feed"] == ("stopped", 0, 0)
 
 
-def test_a_child_that_dies_is_restarted_and_the_cause_is_reported(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+@pytest.mark.parametrize(
+    ("death", "cause"),
+    [("sys.exit('engine out of order')", "exit code 1: engine out of order)"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
+)
+def test_a_child_that_dies_is_restarted_and_the_cause_is_reported(tmp_path: Path, death: str, cause: str) -> None:
     dies_once = (
-        f"import pathlib, sys; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); mark.touch(); print('life', "
-        "flush=True); sys.exit(0 if done else 'engine out of order')"
+        f"import os, pathlib, sys; mark = pathlib.Path({str(tmp_path / 'mark')!r}); done = mark.exists()\n"
+        f"mark.touch(); print('life', flush=True); done or {death}"
     )
     outcome, said, processes = run_processes(tmp_path, {"trainer": dies_once})
     assert outcome == FINISHED
     assert processes.states()["trainer"] == ("stopped", 0, 1)
-    assert len(said) == 1 and "trainer died (exit code 1: engine out of order)" in said[0]
+    assert len(said) == 1 and f"trainer died ({cause}" in said[0]
     assert (tmp_path / "trainer.log").read_text().splitlines().count("life") == 2, "both lives write to one log"
 
 
-def test_a_child_killed_by_a_signal_is_reported_with_it(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    killed_once = (
-        f"import os, pathlib; mark = pathlib.Path({str(mark)!r}); done = mark.exists(); mark.touch(); "
-        "done or os.kill(os.getpid(), 9)"
-    )
-    outcome, said, _ = run_processes(tmp_path, {"trainer": killed_once})
-    assert outcome == FINISHED
-    assert "trainer died (SIGKILL" in said[0]
-
-
 def test_it_gives_up_with_an_error_after_five_deaths_in_a_row(tmp_path: Path) -> None:
-    outcome, said, processes = run_processes(
-        tmp_path, {"trainer": SLEEP, "reward": "raise RuntimeError('no such scorer')"}
-    )
+    table = {"trainer": SLEEP, "reward": "raise RuntimeError('no such scorer')"}
+    outcome, said, processes = run_processes(tmp_path, table)
     assert outcome == FAILED
     assert processes.states()["reward"][2] == children.MOST_DEATHS - 1
     assert any("reward died" in line and "giving up" in line for line in said)
@@ -230,19 +217,20 @@ def test_an_error_that_refers_to_lines_without_an_exception_names_only_the_log(t
     assert said == [f"tandem: rollout-0: Failed core proc(s): -9; {tmp_path / 'rollout-0.log'} names the cause"]
 
 
-def test_on_a_full_disk_no_output_of_a_child_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "disk_full", lambda folder: True)
-    cut = "import sys; print('tandem: half of a li'); sys.exit(2)"
-    outcome, said, _ = run_processes(tmp_path, {"trainer": cut})
+@pytest.mark.parametrize(
+    ("is_full", "ends"),
+    [
+        (True, "import sys; print('tandem: half of a li'); sys.exit(2)"),
+        (False, "raise OSError(28, 'No space left on device')"),
+    ],
+)
+def test_a_full_disk_is_the_users_error_and_no_output_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool, ends: str
+) -> None:
+    monkeypatch.setattr(process_group, "disk_full", lambda folder: is_full)
+    outcome, said, _ = run_processes(tmp_path, {"trainer": ends})
     assert outcome == USER_ERROR
     assert said == [f"tandem: trainer: the disk of {tmp_path} is full; free space there, then go on with --resume"]
-
-
-def test_a_full_disk_is_the_users_error(tmp_path: Path) -> None:
-    full = "raise OSError(28, 'No space left on device')"
-    outcome, said, _ = run_processes(tmp_path, {"trainer": full})
-    assert outcome == USER_ERROR
-    assert len(said) == 1 and "disk" in said[0] and "full" in said[0]
 
 
 def test_processes_left_by_a_dead_child_are_ended_before_its_restart(tmp_path: Path) -> None:
@@ -268,11 +256,9 @@ sys.exit("it is still there")
 
 def test_end_lineage_ends_no_other_process() -> None:
     token = uuid.uuid4().hex
-    bystander = subprocess.Popen(
-        [sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: f"{token}x:feed"}
-    )
-    victim = subprocess.Popen(
-        [sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: f"{token}:feed"}
+    bystander, victim = (
+        subprocess.Popen([sys.executable, "-c", SLEEP], env={**os.environ, children.PROCESS_MARK_VARIABLE: mark})
+        for mark in (f"{token}x:feed", f"{token}:feed")
     )
     try:
         eventually(lambda: kill_marked(token) == [victim.pid])  # before its exec it still has our environment
@@ -284,9 +270,7 @@ def test_end_lineage_ends_no_other_process() -> None:
             process.wait(timeout=DEADLINE_SECONDS)
 
 
-def test_ctrl_c_ends_even_unresponsive_children_within_ten_seconds(
-    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
-) -> None:
+def test_ctrl_c_ends_even_unresponsive_children_within_ten_seconds(tmp_path: Path, start: Start) -> None:
     process = start({"trainer": STUBBORN, "feed": SLEEP, "reward": MORTAL})
     eventually(lambda: log_says(tmp_path / "trainer.log", "deaf") and log_says(tmp_path / "reward.log", "pids"))
     process.send_signal(signal.SIGINT)
@@ -294,12 +278,10 @@ def test_ctrl_c_ends_even_unresponsive_children_within_ten_seconds(
     assert process.returncode == INTERRUPTED
     assert "trainer did not stop after SIGTERM; killed" in said
     assert "feed did not stop" not in said
-    eventually(lambda: not any(alive(pid) for pid in pids_in(tmp_path / "reward.log")))
+    eventually(lambda: all(map(has_ended, pids_in(tmp_path / "reward.log"))))
 
 
-def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(
-    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
-) -> None:
+def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(tmp_path: Path, start: Start) -> None:
     tells = (
         "import signal, time; signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True)); "
         "print('ready', flush=True); time.sleep(600)"
@@ -311,9 +293,7 @@ def test_ctrl_c_of_a_terminal_reaches_the_supervisor_alone(
     assert not log_says(tmp_path / "trainer.log", "interrupted")
 
 
-def test_a_second_ctrl_c_ends_everything_at_once(
-    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
-) -> None:
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -> None:
     process = start({"trainer": STUBBORN})
     eventually(lambda: log_says(tmp_path / "trainer.log", "deaf"))
     process.send_signal(signal.SIGINT)
@@ -324,35 +304,27 @@ def test_a_second_ctrl_c_ends_everything_at_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_termination_signals_act_as_ctrl_c(
-    number: signal.Signals, tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
-) -> None:
+def test_other_termination_signals_act_as_ctrl_c(number: signal.Signals, tmp_path: Path, start: Start) -> None:
     process = start({"trainer": MORTAL})
     eventually(lambda: log_says(tmp_path / "trainer.log", "pids"))
     process.send_signal(number)
     assert process.wait(timeout=10.0) == INTERRUPTED
 
 
-def test_a_supervisor_ended_by_kill_9_leaves_no_process(
-    tmp_path: Path, start: Callable[[dict[str, str]], subprocess.Popen[str]]
-) -> None:
+def test_a_supervisor_ended_by_kill_9_leaves_no_process(tmp_path: Path, start: Start) -> None:
     process = start({"trainer": MORTAL, "rollout-0": MORTAL})
     logs = [tmp_path / "trainer.log", tmp_path / "rollout-0.log"]
     eventually(lambda: all(log_says(log, "pids") for log in logs))
     pids = [pid for log in logs for pid in pids_in(log)]
-    assert len(pids) == 4 and all(alive(pid) for pid in pids)
+    assert len(pids) == 4 and not any(map(has_ended, pids))
     process.kill()
-    eventually(lambda: not any(alive(pid) for pid in pids), seconds=10.0)
+    eventually(lambda: all(map(has_ended, pids)), seconds=10.0)
 
 
 def test_a_child_whose_parent_died_before_die_with_parent_ends_at_once() -> None:
-    orphan = (
-        f"from tandem.services.process import die_with_parent; die_with_parent({os.getpid() + 1}); print('survived')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", orphan], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS
-    )
-    assert done.returncode != 0 and "survived" not in done.stdout
+    orphan = f"from tandem.services.process import die_with_parent; die_with_parent({os.getpid() + 1}); print('alive')"
+    done = run_python("-c", orphan)
+    assert done.returncode != 0 and "alive" not in done.stdout
 
 
 def test_restart_delays_double_and_end_at_the_fifth_death(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,9 +334,7 @@ def test_restart_delays_double_and_end_at_the_fifth_death(monkeypatch: pytest.Mo
 
 
 def test_progress_or_a_long_life_resets_the_count() -> None:
-    policy = RestartPolicy()
-    assert all(policy.delay(1.0, step) is not None for step in range(20)), (
-        "a run that gets on is worth any number of restarts"
-    )
-    policy = RestartPolicy()
-    assert all(policy.delay(children.STEADY_SECONDS, 0) is not None for _ in range(20))
+    steady, advancing = RestartPolicy(), RestartPolicy()
+    for step in range(20):
+        assert advancing.delay(1.0, step) is not None, "a run that gets on is worth any number of restarts"
+        assert steady.delay(children.STEADY_SECONDS, 0) is not None
