@@ -8,9 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DeclaredScorer(BaseModel):
-    """A scorer that a recipe declares under its own name. It may use what clients must not name: import paths, folders,
-    addresses, API keys.
-    """
+    """A scorer that a recipe declares under its own name. It may use what clients cannot: paths, addresses, keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -37,7 +37,7 @@ class Scorer(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    VERSION: ClassVar[str]
+    VERSION: ClassVar[str] = "1"
     """Raised whenever a score could change."""
     ISOLATION: ClassVar[Isolation]
     """Where the scorer runs."""
@@ -91,27 +91,11 @@ class BatchJudge(Protocol):
 
 
 class RemoteJudge(BatchJudge, Protocol):
-    """A judge that waits for a scarce resource. Items of a higher priority go first, and none starves
-    (`tandem.reward.scheduling.priority_queue`).
-    """
+    """Waits for a scarce resource, which items of a higher priority get first (`scheduling/priority_queue.py`)."""
 
     def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
         """One result an item, in order."""
         ...
-
-
-@runtime_checkable
-class Startable(Protocol):
-    """A judge with `Scorer.start`."""
-
-    def start(self) -> None: ...
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """A judge with `Scorer.close`."""
-
-    def close(self) -> None: ...
 
 
 AnyJudge = Judge | BatchJudge

@@ -1,4 +1,4 @@
-"""Runs one scorer on the items of one call: in this thread, in worker processes, or remotely.
+"""Runs one scorer on the items of one call: in this thread or remotely.
 
 When a call is cancelled, items without a score become `CANCELLED`.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
+from typing import cast
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.contracts import BatchJudge, RemoteJudge
+from tandem.reward.contracts import RemoteJudge, Scorer
 from tandem.reward.endpoints.session_portal import CLOSING
+from tandem.reward.registry import ScorerSpec
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
-from tandem.reward.scheduling.priority_queue import Priority
-from tandem.reward.workers.pool import ScorerPool
-from tandem.reward.workers.requests import Request
+from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
+
+_THREADS = 32  # per priority; callers wait for a rubric's first remote scorer, these threads for the others
 
 
 def judge_each(
@@ -34,21 +36,6 @@ def judge_each(
 
     one = judge if cancellation is None else judge_wanted
     return [one(item) for item in items] if scheduler is None else scheduler.run_each(priority, one, items)
-
-
-def judge_together(
-    judge: BatchJudge, items: Sequence[ScoreItem], priority: Priority, scheduler: InterpreterScheduler | None
-) -> list[Score]:
-    """Judges all items in one time slice, for a judge that compares them."""
-    return (
-        judge.judge_batch(items) if scheduler is None else scheduler.run_each(priority, judge.judge_batch, [items])[0]
-    )
-
-
-def wait_in_pool(pool: ScorerPool, request: Request, cancellation: CancellationToken) -> list[Score]:
-    """Waits for the scores of a request that was submitted to the worker processes."""
-    with cancellation.on_cancel(partial(pool.withdraw, request)):
-        return request.wait()
 
 
 def judge_remotely(
@@ -86,3 +73,62 @@ def _finite(score: Score) -> Score:
     if isinstance(score, Scored) and not math.isfinite(score.value):
         return Unscored("infrastructure", f"the scorer answered {score.value}, not a finite number")
     return score
+
+
+class RemoteJudges:
+    """The remote judges of a service. Thread-safe except for `add`, which is called before the first judge is asked."""
+
+    def __init__(self) -> None:
+        self._judges: dict[str, Scorer] = {}
+        self._names: dict[str, str] = {}
+        # One pool per priority, so that jobs cannot use up the threads of the ring.
+        self._threads = {priority: ThreadPoolExecutor(_THREADS, f"remote-scorer-{priority}") for priority in PRIORITIES}
+        self._closing = False
+
+    def __contains__(self, spec: ScorerSpec) -> bool:
+        return spec.key in self._judges
+
+    def add(self, spec: ScorerSpec, name: str, *, start: bool) -> None:
+        """Builds and starts a judge. `name` identifies it in figures; a number is appended if the name is taken.
+
+        Raises:
+            ScorerError: the judge cannot be started. It is closed with the others.
+        """
+        taken = set(self._names.values())
+        names = [name, *(f"{name}-{number}" for number in range(2, len(taken) + 2))]
+        self._names[spec.key] = next(one for one in names if one not in taken)
+        judge = self._judges[spec.key] = cast(Scorer, spec.build())
+        if start:
+            judge.start()
+
+    def begin(
+        self,
+        spec: ScorerSpec,
+        items: Sequence[ScoreItem],
+        priority: Priority,
+        cancellation: CancellationToken,
+        *,
+        aside: bool,
+    ) -> Callable[[], list[Score]]:
+        """Returns a function that waits for the scores. With `aside`, another thread asks the judge at once."""
+        judge = cast(RemoteJudge, self._judges[spec.key])
+        judge_all = partial(judge_remotely, judge, items, priority, cancellation, spec.grouped)
+        if aside and not self._closing:
+            return partial(wait_aside, self._threads[priority].submit(judge_all), cancellation, len(items))
+        return judge_all
+
+    def figures(self) -> dict[str, float]:
+        """Figures of every judge (spend, requests, waiting), as `figure:name`."""
+        return {
+            f"{figure}:{self._names[key]}": number
+            for key, judge in list(self._judges.items())
+            for figure, number in judge.figures().items()
+        }
+
+    def close(self) -> None:
+        """Closes the judges; running items become unscored (`infrastructure`)."""
+        self._closing = True
+        for judge in list(self._judges.values()):
+            judge.close()
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)

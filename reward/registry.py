@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import cast
 
@@ -25,41 +25,31 @@ from tandem.protos.errors import ScorerError
 from tandem.protos.plugins import find_plugins
 from tandem.reward import scorers
 from tandem.reward.contracts import AnyJudge, Isolation, Scorer
-from tandem.reward.options.docstrings import attribute_docs, summary
 from tandem.reward.options.errors import explain
-from tandem.reward.options.tree import shape_of, type_words
+from tandem.reward.options.tree import attribute_docs, shape_of, summary, type_words
 from tandem.reward.workers.function import load_function, source_version
 
 RUBRIC = "rubric"
 """As a component's scorer: another rubric of the same file."""
 
 
-class ScorerRegistry(MutableMapping[str, type[Scorer]]):
+class ScorerRegistry(Mapping[str, type[Scorer]]):
     """Scorers by name, in alphabetical order. Looking one up imports its module; listing the names imports none."""
 
     def __init__(self) -> None:
-        self._loaders = _find_scorers()
-        self._classes: dict[str, type[Scorer]] = {}
+        self.loaders = _find_scorers()
 
     def __getitem__(self, name: str) -> type[Scorer]:
-        if name not in self._classes:
-            self._classes[name] = self._loaders[name]()
-        return self._classes[name]
-
-    def __setitem__(self, name: str, scorer: type[Scorer]) -> None:
-        self._classes[name] = scorer
-
-    def __delitem__(self, name: str) -> None:
-        del self._classes[name]
+        return self.loaders[name]()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._loaders or name in self._classes
+        return name in self.loaders
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({**self._loaders, **self._classes}))
+        return iter(sorted(self.loaders))
 
     def __len__(self) -> int:
-        return len({**self._loaders, **self._classes})
+        return len(self.loaders)
 
 
 def _find_scorers() -> dict[str, Callable[[], type[Scorer]]]:
@@ -75,11 +65,10 @@ def _find_scorers() -> dict[str, Callable[[], type[Scorer]]]:
     return built_in | find_plugins("tandem.scorers", Scorer, built_in)
 
 
+@cache
 def _scorer_in(module: str) -> type[Scorer]:
-    """The scorer that a module defines."""
     values = vars(import_module(module)).values()
-    found = [one for one in values if isinstance(one, type) and issubclass(one, Scorer)]
-    found = [one for one in found if one.__module__ == module]
+    found = [one for one in values if isinstance(one, type) and issubclass(one, Scorer) and one.__module__ == module]
     assert len(found) == 1, f"{module} must define one scorer, it defines {len(found)}"
     return found[0]
 
@@ -127,8 +116,7 @@ def make_spec(
     """Checks a name and its arguments without importing user's code. `known` are more names that may have been meant.
 
     Raises:
-        ScorerError: the name is unknown (the nearest known one is named), or an argument is unknown, missing or of the
-            wrong type. The line begins with the place.
+        ScorerError: the name is unknown, or an argument is unknown, missing or of the wrong type.
     """
     text = arguments_json(arguments, place)
     if scorer in SCORERS:
@@ -149,20 +137,17 @@ def unknown_scorer(scorer: str, known: Iterable[str], place: str, also: str = ""
     )
 
 
-def make_judge(scorer: str, arguments: Mapping[str, object], place: str = "reward") -> AnyJudge:
+def make_judge(scorer: str, arguments: Mapping[str, object]) -> AnyJudge:
     """The judge of a scorer or of an import path. Imports user's code for the latter, so only workers call it then.
 
     Raises:
         ScorerError: as `make_spec`; or the function's module does not import.
     """
-    if scorer not in SCORERS:
-        return load_function(scorer, arguments)
-    return cast(AnyJudge, make_scorer(scorer, arguments, place))
+    return cast(AnyJudge, make_scorer(scorer, arguments)) if scorer in SCORERS else load_function(scorer, arguments)
 
 
 def make_scorer(scorer: str, arguments: Mapping[str, object], place: str = "reward") -> Scorer:
-    """The scorer of a name with its arguments as JSON has them: a list may be a tuple, an integer a number, and nothing
-    else is converted.
+    """The scorer with arguments as JSON has them: a list may be a tuple, an integer a number, and nothing else.
 
     Raises:
         ScorerError: an argument is unknown, missing or of the wrong type.
@@ -184,9 +169,7 @@ def preload(modules: Iterable[str]) -> None:
 
 
 def arguments_json(arguments: Mapping[str, object], place: str) -> str:
-    """The arguments as JSON text with their keys in order. Raises ScorerError for what JSON cannot hold (a date of
-    TOML).
-    """
+    """The arguments as JSON text with sorted keys. Raises ScorerError for what JSON cannot hold (a date of TOML)."""
     for name, value in arguments.items():
         try:
             json.dumps(value)
@@ -202,13 +185,14 @@ def describe() -> list[ScorerInfo]:
 
 def _describe(name: str, kind: type[Scorer]) -> ScorerInfo:
     docs = attribute_docs(kind)
-    parameters = tuple(
+    parameters = [
         Parameter(
             info.alias or field, type_words(shape_of(info)).replace("`", ""), _default_json(info), docs.get(field, "")
         )
         for field, info in kind.model_fields.items()
-    )
-    return ScorerInfo(name, kind.VERSION, summary(kind), parameters, kind.ISOLATION)
+    ]
+    parameters.sort(key=lambda parameter: parameter.default != "")  # those that must be given come first
+    return ScorerInfo(name, kind.VERSION, summary(kind), tuple(parameters), kind.ISOLATION)
 
 
 def _default_json(info: FieldInfo) -> str:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tandem.protos.contracts import Score, ScoreItem, ScorerInfo, Unscored
+from tandem.protos.contracts import Score, Scored, ScoreItem, ScorerInfo, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
-from tandem.reward.contracts import AnyJudge, BatchJudge, Judge
-from tandem.reward.endpoints.remote_judges import RemoteJudges, named_specs
-from tandem.reward.judging import judge_each, judge_together, wait_in_pool
+from tandem.reward.contracts import BatchJudge, Judge
+from tandem.reward.judging import RemoteJudges, judge_each
 from tandem.reward.options.toml import toml_value
 from tandem.reward.registry import ScorerSpec, describe
-from tandem.reward.rubric.catalogue import Catalogue
-from tandem.reward.rubric.rubric import Rubric
+from tandem.reward.rubric.rubric import Catalogue, Rubric
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import Priority
@@ -33,7 +30,7 @@ from tandem.reward.workers.pool import ScorerPool
 __all__ = ["CompiledRubric", "Priority", "ScoringCore", "validate"]
 
 MAX_RUBRICS = 256
-"""Cached rubrics of clients; the least recently used is dropped first."""
+"""Cached rubrics of clients."""
 _MAX_JUDGES = 1024
 _REMOTE_GROUPS = 16  # scored at once by the ring if it waits for remote judges
 
@@ -74,14 +71,14 @@ class ScoringCore:
         self._config = config
         self._lock = threading.Lock()
         self._pool: ScorerPool | None = None
-        self._judges: OrderedDict[str, AnyJudge] = OrderedDict()
+        self._judge = lru_cache(_MAX_JUDGES)(ScorerSpec.build)
         self._remote = RemoteJudges()
-        self._rubrics: OrderedDict[str, CompiledRubric] = OrderedDict()
+        self._compile = lru_cache(MAX_RUBRICS)(self._compiled_for_client)
         self._scheduler = InterpreterScheduler()
         self._closing = False
         try:
             self._catalogue = Catalogue.of(config)
-            self._clients = self._catalogue.restricted()
+            self._clients = replace(self._catalogue, for_clients=True)
             self.default = self._default(start)
         except BaseException:
             self.close()
@@ -93,22 +90,7 @@ class ScoringCore:
         Raises:
             ScorerError: see `Rubric.parse`.
         """
-        if not text:
-            return self.default
-        key = _digest(text)
-        with self._lock:
-            known = self._rubrics.get(key)
-            if known is not None:
-                self._rubrics.move_to_end(key)
-                return known
-        made = self._compiled(Rubric.parse(text, allowed=self._clients), text)
-        for name, spec in named_specs(made.rubric):
-            self._prepare(name, spec)
-        with self._lock:
-            self._rubrics[key] = made
-            if len(self._rubrics) > MAX_RUBRICS:
-                self._rubrics.popitem(last=False)
-        return made
+        return self._compile(text) if text else self.default
 
     def score(
         self,
@@ -130,19 +112,17 @@ class ScoringCore:
         scheduler = None if at_once else self._scheduler
         if rubric.sole is not None:
             return judge_each(rubric.sole, items, priority, cancellation, scheduler)
-        return (
-            self._begin(rubric.rubric, items, _Caller(priority, cancellation or CancellationToken(), scheduler))()
-            if items
-            else []
-        )
+        if not items:
+            return []
+        return self._begin(rubric.rubric, items, _Caller(priority, cancellation or CancellationToken(), scheduler))()
 
     def scorers(self) -> list[ScorerInfo]:
-        """Returns the scorers that a client's rubric may name: built-in ones that need no recipe, and declared ones."""
-        known = {info.name: info for info in describe()}
-        found = [info for info in known.values() if info.isolation != "remote"]
+        """The scorers that a client's rubric may name: built-in ones that need no recipe, and declared ones."""
+        known = describe()
+        summaries = {info.name: info.summary for info in known}
+        found = [info for info in known if info.isolation != "remote"]
         for name, spec in self._catalogue.declared.items():
-            base = known.get(spec.scorer)
-            summary = base.summary if base is not None else "A function of the service's recipe."
+            summary = summaries.get(spec.scorer, "A function of the service's recipe.")
             found.append(ScorerInfo(name, spec.version, summary, (), spec.isolation))
         return sorted(found, key=lambda info: info.name)
 
@@ -151,13 +131,8 @@ class ScoringCore:
         """Whether `close` was called, which causes later `infrastructure` results."""
         return self._closing
 
-    @property
-    def replaced_workers(self) -> int:
-        """Number of processes that were replaced after they hung, crashed or exceeded a limit."""
-        return self._pool.replaced_workers if self._pool is not None else 0
-
     def figures(self) -> dict[str, float]:
-        """Returns totals since the start and the number of waiting requests."""
+        """Totals since the start and the number of waiting requests."""
         figures = {"workers_replaced": 0.0} if self._pool is None else self._pool.figures()
         return figures | self._remote.figures()
 
@@ -185,7 +160,7 @@ class ScoringCore:
             spec = self._catalogue.spec(config.scorer, config.arguments, place)
             rubric, text = Rubric.alone(spec), _as_rubric(config)
             place = "reward.scorer "
-        for name, spec in [*self._catalogue.declared.items(), *named_specs(rubric)]:
+        for name, spec in [*self._catalogue.declared.items(), *rubric.named_specs()]:
             self._prepare(name, spec, start)
         for spec in {spec.key: spec for spec in rubric.specs()}.values():
             self._check_in_pool(spec, place)
@@ -194,12 +169,17 @@ class ScoringCore:
         return self._compiled(rubric, text)
 
     def _check_in_pool(self, spec: ScorerSpec, place: str) -> None:
-        if not spec.runs_in_pool:
-            return
         try:
-            self._get_pool().load(spec)
+            if spec.runs_in_pool:
+                self._get_pool().load(spec)
         except ScorerError as error:
             raise ScorerError(f"{place}{error}") from None
+
+    def _compiled_for_client(self, text: str) -> CompiledRubric:
+        made = self._compiled(Rubric.parse(text, allowed=self._clients), text)
+        for name, spec in made.rubric.named_specs():
+            self._prepare(name, spec)
+        return made
 
     def _prepare(self, name: str, spec: ScorerSpec, start: bool = True) -> None:
         """Builds in-process and remote judges, and the pool if needed. The name is used in figures."""
@@ -219,28 +199,19 @@ class ScoringCore:
                     self._pool.close()
             return self._pool
 
-    def _judge(self, spec: ScorerSpec) -> AnyJudge:
-        judge = self._judges.get(spec.key)
-        if judge is None:
-            judge = spec.build()
-            with self._lock:
-                self._judges[spec.key] = judge
-                if len(self._judges) > _MAX_JUDGES:
-                    self._judges.popitem(last=False)
-        return judge
-
     def _compiled(self, rubric: Rubric, text: str) -> CompiledRubric:
-        specs = list(rubric.specs())
+        specs = rubric.specs()
         in_process = all(spec.isolation == "in_process" for spec in specs)
         remote = any(spec.isolation == "remote" for spec in specs)
         sole = None
         if in_process and len(rubric.components) == 1 and not rubric.components[0].name:
             judge = self._judge(specs[0])
             sole = judge.judge if isinstance(judge, Judge) and not isinstance(judge, BatchJudge) else None
+        versions = "\n".join([text, *(f"{spec.version} {spec.key}" for spec in specs)])
         return CompiledRubric(
             rubric=rubric,
             text=text,
-            digest=_digest("\n".join([text, *(f"{spec.version} {spec.key}" for spec in specs)])),
+            digest=hashlib.sha256(versions.encode(errors="surrogatepass")).hexdigest(),
             in_process=in_process,
             grouped=any(spec.grouped for spec in specs),
             num_callers=1 if in_process else max(self._config.num_workers, _REMOTE_GROUPS if remote else 1),
@@ -265,9 +236,12 @@ class ScoringCore:
                         columns[component][place] = score
                 if number + 1 < len(stages):
                     undecided = [n for n in undecided if not _is_over(rubric, stage, [column[n] for column in columns])]
+            # An item whose judge was cancelled has no score, even if the judge was optional.
             cut = caller.cancellation.cancelled
             return [
-                CANCELLED if cut and _is_cut(scores) else rubric.combine(scores, item.data_source)
+                CANCELLED
+                if cut and any(score is CANCELLED for score in scores)
+                else rubric.combine(scores, item.data_source)
                 for item, scores in zip(items, zip(*columns, strict=True), strict=True)
             ]
 
@@ -281,8 +255,7 @@ class ScoringCore:
         items: Sequence[ScoreItem],
         caller: _Caller,
     ) -> list[tuple[int, Sequence[int], Wait]]:
-        running = []
-        remote = 0
+        running, remote = [], 0
         for number in stage:
             component = rubric.components[number]
             numbers = undecided
@@ -305,40 +278,38 @@ class ScoringCore:
         priority, cancellation, scheduler = caller
         if spec.runs_in_pool:
             pool = self._get_pool()
-            return partial(wait_in_pool, pool, pool.submit(spec, items, priority), cancellation)
+            request = pool.submit(spec, items, priority)
+
+            def wait_in_pool() -> list[Score]:
+                with cancellation.on_cancel(partial(pool.withdraw, request)):
+                    return request.wait()
+
+            return wait_in_pool
         if spec.isolation == "remote":
             return self._remote.begin(spec, items, priority, cancellation, aside=aside)
         judge = self._judge(spec)
-        if isinstance(judge, BatchJudge):
-            return partial(judge_together, judge, items, priority, scheduler)
-        return partial(judge_each, judge.judge, items, priority, cancellation, scheduler)
+        if not isinstance(judge, BatchJudge):
+            return partial(judge_each, judge.judge, items, priority, cancellation, scheduler)
+        judge_all = judge.judge_batch  # it compares the items: all in one time slice
+        if scheduler is None:
+            return partial(judge_all, items)
+        return lambda: scheduler.run_each(priority, judge_all, [items])[0]
 
 
 def validate(config: RewardConfig) -> Rubric:
-    """Returns the rubric. Raises the ScorerError that `ScoringCore` would raise.
-
-    Imports the user's code in a worker process. Starts no remote judge.
-    """
+    """The rubric. Raises as `ScoringCore`. User code is imported in a worker process, and no remote judge is started."""
     core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
     core.close()
     return core.default.rubric
-
-
-def _is_cut(scores: Sequence[Score | None]) -> bool:
-    """Whether a judge was cancelled. Then the item has no score, even if the judge was optional."""
-    return any(score is CANCELLED for score in scores)
 
 
 def _is_over(rubric: Rubric, stage: Sequence[int], scores: Sequence[Score | None]) -> bool:
     """Whether the item's score is decided, so that later stages can skip it."""
     for number in stage:
         component, score = rubric.components[number], scores[number]
-        if score is None:
-            continue
-        if isinstance(score, Unscored):
-            if not component.optional:
-                return True
-        elif component.gate and component.normalised(score.value) < component.pass_at:
+        if isinstance(score, Unscored) and not component.optional:
+            return True
+        if component.gate and isinstance(score, Scored) and component.normalised(score.value) < component.pass_at:
             return True
     return False
 
@@ -354,11 +325,6 @@ def _read(file: str) -> str:
         raise ScorerError(f"reward.rubric {file} is not text; a rubric is a TOML file") from None
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
 def _as_rubric(config: RewardConfig) -> str:
-    """Returns a single scorer as the text of a rubric, for clients that ask for the default."""
     arguments = f"arguments = {toml_value(config.arguments)}\n" if config.arguments else ""
     return f"[[components]]\nscorer = {toml_value(config.scorer)}\n{arguments}"

@@ -4,60 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from tandem.protos.contracts import Score, ScoreItem, Unscored
-from tandem.reward.contracts import Scorer
-from tandem.reward.endpoints.http_client import (
-    Fault,
-    HttpClient,
-    check_url,
-    open_client,
-    read_json,
-    read_key,
-    wait_in_queue,
-    with_retries,
-)
-from tandem.reward.endpoints.rate_limit import RateLimit, RateLimiter, Taken
-from tandem.reward.endpoints.session_portal import CLOSING, ClosedError, SessionPortal
-from tandem.reward.endpoints.spend import SpendMeter
-from tandem.reward.scheduling.admission_queue import PrioritySemaphore
-from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
-from tandem.reward.text.prompt_text import Message
-from tandem.reward.text.verdict import NoVerdictError
-
-T = TypeVar("T")
+from tandem.protos.contracts import ScoreItem, Unscored
+from tandem.reward.endpoints.endpoint import Endpoint, EndpointSession
+from tandem.reward.endpoints.http_client import Fault, check_url, read_json, wait_in_queue, with_retries
+from tandem.reward.endpoints.limits import RateLimit, RateLimiter, SpendMeter, Taken
+from tandem.reward.scheduling.priority_queue import Priority
+from tandem.reward.text.prompt_text import PromptTemplate, item_values
+from tandem.reward.text.verdict import NoVerdictError, VerdictReader
 
 _LARGEST_PROMPT_BYTES = 4 << 20
 _BYTES_PER_TOKEN = 3  # for rate estimates: realistic in most languages, overestimates the tokens of English
 _MESSAGE_TOKENS = 32  # upper bound for the tokens that a chat template adds to a message
 _OWN_FIELDS = frozenset({"model", "messages", "stream", "n", "temperature", "max_tokens", "max_completion_tokens"})
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointSession:
-    """State shared by the questions to one endpoint. Belongs to one event loop."""
-
-    client: HttpClient
-    limiter: RateLimiter
-    meter: SpendMeter
-    slots: PrioritySemaphore
-    """One slot per running question."""
-    priority: Priority = "calls"
-    """Priority of the caller."""
-
-    def of(self, priority: Priority) -> EndpointSession:
-        """Returns the same session with another priority."""
-        return replace(self, priority=priority)
-
-    def waiting(self, priority: Priority) -> int:
-        """Number of questions of one priority that wait for a slot or for the rate limits."""
-        return self.slots.waiting(priority) + self.limiter.waiting(priority)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +35,19 @@ class Quote:
     highest_price: float
 
 
-class ChatEndpoint(Scorer):
-    """Base class of judges behind a chat endpoint: their common parameters and requests.
+class ChatEndpoint(Endpoint):
+    """Base class of judges behind a chat endpoint: their common parameters and requests."""
 
-    The object owns limits, spending and connections, so build it once and share it.
-    """
-
-    ISOLATION = "remote"
+    KIND = "judge"
 
     base_url: str
     """URL of the API without `/chat/completions`, e.g. `http://127.0.0.1:8000/v1`."""
     model: Annotated[str, Field(min_length=1)]
     """The model's name at the endpoint."""
-    api_key_env: str = ""
-    """Name of the environment variable that holds the API key, sent as bearer token; empty: none is sent."""
     system: str = ""
     """System message before the question; empty: none."""
+    question_field: str = "prompt"
+    """Key of `extra_info` with the question: text, or chat messages."""
     temperature: float = 0.0
     """Sampling temperature of the judge; -1: the endpoint's own (some models accept no other)."""
     max_tokens: Annotated[int, Field(ge=1)] = 1024
@@ -94,19 +56,10 @@ class ChatEndpoint(Scorer):
     """Name of that field in the endpoint's API."""
     extra_body: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """More fields of the request, e.g. `{reasoning_effort = "low"}`."""
-    max_concurrent: Annotated[int, Field(ge=1)] = 16
-    """Maximum number of concurrent requests."""
     requests_per_minute: Annotated[int, Field(ge=0)] = 0
     """Most requests in any minute, every attempt counted; they are spread evenly. 0: no limit."""
     tokens_per_minute: Annotated[int, Field(ge=0)] = 0
-    """Most tokens in any minute, of prompts and answers: estimated before a request, corrected after it. 0: no limit.
-    """
-    max_attempts: Annotated[int, Field(ge=1)] = 4
-    """Requests that one question may cost: connection errors, 429, 5xx, time-outs and (above temperature 0) verdicts
-    that cannot be read are tried again.
-    """
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
-    """Longest wait for one attempt."""
+    """Most tokens of prompts and answers in any minute: estimated before a request, corrected after it. 0: no limit."""
     deadline_seconds: Annotated[float, Field(gt=0.0)] = 180.0
     """Longest time of one question, all attempts and pauses included, from the moment it has one of the
     `max_concurrent` places and room in the rates.
@@ -117,7 +70,10 @@ class ChatEndpoint(Scorer):
     """Price of a million answer tokens."""
     max_spend: Annotated[float, Field(ge=0.0)] = 0.0
     """Most that may be spent since the service started; items that do not fit are unscored (`limit`). 0: no cap."""
-    _portal: SessionPortal[EndpointSession] = PrivateAttr()
+    _limiter: RateLimiter = PrivateAttr()
+    _meter: SpendMeter = PrivateAttr()
+    _prompt: PromptTemplate = PrivateAttr()
+    _reader: VerdictReader = PrivateAttr()
 
     def model_post_init(self, context: object, /) -> None:
         check_url("base_url", self.base_url)
@@ -129,95 +85,41 @@ class ChatEndpoint(Scorer):
             raise ValueError("max_spend needs prompt_price and completion_price")
         if own := sorted(_OWN_FIELDS & set(self.extra_body)):
             raise ValueError(f"extra_body must not hold {own[0]}")
-        read_key(self.api_key_env)
-        self._portal = SessionPortal("judge", self._open_session)
+        super().model_post_init(context)
+        limits = (self.requests_per_minute, self.tokens_per_minute)
+        self._limiter = RateLimiter([RateLimit(most) for most in limits if most])
+        self._meter = SpendMeter(self.max_spend or None)
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
-        """One result per item, in order. Thread-safe; blocks its caller."""
-        scores: list[Score] = [CLOSING] * len(items)
-        if not items:
-            return scores
-        with suppress(ClosedError):
-            self._portal.run(lambda session: self._judge_all(session.of(priority), items, scores))
-        return scores
-
-    async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
-        """Stores each item's result in `scores` once it is known. If the portal closes first, the rest is unchanged."""
-        raise NotImplementedError("every judge defines this")
-
-    def close(self) -> None:
-        """Ends running questions. They and all later ones are unscored (`infrastructure`)."""
-        self._portal.close()
+    @property
+    def _url(self) -> str:
+        return f"{self.base_url.rstrip('/')}/chat/completions"
 
     def figures(self) -> dict[str, float]:
-        """Returns requests sent and money spent since the start, and the number of waiting questions."""
-        session = self._portal.session
-        return {
-            "judge_requests": 0.0 if session is None else float(session.client.num_requests),
-            "judge_spent": 0.0 if session is None else session.meter.spent,
-            **{
-                f"judge_waiting_{priority}": 0.0 if session is None else float(session.waiting(priority))
-                for priority in PRIORITIES
-            },
-        }
+        """Requests sent and money spent since the start, and the questions that wait now."""
+        return {**super().figures(), "judge_spent": self._meter.spent}
 
-    @asynccontextmanager
-    async def _open_session(self) -> AsyncIterator[EndpointSession]:
-        limits = [RateLimit(most) for most in (self.requests_per_minute, self.tokens_per_minute) if most]
-        async with open_client(
-            f"{self.base_url.rstrip('/')}/chat/completions",
-            key=read_key(self.api_key_env),
-            max_connections=self.max_concurrent,
-            attempt_seconds=self.timeout_seconds,
-        ) as client:
-            meter = SpendMeter(self.max_spend or None)
-            yield EndpointSession(client, RateLimiter(limits), meter, PrioritySemaphore(self.max_concurrent))
+    def _waiting(self, priority: Priority) -> int:
+        return super()._waiting(priority) + self._limiter.waiting(priority)
 
     async def ask(
-        self, session: EndpointSession, messages: Sequence[Message], read: Callable[[str], T]
-    ) -> T | Unscored:
-        """Returns the endpoint's answer as parsed by `read`, or Unscored. `read` raises NoVerdictError.
+        self, session: EndpointSession, item: ScoreItem, more: Mapping[str, str] | None = None
+    ) -> float | Unscored:
+        """The judge's verdict on the filled template; `more` are values beside those of the item.
 
         Waits by priority, first for a slot, then for the spend cap and the rate limits.
         """
-        if fault := await wait_in_queue("a place at the judge", session.slots.acquire(session.priority)):
-            return fault.unscored
-        try:
-            quote = self._quote(messages)
-            outcome: T | Fault | Unscored = (
-                quote if isinstance(quote, Unscored) else await self._ask_admitted(session, quote, read)
-            )
-        finally:
-            session.slots.release()
+        values = item_values(item, self._prompt.names, self.question_field)
+        if isinstance(values, Unscored):
+            return values
+        question = self._prompt.fill({**values, **(more or {})})
+        outcome = await self._in_slot(session.priority, partial(self._ask_now, session, question))
         return outcome.unscored if isinstance(outcome, Fault) else outcome
 
-    def _quote(self, messages: Sequence[Message]) -> Quote | Unscored:
-        all_messages = [*([{"role": "system", "content": self.system}] if self.system else []), *messages]
-        num_bytes = sum(len(message["content"].encode(errors="surrogatepass")) for message in all_messages)
-        if num_bytes > _LARGEST_PROMPT_BYTES:
-            return Unscored("limit", f"the judge's prompt has {num_bytes} bytes, more than {_LARGEST_PROMPT_BYTES}")
-        around = _MESSAGE_TOKENS * (1 + len(all_messages))
-        tokens = num_bytes // _BYTES_PER_TOKEN + around + self.max_tokens
-        if 0 < self.tokens_per_minute < tokens:
-            return Unscored(
-                "limit", f"about {tokens} tokens are needed, more than tokens_per_minute {self.tokens_per_minute}"
-            )
-        request = {
-            "model": self.model,
-            "messages": all_messages,
-            self.max_tokens_field: self.max_tokens,
-            **self.extra_body,
-        }
-        if self.temperature >= 0.0:
-            request["temperature"] = self.temperature
-        # A text never has more tokens than bytes.
-        return Quote(json.dumps(request).encode(), tokens, self._price(num_bytes + around, self.max_tokens))
-
-    def _price(self, prompt_tokens: float, completion_tokens: float) -> float:
-        return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
-
-    async def _ask_admitted(self, session: EndpointSession, quote: Quote, read: Callable[[str], T]) -> T | Fault:
+    async def _ask_now(self, session: EndpointSession, question: str) -> float | Fault:
         """Asks until there is an answer. The deadline starts with the first admission."""
+        quote = self._quote(question)
+        if isinstance(quote, Fault):
+            return quote
         clock = asyncio.get_running_loop().time
         if fault := await session.client.wait_until_open(clock() + self.deadline_seconds):
             return fault
@@ -226,22 +128,42 @@ class ChatEndpoint(Scorer):
             return first
         admitted = [first]
 
-        async def attempt(deadline: float) -> T | Fault:
+        async def attempt(deadline: float) -> float | Fault:
             taken = admitted.pop() if admitted else await self._admit_again(session, quote, deadline)
-            return taken if isinstance(taken, Fault) else await self._send(session, quote, read, taken, deadline)
+            return taken if isinstance(taken, Fault) else await self._send(session, quote, taken, deadline)
 
         deadline = clock() + self.deadline_seconds
         return await with_retries(attempt, max_attempts=self.max_attempts, deadline=deadline)
 
+    def _quote(self, question: str) -> Quote | Fault:
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        messages.append({"role": "user", "content": question})
+        num_bytes = sum(len(message["content"].encode(errors="surrogatepass")) for message in messages)
+        if num_bytes > _LARGEST_PROMPT_BYTES:
+            return Fault("limit", f"the judge's prompt has {num_bytes} bytes, more than {_LARGEST_PROMPT_BYTES}")
+        around = _MESSAGE_TOKENS * (1 + len(messages))
+        tokens = num_bytes // _BYTES_PER_TOKEN + around + self.max_tokens
+        if 0 < self.tokens_per_minute < tokens:
+            words = f"about {tokens} tokens are needed, more than tokens_per_minute {self.tokens_per_minute}"
+            return Fault("limit", words)
+        own = {"model": self.model, "messages": messages, self.max_tokens_field: self.max_tokens}
+        temperature = {"temperature": self.temperature} if self.temperature >= 0.0 else {}
+        # A text never has more tokens than bytes.
+        price = self._price(num_bytes + around, self.max_tokens)
+        return Quote(json.dumps({**own, **self.extra_body, **temperature}).encode(), tokens, price)
+
+    def _price(self, prompt_tokens: float, completion_tokens: float) -> float:
+        return (prompt_tokens * self.prompt_price + completion_tokens * self.completion_price) / 1e6
+
     async def _admit(self, session: EndpointSession, quote: Quote, *, again: bool) -> list[Taken] | Fault:
         """Reserves the highest price and takes the estimate from the rate limits. `_send` settles both."""
-        if not await session.meter.reserve(quote.highest_price, session.priority, again=again):
-            spent = f"{session.meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
+        if not await self._meter.reserve(quote.highest_price, session.priority, again=again):
+            spent = f"{self._meter.spent:.6g} of max_spend {self.max_spend:g} is spent"
             return Fault("limit", f"{spent}, and this question may cost {quote.highest_price:.3g}", retry=False)
         try:
-            return await session.limiter.take(self._amounts(quote.tokens), session.priority, again=again)
+            return await self._limiter.take(self._amounts(quote.tokens), session.priority, again=again)
         except BaseException:
-            session.meter.charge(quote.highest_price, 0.0)
+            self._meter.charge(quote.highest_price, 0.0)
             raise
 
     async def _admit_again(self, session: EndpointSession, quote: Quote, deadline: float) -> list[Taken] | Fault:
@@ -254,9 +176,8 @@ class ChatEndpoint(Scorer):
             return Fault("timeout", "the deadline passed while it waited for room in the rate limit", retry=False)
 
     async def _send(
-        self, session: EndpointSession, quote: Quote, read: Callable[[str], T], taken: Sequence[Taken], deadline: float
-    ) -> T | Fault:
-        """Sends one admitted request and settles its cost."""
+        self, session: EndpointSession, quote: Quote, taken: Sequence[Taken], deadline: float
+    ) -> float | Fault:
         # Without a reply, e.g. after cancellation, the highest cost counts, because the request may have been billed.
         tokens, price = quote.tokens, quote.highest_price
         try:
@@ -267,16 +188,16 @@ class ChatEndpoint(Scorer):
                 return data
             reply = read_json(data)
             tokens, price = self._used(reply, quote)
-            return self._read(reply, read)
+            return self._verdict(reply)
         finally:
-            session.meter.charge(quote.highest_price, price)
-            session.limiter.settle(taken, self._amounts(tokens))
+            self._meter.charge(quote.highest_price, price)
+            self._limiter.settle(taken, self._amounts(tokens))
 
     def _amounts(self, tokens: int) -> list[int]:
         return [*([1] if self.requests_per_minute else []), *([tokens] if self.tokens_per_minute else [])]
 
     def _used(self, reply: object, quote: Quote) -> tuple[int, float]:
-        """Returns tokens and price according to the reply's `usage`, or the estimate without one."""
+        """Tokens and price according to the reply's `usage`; the estimate without one."""
         usage = reply.get("usage") if isinstance(reply, dict) else None
         counts = [usage.get(f"{kind}_tokens") for kind in ("prompt", "completion")] if isinstance(usage, dict) else []
         numbers = [count for count in counts if isinstance(count, int) and 0 <= count < 1 << 40]
@@ -284,7 +205,7 @@ class ChatEndpoint(Scorer):
             return quote.tokens, quote.highest_price
         return sum(numbers), self._price(*numbers)
 
-    def _read(self, reply: Any, read: Callable[[str], T]) -> T | Fault:
+    def _verdict(self, reply: Any) -> float | Fault:
         try:
             choice = reply["choices"][0]
             content = choice["message"]["content"]
@@ -295,7 +216,7 @@ class ChatEndpoint(Scorer):
         if not isinstance(content, str):
             return Fault("crashed", f"the judge gave no text (finish_reason {ended!r:.40})", retry=again)
         try:
-            return read(content)
+            return self._reader.read(content)
         except NoVerdictError as error:
             cut = f"; it was cut at max_tokens {self.max_tokens}" if ended == "length" else ""
             return Fault("crashed", f"{error}{cut}", retry=again)

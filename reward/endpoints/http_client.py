@@ -39,10 +39,7 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 LARGEST_REPLY_BYTES = 16 << 20
 MAX_QUEUE_SECONDS = 3600.0
-"""Longest wait for admission to an endpoint.
-
-It does not count towards an item's deadline, so requests of a higher priority do not use up the time of others.
-"""
+"""Longest wait for admission to an endpoint. It does not count towards an item's deadline."""
 _LONGEST_RETRY_AFTER_SECONDS = 86400.0
 _DETAIL_CHARACTERS = 200
 _CREDENTIALS = frozenset({401, 403, 407})
@@ -78,21 +75,14 @@ def check_url(name: str, url: str) -> None:
     if not fits:
         raise ValueError(f"{name} {url!r:.200} is no http:// or https:// URL")
     if parts.username is not None or parts.password is not None:
-        raise ValueError(
-            f"{name} holds credentials; put the key into an environment variable and name that in api_key_env"
-        )
+        told = "put the key into an environment variable and name that in api_key_env"
+        raise ValueError(f"{name} holds credentials; {told}")
 
 
 def read_key(variable: str) -> str:
-    """Returns the secret in the environment variable; empty if no variable is named.
-
-    Raises:
-        ValueError: the variable is not set, or its value is not allowed in a header.
-    """
-    if not variable:
-        return ""
+    """The secret in the environment variable, "" if none is named. Raises ValueError if a header cannot hold it."""
     key = os.environ.get(variable, "").strip()
-    if not key:
+    if variable and not key:
         raise ValueError(f"api_key_env: the environment variable {variable} is not set")
     if not (key.isascii() and key.isprintable()):
         raise ValueError(f"api_key_env: the environment variable {variable} holds what no HTTP header can")
@@ -111,10 +101,7 @@ class HttpClient:
         self.num_requests = 0
 
     async def wait_until_open(self, deadline: float) -> Fault | None:
-        """Waits as the endpoint's last `Retry-After` requests. Returns a fault if that ends past the deadline.
-
-        The deadline is a time of the loop's clock.
-        """
+        """Waits as the endpoint's last `Retry-After` requests; a fault if that ends past the deadline."""
         loop = asyncio.get_running_loop()
         while (wait := self._closed_until - loop.time()) > 0.0:
             if self._closed_until >= deadline:
@@ -123,7 +110,7 @@ class HttpClient:
         return None
 
     async def post(self, body: bytes, deadline: float) -> bytes | Fault:
-        """Makes one attempt. Returns the reply's body or the fault."""
+        """Makes one attempt: the reply's body, or the fault."""
         import httpx
 
         loop = asyncio.get_running_loop()
@@ -140,12 +127,9 @@ class HttpClient:
         except (httpx.ConnectError, httpx.ProxyError, httpx.UnsupportedProtocol) as error:
             return Fault("infrastructure", f"the endpoint cannot be reached: {self._clean(str(error))}")
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError) as error:
-            words = self._clean(str(error)) or type(error).__name__
-            words = f"the connection to the endpoint broke: {words}"
+            words = f"the connection to the endpoint broke: {self._clean(str(error)) or type(error).__name__}"
             return Fault("infrastructure", words, perhaps_done=True, by_content=True)
-        if isinstance(data, Fault):
-            return data
-        if response.is_success:
+        if isinstance(data, Fault) or response.is_success:
             return data
         fault = self._fault(response.status_code, response.headers, data)
         self._closed_until = max(self._closed_until, loop.time() + fault.not_before_seconds)
@@ -162,17 +146,13 @@ class HttpClient:
         return Fault("infrastructure", detail, retry=False)
 
     def _clean(self, text: str) -> str:
-        """Returns the text as one short line without the API key."""
         line = " ".join(text[: 20 * _DETAIL_CHARACTERS].split())
         return (line.replace(self._key, "***") if self._key else line)[:_DETAIL_CHARACTERS]
 
 
 @asynccontextmanager
 async def open_client(url: str, *, key: str, max_connections: int, attempt_seconds: float) -> AsyncIterator[HttpClient]:
-    """Opens a client and closes its connections at the end of the block.
-
-    Redirects are not followed. Proxies are taken from the environment.
-    """
+    """A client whose connections close with the block. It follows no redirects and uses the environment's proxies."""
     import httpx
 
     headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
@@ -184,7 +164,7 @@ async def open_client(url: str, *, key: str, max_connections: int, attempt_secon
 
 
 async def wait_in_queue(what: str, wait: Awaitable[T]) -> T | Fault:
-    """Returns the result of `wait`, or a fault after MAX_QUEUE_SECONDS."""
+    """The result of `wait`, or a fault after MAX_QUEUE_SECONDS."""
     try:
         async with asyncio.timeout(MAX_QUEUE_SECONDS):
             return await wait
@@ -207,8 +187,7 @@ async def with_retries(
 
     def outcome_of(state: RetryCallState) -> T | Fault:
         assert state.outcome is not None, "asked only after an attempt"
-        outcome: T | Fault = state.outcome.result()
-        return outcome
+        return cast("T | Fault", state.outcome.result())
 
     def pause(state: RetryCallState) -> float:
         outcome = outcome_of(state)
@@ -235,21 +214,18 @@ async def with_retries(
 
 
 def retry_after(value: str) -> float:
-    """Returns the seconds that a `Retry-After` header (a number or a date) requests, at most a day; 0 if invalid."""
+    """The seconds that a `Retry-After` header (a number or a date) requests, at most a day; 0 if invalid."""
     value = value.strip()
-    seconds = 0.0
-    if value.isascii() and value.isdigit():
-        seconds = float(value[:12])
-    elif value:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return 0.0
+    try:
+        is_number = value.isascii() and value.isdigit()
+        seconds = float(value[:12]) if is_number else parsedate_to_datetime(value).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
     return min(max(seconds, 0.0), _LONGEST_RETRY_AFTER_SECONDS)
 
 
 def read_json(data: bytes) -> object:
-    """Returns the value; None if the bytes are not JSON or too deeply nested."""
+    """The value; None if the bytes are not JSON or too deeply nested."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -257,16 +233,13 @@ def read_json(data: bytes) -> object:
 
 
 async def _body(response: httpx.Response) -> bytes | Fault:
-    """Returns the raw body. A compressed one is refused: none was requested, and it may expand without limit."""
+    """The raw body. A compressed one is refused: none was requested, and it may expand without limit."""
     if response.headers.get("content-encoding", "identity") != "identity":
         return Fault("infrastructure", "the endpoint compressed its answer, unasked", retry=False)
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     async for part in response.aiter_raw():
-        parts.append(part)
-        size += len(part)
-        if size > LARGEST_REPLY_BYTES:
-            return Fault(
-                "infrastructure", f"the endpoint's answer exceeds {LARGEST_REPLY_BYTES >> 20} MiB", retry=False
-            )
-    return b"".join(parts)
+        body += part
+        if len(body) > LARGEST_REPLY_BYTES:
+            words = f"the endpoint's answer exceeds {LARGEST_REPLY_BYTES >> 20} MiB"
+            return Fault("infrastructure", words, retry=False)
+    return bytes(body)

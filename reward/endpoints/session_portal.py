@@ -1,7 +1,4 @@
-"""Event loop with one session, for threads that call a scorer with many concurrent requests.
-
-It is built on anyio's blocking portal.
-"""
+"""Event loop with one session, on anyio's blocking portal, for threads that call a scorer with many requests."""
 
 from __future__ import annotations
 
@@ -44,12 +41,10 @@ class SessionPortal(Generic[Session]):
         self._finalizer: weakref.finalize[[], SessionPortal[Session]] | None = None
 
     def run(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
-        """Runs the coroutine and returns its result; blocks the caller. The coroutine bounds its own waits.
-
-        If the caller's cancellation token is cancelled first, so is the coroutine.
+        """Runs the coroutine, which bounds its own waits, and returns its result; blocks the caller.
 
         Raises:
-            ClosedError: the token was cancelled, or `close` was called.
+            ClosedError: the caller's cancellation token was cancelled, and so the coroutine, or `close` was called.
         """
         with self._lock:  # so that `close` finds every future, and no work reaches a loop that is ending
             if self._closed:
@@ -67,10 +62,7 @@ class SessionPortal(Generic[Session]):
 
     @property
     def session(self) -> Session | None:
-        """The session of the coroutines; None before the first call.
-
-        It belongs to the loop. Other threads may only read plain numbers in it.
-        """
+        """The session, None before the first call. It belongs to the loop: others may only read plain numbers in it."""
         return self._started[1] if self._started is not None else None
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from pydantic_core import ErrorDetails
 from tandem.protos.error_text import did_you_mean, nearest, printable, shown
 from tandem.reward.options.tree import Location, Shape, fields_of, known_keys, locate, type_words
 
-_NO_TABLE = {"model_type", "model_attributes_type", "dict_type"}
 _OWN_MESSAGE = {"value_error", "assertion_error", "json_invalid"}
 
 
@@ -32,10 +31,9 @@ def explain(root: type[BaseModel], error: ValidationError, place: str = "") -> s
         return f"{where}: there is no {shown(fault['input'])}{did_you_mean(fault['input'], _choices(fault))}"
     message = fault["msg"].removeprefix("Value error, ")
     if kind in _OWN_MESSAGE:
-        if not where:
-            return message
         about_table = isinstance(fault["input"], dict | BaseModel) or kind == "json_invalid"
-        return f"{where}: {message}" if about_table else f"{where}: {message} (got {shown(fault['input'])})"
+        got = "" if about_table or not where else f" (got {shown(fault['input'])})"
+        return f"{where}: {message}{got}" if where else message
     if kind == "finite_number":
         message = "should be a finite number"
     elif shape is not None:
@@ -63,8 +61,7 @@ def _unknown_key(root: type[BaseModel], location: Location, word: str, place: st
     if 1 <= len(inside) <= 3:
         return f"unknown key {where}; did you mean {' or '.join(_joined(place, key) for key in inside)}?"
     known = list(fields_of(table.model))
-    near = nearest(word, known)
-    if near:
+    if near := nearest(word, known):
         return f"unknown key {where}; did you mean {_joined(place, table.key(near))}?"
     return f"unknown key {where}{did_you_mean('', known)}"
 
@@ -76,12 +73,10 @@ def _unknown_name(place: str, shape: Shape, name: str) -> str:
 
 
 def _choices(fault: ErrorDetails) -> list[str]:
-    """The words of a Literal, as pydantic's message has them."""
     return [word.strip(" '") for word in fault["ctx"]["expected"].replace(" or ", ", ").split(",")]
 
 
 def _how_to_write(place: str, shape: Shape | None, fault: ErrorDetails) -> str:
-    """What to write for a list of text where one text was given."""
     if shape is None or shape.annotation != tuple[str, ...] or not isinstance(fault["input"], str):
         return ""
     return f"; write {place.rpartition('.')[2]} = [{json.dumps(fault['input'], ensure_ascii=False)}]"

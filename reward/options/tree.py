@@ -1,12 +1,18 @@
-"""The tables and keys that a pydantic model of options describes, read from its annotations. The recipe, a scorer's
-arguments and a rubric's file are all read, explained and documented by it.
+"""The tables and keys that a pydantic model of options describes: recipe, arguments of a scorer, file of a rubric.
+
+Shapes are read from annotations, documentation from docstrings: of a class its summary, of a field the string below it.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -16,14 +22,13 @@ from pydantic.fields import FieldInfo
 
 from tandem.protos.bare_name import BareName
 
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "anything", NoneType: "nothing"}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a key holds: a value (no models), a table ({"": model}), or one of several ({name: model}) chosen by its key
-    `chooser`.
-    """
+    """What a key holds: a value (no models), a table ({"": model}), or one of several ({name: model}) by `chooser`."""
 
     annotation: object
     models: Mapping[str, type[BaseModel]] = field(default_factory=dict)
@@ -76,13 +81,8 @@ def shape_at(root: type[BaseModel], keys: Sequence[str]) -> Shape | None:
 def _shape(annotation: Any, rules: tuple[object, ...], chooser: str) -> Shape:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        for rule in annotation.__metadata__:
-            if isinstance(rule, FieldInfo):
-                chooser = chooser or _text(rule.discriminator)
-                rules = (*rules, *rule.metadata)
-            else:
-                rules = (*rules, rule)
-        return _shape(arguments[0], rules, chooser)
+        info = FieldInfo.from_annotation(annotation)
+        return _shape(info.annotation, (*rules, *info.metadata), chooser or _text(info.discriminator))
     if origin in (Union, UnionType):
         members = [member for member in arguments if member is not NoneType]
         optional = len(members) < len(arguments)
@@ -119,15 +119,15 @@ def _names_in(member: object, chooser: str) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table of a configuration: `path` is how a recipe heads it (`a.b[]` for a list of them), `shape` what its
-    place may hold,
-    `choice` the name it is chosen by, "" if it is no choice.
-    """
+    """One table of a configuration."""
 
     path: str
+    """How a recipe heads it; `a.b[]` for a list of them."""
     model: type[BaseModel]
     shape: Shape
+    """What its place may hold."""
     choice: str = ""
+    """The name it is chosen by, "" if it is no choice."""
     default: object = None
     """What stands in its place if a recipe says nothing."""
 
@@ -172,13 +172,12 @@ def known_keys(root: type[BaseModel]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a fault is: the place as a user writes it, the table that has it, and what the place should hold (None: the
-    key is unknown).
-    """
+    """Where a fault is: the place as a user writes it, and the table that has it."""
 
     place: str
     table: Table
     shape: Shape | None
+    """What the place should hold; None: the key is unknown."""
     inside: bool = False
     """The fault is in an entry of the value, e.g. of a list of numbers."""
 
@@ -187,8 +186,7 @@ def locate(root: type[BaseModel], parts: Iterable[str | int]) -> Location:
     """The place behind a location of pydantic's, which contains the names by which tables were chosen."""
     shape = Shape(root, {"": root})
     table, place = Table("", root, shape), ""
-    is_table = True  # whether `table` is what the place holds
-    inside = False
+    is_table, inside = True, False  # is_table: `table` is what the place holds
     for part in parts:
         if is_table:
             place = table.key(str(part))
@@ -204,8 +202,7 @@ def locate(root: type[BaseModel], parts: Iterable[str | int]) -> Location:
             if not shape.chooser:
                 table, is_table = Table(place, shape.models[""], shape), True
         elif shape.models:
-            table = Table(place, shape.models[str(part)], shape, str(part))
-            is_table = True
+            table, is_table = Table(place, shape.models[str(part)], shape, str(part)), True
         elif not (shape.is_union and isinstance(part, str)):  # a part that names one of a value's types says nothing
             inside = True
             place += f".{part}" if isinstance(part, str) else ""
@@ -216,15 +213,8 @@ def type_words(shape: Shape) -> str:
     """A value's type and limits in words: `integer ≥ 1`, `"grpo" or "dr_grpo"`, `name or table`."""
     limits = []
     for rule in shape.rules:
-        if isinstance(rule, annotated_types.Ge):
-            limits.append(f"≥ {rule.ge}")
-        elif isinstance(rule, annotated_types.Gt):
-            limits.append(f"> {rule.gt}")
-        elif isinstance(rule, annotated_types.Le):
-            limits.append(f"≤ {rule.le}")
-        elif isinstance(rule, annotated_types.Lt):
-            limits.append(f"< {rule.lt}")
-        elif isinstance(rule, annotated_types.Len | annotated_types.MinLen) and rule.min_length == 1:
+        limits += [f"{sign} {getattr(rule, name)}" for name, sign in _SIGNS.items() if hasattr(rule, name)]
+        if isinstance(rule, annotated_types.Len | annotated_types.MinLen) and rule.min_length == 1:
             limits.append("that is not empty")
         elif getattr(rule, "pattern", None):
             limits.append(f"like `{rule.pattern}`")
@@ -232,17 +222,14 @@ def type_words(shape: Shape) -> str:
 
 
 def _length(shape: Shape) -> int:
-    """How many entries a list must have, 0 if any number."""
     lengths = [rule for rule in shape.rules if isinstance(rule, annotated_types.Len)]
     return lengths[0].min_length if lengths and lengths[0].max_length else 0
 
 
 def _table_words(shape: Shape) -> str:
-    if shape.many:
-        return "list of tables"
-    if shape.models:
-        return f"{shape.bare.key} or table" if shape.bare is not None else "table"
-    return ""
+    if shape.many or not shape.models:
+        return "list of tables" if shape.many else ""
+    return f"{shape.bare.key} or table" if shape.bare is not None else "table"
 
 
 def _words(annotation: Any, length: int = 0) -> str:
@@ -267,3 +254,30 @@ def _words(annotation: Any, length: int = 0) -> str:
 def _plural(annotation: object) -> str:
     words = _words(annotation)
     return f"{words}s" if words in ("integer", "number", "table") else words
+
+
+def summary(kind: type) -> str:
+    """The first paragraph of a class's docstring, in one line."""
+    return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
+
+
+def attribute_docs(kind: type) -> dict[str, str]:
+    """The string below each field of a class, its own or inherited, in one line. Empty if there is no source."""
+    docs: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        with suppress(OSError, TypeError):
+            docs |= _own_docs(owner)
+    return docs
+
+
+@cache  # reading and parsing source takes long, and subclasses share their bases
+def _own_docs(kind: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for one, after in zip(body.body, body.body[1:], strict=False):
+        if not isinstance(one, ast.AnnAssign) or not isinstance(one.target, ast.Name):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            docs[one.target.id] = " ".join(after.value.value.split())
+    return docs

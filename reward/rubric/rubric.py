@@ -1,5 +1,4 @@
-"""A rubric: scorers with weights, gates, routing and normalisation, written in TOML, and the combination of their
-scores.
+"""A rubric: scorers with weights, gates, routing and normalisation, written in TOML, and how it combines their scores.
 
 Nothing here runs a scorer or reads a file. docs/reward.md explains the keys.
 """
@@ -7,9 +6,10 @@ Nothing here runs a scorer or reads a file. docs/reward.md explains the keys.
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
@@ -19,18 +19,69 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.protos.error_text import did_you_mean, printable, shown
 from tandem.protos.errors import ScorerError
+from tandem.reward.config import RewardConfig
 from tandem.reward.options.errors import explain
-from tandem.reward.registry import RUBRIC, ScorerSpec, is_import_path
-from tandem.reward.rubric.catalogue import Catalogue
+from tandem.reward.registry import RUBRIC, SCORERS, ScorerSpec, is_import_path, make_spec, unknown_scorer
 
 MAX_TEXT_BYTES = 64 << 10
 MAX_SCORERS = 256
 """Maximum number of scorers per item, including nested rubrics. Otherwise a short text could request millions."""
-
 MAX_DEPTH = 16
 """Maximum nesting of rubrics."""
 
 Range = tuple[float, float]
+
+_NAME = re.compile(r"[._-]*[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """The scorers that a rubric may name. `for_clients` refuses access to the service's machine and network."""
+
+    declared: Mapping[str, ScorerSpec] = field(default_factory=dict)
+    for_clients: bool = False
+
+    @classmethod
+    def of(cls, config: RewardConfig) -> Catalogue:
+        """Builds a recipe's catalogue. Raises ScorerError for an unknown declared scorer or wrong arguments."""
+        declared = {}
+        for name, one in config.scorers.items():
+            place = f"reward.scorers.{printable(name)}"
+            if name in SCORERS or name == RUBRIC:
+                raise ScorerError(f"{place}: the name is taken; give it another")
+            if len(name) > 64 or not _NAME.fullmatch(name):
+                raise ScorerError(f"{place}: the name should be up to 64 letters, digits, . _ -; give it another")
+            declared[name] = make_spec(one.scorer, one.arguments, place)
+        return cls(declared)
+
+    def spec(self, scorer: str, arguments: Mapping[str, object], place: str) -> ScorerSpec:
+        """Returns the checked specification of the scorer with this name.
+
+        Raises:
+            ScorerError: the name is unknown, the arguments are wrong, or a client may not use them.
+        """
+        if scorer in self.declared:
+            if arguments:
+                told = f"scorer {scorer} is declared with its arguments and takes no others"
+                raise ScorerError(f"{place}.arguments: {told}")
+            return self.declared[scorer]
+        if self.for_clients:
+            self._refuse_what_is_the_recipes(scorer, arguments, place)
+        return make_spec(scorer, arguments, place, known=self.declared)
+
+    def _refuse_what_is_the_recipes(self, scorer: str, arguments: Mapping[str, object], place: str) -> None:
+        remedy = "the service's recipe can declare it under a name in reward.scorers"
+        kind = SCORERS.get(scorer)
+        if kind is None and is_import_path(scorer):
+            raise ScorerError(f"{place}.scorer {scorer!r:.100}: a client's rubric cannot name an import path; {remedy}")
+        if kind is None:
+            names = [*self.declared, *(name for name in SCORERS if SCORERS[name].ISOLATION != "remote")]
+            raise unknown_scorer(scorer, names, place)
+        if kind.ISOLATION == "remote":
+            told = "it names a folder or an address, which a client cannot"
+            raise ScorerError(f"{place}.scorer {scorer}: {told}; {remedy}")
+        if taken := [name for name in arguments if name in kind.RECIPE_ONLY]:
+            raise ScorerError(f"{place}.arguments.{taken[0]}: a client cannot set it; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +130,7 @@ class Rubric:
 
     @classmethod
     def alone(cls, spec: ScorerSpec) -> Rubric:
-        """Returns a rubric of one scorer, whose scores stay unchanged."""
+        """A rubric of one scorer, whose scores stay unchanged."""
         return cls((Component("", spec),))
 
     def combine(self, scores: Sequence[Score | None], data_source: str = "") -> Score:
@@ -92,26 +143,38 @@ class Rubric:
         terms: list[float] = []
         breakdown: dict[str, float] = {}
         left_out: Unscored | None = None
-        closed = False
+        closed = False  # by a failed gate
         for component, score in zip(self.components, scores, strict=True):
             if component.data_sources is not None and not component.applies(data_source):
                 continue
             if closed:
                 breakdown[component.name] = 0.0
                 continue
+            name = component.name
             if not isinstance(score, Scored):
-                reason = _named(component.name, score or _NOT_RUN)
+                reason = score or Unscored("infrastructure", "it was not run")
+                reason = Unscored(reason.reason, f"{name}: {reason.detail}") if name else reason
                 if not component.optional:
                     return reason
                 left_out = left_out or reason
                 continue
             value = component.normalised(score.value)
             terms.append(component.weight * value)
-            _enter(breakdown, component.name, value, score.breakdown)
+            if name:
+                breakdown[name] = value
+                breakdown |= {f"{name}/{part}": number for part, number in score.breakdown.items()}
+            else:
+                breakdown |= score.breakdown
             closed = component.gate and value < component.pass_at
         if not terms:
             return left_out or Unscored("invalid_input", f"no component is for data_source {data_source!r:.80}")
-        return _sum(terms, breakdown, self.clip)
+        try:
+            total = math.fsum(terms)  # exact, so the order of components does not matter
+        except (OverflowError, ValueError):
+            total = math.nan
+        if not math.isfinite(total):
+            return Unscored("invalid_input", "the sum of the components is not a finite number")
+        return Scored(_clipped(total, self.clip), breakdown)
 
     def stages(self) -> list[list[int]]:
         """Returns the indices of the components that may run concurrently, by stage. A gate ends a stage."""
@@ -122,39 +185,18 @@ class Rubric:
                 stages.append([])
         return [stage for stage in stages if stage]
 
-    def specs(self) -> Iterator[ScorerSpec]:
-        """Yields every scorer of the rubric and of its nested rubrics."""
+    def specs(self) -> list[ScorerSpec]:
+        """Every scorer of the rubric and of its nested rubrics."""
+        return [spec for _, spec in self.named_specs()]
+
+    def named_specs(self, within: str = "") -> Iterator[tuple[str, ScorerSpec]]:
+        """Every scorer with its name in the breakdown; a single scorer with its own name."""
         for component in self.components:
+            name = within + component.name
             if isinstance(component.source, Rubric):
-                yield from component.source.specs()
+                yield from component.source.named_specs(f"{name}/")
             else:
-                yield component.source
-
-
-_NOT_RUN = Unscored("infrastructure", "it was not run")
-
-
-def _named(name: str, reason: Unscored) -> Unscored:
-    return Unscored(reason.reason, f"{name}: {reason.detail}") if name else reason
-
-
-def _enter(breakdown: dict[str, float], name: str, value: float, parts: Mapping[str, float]) -> None:
-    if not name:
-        breakdown.update(parts)
-        return
-    breakdown[name] = value
-    for part, number in parts.items():
-        breakdown[f"{name}/{part}"] = number
-
-
-def _sum(terms: list[float], breakdown: dict[str, float], clip: Range | None) -> Score:
-    try:
-        total = math.fsum(terms)  # exact, so the order of components does not matter
-    except (OverflowError, ValueError):
-        total = math.nan
-    if not math.isfinite(total):
-        return Unscored("invalid_input", "the sum of the components is not a finite number")
-    return Scored(_clipped(total, clip), breakdown)
+                yield name or component.source.scorer, component.source
 
 
 def _clipped(value: float, clip: Range | None) -> float:
@@ -211,7 +253,7 @@ class _Parser:
         self._made: dict[str, tuple[Rubric, int]] = {}
 
     def rubric(self, path: tuple[str, ...], place: str) -> Rubric:
-        """Parses the rubric at a path of names. The empty path is the rubric of the file itself."""
+        """The rubric at a path of names. The empty path is the rubric of the file itself."""
         table = self._file.rubrics[path[-1]] if path else self._file
         components: list[Component] = []
         number_of_scorers = 0
@@ -219,10 +261,8 @@ class _Parser:
             component, scorers = self._component(one, path, f"{place}components[{number}]")
             taken = next((n for n, other in enumerate(components) if other.name == component.name), None)
             if taken is not None:
-                raise ScorerError(
-                    f"{place}components[{number}].name: {component.name!r} is already the name of components[{taken}]; "
-                    "give each component its own name"
-                )
+                told = f"{component.name!r} is already the name of components[{taken}]; give each its own"
+                raise ScorerError(f"{place}components[{number}].name: {told}")
             components.append(component)
             number_of_scorers += scorers
             if number_of_scorers > MAX_SCORERS:
@@ -252,10 +292,8 @@ class _Parser:
             optional=table.optional,
         )
         if "/" in component.name or component.name in ("earned", "scorer") or len(component.name) > 64:
-            raise ScorerError(
-                f"{place}.name: {component.name!r:.80} cannot be a name in the breakdown (no /, at most 64 characters, "
-                "not earned, not scorer)"
-            )
+            told = "cannot be a name in the breakdown (no /, at most 64 characters, not earned, not scorer)"
+            raise ScorerError(f"{place}.name: {component.name!r:.80} {told}")
         return component, scorers
 
     def _source(self, table: _ComponentTable, path: tuple[str, ...], place: str) -> tuple[ScorerSpec | Rubric, int]:
@@ -263,9 +301,8 @@ class _Parser:
             return self._allowed.spec(table.scorer, table.arguments, place), 1
         name = table.arguments.get("name")
         if not isinstance(name, str) or set(table.arguments) != {"name"}:
-            raise ScorerError(
-                f"{place}.arguments: scorer rubric takes name, the name of a table in rubrics, and nothing else"
-            )
+            told = "scorer rubric takes name, the name of a table in rubrics, and nothing else"
+            raise ScorerError(f"{place}.arguments: {told}")
         if name not in self._file.rubrics:
             meant = did_you_mean(name, self._file.rubrics)
             raise ScorerError(f"{place}.arguments.name: there is no rubric {shown(name)}{meant}")

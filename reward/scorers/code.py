@@ -17,30 +17,16 @@ from tandem.reward.sandbox.test_cases import Comparison, Test, UnusableTestsErro
 from tandem.reward.text.extraction import last_code_block
 
 # Imports that solutions on contest sites rely on; the evaluations of APPS and LiveCodeBench add much the same.
-PRELUDE = """
-from bisect import *
-from collections import *
-from copy import *
-from datetime import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from operator import *
-from random import *
-from statistics import *
-from string import *
-from typing import *
+_STARRED = "bisect collections copy datetime functools heapq itertools math operator random statistics string typing"
+PRELUDE = f"""
+{chr(10).join(f"from {module} import *" for module in _STARRED.split())}
 import array, bisect, collections, copy, datetime, functools, heapq, io, itertools, json, math, operator, os, random, re
-import statistics
-import string, sys, time
+import statistics, string, sys, time
 from builtins import *
 """
 
 _FAILURES = ("wrong", "error", "time", "memory", "output")
-_WAITING = (
-    2.0  # wall time a program has in units of its processor time: on a busy machine it gets less than all of a core
-)
+_WAITING = 2.0  # wall time of a program in units of its processor time: on a busy machine it gets less than a core
 _SLACK_SECONDS = 60.0  # a run may be lost with its sandbox, and what makes sandboxes be replaced
 
 
@@ -52,11 +38,10 @@ class CodeTests(Scorer):
     "testtype"}` (LiveCodeBench); a list of statements, or `{"test_list", "test_setup_code"}` (MBPP); `{"test",
     "entry_point"}` (HumanEval).
 
-    A program that is wrong, crashes, hangs, or exceeds its memory or output limit scores 0; it is not unscored. The
-    breakdown counts the tests by outcome (`passed`, `wrong`, `error`, `time`, `memory`, `output`, `not_run`, and
-    `total`; `no_code` is 1 if the answer has no code). An item is unscored if nobody could pass its tests
-    (`invalid_input`), and if the sandbox does not start, the sandbox itself dies twice, or the machine kills programs
-    because it is out of memory (`infrastructure`).
+    A program that is wrong, crashes, hangs, or exceeds its memory or output limit scores 0. The breakdown counts the
+    tests by outcome (`passed`, `wrong`, `error`, `time`, `memory`, `output`, `not_run`, and `total`; `no_code` is 1 if
+    the answer has no code). An item is unscored if nobody could pass its tests (`invalid_input`), and if the sandbox
+    does not start or itself dies twice, or the machine is out of memory (`infrastructure`).
 
     The answer cannot forge a verdict. What it prints or returns is compared outside its sandbox. A test's statements
     run in a second sandbox, which calls the answer and gets plain data back. Objects of the answer's own classes stay
@@ -67,7 +52,6 @@ class CodeTests(Scorer):
         1.0
     """
 
-    VERSION = "1"
     ISOLATION = "sandbox"
     PRELOAD = ("tandem.reward.sandbox.trial",)
     RECIPE_ONLY = ("allow_unsandboxed", "packages", "memory_bytes", "seconds_per_answer")
@@ -87,19 +71,13 @@ class CodeTests(Scorer):
     comparison: Comparison = "tokens"
     """How printed output is compared: `tokens` ignores line breaks, `lines` does not."""
     tolerance: Annotated[float, Field(ge=0.0)] = 1e-6
-    """Largest accepted difference between numbers that are not both integers, relative to the expected one if that is
-    above 1.
-    """
+    """Largest accepted difference between numbers that are not both integers, relative to an expected one above 1."""
     prelude: str = PRELUDE
     """Python code that runs before the program, e.g. usual imports; empty: none."""
     packages: tuple[str, ...] = ()
-    """Installed packages that the program may import besides the standard library, with their dependencies:
-    `["numpy"]`.
-    """
+    """Installed packages that the program may import besides the standard library: `["numpy"]`."""
     allow_unsandboxed: bool = False
-    """Run programs even where the machine cannot isolate them: with resource limits, but with the service's access to
-    files and network.
-    """
+    """Run programs where the machine cannot isolate them: with the service's access to files and network."""
 
     @model_validator(mode="after")
     def _a_test_fits_in_an_answer(self) -> Self:
@@ -109,7 +87,6 @@ class CodeTests(Scorer):
 
     @property
     def longest_seconds(self) -> float:
-        """How long one answer may take before this scorer ends it. A pool's limit must not be shorter."""
         return self.seconds_per_answer + self._wall_seconds + _SLACK_SECONDS
 
     @property
@@ -117,7 +94,6 @@ class CodeTests(Scorer):
         return _WAITING * self.seconds_per_test + 1.0
 
     def start(self) -> None:
-        """Checks that programs can be isolated and starts the first sandboxes. Raises ScorerError if they cannot."""
         from tandem.reward.sandbox.trial import sandboxes
 
         sandboxes(self.packages, self.allow_unsandboxed)
@@ -143,11 +119,7 @@ class CodeTests(Scorer):
         from tandem.reward.sandbox.sandbox import Limits
         from tandem.reward.sandbox.trial import Trial, sandboxes
 
-        limits = Limits(
-            cpu_seconds=self.seconds_per_test,
-            wall_seconds=self._wall_seconds,
-            memory_bytes=self.memory_bytes,
-        )
+        limits = Limits(self.seconds_per_test, self._wall_seconds, self.memory_bytes)
         pool = sandboxes(self.packages, self.allow_unsandboxed)
         counts: Counter[str] = Counter()
         deadline = time.monotonic() + self.seconds_per_answer

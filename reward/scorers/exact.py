@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.ground_truth import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, unusable
 
 _RIGHT, _WRONG = Scored(1.0), Scored(0.0)
 
@@ -19,7 +19,6 @@ class ExactMatch(Scorer):
         Scored(value=1.0, breakdown={})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     ignore_case: bool = False

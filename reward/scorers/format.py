@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names, outside, places_of
-from tandem.reward.text.patterns import Pattern
+from tandem.reward.text.values import Pattern
 
 
 class Format(Scorer):
@@ -19,24 +19,21 @@ class Format(Scorer):
     the share of these checks that pass.
 
     Parts are as in the scorer `tags`: each occurs once and in order. White space around a part's content is ignored. A
-    user's pattern may backtrack forever, so this scorer runs in a worker process; `tags` needs no patterns.
+    user's pattern may backtrack forever, so this scorer runs in a worker process.
 
     Example:
         >>> Format(parts={"answer": r"-?\d+"}).judge(ScoreItem("", "<think>2 + 2</think><answer>four</answer>", None))
         Scored(value=0.0, breakdown={'think': 1.0, 'answer': 0.0})
     """
 
-    VERSION = "1"
     ISOLATION = "worker"
 
     order: tuple[str, ...] = ("think", "answer")
     """Names of the parts, in the required order."""
     parts: dict[str, Pattern] = Field(default_factory=dict)
-    r"""Name of a part → regular expression that its whole content must match, e.g. `{answer = '-?\d+'}`; `.` matches
-    line breaks too. A part without a pattern must not be empty.
-    """
+    r"""Regular expressions that whole parts must match, e.g. `{answer = '-?\d+'}`; without one it must not be empty."""
     pattern: Pattern = ""
-    """Regular expression that the whole answer must match; empty: anything."""
+    """Regular expression that the whole answer must match; empty: anything. `.` matches line breaks in all of them."""
     only: bool = False
     """Allow only white space before, between and after the parts."""
     partial: bool = False

@@ -19,9 +19,8 @@ class GroupRank(Scorer):
     """The share of its group that an answer beats by another scorer's values: from 0 (none) to 1 (all); a tie counts
     half.
 
-    This is the answer's rank in its group, from 0 for the last to 1 for the first place; ties share the mean of their
-    ranks. Use it for a reward model whose scale drifts or has no meaning. The other scorer's own value is in the
-    breakdown as `value`. Answers that it leaves unscored keep their reason, and the others are ranked without them.
+    Use it for a reward model whose scale drifts or has no meaning. The other scorer's own value is in the breakdown as
+    `value`. Answers that it leaves unscored keep their reason, and the others are ranked without them.
 
     Example:
         >>> ranks = GroupRank(scorer="numeric", arguments={"tolerance": 0.5})
@@ -31,15 +30,11 @@ class GroupRank(Scorer):
         >>> ranks.close()
     """
 
-    VERSION = "1"
     ISOLATION = "remote"
     GROUPED = True
-    """Scores are valid for a whole group: a single answer cannot be scored again alone."""
 
     scorer: str
-    """Name of the scorer whose values are compared. It must not need a worker process: `reward_model`, `judge`,
-    `remote`, `numeric`, …
-    """
+    """The scorer whose values are compared. It must not need a worker process: `reward_model`, `judge`, `numeric`, …"""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of that scorer."""
     _judge: Scorer = PrivateAttr()
@@ -57,19 +52,16 @@ class GroupRank(Scorer):
         """One result an item, in order. Thread-safe; blocks its caller."""
         scores: list[Score] = [Unscored("invalid_input", "not compared")] * len(items)
         groups = split_groups(items, scores)
-        wanted = [number for numbers in groups for number in numbers]
-        values = dict(zip(wanted, self._values([items[number] for number in wanted], priority), strict=True))
+        values = iter(self._values([items[number] for numbers in groups for number in numbers], priority))
         for numbers in groups:
-            for number, score in zip(numbers, ranked([values[number] for number in numbers]), strict=True):
+            for number, score in zip(numbers, ranked([next(values) for _ in numbers]), strict=True):
                 scores[number] = score
         return scores
 
     def close(self) -> None:
-        """Closes the scorer whose values are compared."""
         self._judge.close()
 
     def figures(self) -> dict[str, float]:
-        """Figures of the scorer whose values are compared."""
         return self._judge.figures()
 
     def _values(self, items: Sequence[ScoreItem], priority: Priority) -> list[Score]:
@@ -86,11 +78,9 @@ def ranked(values: Sequence[Score]) -> list[Score]:
     if len(numbers) == 1 and failure is not None:
         alone = Unscored(failure.reason, f"no other answer of the group has a score: {failure.detail}")
         return [alone if isinstance(score, Scored) else score for score in values]
-    ranks: list[Score] = []
-    for score in values:
-        if isinstance(score, Scored):
-            below, up_to = bisect_left(numbers, score.value), bisect_right(numbers, score.value)
-            share = (below + (up_to - below - 1) / 2) / (len(numbers) - 1)
-            score = Scored(share, {**score.breakdown, "value": score.value})
-        ranks.append(score)
-    return ranks
+
+    def rank(score: Scored) -> Scored:
+        beaten = (bisect_left(numbers, score.value) + bisect_right(numbers, score.value) - 1) / 2
+        return Scored(beaten / (len(numbers) - 1), {**score.breakdown, "value": score.value})
+
+    return [rank(score) if isinstance(score, Scored) else score for score in values]

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.ground_truth import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, unusable
 
 _RUN = r"-?[0-9.,]+"
 _MARKED = re.compile(f"#### ({_RUN})")
@@ -21,21 +21,17 @@ class Gsm8k(Scorer):
     else 0.
 
     Numbers are compared as text, so `3.50` is not `3.5` and `42.` is not `42`. Published GSM8K rewards follow this rule
-    (answers as in arXiv:2110.14168; only the end of the answer is read). For a tolerant comparison use the scorer
-    `numeric` with `marker = "####"`.
+    (answers as in arXiv:2110.14168). For a tolerant comparison use `numeric` with `marker = "####"`.
 
     Example:
         >>> Gsm8k().judge(ScoreItem("openai/gsm8k", "8 * 9 = 72, and 1,000 more.\\n#### 1,072", "1072"))
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     method: Literal["strict", "flexible"] = "strict"
-    """`strict`: the number after `#### `, without its commas. `flexible`: the last run of digits, dots and commas
-    anywhere, exactly as written.
-    """
+    """`strict`: the number after `#### `, without its commas. `flexible`: the last run of digits, dots and commas."""
     format_score: float = 0.0
     """Score of an answer with a wrong number."""
     last_characters: Annotated[int, Field(ge=0)] = 300

@@ -15,17 +15,13 @@ from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
 from tandem.reward.text.extraction import last_code_block, last_tagged
-from tandem.reward.text.ground_truth import unusable
+from tandem.reward.text.values import unusable
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 _MAX_DEPTH = 100
 _MAX_DIGITS = 4000
-
-
-class _NotJsonError(ValueError):
-    """The answer is not JSON."""
 
 
 class _BeyondError(ValueError):
@@ -35,17 +31,16 @@ class _BeyondError(ValueError):
 class JsonSchema(Scorer):
     """1 if the answer is JSON that follows the schema, `format_score` if it is other JSON, else 0.
 
-    The schema is a parameter or the item's ground truth (an object, or its JSON text). Its `$schema` names the draft;
-    the default is draft 2020-12. Formats (`date`, `uri`) are not enforced. References resolve within the schema and to
-    the drafts, never over the network. A pattern in a schema may backtrack forever, so this scorer runs in a worker
-    process. JSON nested deeper than 100 levels and numbers of more than 4,000 digits are unscored (`limit`).
+    The schema is a parameter or the item's ground truth (an object, or its JSON text), of draft 2020-12 unless
+    `$schema` names another. Formats (`date`, `uri`) are not enforced. References resolve within the schema and to the
+    drafts, never over the network. A pattern may backtrack forever, so this scorer runs in a worker process. JSON
+    nested deeper than 100 levels and numbers of more than 4,000 digits are unscored (`limit`).
 
     Example:
         >>> JsonSchema(schema='{"type": "object", "required": ["city"]}').judge(ScoreItem("", '{"city": "Oslo"}', None))
         Scored(value=1.0, breakdown={'json': 1.0})
     """
 
-    VERSION = "1"
     ISOLATION = "worker"
     PRELOAD = ("jsonschema",)
 
@@ -96,15 +91,12 @@ class JsonSchema(Scorer):
         except (Unresolvable, SchemaError, re.error) as error:
             return Unscored("invalid_input", f"the schema cannot be applied: {_one_line(error)}")
         except RecursionError:
-            return Unscored(
-                "limit", "the schema leads deeper than this scorer follows: does it refer to itself without end?"
-            )
+            told = "the schema leads deeper than this scorer follows: does it refer to itself without end?"
+            return Unscored("limit", told)
         return Scored(1.0 if follows else self.format_score, {"json": 1.0})
 
     def _json_text(self, solution: str) -> str | None:
-        text: str | None = solution
-        if self.tag:
-            text = last_tagged(solution, self.tag)
+        text = last_tagged(solution, self.tag) if self.tag else solution
         if text is None or self.source == "answer":
             return text
         block = last_code_block(text)
@@ -112,10 +104,8 @@ class JsonSchema(Scorer):
 
 
 def _schema_text(ground_truth: object) -> str | None:
-    if isinstance(ground_truth, str):
-        return ground_truth
     if not isinstance(ground_truth, Mapping | bool):
-        return None
+        return ground_truth if isinstance(ground_truth, str) else None
     try:
         return json.dumps(ground_truth)
     except (TypeError, ValueError, RecursionError):
@@ -146,7 +136,7 @@ def _read(text: str) -> object:
     try:
         value = json.loads(text, parse_int=_integer, parse_constant=_refuse)
     except json.JSONDecodeError as error:
-        raise _NotJsonError(f"is no JSON: {error}") from None
+        raise ValueError(f"is no JSON: {error}") from None
     except RecursionError:
         raise _BeyondError(f"is nested deeper than {_MAX_DEPTH}") from None
     level = [value]
@@ -168,7 +158,7 @@ def _integer(digits: str) -> int:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise _NotJsonError(f"is no JSON: {constant} is no number there")
+    raise ValueError(f"is no JSON: {constant} is no number there")
 
 
 def _one_line(error: BaseException) -> str:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.endpoints.chat_endpoint import ChatEndpoint, EndpointSession
-from tandem.reward.text.prompt_text import PromptTemplate, item_values
+from tandem.reward.endpoints.chat_endpoint import ChatEndpoint
+from tandem.reward.endpoints.endpoint import EndpointSession
+from tandem.reward.text.prompt_text import PromptTemplate
 from tandem.reward.text.verdict import VerdictReader
 
 Combine = Literal["mean", "median", "majority"]
@@ -40,9 +41,8 @@ class GenerativeJudge(ChatEndpoint):
 
     The template is filled in one pass, so braces and placeholders in an answer stay text. If a verdict cannot be read
     or is outside the scale, the judge is asked again (above temperature 0); after that the item is unscored
-    (`crashed`). A grade is never clamped. Each vote is a separate request, since few endpoints support `n`. If one vote
-    fails, the item is unscored with its reason. With several votes the breakdown has their `spread`, highest minus
-    lowest.
+    (`crashed`). Each vote is a separate request, since few endpoints support `n`; if one fails, the item is unscored
+    with its reason. With several votes the breakdown has their `spread`, highest minus lowest.
 
     Example:
         >>> judge = GenerativeJudge(base_url="http://127.0.0.1:8000/v1", model="judge", votes=3, temperature=0.7)
@@ -51,16 +51,10 @@ class GenerativeJudge(ChatEndpoint):
         >>> judge.close()
     """
 
-    VERSION = "1"
-
     template: str = TEMPLATE
-    """The user message. Placeholders: `{question}`, `{answer}`, `{ground_truth}`, `{data_source}`, `{extra_info.NAME}`.
-    """
-    question_field: str = "prompt"
-    """Key of `extra_info` with the question: text, or chat messages."""
+    """User message with `{question}`, `{answer}`, `{ground_truth}`, `{data_source}`, `{extra_info.NAME}` filled in."""
     pattern: str = ""
-    """Regular expression whose last match (its first group, if it has one) is the verdict; empty: `score_key` is used.
-    """
+    """Regular expression whose last match (its first group, if it has one) is the verdict; empty: use `score_key`."""
     score_key: str = "score"
     """Key of the verdict; the last JSON object in the judge's answer that has it counts."""
     labels: dict[str, float] = Field(default_factory=dict)
@@ -73,8 +67,6 @@ class GenerativeJudge(ChatEndpoint):
     """Votes for each item; more than one needs a temperature above 0."""
     combine: Combine = "mean"
     """How votes become one number; `majority`: the most frequent one, and the lowest of several such."""
-    _prompt: PromptTemplate = PrivateAttr()
-    _reader: VerdictReader = PrivateAttr()
 
     def model_post_init(self, context: object, /) -> None:
         super().model_post_init(context)
@@ -88,19 +80,15 @@ class GenerativeJudge(ChatEndpoint):
         )
 
     async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
-        async def fill(number: int) -> None:
-            scores[number] = await self._judge_one(session, items[number])
+        async def judge(number: int, item: ScoreItem) -> None:
+            votes = await asyncio.gather(*(self.ask(session, item) for _ in range(self.votes)))
+            scores[number] = self._score(votes)
 
         async with asyncio.TaskGroup() as group:
-            for number in range(len(items)):
-                group.create_task(fill(number))
+            for number, item in enumerate(items):
+                group.create_task(judge(number, item))
 
-    async def _judge_one(self, session: EndpointSession, item: ScoreItem) -> Score:
-        values = item_values(item, self._prompt.names, self.question_field)
-        if isinstance(values, Unscored):
-            return values
-        messages = [{"role": "user", "content": self._prompt.fill(values)}]
-        votes = await asyncio.gather(*(self.ask(session, messages, self._reader.read) for _ in range(self.votes)))
+    def _score(self, votes: Sequence[float | Unscored]) -> Score:
         numbers: list[float] = []
         for vote in votes:
             if isinstance(vote, Unscored):

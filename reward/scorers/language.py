@@ -46,17 +46,9 @@ SCRIPTS: dict[str, frozenset[str]] = {
 """Scripts of a language by its code (ISO 639)."""
 
 # A character's script is the first word of its Unicode name; these names say it otherwise.
-_RENAMED = {
-    "CJK": "Han",
-    "IDEOGRAPHIC": "Han",
-    "KATAKANA-HIRAGANA": "Katakana",
-    "FEMININE": "Latin",
-    "MASCULINE": "Latin",
-}
+_RENAMED = dict(CJK="Han", IDEOGRAPHIC="Han", FEMININE="Latin", MASCULINE="Latin") | {"KATAKANA-HIRAGANA": "Katakana"}
 # Letters of formulas and units, whatever the language.
-_SYMBOLS = frozenset(
-    {"MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "OHM", "KELVIN", "ANGSTROM", "PLANCK"}
-)
+_SYMBOLS = {"MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "OHM", "KELVIN", "ANGSTROM", "PLANCK"}
 _WIDTHS = ("FULLWIDTH ", "HALFWIDTH ")
 _UNSPACED = frozenset({"Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar"})
 _NEUTRAL = "neutral"
@@ -68,21 +60,18 @@ _ASCII_WORD = re.compile(r"[A-Za-z]+")
 
 
 class LanguageConsistency(Scorer):
-    """The share of the answer's words that are written in the scripts of `language`, from 0 to 1; 0 for an answer
-    without words.
+    """The share of the answer's words that are in the scripts of `language`, from 0 to 1; 0 without words.
 
     The language consistency reward of DeepSeek-R1 (arXiv:2501.12948: the proportion of words in the target language),
-    decided by script. It tells English from Chinese, Russian or Hindi, but not English from German, because it looks at
-    letters and has no vocabulary. A word counts if all its letters are in the scripts. In scripts that are written
-    without spaces every letter is a word. Formulas and code are ignored, since they are Latin in every language. The
-    ground truth is not used.
+    decided by script: it tells English from Chinese, but not from German. A word counts if all its letters are in the
+    scripts. In scripts that are written without spaces every letter is a word. Formulas and code are ignored, since
+    they are Latin in every language. The ground truth is not used.
 
     Example:
         >>> LanguageConsistency(language="ru").judge(ScoreItem("", "Ответ: the answer $x$ верен", None))
         Scored(value=0.5, breakdown={})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     language: str = "en"
@@ -90,21 +79,18 @@ class LanguageConsistency(Scorer):
     scripts: tuple[str, ...] = ()
     """Names of scripts, in place of those of `language`, e.g. `["Latin", "Han"]`."""
     unit: Literal["words", "letters"] = "words"
-    """What is counted. By words, a Latin word of ten letters counts as much as one Chinese character; by letters, as
-    ten of them.
-    """
+    """What is counted. By words, a Latin word of ten letters counts like one Chinese character; by letters, as ten."""
     ignore_formulas: bool = True
     r"""Ignore text between `$`, `$$`, `\(` and `\)`, `\[` and `\]`, or backticks."""
 
     @model_validator(mode="after")
     def _scripts_are_known(self) -> Self:
-        known = frozenset().union(*SCRIPTS.values())
+        known = sorted(frozenset().union(*SCRIPTS.values()))
         if unknown := [script for script in self.scripts if script not in known]:
-            raise ValueError(f"scripts: {unknown[0]!r} is unknown; there are {', '.join(sorted(known))}")
+            raise ValueError(f"scripts: {unknown[0]!r} is unknown; there are {', '.join(known)}")
         if not self.scripts and self.language not in SCRIPTS:
-            raise ValueError(
-                f"language {self.language!r} is unknown; there are {', '.join(sorted(SCRIPTS))}, or give scripts"
-            )
+            codes = ", ".join(sorted(SCRIPTS))
+            raise ValueError(f"language {self.language!r} is unknown; there are {codes}, or give scripts")
         return self
 
     @cached_property
@@ -126,9 +112,7 @@ class LanguageConsistency(Scorer):
         return found, found if "Latin" in self._wanted else 0
 
     def _counted(self, token: str) -> tuple[int, int]:
-        """How many words (or letters) a text without white space has, and how many of them are in the wanted
-        scripts.
-        """
+        """Words (or letters) of a text without white space, and how many of them are in the wanted scripts."""
         by_words = self.unit == "words"
         found = good = letters = 0
         pure = True  # the word so far has no letter of another script
@@ -153,9 +137,7 @@ class LanguageConsistency(Scorer):
 
 @lru_cache(maxsize=1 << 16)
 def script_of(character: str) -> str:
-    """Script of a letter; "" for what is no letter; neutral for what belongs to the letter before it (marks,
-    joiners).
-    """
+    """Script of a letter; "" for what is no letter; neutral for marks and joiners of the letter before."""
     category = unicodedata.category(character)
     if category[0] == "M" or category == "Cf":
         return _NEUTRAL
@@ -173,10 +155,9 @@ def script_of(character: str) -> str:
 
 
 def without_formulas(text: str) -> str:
-    """The text without what stands between `$`, `$$`, `\\(` `\\)`, `\\[` `\\]` or backticks; a sign without its partner
-    stays.
+    """The text without what stands between `$`, `$$`, `\\(` `\\)`, `\\[` `\\]` or backticks, in one walk.
 
-    One walk: what has no closing sign from some place on is not looked for again.
+    A sign without its partner stays, and is not looked for again.
     """
     pieces, position, unclosed = [], 0, set[str]()
     while (opener := _OPENERS.search(text, position)) is not None:

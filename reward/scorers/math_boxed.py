@@ -7,7 +7,7 @@ import re
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import braced
-from tandem.reward.text.ground_truth import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, unusable
 
 _BOX = "\\boxed"
 _DROPPED = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
@@ -18,17 +18,16 @@ class MathBoxed(Scorer):
     r"""1 if the last box of the answer equals the ground truth after both are normalised, else 0.
 
     The rule of the MATH benchmark (arXiv:2103.03874), which published rewards follow. It compares text, so `0.75` is
-    not `\frac{3}{4}`, and `1,000` is not `1000`. Normalisation covers spaces, sizes of fractions and brackets, degrees,
-    per cent and dollar signs, a unit in `\text{ …}`, a name before `=`, `.5`, `0.5`, `\frac12`, `\sqrt2` and `1/2`. The
-    older form `\boxed 7` takes precedence over braces wherever it occurs and ends at the next `$`; `\fbox` is not read.
-    The scorer `math_verify` compares by mathematical meaning instead.
+    not `\frac{3}{4}`, and `1,000` is not `1000`; the scorer `math_verify` compares by meaning. Normalisation covers
+    spaces, sizes of fractions and brackets, degrees, per cent and dollar signs, a unit in `\text{ …}`, a name before
+    `=`, `.5`, `0.5`, `\frac12`, `\sqrt2` and `1/2`. The older form `\boxed 7` takes precedence over braces wherever it
+    occurs and ends at the next `$`; `\fbox` is not read.
 
     Example:
         >>> MathBoxed().judge(ScoreItem("lighteval/MATH", r"so $x = \boxed{\dfrac12}$", r"\frac{1}{2}"))
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     def judge(self, item: ScoreItem) -> Score:
@@ -38,7 +37,10 @@ class MathBoxed(Scorer):
         answer = _boxed(item.solution)
         if answer is None:
             return Scored(0.0, {"answered": 0.0})
-        return Scored(float(_is_among(answer, accepted)), {"answered": 1.0})
+        # A text without a normal form (two units, a root without an argument) still equals itself.
+        normal = normalised(answer)
+        right = answer in accepted or (normal is not None and any(normal == normalised(text) for text in accepted))
+        return Scored(float(right), {"answered": 1.0})
 
 
 def _boxed(text: str) -> str | None:
@@ -48,12 +50,6 @@ def _boxed(text: str) -> str | None:
     start = text.rfind(_BOX)
     opening = start + len(_BOX)
     return braced(text, opening) if start >= 0 and text.startswith("{", opening) else None
-
-
-def _is_among(answer: str, accepted: list[str]) -> bool:
-    # A text without a normal form (two units, a root without an argument) still equals itself.
-    normal = normalised(answer)
-    return answer in accepted or (normal is not None and any(normal == normalised(text) for text in accepted))
 
 
 def normalised(text: str) -> str | None:
@@ -66,12 +62,9 @@ def normalised(text: str) -> str | None:
     if "\\text{ " in unit:
         return None
     text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
-    if text.startswith("."):
-        text = "0" + text
+    text = "0" + text if text.startswith(".") else text
     name, _, value = text.partition("=")
-    if text.count("=") == 1 and len(name) <= 2:
-        text = value
-    rooted = _with_braced_roots(text)
+    rooted = _with_braced_roots(value if text.count("=") == 1 and len(name) <= 2 else text)
     if rooted is None:
         return None
     text = _with_braced_fractions(rooted.replace(" ", ""))

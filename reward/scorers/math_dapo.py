@@ -7,7 +7,7 @@ import re
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed
-from tandem.reward.text.ground_truth import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, unusable
 
 _READ_CHARACTERS = 300  # the longest answer of MATH-500 has 159
 _BOX_CHARACTERS = 100
@@ -27,35 +27,11 @@ _REPLACED = (
     ("\\text{and}", ","),
     ("\\text{m}", "\\text{}"),
 )
-_DROPPED = (
-    *(
-        "square",
-        "ways",
-        "integers",
-        "dollars",
-        "mph",
-        "inches",
-        "hours",
-        "km",
-        "units",
-        "\\ldots",
-        "sue",
-        "points",
-        "feet",
-    ),
-    *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
-    *(
-        "childrentickets",
-        "multiples",
-        "\\text{s}",
-        "\\text{.}",
-        "\\text{\ns}",
-        "\\text{}^2",
-        "\\text{}^3",
-        "\\text{\n}",
-    ),
-    *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
-)
+_DROPPED_FIRST = r"""square ways integers dollars mph inches hours km units \ldots sue points feet minutes digits cents
+degrees cm gm pounds meters meals edges students childrentickets multiples \text{s} \text{.}"""
+_DROPPED_NEXT = "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"
+_DROPPED_LAST = r'\text{} \mathrm{th} ^\circ ^{\circ} \; ,\! {,} " \dots'
+_DROPPED = (*_DROPPED_FIRST.split(), *_DROPPED_NEXT, *_DROPPED_LAST.split())
 _UNWRAPPED = ("\\text{", "\\textbf{", "\\overline{")
 _SHORT_FRACTION = re.compile(r"(frac)([^{])(.)")
 _SHORT_ROOT = re.compile(r"(sqrt)([^{])")
@@ -64,18 +40,16 @@ _SHORT_ROOT = re.compile(r"(sqrt)([^{])")
 class MathDapo(Scorer):
     r"""1 if the answer ends with the ground truth, else -1. Only its last 300 characters count.
 
-    The rule of DAPO (arXiv:2503.14476). It reads the text after the last `Answer:` up to the end of the line, and
-    normalises it as Minerva's evaluation does (arXiv:2206.14858, appendix D.1): spaces, articles, units and dollar
-    signs are removed, `\text{…}` and `\boxed{…}` are unwrapped, and integers lose their commas. Without `Answer:` it
-    reads the last `\boxed{…}` of the last 100 characters and compares it unchanged. In a rubric, `from = [-1.0, 1.0]`
-    and `to = [0.0, 1.0]` map the score to 0 and 1.
+    The rule of DAPO (arXiv:2503.14476). It reads the line after the last `Answer:` and normalises it as Minerva's
+    evaluation does (arXiv:2206.14858, appendix D.1): spaces, articles, units and dollar signs are removed, `\text{…}`
+    and `\boxed{…}` are unwrapped, and integers lose their commas. Without `Answer:` it reads the last `\boxed{…}` of
+    the last 100 characters and compares it unchanged.
 
     Example:
         >>> MathDapo().judge(ScoreItem("math_dapo", "Thus x = 14.\nAnswer: $x = 14$ degrees", "14"))
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     strict_box: bool = False
@@ -113,8 +87,7 @@ def normalised(answer: str) -> str:
     if box and closing:
         answer = before + content + rest
     answer = _SHORT_FRACTION.sub(r"\1{\2}{\3}", answer)
-    answer = _SHORT_ROOT.sub(r"\1{\2}", answer)
-    answer = answer.replace("$", "")
+    answer = _SHORT_ROOT.sub(r"\1{\2}", answer).replace("$", "")
     plain = answer.replace(",", "")
     return plain.strip() if plain.isdigit() else answer.strip()
 

@@ -15,7 +15,7 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.error_text import shown
 from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed
-from tandem.reward.text.ground_truth import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, unusable
 
 # The library reports any failure of its own as "different", even when it runs out of stack or memory. So expressions
 # that could cause that are refused first: deep nesting exhausts the stack, large numbers and long sums the memory.
@@ -30,21 +30,19 @@ _RESOURCE_ERRORS = (RecursionError, MemoryError, OverflowError)
 
 
 class MathVerify(Scorer):
-    r"""1 if the answer is mathematically equal to the ground truth, else 0: `0.5` equals `\frac{1}{2}`, `x>3` equals
-    `(3,\infty)`.
+    r"""1 if the answer is mathematically equal to the ground truth, else 0: `0.5` equals `\frac{1}{2}`.
 
     The math-verify library finds the last final answer of the text (after "final answer is", in a box, in LaTeX, or a
-    plain number) and compares it with sympy. Both may run forever, so this scorer runs in a worker process, where the
-    item ends with `timeout`. Expressions that could exhaust stack or memory are unscored (`limit`): nesting deeper than
-    30, numbers of more than 1,000 digits, powers and factorials of more than 131,072 bits, products of more than a
-    million terms. The ground truth is LaTeX without dollar signs, or text with a box.
+    plain number) and compares it with sympy. Both may run forever, so this scorer runs in a worker process. Expressions
+    that could exhaust stack or memory are unscored (`limit`): nesting deeper than 30, numbers of more than 1,000
+    digits, powers and factorials of more than 131,072 bits, products of more than a million terms. The ground truth is
+    LaTeX without dollar signs, or text with a box.
 
     Example:
         >>> MathVerify().judge(ScoreItem("", r"Therefore $x = \boxed{0.5}$", r"\frac{1}{2}"))
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION = "1"
     ISOLATION = "worker"
     PRELOAD = ("math_verify",)
 
@@ -79,12 +77,8 @@ class MathVerify(Scorer):
     def _compared(self, golds: Sequence[tuple[object, str]], text: str) -> Score:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-        wanted = (
-            (LatexExtractionConfig(),)
-            if self.extraction == "boxed"
-            else (ExprExtractionConfig(), LatexExtractionConfig())
-        )
-        answer, source = _read(text, wanted)
+        plain = () if self.extraction == "boxed" else (ExprExtractionConfig(),)
+        answer, source = _read(text, (*plain, LatexExtractionConfig()))
         if answer is None:
             limit = source and (_text_limit(source) or _reading_limit(source))
             return Unscored("limit", f"the answer {limit}") if limit else Scored(0.0, {"answered": float(source != "")})
@@ -122,11 +116,9 @@ def _gold(text: str) -> tuple[object, str]:
 
 
 def _read(text: str, wanted: Sequence[object]) -> tuple[object, str]:
-    """What the library finds in a text: the expression (None if there is none) and its source ("" if nothing was
-    found).
+    """The expression that the library finds in a text (None if there is none) and its source ("" if nothing is found).
 
-    The library's own time limits are switched off: they are signals, which work in the main thread only, and the worker
-    has a limit anyway.
+    The library's own time limits are off: they are signals, for the main thread only, and the worker has a limit.
     """
     from math_verify import parse
 
@@ -137,7 +129,6 @@ def _read(text: str, wanted: Sequence[object]) -> tuple[object, str]:
 
 
 def _text_limit(text: str) -> str:
-    """Why a formula exceeds this scorer's limits, "" if it does not."""
     if _LONG_NUMBER.search(text):
         return f"has a number of more than {_MAX_DIGITS} digits"
     depth = 0
@@ -149,9 +140,7 @@ def _text_limit(text: str) -> str:
 
 
 def _reading_limit(latex: str) -> str:
-    """Why LaTeX could not be parsed, "" if it is not mathematics. The library does not report the reason, so the text
-    is parsed once more.
-    """
+    """Why LaTeX could not be parsed, "" if it is not mathematics: parses it again, as the library does not say it."""
     from latex2sympy2_extended.latex2sympy2 import latex2sympy
 
     try:
@@ -164,7 +153,6 @@ def _reading_limit(latex: str) -> str:
 
 
 def _size_limit(expression: object) -> str:
-    """Why an expression is too large to evaluate, "" if it is not."""
     try:
         bits, terms = _size(expression)
     except (OverflowError, RecursionError):
@@ -177,8 +165,7 @@ def _size_limit(expression: object) -> str:
 def _is_exact(expression: object) -> bool:
     """Whether it is a rational number, or evaluates to one with + · ^ and !.
 
-    The library may fail to compare two such numbers (it says that 2^{2^{2^{2^2}}} is not 2^{65536}), or search for
-    their prime factors forever.
+    The library may fail to compare two such numbers (2^{2^{2^{2^2}}} and 2^{65536}), or factor them forever.
     """
     if getattr(expression, "is_Rational", False):
         return True
@@ -213,15 +200,12 @@ def _value(expression: Any, bits: float) -> float:
     """An exponent as a number, or an upper bound of it."""
     if getattr(expression, "is_Number", False):
         return float(expression)
-    return (
-        2.0**bits
-        if bits < 1000 and not getattr(expression, "free_symbols", None)
-        else (1.0 if bits < 1000 else math.inf)
-    )
+    if bits >= 1000:
+        return math.inf
+    return 1.0 if getattr(expression, "free_symbols", None) else 2.0**bits
 
 
 def _power_terms(terms: float, exponent: float) -> float:
-    """Number of terms of a sum raised to a power."""
     if terms <= 1 or exponent <= 1:
         return terms
     if exponent > _MAX_TERMS or terms > _MAX_TERMS:

@@ -12,7 +12,7 @@ from pydantic import field_validator
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
 from tandem.reward.text.extraction import last_boxed, last_tagged
-from tandem.reward.text.ground_truth import unusable
+from tandem.reward.text.values import unusable
 
 _DECORATION = " \t\r\n()[]{}*_`$\"'.,:;\\"
 _COMMANDS = ("\\text", "\\mathrm", "\\mathbf", "\\textbf", "\\boxed")
@@ -36,19 +36,17 @@ class _Patterns(NamedTuple):
 class MultipleChoice(Scorer):
     r"""1 if the letter that the answer chooses is the ground truth, else 0; an answer without a letter is wrong.
 
-    The scorer reads the last `<answer>…</answer>` if there is one, else the whole answer. It tries these rules in order
-    and takes the last match of the first rule that matches: the text is only the letter; `\boxed{B}`; a letter after
-    "answer", "choice" or "option" ("the answer is (B)", as evaluations of MMLU-Pro read it, arXiv:2406.01574); a last
-    line that begins with `B.` or `(B)`; a letter in brackets or bold; and, unless `strict`, a capital letter on its own
-    ("A" and "I" before a lower-case letter are words). The ground truth is a letter, the index of the choice (an
-    integer from 0), or a list of those.
+    The scorer reads the last `<answer>…</answer>` if there is one, else the whole answer. The first rule with a match
+    counts, and its last match: the text is only the letter; `\boxed{B}`; a letter after "answer", "choice" or "option"
+    ("the answer is (B)", as evaluations of MMLU-Pro read it, arXiv:2406.01574); a last line that begins with `B.` or
+    `(B)`; a letter in brackets or bold; and, unless `strict`, a capital letter on its own ("A" and "I" before a
+    lower-case letter are words). The ground truth is a letter, the index of a choice (from 0), or a list of those.
 
     Example:
         >>> MultipleChoice().judge(ScoreItem("", "I think (B)", "B"))
         Scored(value=1.0, breakdown={'answered': 1.0})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     choices: str = "ABCD"
@@ -88,10 +86,9 @@ class MultipleChoice(Scorer):
         tagged = last_tagged(solution, "answer")
         text = solution if tagged is None else tagged
         cue, line, bracketed, alone = self._patterns
-        box = last_boxed(text)
         return (
             self._bare(text)
-            or (self._bare(box) if box is not None else "")
+            or self._bare(last_boxed(text) or "")
             or _last(cue, text)
             or _first(line.match(text.rstrip().rpartition("\n")[2]))
             or _last(bracketed, text)
@@ -121,5 +118,4 @@ def _last(pattern: re.Pattern[str], text: str) -> str:
 
 
 def _first(match: re.Match[str] | None) -> str:
-    """The group that matched, as a capital letter."""
     return next((group for group in match.groups() if group), "").upper() if match else ""

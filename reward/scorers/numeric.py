@@ -13,8 +13,7 @@ from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.ground_truth import unusable
-from tandem.reward.text.numbers import finite
+from tandem.reward.text.values import finite, unusable
 
 # A sign counts only if no operand precedes it ("5-3" ends in 3). No part backtracks over the same characters twice, so
 # matching takes linear time on any answer and is safe in process.
@@ -39,14 +38,12 @@ class NumericEquality(Scorer):
         Scored(value=1.0, breakdown={})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     tolerance: Annotated[float, Field(ge=0.0)] = 1e-6
     """Largest accepted difference, relative to the ground truth if that is above 1."""
     marker: str = ""
-    """If set, e.g. `####`, the first number after the last marker that has one is read; an answer without it is wrong.
-    """
+    """If set, e.g. `####`, only the first number after the last marker that has one is read."""
 
     def judge(self, item: ScoreItem) -> Score:
         truth = _number_of(item.ground_truth)
@@ -58,10 +55,8 @@ class NumericEquality(Scorer):
     def _answered(self, solution: str) -> float | None:
         if not self.marker:
             return _last_in(solution)
-        for part in reversed(solution.split(self.marker)[1:]):
-            if (found := next(_each_in(part), None)) is not None:
-                return found
-        return None
+        firsts = (next(_each_in(part), None) for part in reversed(solution.split(self.marker)[1:]))
+        return next((number for number in firsts if number is not None), None)
 
 
 def numbers_in(text: str) -> list[float]:

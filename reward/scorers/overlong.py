@@ -8,12 +8,11 @@ from pydantic import Field, model_validator
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.length import Unit, measured
+from tandem.reward.text.values import Unit, measured
 
 
 class Overlong(Scorer):
-    """A negative score for answers near the length limit, else 0: DAPO's soft overlong punishment (arXiv:2503.14476,
-    eq. 13).
+    """A negative score near the length limit, else 0: DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
 
     0 up to `max_length` - `buffer`, then linearly down to -`factor` at `max_length`, and -`factor` beyond. The
     trainer's `selection.overlong_penalty` does the same; use only one of them.
@@ -23,7 +22,6 @@ class Overlong(Scorer):
         Scored(value=-0.75, breakdown={'length': 95.0})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     max_length: int
@@ -35,8 +33,7 @@ class Overlong(Scorer):
     unit: Unit = "tokens"
     """Unit of length: tokens, as given by `extra_info.num_tokens`, or characters."""
     beyond: Literal["flat", "ramp"] = "flat"
-    """Beyond `max_length` the penalty stays at `factor` as in the paper (`flat`), or keeps growing as in verl (`ramp`).
-    """
+    """Beyond `max_length` the penalty stays at `factor` as in the paper (`flat`), or grows as in verl (`ramp`)."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:

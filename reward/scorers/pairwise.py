@@ -1,8 +1,4 @@
-"""Pairwise judge: the share of its group that an answer beats in pairwise comparisons.
-
-A group is the items of one call with the same `group`. An answer without a group, or alone in its group, is unscored
-(`invalid_input`).
-"""
+"""Pairwise judge: the share of its group that an answer beats in pairwise comparisons."""
 
 from __future__ import annotations
 
@@ -13,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Annotated
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.reward.endpoints.chat_endpoint import ChatEndpoint, EndpointSession
-from tandem.reward.text.prompt_text import ITEM_NAMES, PromptTemplate, item_values
+from tandem.reward.endpoints.chat_endpoint import ChatEndpoint
+from tandem.reward.endpoints.endpoint import EndpointSession
+from tandem.reward.text.prompt_text import ITEM_NAMES, PromptTemplate
 from tandem.reward.text.verdict import VerdictReader
 
 TEMPLATE = """You compare two answers to the same question. Judge by their content alone; neither their order nor
@@ -43,8 +40,9 @@ class Pairwise(ChatEndpoint):
     """The share of its group that an answer beats when a chat model compares pairs: from 0 (none) to 1 (all); a tie
     counts half.
 
-    Each pair is shown twice, the second time with the answers swapped, and the mean of both verdicts counts. So a judge
-    that only prefers a position yields a tie. Answers with the same text are a tie without being shown. If a comparison
+    A group is the items of one call with the same `group`; an answer alone in it is unscored (`invalid_input`). Each
+    pair is shown twice, the second time with the answers swapped, and the mean of both verdicts counts. So a judge that
+    only prefers a position yields a tie. Answers with the same text are a tie without being shown. If a comparison
     fails, both answers of the pair are unscored with its reason; the other answers of the group are not affected.
 
     Example:
@@ -54,16 +52,12 @@ class Pairwise(ChatEndpoint):
         >>> judge.close()
     """
 
-    VERSION = "1"
     GROUPED = True
-    """Scores are valid for a whole group: a single answer cannot be scored again alone."""
 
     template: str = TEMPLATE
     """The user message. It needs `{answer_a}` and `{answer_b}`, and may have `{question}`, `{ground_truth}`,
     `{data_source}` and `{extra_info.NAME}`, taken from the first answer.
     """
-    question_field: str = "prompt"
-    """Key of `extra_info` with the question: text, or chat messages."""
     pattern: Annotated[str, Field(min_length=1)] = r"\[\[(A|B|TIE)\]\]"
     """Regular expression whose last match (its first group, if it has one) is the verdict."""
     a_wins: str = "A"
@@ -73,15 +67,9 @@ class Pairwise(ChatEndpoint):
     tie: str = "TIE"
     """Verdict that both are equally good."""
     swap: bool = True
-    """False: each pair is shown once, in random order. That halves the cost, but a judge's preference for a position
-    adds noise.
-    """
+    """False: each pair is shown once, in random order: half the cost, but a preference for a position adds noise."""
     opponents: Annotated[int, Field(ge=0)] = 0
-    """Number of other answers that an answer is compared with, rounded up to an even number; 0: all. They are chosen at
-    random, the same ones for the same texts.
-    """
-    _prompt: PromptTemplate = PrivateAttr()
-    _reader: VerdictReader = PrivateAttr()
+    """Other answers that an answer is compared with, chosen at random by the texts, rounded up to even; 0: all."""
 
     def model_post_init(self, context: object, /) -> None:
         super().model_post_init(context)
@@ -126,11 +114,7 @@ class Pairwise(ChatEndpoint):
         return second if isinstance(second, Unscored) else (first + second) / 2
 
     async def _show(self, session: EndpointSession, a: ScoreItem, b: ScoreItem) -> float | Unscored:
-        values = item_values(a, self._prompt.names, self.question_field)
-        if isinstance(values, Unscored):
-            return values
-        values |= {"answer_a": a.solution, "answer_b": b.solution}
-        return await self.ask(session, [{"role": "user", "content": self._prompt.fill(values)}], self._reader.read)
+        return await self.ask(session, a, {"answer_a": a.solution, "answer_b": b.solution})
 
 
 def split_groups(items: Sequence[ScoreItem], scores: list[Score]) -> list[list[int]]:
@@ -140,9 +124,8 @@ def split_groups(items: Sequence[ScoreItem], scores: list[Score]) -> list[list[i
         if item.group:
             groups[item.group].append(number)
         else:
-            scores[number] = Unscored(
-                "invalid_input", "the item has no group: it is scored against the others of its group"
-            )
+            told = "the item has no group: it is scored against the others of its group"
+            scores[number] = Unscored("invalid_input", told)
     for name, numbers in groups.items():
         if len(numbers) == 1:
             scores[numbers[0]] = Unscored("invalid_input", f"group {name!r:.80} has no other answer to compare with")
@@ -150,33 +133,28 @@ def split_groups(items: Sequence[ScoreItem], scores: list[Score]) -> list[list[i
 
 
 def choose_pairs(count: int, opponents: int, seed: int) -> list[Pair]:
-    """Pairs (i < j) such that each of `count` answers is in equally many: all pairs, or the neighbours on a ring in
-    random order.
-    """
+    """Pairs (i < j) with each of `count` answers in equally many: all, or the neighbours on a ring in random order."""
     if opponents == 0 or 2 * -(-opponents // 2) >= count - 1:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
     ring = list(range(count))
     random.Random(seed).shuffle(ring)
     steps = range(1, -(-opponents // 2) + 1)
-    return [_ordered(ring[place], ring[(place + step) % count]) for place in range(count) for step in steps]
+    pairs = ((ring[place], ring[(place + step) % count]) for place in range(count) for step in steps)
+    return [(min(pair), max(pair)) for pair in pairs]
 
 
 def win_rates(count: int, pairs: Sequence[Pair], results: Sequence[float | Unscored]) -> list[Score]:
     """The mean value of each answer's pairs. A result is the value of its pair for the first of the two."""
     worth: list[list[float]] = [[] for _ in range(count)]
     failed: dict[int, Unscored] = {}
-    for (i, j), result in zip(pairs, results, strict=True):
+    for pair, result in zip(pairs, results, strict=True):
         if isinstance(result, Unscored):
-            failed.setdefault(i, result)
-            failed.setdefault(j, result)
+            for number in pair:
+                failed.setdefault(number, result)
         else:
-            worth[i].append(result)
-            worth[j].append(1.0 - result)
+            worth[pair[0]].append(result)
+            worth[pair[1]].append(1.0 - result)
     return [failed[n] if n in failed else Scored(sum(worth[n]) / len(worth[n])) for n in range(count)]
-
-
-def _ordered(i: int, j: int) -> Pair:
-    return (i, j) if i < j else (j, i)
 
 
 def _turned(result: float | Unscored) -> float | Unscored:
@@ -184,8 +162,5 @@ def _turned(result: float | Unscored) -> float | Unscored:
 
 
 def _seed(answers: Iterable[ScoreItem]) -> int:
-    """A seed that depends only on the texts of the answers and their order."""
-    digest = hashlib.sha256()
-    for answer in answers:
-        digest.update(hashlib.sha256(answer.solution.encode(errors="surrogatepass")).digest())
-    return int.from_bytes(digest.digest()[:8], "big")
+    digests = (hashlib.sha256(answer.solution.encode(errors="surrogatepass")).digest() for answer in answers)
+    return int.from_bytes(hashlib.sha256(b"".join(digests)).digest()[:8], "big")

@@ -8,22 +8,19 @@ from functools import cached_property
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.ground_truth import accepted_texts, unusable
-from tandem.reward.text.patterns import Pattern
+from tandem.reward.text.values import Pattern, accepted_texts, unusable
 
 
 class RegexMatch(Scorer):
     r"""1 if the last match of `pattern` (its first group, if it has one) equals the ground truth, else 0.
 
-    A user's pattern may backtrack forever while it holds the interpreter's lock, so this scorer runs in a worker
-    process.
+    A user's pattern may backtrack forever while it holds the interpreter's lock: this scorer runs in a worker process.
 
     Example:
         >>> RegexMatch(pattern="#### (.+)").judge(ScoreItem("", "#### 41\n#### 42", "42"))
         Scored(value=1.0, breakdown={})
     """
 
-    VERSION = "1"
     ISOLATION = "worker"
 
     pattern: Pattern
@@ -48,5 +45,5 @@ class RegexMatch(Scorer):
             return Scored(0.0)
         found = (last[1 if self._compiled.groups else 0] or "").strip()
         if self.ignore_case:
-            return Scored(float(found.casefold() in [text.casefold() for text in accepted]))
+            found, accepted = found.casefold(), [text.casefold() for text in accepted]
         return Scored(float(found in accepted))

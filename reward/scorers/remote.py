@@ -4,47 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Annotated, Any, cast, get_args
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
-from tandem.reward.contracts import Scorer
-from tandem.reward.endpoints.http_client import (
-    Fault,
-    HttpClient,
-    check_url,
-    open_client,
-    read_json,
-    read_key,
-    wait_in_queue,
-    with_retries,
-)
-from tandem.reward.endpoints.session_portal import CLOSING, ClosedError, SessionPortal
-from tandem.reward.scheduling.admission_queue import PrioritySemaphore
-from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
-from tandem.reward.text.numbers import finite
+from tandem.reward.endpoints.endpoint import Endpoint, EndpointSession
+from tandem.reward.endpoints.http_client import Fault, check_url, read_json, with_retries
+from tandem.reward.text.values import finite
 
 _ITEM_FIELDS = ("data_source", "solution", "ground_truth", "extra_info", "group")
 _REASONS: tuple[UnscoredReason, ...] = get_args(UnscoredReason)
 _DETAIL_CHARACTERS = 300
 
-
-@dataclass(frozen=True, slots=True)
-class EndpointSession:
-    """What the requests to one service share; lives on one event loop."""
-
-    client: HttpClient
-    slots: PrioritySemaphore
-    """As many as requests may be under way."""
-    priority: Priority = "calls"
-    """Of those who ask here."""
+Question = tuple[int, str]
+"""The index of an item and its JSON text."""
 
 
-class RemoteScorer(Scorer):
+class RemoteScorer(Endpoint):
     """The score that an HTTP service gives. Items are POSTed as JSON, and results come back as JSON.
 
     By default it sends and expects this, with one result an item, in order:
@@ -58,10 +36,8 @@ class RemoteScorer(Scorer):
         items_key = "", fields = {code = "solution", stdin = "extra_info.stdin"}, constants = {language = "python"},
         score_path = "status", labels = {Success = 1, Failed = 0}
 
-    Failures get a reason as described in `tandem.reward.endpoints.http_client`: no connection, an unreadable reply, 429
-    and 5xx are `infrastructure` and are tried again; 4xx is `invalid_input`; the deadline is `timeout`. A batch that
-    fails in a way that one of its items may have caused is sent again item by item, so that one bad item does not
-    affect the others.
+    Failures get a reason as described in `tandem.reward.endpoints.http_client`. A batch that fails in a way that one of
+    its items may have caused is sent again item by item, so that one bad item does not affect the others.
 
     Example:
         >>> scorer = RemoteScorer(url="http://127.0.0.1:8080/score")
@@ -70,13 +46,10 @@ class RemoteScorer(Scorer):
         >>> scorer.close()
     """
 
-    VERSION = "1"
-    ISOLATION = "remote"
+    KIND = "remote"
 
     url: str
     """Address that items are POSTed to."""
-    api_key_env: str = ""
-    """Name of the environment variable that holds the key, sent as bearer token; empty: none is sent."""
     batch_size: Annotated[int, Field(ge=1)] = 1
     """Maximum number of items a request."""
     items_key: str = "items"
@@ -95,20 +68,11 @@ class RemoteScorer(Scorer):
     breakdown_path: str = "breakdown"
     """Path of a result's components, an object of numbers; empty: there are none."""
     labels: dict[str, float] = Field(default_factory=dict)
-    """Numbers for scores that are words, e.g. `{Success = 1.0, Failed = 0.0}`; other words are not accepted. Empty: the
-    score is a number.
-    """
-    max_concurrent: Annotated[int, Field(ge=1)] = 16
-    """Maximum number of concurrent requests."""
-    max_attempts: Annotated[int, Field(ge=1)] = 4
-    """Maximum number of requests for one batch."""
-    timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
-    """Longest wait for one attempt."""
+    """Numbers for scores that are words, e.g. `{Success = 1.0, Failed = 0.0}`, and no others. Empty: it is a number."""
     deadline_seconds: Annotated[float, Field(gt=0.0)] = 120.0
-    """Longest time of one item, including all attempts and pauses, but not the wait for one of the `max_concurrent`
-    slots. A batch has half of it, its single items the rest.
+    """Longest time of one item, all attempts and pauses included, from the moment it has one of the `max_concurrent`
+    places. A batch has half of it, its single items the rest.
     """
-    _portal: SessionPortal[EndpointSession] = PrivateAttr()
 
     def model_post_init(self, context: object, /) -> None:
         check_url("url", self.url)
@@ -119,84 +83,45 @@ class RemoteScorer(Scorer):
                 raise ValueError(f"fields.{name}: {source!r} is none of {', '.join(_ITEM_FIELDS)}, extra_info.NAME")
         if both := sorted(set(self.constants) & set(self.fields or _ITEM_FIELDS)):
             raise ValueError(f"constants.{both[0]} is also a field of the item")
-        read_key(self.api_key_env)
-        self._portal = SessionPortal("remote-scorer", self._open_session)
+        super().model_post_init(context)
 
-    def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority = "calls") -> list[Score]:
-        """One result an item, in order. Thread-safe; blocks its caller."""
-        scores: list[Score] = [CLOSING] * len(items)
-        bodies: dict[int, str] = {}
-        for number, item in enumerate(items):
-            body = self._written(item)
-            if isinstance(body, Unscored):
-                scores[number] = body
-            else:
-                bodies[number] = body
-        if bodies:
-            with suppress(ClosedError):
-                self._portal.run(lambda session: self._judge_all(replace(session, priority=priority), bodies, scores))
-        return scores
+    @property
+    def _url(self) -> str:
+        return self.url
 
-    def close(self) -> None:
-        """Ends what is under way: it comes back unscored (`infrastructure`), and so does all that is asked later."""
-        self._portal.close()
-
-    def figures(self) -> dict[str, float]:
-        """Requests sent since the start, and those that wait now."""
-        session = self._portal.session
-        return {
-            "remote_requests": 0.0 if session is None else float(session.client.num_requests),
-            **{
-                f"remote_waiting_{priority}": 0.0 if session is None else float(session.slots.waiting(priority))
-                for priority in PRIORITIES
-            },
-        }
-
-    @asynccontextmanager
-    async def _open_session(self) -> AsyncIterator[EndpointSession]:
-        async with open_client(
-            self.url,
-            key=read_key(self.api_key_env),
-            max_connections=self.max_concurrent,
-            attempt_seconds=self.timeout_seconds,
-        ) as client:
-            yield EndpointSession(client, PrioritySemaphore(self.max_concurrent))
-
-    async def _judge_all(self, session: EndpointSession, bodies: Mapping[int, str], scores: list[Score]) -> None:
-        numbers = list(bodies)
+    async def _judge_all(self, session: EndpointSession, items: Sequence[ScoreItem], scores: list[Score]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for start in range(0, len(numbers), self.batch_size):
-                tasks.create_task(self._judge_some(session, numbers[start : start + self.batch_size], bodies, scores))
+            batch: list[Question] = []
+            for number, item in enumerate(items):
+                body = self._written(item)
+                if isinstance(body, Unscored):
+                    scores[number] = body
+                else:
+                    batch.append((number, body))
+                if batch and (len(batch) == self.batch_size or number + 1 == len(items)):
+                    seconds = self.deadline_seconds if len(batch) == 1 else self.deadline_seconds / 2
+                    tasks.create_task(self._judge_some(session, batch, scores, self.max_attempts, seconds))
+                    batch = []
 
     async def _judge_some(
-        self, session: EndpointSession, numbers: Sequence[int], bodies: Mapping[int, str], scores: list[Score]
+        self, session: EndpointSession, batch: Sequence[Question], scores: list[Score], attempts: int, seconds: float
     ) -> None:
-        alone = len(numbers) == 1
-        seconds = self.deadline_seconds if alone else self.deadline_seconds / 2
-        found = await self._ask(session, [bodies[number] for number in numbers], self.max_attempts, seconds)
-        if not isinstance(found, Fault):
-            for number, score in zip(numbers, found, strict=True):
-                scores[number] = score
-        elif alone or not found.by_content:
-            for number in numbers:
-                scores[number] = found.unscored
-        else:
+        found = await self._ask(session, [body for _, body in batch], attempts, seconds)
+        if isinstance(found, Fault) and found.by_content and len(batch) > 1:
             # A refusal costs the service little. What else failed was tried often enough with all of them.
-            attempts = self.max_attempts if found.reason == "invalid_input" else 1
+            attempts = attempts if found.reason == "invalid_input" else 1
             async with asyncio.TaskGroup() as tasks:
-                for number in numbers:
-                    tasks.create_task(self._judge_alone(session, number, bodies[number], attempts, scores))
-
-    async def _judge_alone(
-        self, session: EndpointSession, number: int, body: str, attempts: int, scores: list[Score]
-    ) -> None:
-        found = await self._ask(session, [body], attempts, self.deadline_seconds / 2)
-        scores[number] = found.unscored if isinstance(found, Fault) else found[0]
+                for one in batch:
+                    tasks.create_task(self._judge_some(session, [one], scores, attempts, seconds))
+            return
+        results = [found.unscored] * len(batch) if isinstance(found, Fault) else found
+        for (number, _), score in zip(batch, results, strict=True):
+            scores[number] = score
 
     async def _ask(
         self, session: EndpointSession, bodies: Sequence[str], attempts: int, seconds: float
     ) -> list[Score] | Fault:
-        """One result an item, after waiting for one of the `max_concurrent` slots."""
+        """One result an item. The time begins once there is a slot."""
         request = f"{{{json.dumps(self.items_key)}: [{', '.join(bodies)}]}}" if self.items_key else bodies[0]
 
         async def attempt(deadline: float) -> list[Score] | Fault:
@@ -205,18 +130,15 @@ class RemoteScorer(Scorer):
             data = await session.client.post(request.encode(), deadline)
             return data if isinstance(data, Fault) else self._results(read_json(data), len(bodies))
 
-        if fault := await wait_in_queue("a place at the remote scorer", session.slots.acquire(session.priority)):
-            return fault
-        try:
+        async def ask_now() -> list[Score] | Fault:
             deadline = asyncio.get_running_loop().time() + seconds
             return await with_retries(attempt, max_attempts=attempts, deadline=deadline)
-        finally:
-            session.slots.release()
+
+        return await self._in_slot(session.priority, ask_now)
 
     def _written(self, item: ScoreItem) -> str | Unscored:
-        sources = self.fields or {name: name for name in _ITEM_FIELDS}
         values: dict[str, object] = dict(self.constants)
-        for name, source in sources.items():
+        for name, source in (self.fields or dict(zip(_ITEM_FIELDS, _ITEM_FIELDS, strict=True))).items():
             origin, _, key = source.partition(".")
             value = getattr(item, origin)
             if key and key not in value:
@@ -257,7 +179,6 @@ class RemoteScorer(Scorer):
 
 
 def _at(value: object, path: str) -> Any:
-    """What lies at `a.b.c`; None for nothing."""
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     return value

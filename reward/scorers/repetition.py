@@ -12,19 +12,16 @@ from tandem.reward.contracts import Scorer
 
 
 class Repetition(Scorer):
-    """-`penalty` · (1 - distinct n-grams / n-grams): 0 without repetition, close to -`penalty` for a loop, never above
-    0.
+    """-`penalty` · (1 - distinct n-grams / n-grams): 0 without repetition, close to -`penalty` for a loop.
 
     The penalty on repeated n-grams of arXiv:2502.03373 (algorithm 1, which penalises single tokens), computed over the
-    whole answer as in Open-R1's reward. Case is ignored. An answer shorter than n scores 0. The ground truth is not
-    used.
+    whole answer as in Open-R1's reward. Case is ignored. An answer shorter than n scores 0.
 
     Example:
         >>> Repetition(n=2).judge(ScoreItem("", "wait wait wait wait wait", None))
         Scored(value=-0.75, breakdown={})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     n: Annotated[int, Field(ge=1, le=1000)] = 3
@@ -45,8 +42,7 @@ class Repetition(Scorer):
 def _runs(units: Iterable[Hashable], n: int) -> list[int]:
     """One number for every n-gram, the same number for equal n-grams.
 
-    Longer n-grams are built from two shorter ones, in log2(n) steps, so a large n does not cost the time and memory of
-    a tuple of n units at every position.
+    Longer n-grams are built from two shorter ones, in log2(n) steps, so a large n costs no tuple of n units a position.
     """
     numbers = _numbered(units)
     length = 1

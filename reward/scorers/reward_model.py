@@ -32,7 +32,6 @@ class RewardModel(Scorer):
           Value error, path /nowhere is not a folder with a config.json ...
     """
 
-    VERSION = "1"
     ISOLATION = "remote"
 
     path: str
@@ -52,8 +51,7 @@ class RewardModel(Scorer):
     max_length: Annotated[int, Field(ge=0)] = 0
     """Maximum number of tokens of prompt and answer together; 0: the limit of model and tokenizer."""
     truncate: bool = False
-    """Cut the beginning of a longer text (of a pair, of the prompt) and score the rest, instead of leaving it unscored.
-    """
+    """Cut the beginning of a longer text (of a pair: of the prompt) and score the rest. Otherwise it is unscored."""
     num_threads: Annotated[int, Field(ge=1)] = 1
     """Threads that the process computes with on the CPU."""
     timeout_seconds: Annotated[float, Field(gt=0.0)] = 60.0
@@ -70,12 +68,7 @@ class RewardModel(Scorer):
         self._batcher = ModelBatcher(setup, startup_seconds=self.startup_seconds, timeout_seconds=self.timeout_seconds)
 
     def start(self) -> None:
-        """Loads the model now instead of with the first answer.
-
-        Raises:
-            EnvironmentLackError: torch or transformers is not installed.
-            ScorerError: it cannot be loaded.
-        """
+        """Loads the model. Raises ScorerError, or EnvironmentLackError if torch or transformers is not installed."""
         require_installed("torch", "transformers")
         self._batcher.start()
 
@@ -86,22 +79,12 @@ class RewardModel(Scorer):
         return [next(answers) if isinstance(one, Question) else one for one in read]
 
     def close(self) -> None:
-        """Ends the process: what is under way comes back unscored (`infrastructure`), and so does all that is asked
-        later.
-        """
         self._batcher.close()
 
     def figures(self) -> dict[str, float]:
         """How often the process was started, and the questions that wait now."""
-        waiting = {
-            f"reward_model_waiting_{priority}": float(self._batcher.waiting(priority)) for priority in PRIORITIES
-        }
+        waiting = {f"reward_model_waiting_{one}": float(self._batcher.waiting(one)) for one in PRIORITIES}
         return {"reward_model_starts": float(self._batcher.num_starts), **waiting}
-
-    @property
-    def pid(self) -> int:
-        """Of the model's process, 0 if there is none."""
-        return self._batcher.pid
 
     def _question(self, item: ScoreItem) -> Question | Unscored:
         if not self.prompt_field:

@@ -14,7 +14,7 @@ from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.contracts import Scorer
 from tandem.reward.scorers.tags import check_names
 from tandem.reward.text.extraction import last_tagged
-from tandem.reward.text.ground_truth import accepted_texts, unusable
+from tandem.reward.text.values import accepted_texts, unusable
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -32,21 +32,16 @@ class ShortAnswer(Scorer):
         0.6666666666666666
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     metric: Literal["exact", "contained", "f1"] = "exact"
-    """`exact`: 1 if they are equal. `contained`: 1 if a ground truth is part of the answer ("subem"). `f1`: harmonic
-    mean of precision and recall of words.
-    """
+    """`exact`: they are equal. `contained`: a ground truth is in the answer ("subem"). `f1`: the F1 of their words."""
     format_score: float = 0.0
     """Score of an answer that is present but would score 0."""
     tag: str = "answer"
     """Only the content of the last `<tag>…</tag>` is read; empty: the whole answer."""
     max_tags: Annotated[int, Field(ge=0)] = 10
-    """An exact match scores a quarter if more opening or closing tags than this occur, so that listing every guess does
-    not pay; 0: no limit.
-    """
+    """With more such tags than this an exact match scores a quarter, so that guesses do not pay; 0: no limit."""
 
     @model_validator(mode="after")
     def _tag_is_a_name(self) -> Self:
@@ -68,14 +63,10 @@ class ShortAnswer(Scorer):
         words = Counter(answer.split())
         f1 = max(_f1(words, text.split()) for text in texts)
         value = exact if self.metric == "exact" else f1 if self.metric == "f1" else float(_contains(answer, texts))
-        if self.metric == "exact" and self._has_too_many_tags(item.solution):
-            value /= 4
+        if self.metric == "exact" and self.tag and self.max_tags:
+            tags = max(item.solution.count(f"<{self.tag}>"), item.solution.count(f"</{self.tag}>"))
+            value /= 4 if tags > self.max_tags else 1
         return Scored(value or self.format_score, {"answered": 1.0, "exact": exact, "f1": f1})
-
-    def _has_too_many_tags(self, solution: str) -> bool:
-        if not (self.tag and self.max_tags):
-            return False
-        return max(solution.count(f"<{self.tag}>"), solution.count(f"</{self.tag}>")) > self.max_tags
 
 
 def normalised(text: object) -> str:

@@ -18,20 +18,17 @@ _NAME = re.compile(r"[^\s<>/]+")
 
 
 class Tags(Scorer):
-    """1 if the answer has all required parts, `<think>…</think><answer>…</answer>`, else 0; or the share of parts that
-    are right.
+    """1 if the answer has all required parts, `<think>…</think><answer>…</answer>`, else 0; or the share of right ones.
 
     A part is right if its opening and its closing tag occur exactly once, in this order, after the end of the part
     before it, with more than white space between them (the format reward of DeepSeek-R1, arXiv:2501.12948, and its
-    followers). The breakdown has 1 or 0 for each part. Nothing else is checked, and the ground truth is not used. For
-    patterns see the scorer `format`.
+    followers). The breakdown has 1 or 0 for each part. For patterns see the scorer `format`.
 
     Example:
         >>> Tags().judge(ScoreItem("", "<think>2 + 2</think> <answer>4</answer>", None))
         Scored(value=1.0, breakdown={'think': 1.0, 'answer': 1.0})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     order: tuple[str, ...] = ("think", "answer")
@@ -41,9 +38,7 @@ class Tags(Scorer):
     allow_empty: bool = False
     """A part may be empty."""
     counts: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Tags that may occur several times, anywhere, with the minimum and maximum number: `{search = [1, 4]}`. Each must
-    be closed.
-    """
+    """Tags that may occur several times, anywhere, each closed: their least and largest number, `{search = [1, 4]}`."""
     partial: bool = False
     """The score is the share of checks (parts, `counts`, `only`) that pass, instead of all or nothing."""
 

@@ -8,22 +8,20 @@ from pydantic import Field
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.contracts import Scorer
-from tandem.reward.text.length import Unit, measured, told_count
+from tandem.reward.text.values import Unit, measured, told_count
 
 
 class TargetLength(Scorer):
     """How close the answer's length is to the requested one: the length terms of L1 (arXiv:2503.04697, LCPO).
 
-    `exact`: -`slope` · |target - length|, at most 0, to be added to a reward. `at_most`: `slope` · (target - length) +
-    `offset`, limited to [0, 1]. The paper multiplies the latter by correctness; in a rubric, put a gate of weight 0 on
-    correctness before this scorer.
+    `exact`: -`slope` · |target - length|, to be added to a reward. `at_most`: `slope` · (target - length) + `offset`,
+    limited to [0, 1]. The paper multiplies it by correctness: in a rubric, a gate of weight 0 before this scorer.
 
     Example:
         >>> TargetLength(target=1000).judge(ScoreItem("", "…", None, {"num_tokens": 1500}))
         Scored(value=-0.15, breakdown={'length': 1500.0})
     """
 
-    VERSION = "1"
     ISOLATION = "in_process"
 
     target: Annotated[int, Field(ge=0)] = 0

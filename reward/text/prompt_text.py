@@ -36,12 +36,12 @@ class PromptTemplate:
             raise ValueError(f"template: it lacks {{{missing[0]}}}")
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Returns the text with the placeholders replaced by their values."""
+        """The text with the placeholders replaced by their values."""
         return _PLACEHOLDER.sub(lambda match: values[match[1]] if match[1] in self.names else match[0], self._text)
 
 
 def item_values(item: ScoreItem, names: set[str], question_field: str) -> dict[str, str] | Unscored:
-    """Returns texts for the placeholders `names`; unscored (`invalid_input`) if the item lacks a field."""
+    """Texts for the placeholders `names`; unscored (`invalid_input`) if the item lacks a field."""
     values = {"answer": item.solution, "data_source": item.data_source}
     if "question" in names:
         prompt = prompt_of(item, question_field)
@@ -54,15 +54,15 @@ def item_values(item: ScoreItem, names: set[str], question_field: str) -> dict[s
         values["ground_truth"] = _written(item.ground_truth)
     for name in names:
         if name.startswith(_EXTRA):
-            key = name.removeprefix(_EXTRA)
-            if item.extra_info.get(key) is None:
-                return Unscored("invalid_input", f"extra_info.{key} is missing, and the template shows it")
-            values[name] = _written(item.extra_info[key])
+            value = item.extra_info.get(name.removeprefix(_EXTRA))
+            if value is None:
+                return Unscored("invalid_input", f"{name} is missing, and the template shows it")
+            values[name] = _written(value)
     return values
 
 
 def prompt_of(item: ScoreItem, field: str) -> str | list[Message] | Unscored:
-    """Returns `extra_info[field]`: a text, or chat messages with text. Other content is refused."""
+    """`extra_info[field]`: a text, or chat messages with text. Other content is refused."""
     prompt = item.extra_info.get(field)
     if isinstance(prompt, str):
         return prompt
@@ -70,15 +70,13 @@ def prompt_of(item: ScoreItem, field: str) -> str | list[Message] | Unscored:
         return Unscored("invalid_input", f"extra_info.{field} is missing: it should hold the prompt")
     messages = [_message(one) for one in prompt] if isinstance(prompt, list | tuple) else []
     read = [message for message in messages if message is not None]
-    if not read or len(read) < len(messages):
-        return Unscored(
-            "invalid_input", f"extra_info.{field} is neither text nor chat messages with text: {prompt!r:.80}"
-        )
-    return read
+    if read and len(read) == len(messages):
+        return read
+    return Unscored("invalid_input", f"extra_info.{field} is neither text nor chat messages with text: {prompt!r:.80}")
 
 
 def as_text(prompt: str | Sequence[Message]) -> str:
-    """Returns a prompt as one text: a single message unchanged, a conversation with the role before each turn."""
+    """A prompt as one text: a single message unchanged, a conversation with the role before each turn."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:

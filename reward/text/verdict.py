@@ -8,7 +8,7 @@ import re
 from collections import deque
 from collections.abc import Mapping
 
-from tandem.reward.text.numbers import finite
+from tandem.reward.text.values import finite
 
 _END_CHARACTERS = 8000  # the verdict is at the end; earlier text is not searched
 _MOST_OBJECTS = 200  # opening braces tried before the search for JSON gives up
@@ -27,8 +27,7 @@ class VerdictReader:
         pattern: a regular expression; its first group (or all of it) is the verdict. Empty: `key` of the last JSON
             object that has it.
         labels: verdict → number, case-insensitive. Empty: the verdict is a number.
-        lowest, highest: a number outside is not a verdict. It is not clamped, because a judge that leaves its scale did
-            not understand its task.
+        lowest, highest: a number outside is no verdict: a judge that leaves its scale did not understand its task.
 
     Raises:
         ValueError: the pattern is not a regular expression, or the range is empty.
@@ -52,11 +51,7 @@ class VerdictReader:
         self._lowest, self._highest = lowest, highest
 
     def read(self, answer: str) -> float:
-        """Returns the verdict as a number.
-
-        Raises:
-            NoVerdictError: there is no verdict, or it is outside the range.
-        """
+        """The verdict as a number. Raises NoVerdictError if there is none, or it is outside the range."""
         said = answer.rpartition("</think>")[2].partition("<think>")[0][-_END_CHARACTERS:]
         found = self._last_object(said) if self._pattern is None else self._last_match(said)
         if found is None:
@@ -80,9 +75,7 @@ class VerdictReader:
             last = next(iter(deque(self._pattern.finditer(text, timeout=_PATTERN_SECONDS), maxlen=1)), None)
         except TimeoutError:
             raise NoVerdictError(f"the pattern took longer than {_PATTERN_SECONDS:g} s on the judge's answer") from None
-        if last is None:
-            return None
-        found: str | None = last[1 if self._pattern.groups else 0]
+        found: str | None = None if last is None else last[1 if self._pattern.groups else 0]
         return found
 
     def _last_object(self, text: str) -> object:

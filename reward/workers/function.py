@@ -22,7 +22,7 @@ from typing import Any
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
-from tandem.reward.text.numbers import finite
+from tandem.reward.text.values import finite
 
 MAX_COMPONENTS = 100
 """Maximum number of numbers in the dict that a function returns."""

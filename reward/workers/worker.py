@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, cast
 
 from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
-from tandem.reward.contracts import AnyJudge, BatchJudge, Closable, Startable
+from tandem.reward.contracts import AnyJudge, BatchJudge, Scorer
 from tandem.reward.registry import SCORERS, make_judge, preload
 from tandem.reward.workers.answers import encode_score, line
 from tandem.reward.workers.function import CoroutineJudge
@@ -132,14 +132,14 @@ class Worker:
             judge = make_judge(chunk["scorer"], json.loads(chunk["arguments"]))
             if isinstance(judge, CoroutineJudge):
                 judge = replace(judge, seconds=_OWN_SHARE * self._seconds)
-            if isinstance(judge, Startable):
+            if isinstance(judge, Scorer):
                 judge.start()
         except MemoryError:
             raise ScorerError("it does not load within reward.limits.memory_bytes") from None
         self._judges[key] = judge
         if len(self._judges) > MAX_JUDGES:
             _, oldest = self._judges.popitem(last=False)
-            if isinstance(oldest, Closable):
+            if isinstance(oldest, Scorer):
                 oldest.close()
         self._idle_bytes = self._data_bytes()
         return judge

@@ -18,9 +18,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from tandem.reward.options.docstrings import attribute_docs, summary
 from tandem.reward.options.toml import toml_value
-from tandem.reward.options.tree import Table, default_of, shape_of, tables, type_words
+from tandem.reward.options.tree import Table, attribute_docs, default_of, shape_of, summary, tables, type_words
 from tandem.services.config import Recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from tandem.protos import reward_pb2
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
-from tandem.reward.text.ground_truth import MAX_ACCEPTED
+from tandem.reward.text.values import MAX_ACCEPTED
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.wire import MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES
 from tandem.services.rpc.limits import MAX_CALLS

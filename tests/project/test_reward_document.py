@@ -13,10 +13,10 @@ import pytest
 
 from tandem.protos import reward_pb2
 from tandem.reward.config import RewardConfig
-from tandem.reward.rubric.catalogue import Catalogue
-from tandem.reward.rubric.rubric import Rubric
+from tandem.reward.rubric.rubric import Catalogue, Rubric
 from tandem.services.config.jobs import ServiceConfig
 from tandem.services.config.recipe import load_service_config
+from tandem.services.reward.stream_errors import error_of
 from tests.support.reward_page import PAGE, ROOT, commands_of, followed, remote_scorers
 
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -47,6 +47,15 @@ def test_every_call_is_shown_with_grpcurl() -> None:
     }
     service = reward_pb2.DESCRIPTOR.services_by_name["RewardService"]
     assert set(service.methods_by_name) <= shown
+
+
+def test_every_cause_of_a_stream_error_is_named_with_its_class() -> None:
+    named = {cause: kind for cause, kind in re.findall(r"`(\w+)`\s\(`(\w+Error)`\)", TEXT)}
+    for field in reward_pb2.StreamError.DESCRIPTOR.oneofs_by_name["cause"].fields:
+        message = reward_pb2.StreamError()
+        getattr(message, field.name).SetInParent()
+        assert named.pop(field.name) == type(error_of(message)).__name__
+    assert not named
 
 
 def test_every_command_is_shown() -> None:

@@ -106,7 +106,7 @@ class Everything(Scorer):
 
 @pytest.fixture
 def with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCORERS, "everything", Everything)
+    monkeypatch.setitem(SCORERS.loaders, "everything", lambda: Everything)
 
 
 @pytest.mark.usefixtures("with_everything")
@@ -163,7 +163,7 @@ def test_arguments_of_every_type_are_read() -> None:
 )  # fmt: skip
 def test_arguments_of_the_wrong_type_are_named_with_place_and_remedy(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ScorerError) as caught:
-        make_judge("everything", arguments, "here")
+        make_scorer("everything", arguments, "here")
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 

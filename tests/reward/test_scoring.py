@@ -28,7 +28,7 @@ def test_a_single_cheap_scorer_starts_no_process_and_is_called_directly(make_cor
     core = make_core(scorer="numeric", arguments={"tolerance": 0.2})
     assert core.default.in_process and core.default.sole is not None and core.default.num_callers == 1
     assert score(core, core.default, item("5", "6"), item("4", "6")) == [Scored(1.0), Scored(0.0)]
-    assert psutil.Process().children() == before and core.replaced_workers == 0
+    assert psutil.Process().children() == before and core.figures()["workers_replaced"] == 0
     assert score(core, core.default) == []
 
 
@@ -38,7 +38,7 @@ def test_a_single_function_keeps_its_breakdown(make_core: Make, functions: Path)
     scores = score(core, core.default, item("1"), item("hang"), item("die"), item("2"))
     assert [scores[0], scores[3]] == [Scored(1.0, {"acc": 1.0}), Scored(0.0, {"acc": 0.0})]
     assert [one.reason for one in scores[1:3] if isinstance(one, Unscored)] == ["timeout", "crashed"]
-    assert core.replaced_workers == core.figures()["workers_replaced"] == 2
+    assert core.figures()["workers_replaced"] == 2
 
 
 def test_an_endless_regular_expression_is_a_timeout(make_core: Make) -> None:

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 def test_client_rubrics_are_cached_by_text(make_core: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "MAX_RUBRICS", 2)
     core = make_core()
     text = "[[components]]\nscorer = 'numeric'\n"
     assert core.compile(text) is core.compile(text) is not core.compile(text + "weight = 2")
     assert core.compile("") is core.default
-    monkeypatch.setattr(scoring, "MAX_RUBRICS", 2)
     first = core.compile(text)
     for weight in range(3):
         core.compile(text + f"weight = {weight}")

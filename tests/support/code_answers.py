@@ -10,6 +10,7 @@ import pytest
 from tandem.protos.contracts import Score, Scored, ScoreItem
 from tandem.reward.sandbox.isolation import find_isolation
 from tandem.reward.scorers.code import CodeTests
+from tests.support import scores
 
 isolated = pytest.mark.skipif(
     find_isolation().name == "none", reason=f"no isolation here: {'; '.join(find_isolation().faults)}"
@@ -30,9 +31,7 @@ def judge(code: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = N
 
 
 def value(code: str, ground_truth: Any, **parameters: Any) -> float:
-    score = judge(code, ground_truth, **parameters)
-    assert isinstance(score, Scored), score
-    return score.value
+    return scores.value(judge(code, ground_truth, **parameters))
 
 
 def counted(score: Score) -> dict[str, float]:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 
 HANG_SECONDS = 60.0
@@ -39,11 +38,14 @@ class Answer:
     """Promises more bytes than it sends, and closes the connection."""
 
 
+Behaviour = Callable[[Asked], Answer] | Answer
+
+
 class MisbehavingServer:
     """Serves on a free port of 127.0.0.1 while the `with` block runs."""
 
-    def __init__(self, answer: Callable[[Asked], Answer]) -> None:
-        self.answer = answer
+    def __init__(self, answer: Behaviour) -> None:
+        self.answer = answer if callable(answer) else lambda asked: answer
         self.asked: list[Asked] = []
         self.most_at_once = 0
         self._at_once = 0
@@ -70,9 +72,7 @@ class MisbehavingServer:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.ended.set()
         self._server.shutdown()
         self._server.server_close()

@@ -79,7 +79,7 @@ weight = 0
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers `far` and `rank` as scorers that a rubric may name."""
-    monkeypatch.setitem(SCORERS, "far", Far)
-    monkeypatch.setitem(SCORERS, "rank", Rank)
+    monkeypatch.setitem(SCORERS.loaders, "far", lambda: Far)
+    monkeypatch.setitem(SCORERS.loaders, "rank", lambda: Rank)
     monkeypatch.setattr(Far, "seen", [])
     monkeypatch.setattr(Far, "meeting", None)

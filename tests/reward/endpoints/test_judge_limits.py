@@ -1,4 +1,4 @@
-"""Limits of a judge: concurrent requests, requests and tokens per minute, and cost."""
+"""Limits of a judge: requests and tokens per minute, and cost."""
 
 from __future__ import annotations
 
@@ -12,30 +12,13 @@ import pytest
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.reward.endpoints import http_client
 from tandem.reward.scorers.judge import GenerativeJudge
-from tests.support.judge_calls import GOOD, ask, item, refused, user_text
+from tests.support.judge_calls import GOOD, ask, endpoint, item, user_text
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
+from tests.support.scores import refused
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 # ---- limits ----
-
-
-def test_max_concurrent_bounds_requests_under_way() -> None:
-    met = threading.Barrier(3, timeout=30.0)
-
-    def answer(asked: Asked) -> Answer:
-        met.wait()  # blocks until three requests are here
-        return GOOD
-
-    with MisbehavingServer(answer) as server:
-        with closing(GenerativeJudge(base_url=server.url, model="m", max_concurrent=3)) as judge:
-            assert judge.judge_batch([item(str(n)) for n in range(9)]) == [Scored(7.0)] * 9
-        assert server.most_at_once == 3
 
 
 def test_several_threads_share_one_judge() -> None:
@@ -44,7 +27,7 @@ def test_several_threads_share_one_judge() -> None:
 
     results: dict[int, list[Score]] = {}
     with MisbehavingServer(answer) as server:
-        with closing(GenerativeJudge(base_url=server.url, model="m")) as judge:
+        with closing(endpoint(GenerativeJudge, server.url)) as judge:
 
             def work(grade: int) -> None:
                 results[grade] = judge.judge_batch([item(f"answer <{grade}>")] * 5)
@@ -99,7 +82,7 @@ def test_waiting_too_long_for_a_slot_is_infrastructure(monkeypatch: pytest.Monke
     options = {"max_concurrent": 1, "max_attempts": 1, "timeout_seconds": 1.0}
     scores, asked = ask(Answer(hangs=True), [item("a")] * 2, **options)
     assert [refused(score)[0] for score in scores] == ["timeout", "infrastructure"] and len(asked) == 1
-    assert refused(scores[1])[1] == "it waited 0.1 s for a place at the judge"
+    assert refused(scores[1])[1] == "it waited 0.1 s for one of max_concurrent places"
 
 
 # ---- spending ----
@@ -107,11 +90,9 @@ def test_waiting_too_long_for_a_slot_is_infrastructure(monkeypatch: pytest.Monke
 
 def test_spending_stops_below_the_cap() -> None:
     answer = chat('{"score": 7}', prompt_tokens=100, completion_tokens=100)  # costs 0.0003
-    with MisbehavingServer(lambda asked: answer) as server:
-        judge = GenerativeJudge(
-            base_url=server.url, model="m", prompt_price=1.0, completion_price=2.0, max_spend=0.01, max_tokens=1000
-        )
-        with closing(judge):
+    with MisbehavingServer(answer) as server:
+        prices = {"prompt_price": 1.0, "completion_price": 2.0, "max_spend": 0.01}
+        with closing(endpoint(GenerativeJudge, server.url, max_tokens=1000, **prices)) as judge:
             scores = judge.judge_batch([item("a")] * 60)
             spent = judge.figures()["judge_spent"]
         num_asked = len(server.asked)
@@ -133,12 +114,9 @@ def test_spending_stops_below_the_cap() -> None:
     ids=["hangs", "garbage", "cut", "500"],
 )
 def test_requests_that_may_have_been_billed_count_as_spent(bad: Answer, billed: bool) -> None:
-    with MisbehavingServer(lambda asked: bad) as server:
-        judge = GenerativeJudge(
-            base_url=server.url, model="m", completion_price=1000.0, max_spend=5.0, max_attempts=1, timeout_seconds=1.0
-        )
-        with closing(judge):
-            judge.judge_batch([item("a")])
-            figures = judge.figures()
-            assert figures["judge_requests"] == 1.0
-            assert figures["judge_spent"] == (pytest.approx(1.024) if billed else 0.0)
+    options = {"completion_price": 1000.0, "max_spend": 5.0, "max_attempts": 1, "timeout_seconds": 1.0}
+    with MisbehavingServer(bad) as server, closing(endpoint(GenerativeJudge, server.url, **options)) as judge:
+        judge.judge_batch([item("a")])
+        figures = judge.figures()
+        assert figures["judge_requests"] == 1.0
+        assert figures["judge_spent"] == (pytest.approx(1.024) if billed else 0.0)

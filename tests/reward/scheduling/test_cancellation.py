@@ -120,7 +120,7 @@ def test_cancelling_keeps_finished_scores_and_frees_the_worker(scoring: Scoring)
     cancellation.cancel()
     assert call.result(timeout=PATIENCE_SECONDS) == [Scored(1.0), Scored(0.0), CANCELLED, CANCELLED]
     assert scoring.soon("1") == [Scored(1.0)], "the time of the one that hangs is 60 s"
-    assert scoring.core.replaced_workers == 1 and scoring.judged().count("1") == 2
+    assert scoring.core.figures()["workers_replaced"] == 1 and scoring.judged().count("1") == 2
 
 
 def test_cancelling_a_waiting_call_removes_it_from_the_queue(scoring: Scoring) -> None:
@@ -286,11 +286,10 @@ def test_cancelling_a_question_before_it_is_sent_frees_its_reservation(monkeypat
     ):
         call = in_thread(lambda: judge_remotely(judge, items("a", "b"), "calls", cancellation, False))
         eventually(lambda: len(server.asked) == 1 and judge.figures()["judge_waiting_calls"] == 1.0)
-        session = judge._portal.session
-        assert session is not None and session.meter.reserved > 0.0
+        assert judge._meter.reserved > 0.0
         cancellation.cancel()
         assert CANCELLED in call.result(timeout=PATIENCE_SECONDS)
-        eventually(lambda: session.meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
+        eventually(lambda: judge._meter.reserved == 0.0 and judge.figures()["judge_waiting_calls"] == 0.0)
 
 
 def test_cancelling_ends_the_wait_for_work_that_no_thread_began() -> None:

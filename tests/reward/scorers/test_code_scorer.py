@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from tandem.protos.errors import ScorerError
 from tandem.reward.sandbox import trial as code_trial
 from tandem.reward.sandbox.sandbox import SandboxError
 from tandem.reward.scorers.code import CodeTests
+from tests.support import scores
 from tests.support.code_answers import ADD, DOUBLE, DOUBLE_TESTS, counted, isolated, judge, value
 
 UNITTEST = """
@@ -21,6 +21,16 @@ class Cases(unittest.TestCase):
     def test_one(self):
         self.assertEqual(add(1, 2), 3)
 """
+
+PYTEST = """
+from solution import add
+def test_add():
+    assert add(1, 2) == 3
+def test_more():
+    assert add(0, 2) == 2
+"""
+IMPORTED = ["from math import isclose"]
+MBPP = {"test_list": ["assert isclose(add(a, 2), 3)"], "test_setup_code": "a = 1", "test_imports": IMPORTED}
 
 # ---- test formats ----
 
@@ -46,20 +56,9 @@ class Cases(unittest.TestCase):
         (ADD, ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert set(add([1], [1])) == {1}"]),
         (ADD, json.dumps(["assert add(1, 2) == 3"])),
         (ADD, "assert add(1, 2) == 3\nassert add(2, 2) == 4"),
-        (
-            ADD,
-            {
-                "test_list": ["assert isclose(add(a, 2), 3)"],
-                "test_setup_code": "a = 1",
-                "test_imports": ["from math import isclose"],
-            },
-        ),
+        (ADD, MBPP),
         (ADD, {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n", "entry_point": "add"}),
-        (
-            ADD,
-            "from solution import add\n\ndef test_add():\n    assert add(1, 2) == "
-            "3\n\ndef test_more():\n    assert add(0, 2) == 2",
-        ),
+        (ADD, PYTEST),
         (ADD, {"test": UNITTEST}),
         (ADD, [{"input": "1\n2", "output": "3", "testtype": "functional", "metadata": {"func_name": "add"}}]),
         (ADD, {"test": "assert candidate(1, 2) == add(2, 1) == 3", "entry_point": "add"}),
@@ -135,9 +134,7 @@ def test_the_last_closed_code_block_is_the_program() -> None:
     scorer = CodeTests()
 
     def of(solution: str) -> float:
-        score = scorer.judge(ScoreItem("", solution, DOUBLE_TESTS))
-        assert isinstance(score, Scored)
-        return score.value
+        return scores.value(scorer.judge(ScoreItem("", solution, DOUBLE_TESTS)))
 
     assert of(wrong + right) == 1.0 and of(right + wrong) == 0.0
     assert of(f"<think>\n{wrong}</think>\n{right}") == 1.0
@@ -153,8 +150,7 @@ def test_an_answer_without_a_program_is_wrong(solution: str) -> None:
 
 @isolated
 def test_extract_whole_runs_the_whole_answer() -> None:
-    score = CodeTests(extract="whole").judge(ScoreItem("", DOUBLE, DOUBLE_TESTS))
-    assert isinstance(score, Scored) and score.value == 1.0
+    assert scores.value(CodeTests(extract="whole").judge(ScoreItem("", DOUBLE, DOUBLE_TESTS))) == 1.0
 
 
 # ---- credit ----
@@ -228,46 +224,29 @@ def test_a_function_that_fails_is_a_wrong_answer(program: str, counter: str, sha
 
 @isolated
 def test_seconds_per_answer_limits_all_tests_together() -> None:
-    tests = {"inputs": [""] * 100, "outputs": ["1"] * 100}
-    score = judge(
-        "import time\ntime.sleep(1)\nprint(1)", tests, partial=True, seconds_per_test=1.0, seconds_per_answer=3.0
-    )
-    found = counted(score)
+    program, tests = "import time\ntime.sleep(1)\nprint(1)", {"inputs": [""] * 100, "outputs": ["1"] * 100}
+    found = counted(judge(program, tests, partial=True, seconds_per_test=1.0, seconds_per_answer=3.0))
     assert found["passed"] <= 3 and found["time"] == 100 - found["passed"]
 
 
 @isolated
 def test_the_prelude_runs_first_and_can_be_empty() -> None:
-    program = (
-        "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        "
-        "return gcd(*x) + len(Counter(x)) + math.floor(1.5)"
-    )
+    head = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        "
+    program = f"{head}return gcd(*x) + len(Counter(x)) + math.floor(1.5)"
     tests = {"fn_name": "f", "inputs": ["[4, 6]"], "outputs": ["5"]}
     assert value(program, tests) == 1.0
     assert value(program, tests, prelude="") == 0.0
-    assert (
-        value(
-            program,
-            tests,
-            prelude="import math\nfrom math import gcd\nfrom typing import *\nfrom collections import Counter",
-        )
-        == 1.0
-    )
+    prelude = "import math\nfrom math import gcd\nfrom typing import *\nfrom collections import Counter"
+    assert value(program, tests, prelude=prelude) == 1.0
 
 
 @isolated
 def test_listed_packages_can_be_imported() -> None:
     program = "import numpy as np\nprint(np.arange(int(input())).sum())"
-    tests = {"inputs": ["4"], "outputs": ["6"]}
-    assert value(program, tests, packages=("numpy",)) == 1.0
-    assert (
-        value(
-            "import numpy as np\ndef f(n): return np.arange(n)",
-            {"fn_name": "f", "inputs": ["2"], "outputs": ["[0, 1]"]},
-            packages=("numpy",),
-        )
-        == 1.0
-    )
+    assert value(program, {"inputs": ["4"], "outputs": ["6"]}, packages=("numpy",)) == 1.0
+    function = "import numpy as np\ndef f(n): return np.arange(n)"
+    called = {"fn_name": "f", "inputs": ["2"], "outputs": ["[0, 1]"]}
+    assert value(function, called, packages=("numpy",)) == 1.0
     with pytest.raises(ScorerError, match="no_such_package"):
         CodeTests(packages=("no_such_package",)).start()
 
@@ -298,20 +277,3 @@ def test_missing_isolation_fails_at_start_and_is_infrastructure_later(monkeypatc
     with pytest.raises(ScorerError, match="no isolation"):
         CodeTests().start()
     assert judge(DOUBLE, DOUBLE_TESTS) == Unscored("infrastructure", "this machine has no isolation for untrusted code")
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"tolerance": -1.0},
-        {"tolerance": math.inf},
-        {"max_tests": -1},
-        {"seconds_per_test": 0.0},
-        {"seconds_per_test": 61.0},
-        {"seconds_per_answer": math.inf},
-        {"memory_bytes": 1 << 20},
-    ],
-)
-def test_invalid_parameters_are_refused(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(parameters))):
-        CodeTests(**parameters)

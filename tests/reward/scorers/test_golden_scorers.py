@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.contracts import Scored, ScoreItem
+from tandem.protos.contracts import Scored
 from tandem.reward.contracts import Judge
 from tandem.reward.registry import make_judge
 from tests.support.golden_cases import GoldenCase, golden_cases
 from tests.support.paths import GOLDEN, ROOT
+from tests.support.scores import item, value
 
 CASES: dict[str, list[dict[str, Any]]] = {
     name: cases for name, cases in json.loads((GOLDEN / "scorers.json").read_text()).items() if isinstance(cases, list)
@@ -54,6 +55,12 @@ def asked(scorer: str, arguments: dict[str, Any]) -> Judge:
     return judge
 
 
+def penalties(case: GoldenCase, **options: Any) -> list[float]:
+    """The overlong penalty of each length of a case."""
+    judge = asked("overlong", options)
+    return [value(judge.judge(item("", num_tokens=length))) for length in case.inputs["lengths"].tolist()]
+
+
 def test_every_golden_case_can_be_expressed_with_a_scorer() -> None:
     kinds = {name: {kind for case in cases for kind in case["scores"]} for name, cases in CASES.items()}
     assert kinds == {name: set(ways) for name, ways in WAYS.items()}
@@ -67,7 +74,7 @@ def test_golden_scores(name: str, kind: str) -> None:
     judge = asked(*WAYS[name][kind])
     got, want = {}, {}
     for case in CASES[name]:
-        score = judge.judge(ScoreItem(name, case["response"], case["ground_truth"]))
+        score = judge.judge(item(case["response"], case["ground_truth"]))
         got[case["id"]] = score.value if isinstance(score, Scored) else score
         want[case["id"]] = case["scores"][kind]
     assert got == want
@@ -86,43 +93,25 @@ def test_golden_scores(name: str, kind: str) -> None:
 def test_answered_is_1_if_an_answer_was_extracted(name: str, kind: str, read: str) -> None:
     judge = asked(*WAYS[name][kind])
     for case in CASES[name]:
-        score = judge.judge(ScoreItem(name, case["response"], case["ground_truth"]))
+        score = judge.judge(item(case["response"], case["ground_truth"]))
         assert isinstance(score, Scored)
         assert score.breakdown["answered"] == float(case["extracted"][read] is not None), case
 
 
 def test_the_ground_truth_of_search_data_sets_may_be_a_table() -> None:
     for case in CASES["search_em"]:
-        as_table = ScoreItem("nq", case["response"], {"target": case["ground_truth"]})
-        score = asked("short_answer", {}).judge(as_table)
-        assert isinstance(score, Scored) and score.value == case["scores"]["em"]
+        as_table = item(case["response"], {"target": case["ground_truth"]})
+        assert value(asked("short_answer", {}).judge(as_table)) == case["scores"]["em"]
 
 
 @pytest.mark.parametrize("case", golden_cases("dapo/overlong/"), ids=lambda case: case.name)
 def test_golden_overlong_penalty(case: GoldenCase) -> None:
-    judge = asked(
-        "overlong",
-        {
-            "max_length": case.hyper["max_resp_len"],
-            "buffer": case.hyper["overlong_buffer_len"],
-            "factor": case.hyper["penalty_factor"],
-            "beyond": "ramp",
-        },
-    )
-    scores = [
-        judge.judge(ScoreItem("", "", None, {"num_tokens": length})) for length in case.inputs["lengths"].tolist()
-    ]
-    assert all(isinstance(score, Scored) for score in scores)
-    want = case.outputs["penalty"].tolist()
-    assert [score.value for score in scores if isinstance(score, Scored)] == pytest.approx(want, rel=1e-5, abs=1e-6)
+    longest, buffer = case.hyper["max_resp_len"], case.hyper["overlong_buffer_len"]
+    got = penalties(case, max_length=longest, buffer=buffer, factor=case.hyper["penalty_factor"], beyond="ramp")
+    assert got == pytest.approx(case.outputs["penalty"].tolist(), rel=1e-5, abs=1e-6)
 
 
 def test_the_overlong_penalty_is_flat_beyond_the_limit_by_default() -> None:
     case = golden_cases("dapo/overlong/4.beyond_max/s0")[0]
-    judge = asked("overlong", {"max_length": 64, "buffer": 16})
-    values = []
-    for length in case.inputs["lengths"].tolist():
-        score = judge.judge(ScoreItem("", "", None, {"num_tokens": length}))
-        values.append(score.value if isinstance(score, Scored) else None)
-    ramp = case.outputs["penalty"].tolist()
-    assert values == pytest.approx([max(-1.0, penalty) for penalty in ramp]) and min(ramp) < -1.0
+    got, ramp = penalties(case, max_length=64, buffer=16), case.outputs["penalty"].tolist()
+    assert got == pytest.approx([max(-1.0, penalty) for penalty in ramp]) and min(ramp) < -1.0

@@ -9,25 +9,17 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import Scored, Unscored
 from tandem.reward.scorers import math_boxed, math_dapo
 from tandem.reward.scorers.gsm8k import Gsm8k
 from tandem.reward.scorers.math_boxed import MathBoxed
 from tandem.reward.scorers.math_dapo import MathDapo
 from tandem.reward.scorers.math_verify import MathVerify
 from tests.support.paths import ROOT
+from tests.support.scores import item, value
 
 HANG_SECONDS = 5.0
 DEADLINE_SECONDS = 100.0
-
-
-def item(solution: str, ground_truth: Any) -> ScoreItem:
-    return ScoreItem("test", solution, ground_truth)
-
-
-def value(score: Score) -> float:
-    assert isinstance(score, Scored), score
-    return score.value
 
 
 def test_gsm8k_options_change_what_is_read() -> None:
@@ -37,8 +29,6 @@ def test_gsm8k_options_change_what_is_read() -> None:
     assert value(Gsm8k(last_characters=0, method="flexible").judge(item(long, 7))) == 1.0
     assert value(Gsm8k().judge(item("#### 3.5", 3.5))) == 1.0
     assert value(Gsm8k().judge(item("#### 8", ["7", "8"]))) == 1.0
-    with pytest.raises(ValueError, match="last_characters"):
-        Gsm8k(last_characters=-1)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +128,6 @@ def test_math_verify_options() -> None:
     third = item(r"$\boxed{0.33}$", r"\frac{1}{3}")
     assert value(MathVerify().judge(third)) == 0.0
     assert value(MathVerify(float_rounding=2).judge(third)) == 1.0
-    with pytest.raises(ValueError, match="float_rounding"):
-        MathVerify(float_rounding=16)
 
 
 def test_math_verify_gives_the_verdict_of_the_library() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -13,19 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.protos.errors import ScorerError
-from tandem.reward.endpoints import http_client
-from tandem.reward.registry import make_spec
 from tandem.reward.scorers.group_rank import GroupRank, ranked
 from tandem.reward.scorers.pairwise import Pairwise, choose_pairs, win_rates
-from tests.support.judge_calls import refused
-from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
+from tests.support import judge_calls
+from tests.support.misbehaving_server import Answer, Asked, Behaviour, MisbehavingServer, chat
+from tests.support.scores import refused, values
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def item(answer: str, group: str = "g") -> ScoreItem:
@@ -44,17 +37,8 @@ def larger_wins(asked: Asked) -> Answer:
     return chat("I see. [[TIE]]" if a == b else "[[B]] or rather [[A]]" if a > b else "[[B]]")
 
 
-def ask(answer: Callable[[Asked], Answer], items: list[ScoreItem], **options: Any) -> tuple[list[Score], list[Asked]]:
-    with (
-        MisbehavingServer(answer) as server,
-        closing(Pairwise(base_url=server.url, model="m", **options)) as judge,
-    ):
-        return judge.judge_batch(items), server.asked
-
-
-def values(scores: list[Score]) -> list[float]:
-    assert all(isinstance(score, Scored) for score in scores), scores
-    return [score.value for score in scores if isinstance(score, Scored)]
+def ask(answer: Behaviour, items: list[ScoreItem], **options: Any) -> tuple[list[Score], list[Asked]]:
+    return judge_calls.ask(answer, items, Pairwise, **options)
 
 
 # ---- pairs by a chat model ----
@@ -70,10 +54,9 @@ def test_the_score_is_the_share_of_the_group_that_an_answer_beats() -> None:
 
 
 def test_a_judge_that_prefers_a_position_yields_ties() -> None:
-    always_first = chat("[[A]]")
-    scores, _ = ask(lambda asked: always_first, [item(str(n)) for n in range(4)])
+    scores, _ = ask(chat("[[A]]"), [item(str(n)) for n in range(4)])
     assert values(scores) == [0.5] * 4
-    biased, asked = ask(lambda asked: always_first, [item(str(n)) for n in range(4)], swap=False)
+    biased, asked = ask(chat("[[A]]"), [item(str(n)) for n in range(4)], swap=False)
     assert len(asked) == 6 and sum(values(biased)) == 2.0
 
 
@@ -101,7 +84,7 @@ def test_a_failed_comparison_affects_its_two_answers_only() -> None:
 
 
 def test_an_unreadable_verdict_is_not_a_tie() -> None:
-    scores, _ = ask(lambda asked: chat("both fine"), [item("1"), item("2")])
+    scores, _ = ask(chat("both fine"), [item("1"), item("2")])
     assert [refused(score)[0] for score in scores] == ["crashed"] * 2
 
 
@@ -139,21 +122,6 @@ def test_win_rates_sum_to_half_and_keep_the_order_of_strengths(strengths: list[i
     assert ranks == pytest.approx(rates), "a rank is the win rate by the scorer's own values"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"template": "{answer_a}"}, "template: it lacks {answer_b}"),
-        ({"template": "{answer_a} {answer_b} {qestion}"}, "did you mean {question}"),
-        ({"tie": "a"}, "a_wins, b_wins and tie must differ"),
-        ({"opponents": -1}, "arguments.opponents"),
-    ],
-)
-def test_invalid_arguments_are_refused_in_one_line(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ScorerError) as caught:
-        make_spec("pairwise", {"base_url": "http://127.0.0.1:1", "model": "m", **wrong})
-    assert told in str(caught.value)
-
-
 # ---- ranks by another scorer ----
 
 
@@ -165,9 +133,8 @@ def test_group_rank_ranks_by_another_scorers_values() -> None:
         scores = ranks.judge_batch(items)
     assert scores[0] == scores[2] == Scored(0.75, {"value": 1.0}) and scores[1] == Scored(0.0, {"value": 0.0})
     assert refused(scores[3])[0] == "invalid_input" and "ground truth" in refused(scores[3])[1]
-    assert (
-        refused(scores[4])[0] == "invalid_input" and "no other answer of the group has a score" in refused(scores[4])[1]
-    )
+    reason, detail = refused(scores[4])
+    assert reason == "invalid_input" and "no other answer of the group has a score" in detail
     assert "ground truth" in refused(scores[5])[1]
     assert "no other answer to compare with" in refused(scores[6])[1] and "has no group" in refused(scores[7])[1]
 
@@ -175,9 +142,8 @@ def test_group_rank_ranks_by_another_scorers_values() -> None:
 def test_group_rank_keeps_the_reasons_of_a_remote_scorer() -> None:
     def answer(asked: Asked) -> Answer:
         (one,) = asked.body["items"]
-        return (
-            Answer(status=500) if one["solution"] == "bad" else Answer({"results": [{"score": len(one["solution"])}]})
-        )
+        good = Answer({"results": [{"score": len(one["solution"])}]})
+        return Answer(status=500) if one["solution"] == "bad" else good
 
     with MisbehavingServer(answer) as server:
         arguments = {"url": server.url, "max_attempts": 1}
@@ -201,18 +167,3 @@ def test_every_value_gets_a_rank_or_a_reason(numbers: list[float | None]) -> Non
         else:
             others = sum(other < number for other in known) + (known.count(number) - 1) / 2
             assert score == Scored(others / (len(known) - 1), {"value": number})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"scorer": "numerc"}, "scorer 'numerc' is unknown"),
-        ({"scorer": "regex", "arguments": {"pattern": "x"}}, "scorer 'regex' needs a worker process"),
-        ({"scorer": "pairwise"}, "scorer 'pairwise' compares groups itself"),
-        ({"scorer": "numeric", "arguments": {"tolerance": -1}}, "tolerance"),
-    ],
-)
-def test_scorers_that_group_rank_refuses(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ScorerError) as caught:
-        make_spec("group_rank", arguments)
-    assert told in str(caught.value)

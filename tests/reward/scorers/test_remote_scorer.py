@@ -1,11 +1,8 @@
-"""The remote scorer with a misbehaving HTTP service: field mapping, batches, failures by type, and closing."""
+"""The remote scorer: field mapping, batches, and one bad item among others."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,18 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.protos.errors import ScorerError
-from tandem.reward.endpoints import http_client
-from tandem.reward.registry import make_spec
 from tandem.reward.scorers.remote import RemoteScorer
-from tests.support.judge_calls import refused
-from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, free_port
+from tests.support import judge_calls
+from tests.support.misbehaving_server import Answer, Asked, Behaviour
+from tests.support.scores import refused
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def item(answer: str, truth: Any = "2", **extra: Any) -> ScoreItem:
@@ -36,15 +27,8 @@ def echo(asked: Asked) -> Answer:
     return Answer({"results": [{"score": float(one["solution"])} for one in asked.body["items"]]})
 
 
-def ask(
-    answer: Callable[[Asked], Answer] | Answer, items: list[ScoreItem], **options: Any
-) -> tuple[list[Score], list[Asked]]:
-    serve = answer if callable(answer) else lambda asked: answer
-    with (
-        MisbehavingServer(serve) as server,
-        closing(RemoteScorer(url=server.url + "/score", **options)) as scorer,
-    ):
-        return scorer.judge_batch(items), server.asked
+def ask(answer: Behaviour, items: list[ScoreItem], **options: Any) -> tuple[list[Score], list[Asked]]:
+    return judge_calls.ask(answer, items, RemoteScorer, **options)
 
 
 # ---- requests and replies ----
@@ -186,95 +170,3 @@ def test_a_service_that_is_down_is_not_asked_item_by_item(status: int) -> None:
     scores, asked = ask(Answer(status=status), [item(str(n)) for n in range(8)], batch_size=8, max_attempts=2)
     assert {refused(score)[0] for score in scores} == {"infrastructure"}
     assert len(asked) == (1 if status == 401 else 2)
-
-
-# ---- failures ----
-
-
-def test_temporary_errors_are_retried() -> None:
-    bad = [
-        Answer(status=500),
-        Answer(b"<html>"),
-        Answer(status=429, headers={"Retry-After": "0"}),
-        Answer(b"{", cut=True),
-    ]
-    scores, asked = ask(
-        lambda asked: bad[asked.number] if asked.number < len(bad) else echo(asked), [item("3")], max_attempts=5
-    )
-    assert scores == [Scored(3.0)] and len(asked) == 5
-
-
-def test_an_unreachable_address_is_infrastructure() -> None:
-    with closing(RemoteScorer(url=f"http://127.0.0.1:{free_port()}/", max_attempts=2)) as scorer:
-        assert {refused(score)[0] for score in scorer.judge_batch([item("1"), item("2")])} == {"infrastructure"}
-
-
-def test_a_refused_item_is_invalid_with_the_services_reason() -> None:
-    scores, asked = ask(Answer({"error": "no ground truth"}, status=400), [item("1")])
-    assert refused(scores[0]) == ("invalid_input", 'the endpoint answered 400: {"error": "no ground truth"}')
-    assert len(asked) == 1
-
-
-def test_attempts_end_at_the_deadline() -> None:
-    scores, asked = ask(Answer(hangs=True), [item("1")], deadline_seconds=0.5, timeout_seconds=60.0)
-    assert refused(scores[0])[0] == "timeout" and len(asked) == 1
-
-
-def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "LARGEST_REPLY_BYTES", 1 << 20)
-    scores, asked = ask(Answer(b"[" + b" " * (2 << 20)), [item("1")])
-    assert refused(scores[0]) == ("infrastructure", "the endpoint's answer exceeds 1 MiB") and len(asked) == 1
-
-
-def test_no_more_requests_at_once_than_allowed() -> None:
-    met = threading.Barrier(2, timeout=30.0)
-
-    def answer(asked: Asked) -> Answer:
-        met.wait()
-        return echo(asked)
-
-    with MisbehavingServer(answer) as server:
-        with closing(RemoteScorer(url=server.url, max_concurrent=2)) as scorer:
-            assert scorer.judge_batch([item(str(n)) for n in range(6)]) == [Scored(float(n)) for n in range(6)]
-        assert server.most_at_once == 2
-
-
-def test_close_ends_calls_in_progress() -> None:
-    arrived = threading.Event()
-
-    def answer(asked: Asked) -> Answer:
-        arrived.set()
-        return Answer(hangs=True)
-
-    closing_down = [Unscored("infrastructure", "the scorer is closing")]
-    with MisbehavingServer(answer) as server:
-        scorer = RemoteScorer(url=server.url, timeout_seconds=600, deadline_seconds=600)
-        results: list[Score] = []
-        caller = threading.Thread(target=lambda: results.extend(scorer.judge_batch([item("1")])))
-        caller.start()
-        assert arrived.wait(30.0)
-        scorer.close()
-        caller.join(30.0)
-        assert results == closing_down and scorer.judge_batch([item("1")]) == closing_down
-    assert not [thread for thread in threading.enumerate() if thread.name == "remote-scorer"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"url": "unix:/x"}, "url 'unix:/x' is no http:// or https:// URL"),
-        ({"batch_size": 0}, "arguments.batch_size"),
-        ({"batch_size": 2, "items_key": ""}, "batch_size above 1 needs items_key"),
-        ({"fields": {"code": "answer"}}, "fields.code: 'answer' is none of data_source, solution"),
-        ({"fields": {"code": "solution.x"}}, "fields.code"),
-        ({"constants": {"group": 1}}, "constants.group is also a field of the item"),
-        ({"labels": {"a": "b"}}, "arguments.labels"),
-        ({"score_path": ""}, "arguments.score_path"),
-        ({"deadline_seconds": 0}, "arguments.deadline_seconds"),
-        ({"api_key_env": "SURELY_NOT_SET"}, "SURELY_NOT_SET is not set"),
-    ],
-)
-def test_invalid_arguments_are_refused_in_one_line(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ScorerError) as caught:
-        make_spec("remote", {"url": "http://127.0.0.1:1/", **wrong})
-    assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -11,23 +11,16 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.contracts import Score, Scored, ScoreItem
-from tandem.protos.errors import ScorerError
-from tandem.reward.registry import make_spec
+from tandem.protos.contracts import ScoreItem
 from tandem.reward.scorers.reward_model import RewardModel
 from tandem.reward.workers.model_process import Classifier, SetupError, batches
-from tests.support.judge_calls import refused
-from tests.support.tiny_model import VOCABULARY, build_tiny_model, character_tokenizer
+from tests.support.scores import refused, values
+from tests.support.tiny_model import ONE_LAYER, VOCABULARY, build_tiny_model, character_tokenizer
 
 pytestmark = pytest.mark.timeout(600)  # starting torch takes seconds, or minutes on a busy machine
 
 LABELS = 3
 LONGEST = 200
-
-
-def values(scores: list[Score]) -> list[float]:
-    assert all(isinstance(score, Scored) for score in scores), scores
-    return [score.value for score in scores if isinstance(score, Scored)]
 
 
 def test_batches_stay_within_max_batch_tokens() -> None:
@@ -50,19 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     place = tmp_path_factory.mktemp("classifier")
-    config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=LONGEST,
-        initializer_range=0.5,
-        num_labels=LABELS,
-        pad_token_id=0,
-        dtype="float32",
-    )
+    own = {"max_position_embeddings": LONGEST, "initializer_range": 0.5, "num_labels": LABELS, "pad_token_id": 0}
+    config = Qwen2Config(**ONE_LAYER, **own, dtype="float32")
     torch.manual_seed(0)
     Qwen2ForSequenceClassification(config).save_pretrained(place)
     tokenizer = character_tokenizer()
@@ -137,11 +119,8 @@ def test_items_that_the_model_cannot_take_are_unscored(model: RewardModel) -> No
 
 def test_an_answer_that_kills_the_process_does_not_affect_the_others(model: RewardModel) -> None:
     before = model.judge_batch([item(str(n)) for n in range(6)])
-    answers = [str(n) for n in range(6)]
-    answers.insert(
-        3, POISON + "x" * 140
-    )  # long enough to be alone in its batch, so that it costs one process instead of two
-    scores = model.judge_batch([item(answer) for answer in answers])
+    poisoned = POISON + "x" * 140  # long enough to be alone in its batch: costs one process instead of two
+    scores = model.judge_batch([item(answer) for answer in ("0", "1", "2", poisoned, "3", "4", "5")])
     reason, detail = refused(scores.pop(3))
     assert reason == "crashed" and "exited with code 1; it last wrote: IndexError" in detail
     assert values(scores) == pytest.approx(values(before), abs=1e-5)
@@ -199,13 +178,10 @@ def test_prompt_field_truncate_and_activation(folder: Path, activation: str) -> 
 
 def test_a_template_that_refuses_a_conversation(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "strict")
-    template = (
-        "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}{{ messages[0].content }}"
-    )
-    (tmp_path / "strict" / "chat_template.jinja").write_text(template)
-    first, second = answers_of(
-        classifier(tmp_path / "strict"), ([{"role": "system", "content": "s"}], "x"), ("hi", "x")
-    )
+    refuse = "{% if messages[0].role != 'user' %}{{ raise_exception('users first') }}{% endif %}"
+    (tmp_path / "strict" / "chat_template.jinja").write_text(refuse + "{{ messages[0].content }}")
+    questions = ([{"role": "system", "content": "s"}], "x"), ("hi", "x")
+    first, second = answers_of(classifier(tmp_path / "strict"), *questions)
     assert first[0] == "invalid_input" and "users first" in first[1] and isinstance(second, float)
 
 
@@ -215,16 +191,7 @@ def test_segments_of_a_pair_reach_an_encoder(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "three"]
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        initializer_range=1.0,
-        num_labels=1,
-        max_position_embeddings=32,
-    )
+    config = BertConfig(**{**ONE_LAYER, "vocab_size": len(words)}, initializer_range=1.0, num_labels=1)
     torch.manual_seed(0)
     encoder = BertForSequenceClassification(config).eval()
     encoder.save_pretrained(tmp_path)
@@ -293,31 +260,10 @@ def test_models_that_cannot_be_used(folder: Path, tmp_path: Path, spoil: str, to
         options = {"device": "cuda:99"}
     elif spoil == "code":
         config = json.loads((place / "config.json").read_text())
-        config |= {
-            "model_type": "own",
-            "auto_map": {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.M"},
-        }
-        (place / "config.json").write_text(json.dumps(config))
+        own = {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.M"}
+        (place / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": own}))
         (place / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\nclass M: pass\n")
     with pytest.raises(SetupError) as caught:
         classifier(place, **options)
     assert told in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists(), "no code of the folder is run"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"path": "/nowhere"}, "path /nowhere is not a folder with a config.json"),
-        ({"path": "org/model"}, "path org/model is not a folder"),
-        ({"label": -1}, "arguments.label"),
-        ({"max_batch_tokens": 0}, "arguments.max_batch_tokens"),
-        ({"timeout_seconds": 0}, "arguments.timeout_seconds"),
-        ({"dtype": "int8"}, "arguments.dtype"),
-    ],
-)
-def test_invalid_arguments_are_refused_in_one_line(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ScorerError) as caught:
-        make_spec("reward_model", {"path": str(tmp_path), **wrong})
-    assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -1,6 +1,4 @@
-"""Properties of the scorers that run in the service's own thread: they never raise and take linear
-time on every text.
-"""
+"""Properties of the scorers that run in the service's own thread: they never raise and take linear time."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.protos.contracts import Scored, ScoreItem, Unscored
+from tandem.protos.contracts import Scored, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.contracts import Judge
 from tandem.reward.registry import SCORERS, make_judge
@@ -26,7 +24,8 @@ from tandem.reward.scorers.overlong import Overlong
 from tandem.reward.scorers.repetition import Repetition
 from tandem.reward.scorers.short_answer import ShortAnswer
 from tandem.reward.scorers.tags import MAX_NAMES, Tags
-from tandem.reward.text.ground_truth import MAX_ACCEPTED
+from tandem.reward.text.values import MAX_ACCEPTED
+from tests.support.scores import item, value
 
 WAYS: list[tuple[str, dict[str, Any]]] = [
     ("exact", {"ignore_case": True, "last_line": True}),
@@ -50,75 +49,14 @@ WAYS: list[tuple[str, dict[str, Any]]] = [
 ]
 NEEDS_NO_TRUTH = {"language", "overlong", "repetition", "tags", "target_length"}
 
-PIECES = [
-    *(
-        "<answer>",
-        "</answer>",
-        "<think>",
-        "</think>",
-        "<search>",
-        "\\boxed{",
-        "\\boxed ",
-        "\\fbox{",
-        "{",
-        "}",
-        "$",
-        "$$",
-        "\\(",
-    ),
-    *(
-        "\\)",
-        "\\[",
-        "`",
-        "```",
-        "```\n",
-        "\n",
-        " ",
-        "#### ",
-        "Answer:",
-        "answer is (",
-        "The answer is ",
-        "option ",
-        "(B)",
-        "**A",
-    ),
-    *(
-        "\\text{",
-        "\\text{ ",
-        "\\textbf{",
-        "\\overline{",
-        "\\sqrt",
-        "\\frac",
-        "\\left",
-        "=",
-        "/",
-        "0.5",
-        "1,234",
-        "-",
-        ".",
-        ",",
-    ),
-    *(
-        "A ",
-        "I am",
-        "a ",
-        "the ",
-        "b",
-        "'",
-        "_",
-        "é",
-        "漢",
-        "か",
-        "ف",
-        "\u0301",
-        "\u200d",
-        "\u2212",
-        "\x00",
-        "\ud800",
-        "𝑥",
-        "7",
-    ),
-]
+_PIECES = (
+    r"<answer>|</answer>|<think>|</think>|<search>|\boxed{|\boxed |\fbox{|{|}|$|$$|\(|\)|\[|`|```| |#### |Answer:|"
+    r"answer is (|The answer is |option |(B)|**A|\text{|\text{ |\textbf{|\overline{|\sqrt|\frac|\left|=|/|0.5|1,234|"
+    r"-|.|,|A |I am|a |the |b|'|_|7"
+    "|```\n|\n|é|漢|か|ف|\u0301|\u200d|\u2212|\x00|\ud800|𝑥"
+)
+PIECES = _PIECES.split("|")
+_REPEATED = "<answer>|\\boxed{|\\text{|$a\n$|\\(|`|#### 1,|Answer: (|漢|a |the |(B|1"
 texts = st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=60).map("".join))
 truths = st.one_of(
     texts,
@@ -152,8 +90,7 @@ def test_these_laws_cover_every_in_process_rule_scorer() -> None:
 def test_no_text_and_no_ground_truth_makes_a_scorer_raise(
     name: str, arguments: dict[str, Any], solution: str, truth: Any
 ) -> None:
-    asked = ScoreItem("test", solution, truth)
-    judge = in_process(name, arguments)
+    asked, judge = item(solution, truth), in_process(name, arguments)
     score = judge.judge(asked)
     if isinstance(score, Scored):
         assert math.isfinite(score.value) and all(math.isfinite(part) for part in score.breakdown.values())
@@ -164,7 +101,7 @@ def test_no_text_and_no_ground_truth_makes_a_scorer_raise(
 
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
 def test_without_a_ground_truth_it_is_unscored_where_one_is_needed(name: str, arguments: dict[str, Any]) -> None:
-    score = in_process(name, arguments).judge(ScoreItem("test", "Answer: 1", None))
+    score = in_process(name, arguments).judge(item("Answer: 1"))
     if name in NEEDS_NO_TRUTH:
         assert isinstance(score, Scored)
     else:
@@ -177,22 +114,8 @@ def test_without_a_ground_truth_it_is_unscored_where_one_is_needed(name: str, ar
 def test_adversarial_answers_of_a_megabyte_take_linear_time(name: str, arguments: dict[str, Any]) -> None:
     """Anything slower than linear would take hours on a million characters."""
     judge = in_process(name, arguments)
-    for piece in [
-        "<answer>",
-        "\\boxed{",
-        "\\text{",
-        "$a\n$",
-        "\\(",
-        "`",
-        "#### 1,",
-        "Answer: (",
-        "漢",
-        "a ",
-        "the ",
-        "(B",
-        "1",
-    ]:
-        judge.judge(ScoreItem("test", piece * (1_000_000 // len(piece)), "B"))
+    for piece in _REPEATED.split("|"):
+        judge.judge(item(piece * (1_000_000 // len(piece)), "B"))
 
 
 @pytest.mark.timeout(90)
@@ -200,7 +123,7 @@ def test_adversarial_answers_of_a_megabyte_take_linear_time(name: str, arguments
 def test_ground_truths_of_a_megabyte_take_linear_time(piece: str) -> None:
     truth = piece * (1_000_000 // len(piece))
     for judge in (MathBoxed(), MathDapo(), ShortAnswer(), Gsm8k(), MultipleChoice()):
-        judge.judge(ScoreItem("test", "<answer>\\boxed{1}</answer> Answer: 1 #### 1", truth))
+        judge.judge(item("<answer>\\boxed{1}</answer> Answer: 1 #### 1", truth))
 
 
 @pytest.mark.timeout(60)
@@ -211,12 +134,12 @@ def test_many_accepted_texts_read_a_long_answer_once(name: str, arguments: dict[
     text = piece * (1_000_000 // len(piece))
     solution = f"<answer>{text}</answer> \\boxed{{{text}}}"
     truth = [f"truth {number}" for number in range(MAX_ACCEPTED)]
-    in_process(name, arguments).judge(ScoreItem("test", solution, truth))
+    in_process(name, arguments).judge(item(solution, truth))
 
 
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
 def test_too_many_accepted_texts_are_refused(name: str, arguments: dict[str, Any]) -> None:
-    score = in_process(name, arguments).judge(ScoreItem("test", "<answer>A</answer>", ["A"] * (MAX_ACCEPTED + 1)))
+    score = in_process(name, arguments).judge(item("<answer>A</answer>", ["A"] * (MAX_ACCEPTED + 1)))
     if name in NEEDS_NO_TRUTH:
         assert isinstance(score, Scored)
     elif name == "multiple_choice":
@@ -238,27 +161,27 @@ def test_too_many_tags_are_refused() -> None:
 @settings(max_examples=200, deadline=None)
 @given(solution=texts, truth=truths)
 def test_no_text_and_no_schema_makes_the_json_scorer_raise(solution: str, truth: Any) -> None:
-    assert isinstance(JsonSchema().judge(ScoreItem("test", solution, truth)), Scored | Unscored)
+    assert isinstance(JsonSchema().judge(item(solution, truth)), Scored | Unscored)
 
 
 @given(st.integers(min_value=-(10**12), max_value=10**12), texts)
 def test_the_number_after_the_marker_is_found_after_any_text(number: int, before: str) -> None:
     solution = f"{before}\n#### {number:,}"
-    assert Gsm8k().judge(ScoreItem("", solution, str(number))) == Scored(1.0, {"answered": 1.0})
+    assert Gsm8k().judge(item(solution, str(number))) == Scored(1.0, {"answered": 1.0})
 
 
 @given(st.text(alphabet="abcxyz0123456789+-", min_size=1, max_size=20), texts)
 def test_a_box_at_the_end_is_found_after_any_text(content: str, before: str) -> None:
     solution = f"{before.replace('boxed', '')} \\boxed{{{content}}}"
-    assert MathBoxed().judge(ScoreItem("", solution, content)) == Scored(1.0, {"answered": 1.0})
-    assert MathDapo(strict_box=True).judge(ScoreItem("", solution, content)) == Scored(1.0, {"answered": 1.0})
+    assert MathBoxed().judge(item(solution, content)) == Scored(1.0, {"answered": 1.0})
+    assert MathDapo(strict_box=True).judge(item(solution, content)) == Scored(1.0, {"answered": 1.0})
 
 
 @given(st.lists(st.sampled_from(["1", "-2.5", "1e999", "7/0", "-1e-400", "x"]), max_size=60).map(" ".join))
 def test_the_last_number_is_the_last_of_all_numbers(text: str) -> None:
     numbers = numbers_in(text)
-    for wanted, value in ((numbers[-1], 1.0), (numbers[-1] + 1.0, 0.0)) if numbers else ((1.0, 0.0),):
-        assert NumericEquality().judge(ScoreItem("", text, wanted)) == Scored(value)
+    for wanted, score in ((numbers[-1], 1.0), (numbers[-1] + 1.0, 0.0)) if numbers else ((1.0, 0.0),):
+        assert NumericEquality().judge(item(text, wanted)) == Scored(score)
 
 
 words = st.lists(st.sampled_from(["paris", "rome", "the", "a", "lake", "of", "new", "1969"]), max_size=6).map(" ".join)
@@ -267,9 +190,7 @@ words = st.lists(st.sampled_from(["paris", "rome", "the", "a", "lake", "of", "ne
 @given(words, words)
 def test_the_measures_of_short_answers_agree(answer: str, truth: str) -> None:
     def scored(metric: str, one: str, other: str) -> float:
-        score = in_process("short_answer", {"metric": metric, "tag": ""}).judge(ScoreItem("", one, other))
-        assert isinstance(score, Scored)
-        return score.value
+        return value(in_process("short_answer", {"metric": metric, "tag": ""}).judge(item(one, other)))
 
     f1 = scored("f1", answer, truth)
     assert 0.0 <= f1 <= 1.0 and f1 == pytest.approx(scored("f1", truth, answer))
@@ -281,29 +202,25 @@ def test_the_measures_of_short_answers_agree(answer: str, truth: str) -> None:
 def test_removing_a_tag_makes_a_right_answer_wrong(order: list[str], data: st.DataObject) -> None:
     pieces = [piece for name in order for piece in (f"<{name}>", "content", f"</{name}>")]
     judge = Tags(order=tuple(order), only=True)
-    assert judge.judge(ScoreItem("", "\n".join(pieces), None)) == Scored(
-        1.0, {**dict.fromkeys(order, 1.0), "only": 1.0}
-    )
+    assert judge.judge(item("\n".join(pieces))) == Scored(1.0, dict.fromkeys([*order, "only"], 1.0))
     lost = data.draw(st.sampled_from([place for place, piece in enumerate(pieces) if piece != "content"]))
-    score = judge.judge(ScoreItem("", "\n".join(pieces[:lost] + pieces[lost + 1 :]), None))
-    assert isinstance(score, Scored) and score.value == 0.0
+    assert value(judge.judge(item("\n".join(pieces[:lost] + pieces[lost + 1 :])))) == 0.0
 
 
 @given(texts, st.integers(1, 12), st.floats(0.0, 10.0))
 def test_repetition_is_within_its_penalty_and_a_loop_approaches_it(text: str, n: int, penalty: float) -> None:
-    score = Repetition(n=n, penalty=penalty).judge(ScoreItem("", text, None))
-    assert isinstance(score, Scored) and -penalty <= score.value <= 0.0
-    loop = Repetition(n=n, penalty=penalty).judge(ScoreItem("", "again " * 1000, None))
-    assert isinstance(loop, Scored) and loop.value == pytest.approx(-penalty, rel=0.01)
+    judge = Repetition(n=n, penalty=penalty)
+    assert -penalty <= value(judge.judge(item(text))) <= 0.0
+    assert value(judge.judge(item("again " * 1000))) == pytest.approx(-penalty, rel=0.01)
 
 
 @given(texts)
 def test_language_is_a_share_and_scripts_add_up(text: str) -> None:
     def share(*scripts: str) -> float:
         judge = LanguageConsistency(scripts=scripts, unit="letters", ignore_formulas=False)
-        score = judge.judge(ScoreItem("", text.replace("a\u0301", ""), None))
-        assert isinstance(score, Scored) and 0.0 <= score.value <= 1.0
-        return score.value
+        found = value(judge.judge(item(text.replace("a\u0301", ""))))
+        assert 0.0 <= found <= 1.0
+        return found
 
     assert share("Han") + share("Hiragana") == pytest.approx(share("Han", "Hiragana"))
 
@@ -311,6 +228,5 @@ def test_language_is_a_share_and_scripts_add_up(text: str) -> None:
 @given(st.integers(1, 50), st.integers(0, 50), st.lists(st.integers(0, 200), min_size=2))
 def test_a_longer_answer_never_scores_higher(buffer: int, before: int, lengths: list[int]) -> None:
     judge = Overlong(max_length=before + buffer, buffer=buffer)
-    scores = [judge.judge(ScoreItem("", "", None, {"num_tokens": length})) for length in sorted(lengths)]
-    values = [score.value for score in scores if isinstance(score, Scored)]
-    assert values == sorted(values, reverse=True) and -1.0 <= values[-1] and values[0] <= 0.0
+    scores = [value(judge.judge(item("", num_tokens=length))) for length in sorted(lengths)]
+    assert scores == sorted(scores, reverse=True) and -1.0 <= scores[-1] and scores[0] <= 0.0

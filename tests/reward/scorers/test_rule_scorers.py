@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
-from tandem.protos.errors import ScorerError
+from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.reward.contracts import Judge
 from tandem.reward.registry import make_spec
 from tandem.reward.scorers.format import Format
@@ -20,15 +19,7 @@ from tandem.reward.scorers.repetition import Repetition
 from tandem.reward.scorers.short_answer import ShortAnswer
 from tandem.reward.scorers.tags import Tags
 from tandem.reward.scorers.target_length import TargetLength
-
-
-def item(solution: str, ground_truth: Any = None, **extra_info: Any) -> ScoreItem:
-    return ScoreItem("test", solution, ground_truth, extra_info)
-
-
-def value(score: Score) -> float:
-    assert isinstance(score, Scored), score
-    return score.value
+from tests.support.scores import item, value
 
 
 def reason(score: Score, told: str = "") -> str:
@@ -312,37 +303,3 @@ def test_json_schema_fetches_nothing_and_has_limits() -> None:
     assert reason(JsonSchema().judge(item("[" * 200_000, True)), "deeper than 100") == "limit"
     assert reason(JsonSchema().judge(item("9" * 5000, True)), "5000 digits") == "limit"
     assert value(JsonSchema().judge(item("[" * 100 + "]" * 100, True))) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("scorer", "arguments", "told"),
-    [
-        ("tags", {"order": []}, "must name a tag"),
-        ("tags", {"order": ["a", "a"]}, "named twice"),
-        ("tags", {"order": ["<a>"]}, "is not the name of a tag"),
-        ("tags", {"counts": {"search": [3, 2]}}, "fewest, most"),
-        ("format", {"order": []}, "must be given"),
-        ("format", {"parts": {"a": "."}}, "parts.a: order has no a, but think, answer"),
-        ("format", {"parts": {"answer": "("}}, "arguments.parts.answer: is not a regular expression"),
-        ("format", {"pattern": "["}, "arguments.pattern: is not a regular expression"),
-        ("multiple_choice", {"choices": "A"}, "two different letters"),
-        ("multiple_choice", {"choices": "Aa"}, "two different letters"),
-        ("multiple_choice", {"choices": "A]"}, "ASCII letters or digits"),
-        ("short_answer", {"tag": "<answer>"}, "is not the name of a tag"),
-        ("short_answer", {"max_tags": -1}, "max_tags"),
-        ("overlong", {"max_length": 5, "buffer": 6}, "buffer"),
-        ("overlong", {"max_length": 5, "buffer": 5, "factor": math.inf}, "factor"),
-        ("target_length", {"target": -1}, "target"),
-        ("target_length", {"slope": 0.0}, "slope"),
-        ("repetition", {"n": 0}, "arguments.n"),
-        ("repetition", {"penalty": -1.0}, "penalty"),
-        ("language", {"language": "tlh"}, "'tlh' is unknown"),
-        ("language", {"scripts": ["Klingon"]}, "'Klingon' is unknown"),
-        ("json_schema", {"schema": "{"}, "schema is no JSON"),
-        ("json_schema", {"schema": '{"type": "sandwich"}'}, "schema is no valid schema"),
-    ],
-)
-def test_invalid_parameters_are_refused_in_one_line(scorer: str, arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ScorerError) as caught:
-        make_spec(scorer, arguments)
-    assert told in str(caught.value) and "\n" not in str(caught.value)

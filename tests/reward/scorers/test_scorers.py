@@ -10,19 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import Scored, Unscored
 from tandem.reward.scorers.exact import ExactMatch
 from tandem.reward.scorers.numeric import NumericEquality, numbers_in
 from tandem.reward.scorers.regex import RegexMatch
-
-
-def item(solution: str, ground_truth: Any) -> ScoreItem:
-    return ScoreItem("test", solution, ground_truth)
-
-
-def value(score: Score) -> float:
-    assert isinstance(score, Scored), score
-    return score.value
+from tests.support.scores import item, value
 
 
 @pytest.mark.parametrize(

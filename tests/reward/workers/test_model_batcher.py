@@ -19,8 +19,8 @@ from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.workers import model_batcher
 from tandem.reward.workers.child_process import LineProcess
 from tandem.reward.workers.model_batcher import ModelBatcher, Question
-from tests.support.judge_calls import refused
 from tests.support.paths import ROOT
+from tests.support.scores import refused
 from tests.support.waiting import eventually
 
 

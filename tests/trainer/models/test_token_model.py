@@ -19,7 +19,7 @@ from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.token_model import TokenHead, add_token_statistics
 from tests.support.ranks import reports_of_ranks
-from tests.support.tiny_model import VOCABULARY, build_tiny_model
+from tests.support.tiny_model import ONE_LAYER, VOCABULARY, build_tiny_model
 from tests.support.token_model_rank import CPU, RATE, STEPS, answers, loss_of, make_batches, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -91,16 +91,7 @@ def test_no_loss_token_gives_zero_gradients(folder: Path) -> None:
 
 
 def test_logit_transformations_after_the_head_are_applied() -> None:
-    config = Gemma2Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        final_logit_softcapping=0.05,
-    )
+    config = Gemma2Config(**ONE_LAYER, head_dim=32, final_logit_softcapping=0.05)
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(config)
     add_token_statistics(model)

@@ -1,0 +1,74 @@
+"""Reads values of items and parameters: accepted texts of a ground truth, lengths, finite numbers, patterns."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from tandem.protos.contracts import ScoreItem, Unscored
+from tandem.protos.error_text import shown
+
+MAX_ACCEPTED = 1000
+"""Maximum number of accepted texts of a ground truth, because each is compared with the whole answer."""
+TOKENS = "num_tokens"
+"""Key of `extra_info` with the number of tokens of the answer. Scorers have no tokenizer."""
+
+Unit = Literal["tokens", "characters"]
+
+
+def accepted_texts(ground_truth: object) -> list[str] | None:
+    """The accepted texts, stripped; None unless the ground truth is text, a number or a short enough list of those."""
+    alternatives = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not 0 < len(alternatives) <= MAX_ACCEPTED or not all(isinstance(one, str | int | float) for one in alternatives):
+        return None
+    try:
+        return [str(one).strip() for one in alternatives]
+    except ValueError:
+        return None  # an integer with more digits than Python converts
+
+
+def unusable(ground_truth: object, wanted: str = "neither text, number nor list of those") -> Unscored:
+    """The result for an item with an unusable ground truth. `wanted` is the cause, as a phrase after "is"."""
+    if isinstance(ground_truth, list | tuple) and len(ground_truth) > MAX_ACCEPTED:
+        wanted = f"a list of {len(ground_truth):,}, at most {MAX_ACCEPTED:,} are compared"
+    return Unscored("invalid_input", f"ground truth {shown(ground_truth)} is {wanted}")
+
+
+def measured(item: ScoreItem, unit: Unit) -> int | Unscored:
+    """The answer's length in characters (Unicode code points), or in tokens from `extra_info.num_tokens`."""
+    return len(item.solution) if unit == "characters" else told_count(item, TOKENS)
+
+
+def told_count(item: ScoreItem, key: str) -> int | Unscored:
+    """The count under a key of `extra_info`; unscored (`invalid_input`) without one."""
+    count: object = item.extra_info.get(key)
+    if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
+        return count
+    told = "is missing" if count is None else f"is {shown(count)}, not a number of tokens or characters"
+    return Unscored("invalid_input", f"extra_info.{key} {told}")
+
+
+def finite(value: object) -> float | None:
+    """The value as a float, booleans as 1 or 0; None for what is no number, not finite or too large."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _checked(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_checked)]
+"""A regular expression of Python's `re`, as a scorer's parameter."""
