@@ -297,7 +297,7 @@ class ScoringCore:
 
 
 def validate(config: RewardConfig) -> Rubric:
-    """The rubric. Raises as `ScoringCore`. User code is imported in a worker process, and no remote judge is started."""
+    """The rubric. Raises as `ScoringCore`. Imports user code in a worker process and starts no remote judge."""
     core = ScoringCore(config.model_copy(update={"num_workers": 1}), start=False)
     core.close()
     return core.default.rubric

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -52,14 +53,8 @@ def test_an_endless_regular_expression_is_a_timeout(make_core: Make) -> None:
 
 def test_one_rubric_with_every_kind_of_scorer(make_core: Make, mixed: Path) -> None:
     core = make_core(rubric=str(mixed), num_workers=2, timeout_seconds=1.0)
-    items = [
-        item("1", "1", "numbers/a"),
-        item("1", "1", "words"),
-        item("not so", "1", "words"),
-        item("die", "1", "words"),
-        item("3", "1", "others"),
-    ]
-    scores = score(core, core.default, *items)
+    rows = [("1", "numbers/a"), ("1", "words"), ("not so", "words"), ("die", "words"), ("3", "others")]
+    scores = score(core, core.default, *(item(text, "1", source) for text, source in rows))
     assert scores[0] == Scored(1.5, {"format": 1.0, "numeric": 1.0, "same": 1.0})
     assert scores[1] == Scored(2.5, {"format": 1.0, "compute_score": 1.0, "compute_score/acc": 1.0, "same": 1.0})
     assert scores[2] == Scored(0.0, {"format": 0.0, "compute_score": 0.0, "same": 0.0})
@@ -82,10 +77,8 @@ def test_optional_components_are_left_out(make_core: Make) -> None:
     text = "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'costly'\n"
     needed, optional = core.compile(text), core.compile(text + "optional = true")
     items = item("1"), item("costly")
-    assert score(core, needed, *items) == [
-        Scored(1.25, {"exact": 1.0, "costly": 0.25}),
-        Unscored("limit", "costly: spent"),
-    ]
+    both = Scored(1.25, {"exact": 1.0, "costly": 0.25})
+    assert score(core, needed, *items) == [both, Unscored("limit", "costly: spent")]
     assert score(core, optional, *items)[1] == Scored(0.0, {"exact": 0.0})
 
 
@@ -113,17 +106,8 @@ arguments = { pattern = "1", compare = false }
 """
     )
     right, wrong = score(core, rubric, item("1"), item("2"))
-    assert right == Scored(
-        2.0,
-        {
-            "inner": 2.0,
-            "inner/exact": 1.0,
-            "inner/regex": 1.0,
-            "twice": 1.0,
-            "twice/exact": 1.0,
-            "twice/regex": 1.0,
-        },
-    )
+    ones = dict.fromkeys(["inner/exact", "inner/regex", "twice", "twice/exact", "twice/regex"], 1.0)
+    assert right == Scored(2.0, {"inner": 2.0, **ones})
     assert isinstance(wrong, Scored) and wrong.value == 0.0
 
 
@@ -172,13 +156,9 @@ def test_close_ends_running_calls(make_core: Make, functions: Path) -> None:
     assert not core.closing
     core.close()
     caller.join(timeout=30.0)
-    assert core.closing and found == [pool_closing()]
-    assert score(core, core.default, item("1")) == [pool_closing()]
+    closing = [Unscored("infrastructure", "the scorer is closing")]
+    assert core.closing and found == closing and score(core, core.default, item("1")) == closing
     core.close()  # a second close has no effect
-
-
-def pool_closing() -> Unscored:
-    return Unscored("infrastructure", "the scorer is closing")
 
 
 def test_many_threads_score_by_many_rubrics(make_core: Make, mixed: Path) -> None:
@@ -186,23 +166,14 @@ def test_many_threads_score_by_many_rubrics(make_core: Make, mixed: Path) -> Non
     other = core.compile(
         "[[components]]\nscorer = 'exact'\n[[components]]\nscorer = 'regex'\narguments = {pattern='(.)'}\n"
     )
-    failures: list[BaseException] = []
 
     def call(number: int) -> None:
-        try:
-            for n in range(10):
-                text = str((n + number) % 2)
-                right = float(text == "1")
-                assert score(core, other, item(text)) == [Scored(2 * right, {"exact": right, "regex": right})]
-                assert score(core, core.default, item(text, "1", "numbers")) == [
-                    Scored(0.5 + right, {"format": 1.0, "numeric": right, "same": right})
-                ]
-        except BaseException as error:
-            failures.append(error)
+        for n in range(10):
+            text = str((n + number) % 2)
+            right = float(text == "1")
+            assert score(core, other, item(text)) == [Scored(2 * right, {"exact": right, "regex": right})]
+            mixed_score = Scored(0.5 + right, {"format": 1.0, "numeric": right, "same": right})
+            assert score(core, core.default, item(text, "1", "numbers")) == [mixed_score]
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60.0)
-    assert not failures and not any(thread.is_alive() for thread in threads)
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(call, range(6), timeout=60.0))

@@ -38,12 +38,8 @@ def test_client_rubrics_are_cached_by_text(make_core: Make, monkeypatch: pytest.
 
 
 def test_client_rubrics_may_name_declared_scorers(make_core: Make, functions: Path) -> None:
-    core = make_core(
-        scorers={
-            "mine": {"scorer": f"{functions}:compute_score"},
-            "near": {"scorer": "far", "arguments": {"name": "n"}},
-        }
-    )
+    near = {"scorer": "far", "arguments": {"name": "n"}}
+    core = make_core(scorers={"mine": {"scorer": f"{functions}:compute_score"}, "near": near})
     assert Far.seen == ["start n"]
     rubric = core.compile("[[components]]\nscorer = 'mine'\n[[components]]\nscorer = 'near'\n")
     assert score(core, rubric, item("1")) == [Scored(2.0, {"mine": 1.0, "mine/acc": 1.0, "near": 1.0})]

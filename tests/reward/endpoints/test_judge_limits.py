@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
-from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.protos.contracts import Scored, Unscored
 from tandem.reward.endpoints import http_client
 from tandem.reward.scorers.judge import GenerativeJudge
 from tests.support.judge_calls import GOOD, ask, endpoint, item, user_text
@@ -25,20 +25,12 @@ def test_several_threads_share_one_judge() -> None:
     def answer(asked: Asked) -> Answer:
         return chat(json.dumps({"score": int(user_text(asked).partition("answer <")[2].partition(">")[0])}))
 
-    results: dict[int, list[Score]] = {}
-    with MisbehavingServer(answer) as server:
+    with MisbehavingServer(answer) as server, ThreadPoolExecutor(8) as threads:
         with closing(endpoint(GenerativeJudge, server.url)) as judge:
-
-            def work(grade: int) -> None:
-                results[grade] = judge.judge_batch([item(f"answer <{grade}>")] * 5)
-
-            threads = [threading.Thread(target=work, args=(grade,)) for grade in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(30.0)
+            batches = [[item(f"answer <{grade}>")] * 5 for grade in range(8)]
+            results = list(threads.map(judge.judge_batch, batches, timeout=30.0))
         assert len(server.asked) == 40
-    assert results == {grade: [Scored(float(grade))] * 5 for grade in range(8)}
+    assert results == [[Scored(float(grade))] * 5 for grade in range(8)]
 
 
 def test_requests_are_spread_over_the_minute() -> None:

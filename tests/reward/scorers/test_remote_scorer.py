@@ -84,23 +84,11 @@ def test_reasons_of_the_service_are_kept(reason: str) -> None:
     assert scores == [Unscored(reason, "so it is")]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        {},
-        {"score": None},
-        {"score": "1"},
-        {"score": math.nan},
-        {"score": math.inf},
-        {"score": 10**400},
-        {"score": [1]},
-        {"reason": "bored"},
-        {"reason": 5},
-        7,
-        None,
-    ],
-    ids=str,
-)
+NO_NUMBERS: list[Any] = [None, "1", math.nan, math.inf, 10**400, [1]]
+NO_SCORES = [{}, *({"score": value} for value in NO_NUMBERS), {"reason": "bored"}, {"reason": 5}, 7, None]
+
+
+@pytest.mark.parametrize("result", NO_SCORES, ids=str)
 def test_an_invalid_score_is_unscored(result: Any) -> None:
     scores, _ = ask(Answer({"results": [result, {"score": 1}]}), [item("a"), item("b")], batch_size=2)
     assert refused(scores[0])[0] == "infrastructure" and scores[1] == Scored(1.0)

@@ -29,8 +29,8 @@ from tandem.reward.workers.function import (
 )
 
 
-def item(solution: str, ground_truth: Any = "1", **extra_info: Any) -> ScoreItem:
-    return ScoreItem("test", solution, ground_truth, extra_info)
+def item(solution: str) -> ScoreItem:
+    return ScoreItem("test", solution, "1")
 
 
 def why(score: Score) -> Unscored:
@@ -71,24 +71,11 @@ def test_results_of_functions(result: Any, expected: Scored) -> None:
     assert to_score(result) == expected
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        math.nan,
-        math.inf,
-        None,
-        "1",
-        [1.0],
-        {"acc": 1},
-        {"score": None},
-        np.array([1, 2]),
-        10**400,
-        (1.0, {}),
-        _Unprintable(),
-        "\ud800",
-        {"score": 1.0, **{str(n): 1.0 for n in range(MAX_COMPONENTS + 1)}},
-    ],
-)
+MANY = {"score": 1.0, **{str(n): 1.0 for n in range(MAX_COMPONENTS + 1)}}
+NO_NUMBERS = [math.nan, math.inf, None, "1", [1.0], {"acc": 1}, {"score": None}, np.array([1, 2]), 10**400, (1.0, {})]
+
+
+@pytest.mark.parametrize("result", [*NO_NUMBERS, _Unprintable(), "\ud800", MANY])
 def test_results_that_are_not_numbers_are_unscored(result: Any) -> None:
     score = why(to_score(result))
     assert score.reason == "invalid_input" and score.detail
@@ -155,14 +142,14 @@ def functions(tmp_path: Path) -> Path:
     return file
 
 
-def single(path: str, arguments: dict[str, Any] | None = None) -> FunctionJudge:
-    judge = load_function(path, arguments or {})
+def single(path: str, **arguments: Any) -> FunctionJudge:
+    judge = load_function(path, arguments)
     assert isinstance(judge, FunctionJudge)
     return judge
 
 
-def batch(path: str, arguments: dict[str, Any] | None = None) -> BatchFunctionJudge:
-    judge = load_function(path, arguments or {})
+def batch(path: str, **arguments: Any) -> BatchFunctionJudge:
+    judge = load_function(path, arguments)
     assert isinstance(judge, BatchFunctionJudge)
     return judge
 
@@ -177,7 +164,7 @@ def test_a_function_is_called_with_verls_arguments(functions: Path) -> None:
     assert why(judge.judge(item("files"))).reason == "limit"
     with pytest.raises(MemoryError):  # the process handles it
         judge.judge(item("memory"))
-    assert single(f"{functions}:scaled", {"scale": 3, "more": 1}).judge(item("1")) == Scored(3.0)
+    assert single(f"{functions}:scaled", scale=3, more=1).judge(item("1")) == Scored(3.0)
 
 
 def test_coroutine_functions(functions: Path) -> None:
@@ -211,7 +198,7 @@ def test_coroutines_run_concurrently_and_time_out_one_by_one(tmp_path: Path) -> 
 
 
 def test_a_batch_function_is_called_with_verls_plural_arguments(functions: Path) -> None:
-    judge = batch(f"{functions}:batch", {"scale": 2.0})
+    judge = batch(f"{functions}:batch", scale=2.0)
     assert judge.judge_batch([item("1"), item("2"), item("1")]) == [Scored(2.0), Scored(0.0), Scored(2.0)]
     assert judge.judge_batch([]) == []
 

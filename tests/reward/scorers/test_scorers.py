@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import pytest
@@ -117,11 +116,11 @@ def test_numeric_accepts_what_python_writes(number: float) -> None:
     assert value(NumericEquality().judge(item(f"so {number!r}", number))) == 1.0
 
 
-def test_numeric_takes_linear_time() -> None:
-    started = time.monotonic()
-    for text in ("1" * 200_000, "1," * 100_000, "1,111" * 40_000, " / " * 70_000, "-" * 200_000, "1e" * 100_000):
-        numbers_in(text)
-    assert time.monotonic() - started < 5.0
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("piece", ["1", "1,", "1,111", " / ", "-", "1e"])
+def test_numeric_takes_linear_time(piece: str) -> None:
+    """Anything slower than linear would take hours on a million characters."""
+    numbers_in(piece * (1_000_000 // len(piece)))
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,6 @@ def test_regex_compares_the_last_match(solution: str, truth: Any, expected: floa
 
 
 def test_regex_options() -> None:
-    assert (
-        value(RegexMatch(pattern=r"<answer>.*</answer>", compare=False).judge(item("<answer>1</answer>", None))) == 1.0
-    )
+    assert value(RegexMatch(pattern=r"<answer>.*</answer>", compare=False).judge(item("<answer>1</answer>"))) == 1.0
     assert value(RegexMatch(pattern=r"yes|no").judge(item("no, yes", "yes"))) == 1.0
     assert value(RegexMatch(pattern=r"ANSWER (\w+)", ignore_case=True).judge(item("answer Paris", "PARIS"))) == 1.0
