@@ -1,5 +1,4 @@
-"""The contract of a scorer: `tandem.reward.registry` builds it, `tandem.reward.scoring` and
-`tandem.reward.workers.worker` call it.
+"""The contract of a scorer, which `tandem.reward.registry` builds.
 
 A scorer is a class in a file of its own in `reward/scorers/`. It derives from `Scorer`, has either `judge` or
 `judge_batch`, and is known by the file's name.
@@ -56,11 +55,7 @@ class Scorer(BaseModel):
         return 0.0
 
     def start(self) -> None:
-        """Called once, before the first item, where the judge is used (not where a recipe is only checked).
-
-        Raises:
-            ScorerError: it cannot be started.
-        """
+        """Called once where the judge is used (not where a recipe is only checked). Raises ScorerError."""
 
     def close(self) -> None:
         """Ends connections and processes; calls in progress come back unscored (`infrastructure`)."""
@@ -75,9 +70,7 @@ class Judge(Protocol):
     """Judges one answer."""
 
     def judge(self, item: ScoreItem) -> Score:
-        """The score, or the reason why there is none. Never a number in place of a reason: an unusable ground truth is
-        unscored (`invalid_input`).
-        """
+        """The score, or why there is none, never a number in its place: an unusable ground truth is `invalid_input`."""
         ...
 
 

@@ -89,11 +89,7 @@ class RemoteJudges:
         return spec.key in self._judges
 
     def add(self, spec: ScorerSpec, name: str, *, start: bool) -> None:
-        """Builds and starts a judge. `name` identifies it in figures; a number is appended if the name is taken.
-
-        Raises:
-            ScorerError: the judge cannot be started. It is closed with the others.
-        """
+        """Builds a judge and starts it, or raises ScorerError. `name` is for figures; a number is appended if taken."""
         taken = set(self._names.values())
         names = [name, *(f"{name}-{number}" for number in range(2, len(taken) + 2))]
         self._names[spec.key] = next(one for one in names if one not in taken)

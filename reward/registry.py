@@ -53,11 +53,7 @@ class ScorerRegistry(Mapping[str, type[Scorer]]):
 
 
 def _find_scorers() -> dict[str, Callable[[], type[Scorer]]]:
-    """What loads each scorer, by name: built-in ones and those of the entry points `tandem.scorers`.
-
-    Raises:
-        PluginError: an entry point has the name of another scorer.
-    """
+    """What loads each scorer, built in or an entry point `tandem.scorers`. Raises PluginError for a name used twice."""
     built_in = {
         module.name: partial(_scorer_in, f"{scorers.__name__}.{module.name}")
         for module in pkgutil.iter_modules(scorers.__path__)
@@ -100,7 +96,6 @@ class ScorerSpec:
         return self.isolation in ("worker", "sandbox")
 
     def build(self) -> AnyJudge:
-        """The judge. Raises ScorerError as `make_judge`, though not for what was checked before."""
         return make_judge(self.scorer, json.loads(self.arguments))
 
 
@@ -115,8 +110,7 @@ def make_spec(
 ) -> ScorerSpec:
     """Checks a name and its arguments without importing user's code. `known` are more names that may have been meant.
 
-    Raises:
-        ScorerError: the name is unknown, or an argument is unknown, missing or of the wrong type.
+    Raises ScorerError if the name is unknown, or an argument is unknown, missing or of the wrong type.
     """
     text = arguments_json(arguments, place)
     if scorer in SCORERS:
@@ -140,18 +134,13 @@ def unknown_scorer(scorer: str, known: Iterable[str], place: str, also: str = ""
 def make_judge(scorer: str, arguments: Mapping[str, object]) -> AnyJudge:
     """The judge of a scorer or of an import path. Imports user's code for the latter, so only workers call it then.
 
-    Raises:
-        ScorerError: as `make_spec`; or the function's module does not import.
+    Raises ScorerError as `make_spec`, or if the function's module does not import.
     """
     return cast(AnyJudge, make_scorer(scorer, arguments)) if scorer in SCORERS else load_function(scorer, arguments)
 
 
 def make_scorer(scorer: str, arguments: Mapping[str, object], place: str = "reward") -> Scorer:
-    """The scorer with arguments as JSON has them: a list may be a tuple, an integer a number, and nothing else.
-
-    Raises:
-        ScorerError: an argument is unknown, missing or of the wrong type.
-    """
+    """The scorer with arguments as JSON has them: a list may be a tuple, an integer a number. Raises ScorerError."""
     kind = SCORERS[scorer]
     try:
         return kind.model_validate_json(arguments_json(arguments, place))

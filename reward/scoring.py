@@ -63,8 +63,7 @@ class CompiledRubric:
 class ScoringCore:
     """Scores items by rubrics. Thread-safe. Starts the processes and judges of the default rubric.
 
-    Raises:
-        ScorerError: at construction, if the rubric or a scorer of `[reward]` cannot be used.
+    Construction raises ScorerError if the rubric or a scorer of `[reward]` cannot be used.
     """
 
     def __init__(self, config: RewardConfig, *, start: bool = True) -> None:
@@ -85,11 +84,7 @@ class ScoringCore:
             raise
 
     def compile(self, text: str) -> CompiledRubric:
-        """Compiles a client's rubric, which may name only built-in and declared scorers. "" is the default. Cached.
-
-        Raises:
-            ScorerError: see `Rubric.parse`.
-        """
+        """Compiles a client's rubric, "" for the default. Cached. Raises ScorerError as `Rubric.parse`."""
         return self._compile(text) if text else self.default
 
     def score(
@@ -104,10 +99,8 @@ class ScoringCore:
         """Returns one result per item, in order. Blocks. A bad item raises no error.
 
         `at_once`: scorers of this process run without waiting for a time slice, for an event loop whose request takes
-        only a few milliseconds.
-
-        A cancelled call returns the existing scores, and `CANCELLED` for the other items. Those leave every queue. An
-        item that a worker process has begun may run for another second. Network requests are cancelled.
+        only a few milliseconds. A cancelled call returns the existing scores, and `CANCELLED` for the other items. They
+        leave every queue; one that a worker has begun may run for another second. Network requests are cancelled.
         """
         scheduler = None if at_once else self._scheduler
         if rubric.sole is not None:

@@ -104,10 +104,7 @@ class ChatEndpoint(Endpoint):
     async def ask(
         self, session: EndpointSession, item: ScoreItem, more: Mapping[str, str] | None = None
     ) -> float | Unscored:
-        """The judge's verdict on the filled template; `more` are values beside those of the item.
-
-        Waits by priority, first for a slot, then for the spend cap and the rate limits.
-        """
+        """The judge's verdict on the template, filled from item and `more`. Waits by priority: slot, money, rates."""
         values = item_values(item, self._prompt.names, self.question_field)
         if isinstance(values, Unscored):
             return values

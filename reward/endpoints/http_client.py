@@ -177,9 +177,8 @@ async def with_retries(
 ) -> T | Fault:
     """Repeats the attempt until one succeeds or fails permanently, `max_attempts` failed, or the deadline is too near.
 
-    Every attempt gets the deadline (on the loop's clock) and must keep it. Pauses double from 0.5 s to 30 s. The second
-    half of each is random, so that requests that failed together are not retried together. A longer `Retry-After`
-    replaces the first half.
+    Every attempt gets the deadline (on the loop's clock) and must keep it. Pauses double from 0.5 s to 30 s. Half of
+    each is random, so that failed requests are not retried together; a longer `Retry-After` replaces the other half.
     """
     clock = asyncio.get_running_loop().time
     fixed = wait_exponential(multiplier=FIRST_PAUSE_SECONDS / 2, max=LONGEST_PAUSE_SECONDS / 2)

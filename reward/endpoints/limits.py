@@ -33,10 +33,9 @@ class Taken:
 class RateLimit:
     """At most `most` units in any minute (half-open), spread evenly.
 
-    A token bucket, which refills while it is emptied, admits up to twice its size in one minute. This limit has no
-    bursts: a pause proportional to its size follows each admission. The admissions of the last minute are kept, so the
-    bound is exact for amounts of any size, and the full rate can be used. It reads no clock: callers pass `now` in
-    seconds, which must not decrease.
+    A token bucket admits up to twice its size in one minute. This limit has no bursts: a pause proportional to its size
+    follows each admission. The admissions of the last minute are kept, so the bound is exact and the full rate can be
+    used. It reads no clock: callers pass `now` in seconds, which must not decrease.
     """
 
     def __init__(self, most: int) -> None:
@@ -93,10 +92,7 @@ class RateLimiter:
         return self._queue.waiting(priority)
 
     async def take(self, amounts: Sequence[int], priority: Priority = "calls", *, again: bool = False) -> list[Taken]:
-        """Waits until every limit admits its amount. The caller bounds the wait with a timeout.
-
-        `again`: a further attempt goes before the others of its priority.
-        """
+        """Waits until every limit admits its amount; the caller bounds the wait. `again`: first in its priority."""
         wanted = list(zip(self._limits, amounts, strict=True))
         clock = asyncio.get_running_loop().time
         taken: list[Taken] = []
@@ -121,8 +117,7 @@ class RateLimiter:
 class SpendMeter:
     """Counts the money spent since the process started, in the currency of the prices; `most` None: no cap.
 
-    The highest possible price of a request is reserved before it, and the true price is charged after it, so spending
-    never exceeds `most`.
+    The highest price of a request is reserved before it and the true one charged after it: `most` is never exceeded.
     """
 
     def __init__(self, most: float | None) -> None:
@@ -142,10 +137,7 @@ class SpendMeter:
         return self._reserved / _NANO
 
     def offer(self, highest: float) -> Literal["granted", "later", "never"]:
-        """Reserves the price if it fits (`granted`).
-
-        `later`: it may fit once running requests are charged. `never`: it exceeds the cap.
-        """
+        """Reserves the price if it fits (`granted`). `later`: it may fit once running requests are charged."""
         price = _up(highest)
         if self._most is not None:
             if self._spent + price > self._most:

@@ -26,10 +26,7 @@ class ClosedError(Exception):
 
 
 class SessionPortal(Generic[Session]):
-    """Runs coroutines on an event loop in a separate thread. Thread-safe.
-
-    The first call of `run` starts the thread and enters `open_session` there.
-    """
+    """Runs coroutines on the event loop of a thread, which the first `run` starts. Thread-safe."""
 
     def __init__(self, name: str, open_session: Callable[[], AbstractAsyncContextManager[Session]]) -> None:
         self._name = name
@@ -41,10 +38,9 @@ class SessionPortal(Generic[Session]):
         self._finalizer: weakref.finalize[[], SessionPortal[Session]] | None = None
 
     def run(self, work: Callable[[Session], Coroutine[Any, Any, T]]) -> T:
-        """Runs the coroutine, which bounds its own waits, and returns its result; blocks the caller.
+        """Runs the coroutine, which bounds its own waits; blocks the caller.
 
-        Raises:
-            ClosedError: the caller's cancellation token was cancelled, and so the coroutine, or `close` was called.
+        Raises ClosedError if the caller's token was cancelled, and so the coroutine, or `close` was called.
         """
         with self._lock:  # so that `close` finds every future, and no work reaches a loop that is ending
             if self._closed:

@@ -55,11 +55,7 @@ class Catalogue:
         return cls(declared)
 
     def spec(self, scorer: str, arguments: Mapping[str, object], place: str) -> ScorerSpec:
-        """Returns the checked specification of the scorer with this name.
-
-        Raises:
-            ScorerError: the name is unknown, the arguments are wrong, or a client may not use them.
-        """
+        """The checked specification. Raises ScorerError for unknown names, wrong arguments, what clients may not."""
         if scorer in self.declared:
             if arguments:
                 told = f"scorer {scorer} is declared with its arguments and takes no others"
@@ -121,11 +117,7 @@ class Rubric:
 
     @classmethod
     def parse(cls, text: str, *, allowed: Catalogue) -> Rubric:
-        """Parses a rubric from TOML text.
-
-        Raises:
-            ScorerError: the rubric is invalid. The message names the place and, if any, the nearest known name.
-        """
+        """Parses TOML text. Raises ScorerError with the place and, if any, the nearest known name."""
         return _Parser(_read(text), allowed).rubric((), "")
 
     @classmethod

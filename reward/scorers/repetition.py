@@ -40,10 +40,7 @@ class Repetition(Scorer):
 
 
 def _runs(units: Iterable[Hashable], n: int) -> list[int]:
-    """One number for every n-gram, the same number for equal n-grams.
-
-    Longer n-grams are built from two shorter ones, in log2(n) steps, so a large n costs no tuple of n units a position.
-    """
+    """One number for every n-gram, equal for equal ones, built in log2(n) steps from two shorter n-grams each."""
     numbers = _numbered(units)
     length = 1
     while length < n:

@@ -19,10 +19,8 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 class PromptTemplate:
     """A text with placeholders `{name}`. Only known names are placeholders; other braces are text.
 
-    Values are inserted unchanged. A placeholder inside a value stays text.
-
-    Raises:
-        ValueError: a required placeholder is missing, or one looks like a misspelt known name.
+    Values are inserted unchanged: a placeholder inside one stays text. Raises ValueError if a required placeholder is
+    missing, or one looks like a misspelt known name.
     """
 
     def __init__(self, text: str, *, known: Sequence[str] = ITEM_NAMES, needed: Sequence[str] = ("answer",)) -> None:

@@ -29,8 +29,7 @@ class VerdictReader:
         labels: verdict → number, case-insensitive. Empty: the verdict is a number.
         lowest, highest: a number outside is no verdict: a judge that leaves its scale did not understand its task.
 
-    Raises:
-        ValueError: the pattern is not a regular expression, or the range is empty.
+    Raises ValueError if the pattern is not a regular expression, or the range is empty.
     """
 
     def __init__(self, *, pattern: str, key: str, labels: Mapping[str, float], lowest: float, highest: float) -> None:

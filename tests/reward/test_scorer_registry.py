@@ -170,7 +170,7 @@ def test_a_scorer_is_imported_when_it_is_asked_for() -> None:
         "import sys\nfrom tandem.reward.registry import SCORERS, make_spec\nlist(SCORERS), make_spec('exact', {})\n"
         f"loaded = {{name for name in sys.modules if name.startswith('tandem.reward.scorers.')}}\n"
         "assert loaded == {'tandem.reward.scorers.exact'}, loaded\n"
-        f"list(SCORERS.values())\nprint(*(set({heavy!r}) & set(sys.modules)))"
+        f"list(SCORERS.values()), make_spec('math_verify', {{}})\nprint(*({{'grpc', *{heavy!r}}} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import pytest
@@ -134,71 +134,52 @@ def test_a_corrected_estimate_admits_a_waiter_at_once() -> None:
     assert run(work) == pytest.approx(6.0)  # 10 units at 0.6 s each, not the 60 s of 100
 
 
+async def used_up() -> tuple[RateLimiter, list[str], Callable[..., asyncio.Task[None]]]:
+    """A limiter without room for a minute, who was admitted in order, and what begins to take 1 by name."""
+    limiter, order = RateLimiter([RateLimit(60), RateLimit(1000)]), list[str]()
+
+    async def take(name: str, priority: Priority, again: bool) -> None:
+        await limiter.take([1, 1], priority, again=again)
+        order.append(name)
+
+    await limiter.take([60, 1])
+    return limiter, order, lambda name, priority, again=False: asyncio.create_task(take(name, priority, again))
+
+
 def test_the_ring_passes_earlier_jobs_at_the_rate_limit_and_jobs_get_their_share() -> None:
-    order: list[Priority] = []
-
-    async def work() -> None:
-        limiter = RateLimiter([RateLimit(60), RateLimit(1000)])
-
-        async def one(priority: Priority) -> None:
-            await limiter.take([1, 1], priority)
-            order.append(priority)
-
-        await limiter.take([60, 1])  # uses up the whole minute
-        jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
+    async def work() -> list[str]:
+        limiter, order, take = await used_up()
+        jobs = [take("job", "jobs") for _ in range(6)]
         await asyncio.sleep(1.0)
         assert (limiter.waiting("jobs"), limiter.waiting("ring")) == (6, 0)
-        await asyncio.gather(*jobs, *(asyncio.create_task(one("ring")) for _ in range(9)))
+        await asyncio.gather(*jobs, *(take("ring", "ring") for _ in range(9)))
+        return order
 
-    run(work)
-    assert "".join(priority[0] for priority in order) == "rrrjrrrjrrrjjjj"
+    assert "".join(name[0] for name in run(work)) == "rrrjrrrjrrrjjjj"
 
 
 def test_further_attempts_go_before_first_ones_of_their_priority_in_order() -> None:
-    order: list[str] = []
-
-    async def work() -> None:
-        limiter = RateLimiter([RateLimit(60)])
-
-        async def one(name: str, priority: Priority, again: bool) -> None:
-            await limiter.take([1], priority, again=again)
-            order.append(name)
-
-        await limiter.take([60])
-        line: list[tuple[str, Priority, bool]] = [
-            ("job", "jobs", False),
-            ("job again", "jobs", True),
-            ("gone", "jobs", True),
-            ("job again, too", "jobs", True),
-            ("call", "calls", False),
-        ]
-        tasks = [asyncio.create_task(one(*who)) for who in line]
+    async def work() -> list[str]:
+        _, order, take = await used_up()
+        tasks = [take("job", "jobs"), *(take(name, "jobs", True) for name in ("again", "gone", "again, too"))]
+        tasks.append(take("call", "calls"))
         await asyncio.sleep(1.0)
         tasks[2].cancel()
-        await asyncio.gather(*tasks, one("late", "jobs", True), return_exceptions=True)
+        await asyncio.gather(*tasks, take("late", "jobs", True), return_exceptions=True)
+        return order
 
-    run(work)
-    assert order == ["call", "job again", "job again, too", "late", "job"]
+    assert run(work) == ["call", "again", "again, too", "late", "job"]
 
 
 def test_an_admitted_further_attempt_no_longer_counts_as_waiting() -> None:
-    order: list[str] = []
-
-    async def work() -> None:
-        limiter = RateLimiter([RateLimit(60)])
-
-        async def one(name: str, again: bool) -> None:
-            await limiter.take([1], again=again)
-            order.append(name)
-
-        await limiter.take([60])
-        first = asyncio.create_task(one("again", True))
-        waiting = [asyncio.create_task(one(name, False)) for name in ("first", "second")]
+    async def work() -> list[str]:
+        _, order, take = await used_up()
+        first, *waiting = take("again", "calls", True), take("first", "calls"), take("second", "calls")
         await first
-        await asyncio.gather(one("again, later", True), *waiting)
+        await asyncio.gather(take("again, later", "calls", True), *waiting)
+        return order
 
-    run(work)
-    assert order == ["again", "again, later", "first", "second"]
+    assert run(work) == ["again", "again, later", "first", "second"]
 
 
 def test_a_waiter_cancelled_just_as_it_was_admitted_gives_back_what_it_took() -> None:
@@ -279,7 +260,7 @@ def test_spending_never_exceeds_the_cap_and_every_request_is_answered(
 
 
 def test_a_request_waits_while_running_ones_may_cost_less_than_reserved() -> None:
-    async def work() -> Iterator[bool]:
+    async def work() -> tuple[bool, ...]:
         meter = SpendMeter(1.0)
         assert meter.offer(0.8) == "granted" and meter.offer(0.8) == "later" and meter.offer(1.1) == "never"
         waiting = asyncio.create_task(meter.reserve(0.8))
@@ -287,9 +268,9 @@ def test_a_request_waits_while_running_ones_may_cost_less_than_reserved() -> Non
         meter.charge(0.8, 0.1)
         first = await waiting
         meter.charge(0.8, 0.8)
-        return iter((first, await meter.reserve(0.2), await meter.reserve(0.05)))
+        return first, await meter.reserve(0.2), await meter.reserve(0.05)
 
-    assert list(run(work)) == [True, False, True]
+    assert run(work) == (True, False, True)
 
 
 def test_the_ring_gets_the_last_money_under_the_cap() -> None:

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.contracts import Scored, Unscored
+from tandem.protos.contracts import Scored
 from tandem.reward.scorers import math_boxed, math_dapo
 from tandem.reward.scorers.gsm8k import Gsm8k
 from tandem.reward.scorers.math_boxed import MathBoxed
 from tandem.reward.scorers.math_dapo import MathDapo
 from tandem.reward.scorers.math_verify import MathVerify
 from tests.support.paths import ROOT
-from tests.support.scores import item, value
+from tests.support.scores import item, refused, value
 
 HANG_SECONDS = 5.0
-DEADLINE_SECONDS = 100.0
 
 
 def test_gsm8k_options_change_what_is_read() -> None:
@@ -90,8 +89,8 @@ def test_final_answers_are_normalised(text: str, normal: str) -> None:
 @pytest.mark.parametrize("judge", [Gsm8k(), MathBoxed(), MathDapo(), MathVerify()])
 @pytest.mark.parametrize("truth", [None, {"target": "1"}, [], [None], [10**5000]], ids=lambda _: "truth")
 def test_a_missing_ground_truth_is_unscored(judge: Any, truth: Any) -> None:
-    score = judge.judge(item(r"Answer: \boxed{1} #### 1", truth))
-    assert isinstance(score, Unscored) and score.reason == "invalid_input" and "ground truth" in score.detail
+    reason, detail = refused(judge.judge(item(r"Answer: \boxed{1} #### 1", truth)))
+    assert reason == "invalid_input" and "ground truth" in detail
 
 
 @pytest.mark.parametrize(
@@ -151,8 +150,8 @@ def test_math_verify_gives_the_verdict_of_the_library() -> None:
 @pytest.mark.parametrize("truth", ["", r"0.\overline{3}", "}{", "7" * 2000, "9^{9^{9}}", "(" * 40 + "1" + ")" * 40])
 def test_a_ground_truth_that_math_verify_cannot_read_is_unscored(truth: str) -> None:
     for solution in (r"$\boxed{1}$", f"$\\boxed{{{truth}}}$"):
-        score = MathVerify().judge(item(solution, truth))
-        assert isinstance(score, Unscored) and score.reason == "invalid_input" and "math-verify" in score.detail
+        reason, detail = refused(MathVerify().judge(item(solution, truth)))
+        assert reason == "invalid_input" and "math-verify" in detail
 
 
 BEYOND = {
@@ -171,16 +170,13 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("latex", BEYOND.values(), ids=BEYOND)
-def test_expressions_that_would_exhaust_stack_or_memory_are_unscored(latex: str) -> None:
-    score = MathVerify().judge(item(f"So it is $\\boxed{{{latex}}}$.", "4"))
-    assert isinstance(score, Unscored) and score.reason == "limit", score
+BEYOND = {name: f"So it is $\\boxed{{{latex}}}$." for name, latex in BEYOND.items()}
+BEYOND |= {text: text for text in ("9**9**9**9", "9^9^9^9", "the answer is 7^7^7^7^7")}  # outside boxes, too
 
 
-@pytest.mark.parametrize("text", ["9**9**9**9", "9^9^9^9", "the answer is 7^7^7^7^7"])
-def test_limits_hold_outside_boxes_too(text: str) -> None:
-    score = MathVerify().judge(item(text, "4"))
-    assert isinstance(score, Unscored) and score.reason == "limit", score
+@pytest.mark.parametrize("text", BEYOND.values(), ids=BEYOND)
+def test_expressions_that_would_exhaust_stack_or_memory_are_unscored(text: str) -> None:
+    assert refused(MathVerify().judge(item(text, "4")))[0] == "limit"
 
 
 @pytest.mark.parametrize(
@@ -222,25 +218,10 @@ def test_a_hanging_comparison_gives_no_result_until_its_process_is_killed(latex:
     """Nothing may return a score before the worker's time limit kills the process."""
     question = json.dumps([f"$\\boxed{{{latex}}}$", truth])
     try:
+        command = [sys.executable, "-c", _JUDGE_ONE]
         done = subprocess.run(
-            [sys.executable, "-c", _JUDGE_ONE],
-            input=question,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
+            command, input=question, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return
     assert done.stdout.split() in (["Unscored", "limit"], ["Unscored", "crashed"]), done
-
-
-def test_a_registry_with_math_verify_loads_no_sympy() -> None:
-    code = (
-        "import sys; from tandem.reward.registry import make_judge; make_judge('math_verify', {});"
-        "print([m for m in ('sympy', 'math_verify', 'jsonschema', 'torch', 'grpc') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True
-    )
-    assert done.stdout.strip() == "[]"

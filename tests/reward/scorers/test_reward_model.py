@@ -191,7 +191,8 @@ def test_segments_of_a_pair_reach_an_encoder(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "three"]
-    config = BertConfig(**{**ONE_LAYER, "vocab_size": len(words)}, initializer_range=1.0, num_labels=1)
+    small = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(**small, intermediate_size=16, initializer_range=1.0, num_labels=1, max_position_embeddings=32)
     torch.manual_seed(0)
     encoder = BertForSequenceClassification(config).eval()
     encoder.save_pretrained(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tandem.protos.contracts import Score, Scored, Unscored
+from tandem.protos.contracts import Score, Scored
 from tandem.reward.contracts import Judge
 from tandem.reward.registry import make_spec
 from tandem.reward.scorers.format import Format
@@ -19,12 +19,12 @@ from tandem.reward.scorers.repetition import Repetition
 from tandem.reward.scorers.short_answer import ShortAnswer
 from tandem.reward.scorers.tags import Tags
 from tandem.reward.scorers.target_length import TargetLength
-from tests.support.scores import item, value
+from tests.support.scores import item, refused, value
 
 
 def reason(score: Score, told: str = "") -> str:
-    assert isinstance(score, Unscored) and told in score.detail, score
-    return score.reason
+    assert told in refused(score)[1]
+    return refused(score)[0]
 
 
 @pytest.mark.parametrize(
