@@ -28,24 +28,15 @@ patterns = st.one_of(st.none(), st.lists(st.sampled_from(["gsm8k", "m*", "code/*
 
 @st.composite
 def components(draw: st.DrawFn, *, gates: bool = True) -> tuple[Component, ...]:
-    number = draw(st.integers(1, 6))
     made = []
-    for place in range(number):
+    for place in range(draw(st.integers(1, 6))):
         gate = gates and draw(st.booleans())
         scale = draw(st.one_of(st.none(), st.tuples(ranges, ranges)))
-        made.append(
-            Component(
-                name=f"c{place}",
-                source=EXACT,
-                weight=draw(finite),
-                gate=gate,
-                pass_at=draw(finite) if gate else 1.0,
-                data_sources=draw(patterns),
-                scale=scale if scale is None or scale[0][1] - scale[0][0] > 1e-3 else None,
-                clip=draw(st.one_of(st.none(), ranges)),
-                optional=not gate and draw(st.booleans()),
-            )
-        )
+        scale = scale if scale and scale[0][1] - scale[0][0] > 1e-3 else None
+        clip, sources = draw(st.one_of(st.none(), ranges)), draw(patterns)
+        component = Component(f"c{place}", EXACT, draw(finite), gate, data_sources=sources, scale=scale, clip=clip)
+        kind = {"pass_at": draw(finite)} if gate else {"optional": draw(st.booleans())}
+        made.append(replace(component, **kind))
     return tuple(made)
 
 
@@ -75,11 +66,8 @@ def test_components_after_a_failed_gate_count_0(st_data: Any, rubric: Rubric, so
     if not isinstance(result, Scored):
         return
     mine = [n for n, component in enumerate(rubric.components) if component.applies(source)]
-    failed = [
-        n
-        for n in mine
-        if (component := rubric.components[n]).gate and component.normalised(scores[n].value) < component.pass_at
-    ]
+    gates = [n for n in mine if rubric.components[n].gate]
+    failed = [n for n in gates if rubric.components[n].normalised(scores[n].value) < rubric.components[n].pass_at]
     for n in mine:
         component = rubric.components[n]
         if failed and n > failed[0]:

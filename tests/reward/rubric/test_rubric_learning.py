@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ scorer = "numeric"
 """
 
 
+WEIGHTLESS = ("weight = 0.1", "weight = 0")
+
+
 def score_group(core: ScoringCore, group: TrajectoryGroup, source: str, texts: list[str]) -> TrajectoryGroup:
     """The group with scored answers, as the reward service stores it and the trainer reads it."""
     items = [ScoreItem(source, text, "7") for text in texts]
@@ -83,14 +87,11 @@ def rubric_file(tmp_path: Path) -> Path:
 
 
 def test_the_components_of_a_rubric_reach_gdpo(rubric_file: Path) -> None:
-    core = ScoringCore(RewardConfig(rubric=str(rubric_file)))
-    try:
+    with closing(ScoringCore(RewardConfig(rubric=str(rubric_file)))) as core:
         groups = [
             score_group(core, make_group(0), "numbers", ["#### 7", "7", "#### 8", "8"]),
             score_group(core, make_group(1), "words", ["#### 7", "7", "7", "x"]),
         ]
-    finally:
-        core.close()
     assert [row.reward for row in groups[0].scored_rows] == pytest.approx([1.1, 1.0, 0.1, 0.0])
     assert dict(groups[0].scored_rows[0].breakdown) == {"form": 1.0, "right": 1.0, "right/numeric": 1.0}
     assert dict(groups[1].scored_rows[1].breakdown) == {"form": 0.0, "same": 1.0}
@@ -102,14 +103,10 @@ def test_the_components_of_a_rubric_reach_gdpo(rubric_file: Path) -> None:
     assert advantages(groups, weights=(0.5, 2.0, 1.0))[:4] == pytest.approx(list(weighted), abs=1e-6)
 
 
-def test_a_gate_leaves_every_row_with_every_component(tmp_path: Path) -> None:
-    file = tmp_path / "rubric.toml"
-    file.write_text(RUBRIC.replace("weight = 0.1", "gate = true"))
-    core = ScoringCore(RewardConfig(rubric=str(file)))
-    try:
+def test_a_gate_leaves_every_row_with_every_component(rubric_file: Path) -> None:
+    rubric_file.write_text(RUBRIC.replace("weight = 0.1", "gate = true"))
+    with closing(ScoringCore(RewardConfig(rubric=str(rubric_file)))) as core:
         group = score_group(core, make_group(0), "numbers", ["#### 7", "7", "#### 8", "8"])
-    finally:
-        core.close()
     assert [row.reward for row in group.scored_rows] == [2.0, 0.0, 1.0, 0.0]
     wanted = normalised([1, 0, 1, 0]) + normalised([1, 0, 0, 0])
     assert advantages([group]) == pytest.approx(list(wanted), abs=1e-6)
@@ -130,12 +127,8 @@ def test_a_component_that_some_rows_of_a_group_lack_is_named() -> None:
     [
         (("", ""), [], ""),
         (("", ""), [1.0, 1.0], "has 2 entries for the 3 components"),
-        (
-            ("weight = 0.1", "weight = 0"),
-            [],
-            "component form has weight 0, and trainer.advantage gdpo would train on it",
-        ),
-        (("weight = 0.1", "weight = 0"), [0.0, 1.0, 1.0], ""),
+        (WEIGHTLESS, [], "component form has weight 0, and trainer.advantage gdpo would train on it"),
+        (WEIGHTLESS, [0.0, 1.0, 1.0], ""),
         (("weight = 0.1", "optional = true"), [], "component form is optional"),
     ],
 )
@@ -143,10 +136,8 @@ def test_a_rubric_that_gdpo_cannot_use_is_found_before_the_run(
     rubric_file: Path, tmp_path: Path, change: tuple[str, str], weights: list[float], told: str
 ) -> None:
     rubric_file.write_text(RUBRIC.replace(*change) if change[0] else RUBRIC)
-    advantage = {"name": "gdpo", "weights": weights}
-    recipe = recipe_of(
-        small_values(tmp_path / "inputs"), reward={"rubric": str(rubric_file)}, trainer={"advantage": advantage}
-    )
+    trainer = {"advantage": {"name": "gdpo", "weights": weights}}
+    recipe = recipe_of(small_values(tmp_path / "inputs"), reward={"rubric": str(rubric_file)}, trainer=trainer)
     if not told:
         check_reward(recipe)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -55,13 +55,9 @@ def test_every_key_is_read() -> None:
     assert rubric.clip == (0.0, 1.5)
     assert (form.name, form.gate, form.pass_at, form.weight) == ("format", True, 0.5, 0.1)
     assert isinstance(form.source, ScorerSpec) and form.source.isolation == "worker"
-    assert numeric == Component(
-        "numeric",
-        make_spec("numeric", {}),
-        data_sources=("openai/gsm8k*",),
-        scale=((-1.0, 1.0), (0.0, 1.0)),
-        clip=(0.0, 1.0),
-    )
+    scale = ((-1.0, 1.0), (0.0, 1.0))
+    source = make_spec("numeric", {})
+    assert numeric == Component("numeric", source, data_sources=("openai/gsm8k*",), scale=scale, clip=(0.0, 1.0))
     assert answers == Component("answers", Rubric((Component("exact", EXACT),)), optional=True)
     assert [spec.scorer for spec in rubric.specs()] == ["regex", "numeric", "exact"]
     assert numeric.applies("openai/gsm8k/main") and not numeric.applies("math")
@@ -69,14 +65,12 @@ def test_every_key_is_read() -> None:
 
 def test_equal_arguments_in_another_order_are_one_scorer() -> None:
     text = '[[components]]\nscorer="numeric"\narguments={%s}'
-    first, second = (
-        Rubric.parse(text % arguments, allowed=RECIPE)
-        for arguments in ('tolerance=1,marker="#"', 'marker="#",tolerance=1')
-    )
-    assert first.specs() == second.specs()
+    first, second = 'tolerance=1,marker="#"', 'marker="#",tolerance=1'
+    assert Rubric.parse(text % first, allowed=RECIPE).specs() == Rubric.parse(text % second, allowed=RECIPE).specs()
 
 
 ONE = '[[components]]\nscorer = "exact"\n'
+ANSWRS = "[[components]]\nscorer='rubric'\narguments={name='answrs'}\n[[rubrics.answers.components]]\nscorer='exact'"
 
 
 @pytest.mark.parametrize(
@@ -121,11 +115,7 @@ ONE = '[[components]]\nscorer = "exact"\n'
         ("[[components]]\nscorer = 'rubric'", "components[0].arguments: scorer rubric takes name"),
         ("[[components]]\nscorer = 'rubric'\narguments = {name = 'a'}",
          "arguments.name: there is no rubric 'a'; there are none"),
-        (
-            "[[components]]\nscorer = 'rubric'\narguments = {name = 'answrs'}\n"
-            "[[rubrics.answers.components]]\nscorer = 'exact'",
-            "there is no rubric 'answrs'; did you mean answers?",
-        ),
+        (ANSWRS, "there is no rubric 'answrs'; did you mean answers?"),
         ("a = " + "[" * 30_000, "the rubric is not valid TOML"),
         ("x = '" + "y" * MAX_TEXT_BYTES + "'", f"at most {MAX_TEXT_BYTES} are read"),
         ("components = {" + ".".join("a" * 3000) + " = 1}",
@@ -145,11 +135,8 @@ def test_any_text_is_a_rubric_or_refused_in_one_line(st_data: Any) -> None:
     for _ in range(st_data.draw(st.integers(1, 4))):
         start = st_data.draw(st.integers(0, len(text)))
         stop = st_data.draw(st.integers(start, min(len(text), start + 12)))
-        text = (
-            text[:start]
-            + st_data.draw(st.text(max_size=6) | st.sampled_from(["[[", "]]", "{", "=", '"']))
-            + text[stop:]
-        )
+        piece = st_data.draw(st.text(max_size=6) | st.sampled_from(["[[", "]]", "{", "=", '"']))
+        text = text[:start] + piece + text[stop:]
     try:
         Rubric.parse(text, allowed=CLIENT)
     except ScorerError as error:
@@ -168,10 +155,8 @@ def chain(names: Sequence[str]) -> str:
     ("names", "around"), [(["a", "a"], "a → a"), (["a", "b", "a"], "a → b → a"), (["x", "a", "b", "a"], "a → b → a")]
 )
 def test_circular_rubrics_are_refused_with_their_path(names: list[str], around: str) -> None:
-    with pytest.raises(
-        ScorerError,
-        match=f"rubrics.{names[-2]}.components.0..arguments.name: rubrics refer to one another in a circle: {around}$",
-    ):
+    told = f"rubrics.{names[-2]}.components.0..arguments.name: rubrics refer to one another in a circle: {around}$"
+    with pytest.raises(ScorerError, match=told):
         Rubric.parse(chain(names), allowed=CLIENT)
 
 
@@ -183,11 +168,9 @@ def test_nesting_and_number_of_scorers_are_limited() -> None:
     with pytest.raises(ScorerError, match=f"nested at most {MAX_DEPTH} deep"):
         Rubric.parse(chain(names) + last.format(names[-1]), allowed=CLIENT)
     doubling = "[[components]]\nscorer = 'rubric'\narguments = {name = 'r0'}\n"
-    for n in range(12):
-        for name in ("left", "right"):
-            doubling += (
-                f"[[rubrics.r{n}.components]]\nname = '{name}'\nscorer = 'rubric'\narguments = {{name = 'r{n + 1}'}}\n"
-            )
+    for n, name in product(range(12), ("left", "right")):
+        doubling += f"[[rubrics.r{n}.components]]\nname = '{name}'\n"
+        doubling += f"scorer = 'rubric'\narguments = {{name = 'r{n + 1}'}}\n"
     with pytest.raises(ScorerError, match=f"more than {MAX_SCORERS} scorers for one item"):
         Rubric.parse(doubling + last.format("r12"), allowed=CLIENT)
 
@@ -214,13 +197,9 @@ class Guarded(Scorer):
 
 
 def test_recipes_and_clients_may_name_declared_scorers() -> None:
-    config = RewardConfig(
-        scorers={
-            "mine": DeclaredScorer(scorer="my.py:f", arguments={"scale": 2}),
-            "strict": DeclaredScorer(scorer="exact", arguments={"ignore_case": False}),
-        }
-    )
-    catalogue = Catalogue.of(config)
+    mine = DeclaredScorer(scorer="my.py:f", arguments={"scale": 2})
+    strict = DeclaredScorer(scorer="exact", arguments={"ignore_case": False})
+    catalogue = Catalogue.of(RewardConfig(scorers={"mine": mine, "strict": strict}))
     for allowed in (catalogue, replace(catalogue, for_clients=True)):
         rubric = Rubric.parse("[[components]]\nscorer = 'mine'\n[[components]]\nscorer = 'strict'", allowed=allowed)
         assert [component.name for component in rubric.components] == ["mine", "strict"]

@@ -111,22 +111,23 @@ def test_a_failed_vote_leaves_the_item_unscored() -> None:
 # ---- in a service ----
 
 
+GRADED = """
+[[components]]
+scorer = "exact"
+weight = 10.0
+[[components]]
+scorer = "strict"
+from = [0.0, 10.0]
+to = [0.0, 1.0]
+"""
+
+
 def test_a_service_that_declares_a_judge_lets_clients_use_it_by_name() -> None:
     with MisbehavingServer(GOOD) as server:
         arguments = {"base_url": server.url, "model": "m", "system": "Be strict."}
         declared = {"strict": {"scorer": "judge", "arguments": arguments}}
         with closing(ScoringCore(RewardConfig.model_validate({"scorers": declared}))) as core:
-            rubric = core.compile(
-                """
-                [[components]]
-                scorer = "exact"
-                weight = 10.0
-                [[components]]
-                scorer = "strict"
-                from = [0.0, 10.0]
-                to = [0.0, 1.0]
-                """
-            )
+            rubric = core.compile(GRADED)
             assert core.score(rubric, [item("2"), item("3")], "calls") == [
                 Scored(10.7, {"exact": 1.0, "strict": 0.7}),
                 Scored(0.7, {"exact": 0.0, "strict": 0.7}),

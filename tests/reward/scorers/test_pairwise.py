@@ -45,9 +45,8 @@ def ask(answer: Behaviour, items: list[ScoreItem], **options: Any) -> tuple[list
 
 
 def test_the_score_is_the_share_of_the_group_that_an_answer_beats() -> None:
-    scores, asked = ask(
-        larger_wins, [item("1"), item("7"), item("3"), item("7.0"), item("5", "other"), item("4", "other")]
-    )
+    others = item("5", "other"), item("4", "other")
+    scores, asked = ask(larger_wins, [item("1"), item("7"), item("3"), item("7.0"), *others])
     assert values(scores) == [0.0, 5 / 6, 1 / 3, 5 / 6, 1.0, 0.0]
     assert len(asked) == 2 * 6 + 2, "each pair twice, and none across groups"
     assert Counter(frozenset(shown(one)) for one in asked)[frozenset({"1", "7"})] == 2
