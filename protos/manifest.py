@@ -47,12 +47,6 @@ def plan_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[Buc
     return tuple(buckets)
 
 
-def with_digests(manifest: WeightManifest, digests: Sequence[str]) -> WeightManifest:
-    """The manifest with the buckets' hex digests, which are known after the broadcast."""
-    buckets = tuple(replace(bucket, digest=digest) for bucket, digest in zip(manifest.buckets, digests, strict=True))
-    return replace(manifest, buckets=buckets)
-
-
 def with_base(manifest: WeightManifest) -> WeightManifest:
     """Prepends the base buckets to an adapter-only version, for a sampler that lacks the base."""
     assert manifest.adapters is not None, "whole weights need no base"

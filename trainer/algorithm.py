@@ -12,7 +12,6 @@ from tandem.trainer.batch.selection_options import SelectionOptions
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
 from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_models
 from tandem.trainer.kl_options import KlOptions
-from tandem.trainer.models.options import CriticOptions
 from tandem.trainer.named_options import named, one_of
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.policy_losses.options import NAMES_ELSEWHERE as LOSSES_ELSEWHERE
@@ -30,9 +29,15 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 """Modes of aggregation (trainer/aggregation.py)."""
 
 
-class CriticConfig(CriticOptions):
+class CriticConfig(BaseModel):
     """PPO's value model and its training. Settings not listed here are the policy's: dtype, offload, weight decay, …"""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    path: str = ""
+    """Folder or hub name of the value model, or of the language model to make it from; "" is the policy's."""
+    learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
+    """Learning rate of its AdamW optimizer."""
     value_clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.2
     """How far a value may move from its value at the batch's start before its gradient stops; 0 disables the clip."""
     warmup_batches: Annotated[int, Field(ge=0)] = 0

@@ -97,3 +97,26 @@ class WeightsConfig(BaseModel):
     """Deadline of an update. A sampler that has not acknowledged it by then is STALE and claims nothing until it is
     updated.
     """
+
+
+class SftConfig(BaseModel):
+    """`[sft]`: supervised warm start, used by `tandem sft`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    train_file: str = ""
+    """Rows with an answer to imitate: `extra_info.answer`, else `reward_model.ground_truth`."""
+    output: str = ""
+    """Folder for the warm-started model. It must not exist yet."""
+    max_steps: Annotated[int, Field(ge=1)] = 1000
+    """Maximum number of optimizer steps."""
+    batch_size: Annotated[int, Field(ge=1)] = 64
+    """Rows per step."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Peak learning rate; linear warm-up over the first twentieth of max_steps, then constant."""
+    target_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Training stops when the sampled validation accuracy reaches this; 0 trains all steps."""
+    validate_every: Annotated[int, Field(ge=1)] = 100
+    """Steps between validations on `data.eval_file`."""
+    validation_rows: Annotated[int, Field(ge=1)] = 200
+    """Rows sampled by a validation."""

@@ -1,5 +1,5 @@
-"""The learner: one rank of the policy's training. It turns planned batches into new weights and does not depend on
-Redis, gRPC or a particular backend.
+"""The learner: one rank of the policy's training. It turns planned batches into new weights and knows no Redis, no gRPC
+and no particular backend.
 
 N: loss tokens, flat: of the batch, or of a micro-batch.
 """
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tandem.protos.errors import DataError
+from tandem.protos.manifest import ParameterSpec
 from tandem.protos.types import StepResult, TrainBatch, TrajectoryGroup
-from tandem.trainer.backend.base import ParameterSpec, TrainingEngine
+from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.columns import BatchColumns, RequiredColumns, compute_columns, gather_column
 from tandem.trainer.batch.layout import BatchLayout
@@ -29,7 +30,7 @@ from tandem.trainer.batch.planning import padding_fraction
 from tandem.trainer.batch.rewards import Targets, learning_targets, reward_components
 from tandem.trainer.checkpoints.export import collect_weights, write_export
 from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
-from tandem.trainer.checkpoints.state import CheckpointState, prune_checkpoints
+from tandem.trainer.checkpoints.state import prune_checkpoints
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.kl import first_coefficients, next_coefficients
 from tandem.trainer.models.critic import Critic
@@ -46,21 +47,14 @@ if TYPE_CHECKING:
 
 
 class Learner(Rank):
-    """One of `world_size` ranks as given by torchrun's environment variables (without them, the only one). All ranks
-    call the same methods.
+    """One of `world_size` ranks as given by torchrun's environment variables (without them, the only one).
 
     `optimizer_step` counts the policy's optimizer steps without skipped ones. `packing` is how new batches are planned;
     a recorded batch is trained with the packing of its plan.
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        *,
-        model_path: str,
-        total_batches: int,
-        seed: int,
-        max_response_tokens: int,
+        self, config: TrainerConfig, *, model_path: str, total_batches: int, seed: int, max_response_tokens: int
     ) -> None:
         """Joins the process group and loads the policy, and the critic and reference policy if the algorithm needs
         them.
@@ -87,19 +81,13 @@ class Learner(Rank):
         self.packing = choose_packing(config.packing, self._engines(), self)
 
     def _engines(self) -> list[TrainingEngine]:
-        return [
-            *self._trained_engines().values(),
-            *(self._reference.engines if self._reference is not None else ()),
-        ]
+        return [*self._trained_engines().values(), *(self._reference.engines if self._reference else ())]
 
     def _build_engine(self) -> TrainingEngine:
         """The policy's engine. With LoRA the adapters are inserted into the model first."""
         if self._config.lora is None:
             return self._backend.build_engine(self._config, self._model)
-        from tandem.trainer.models.lora import (  # loads PEFT, 2 s that only runs with adapters spend
-            Adapters,
-            insert_adapters,
-        )
+        from tandem.trainer.models.lora import Adapters, insert_adapters  # loads PEFT, which takes 2 s
 
         adapted = insert_adapters(self._model, self._config.lora, seed=self._seed)
         engine = self._backend.build_engine(self._config, self._model)
@@ -110,7 +98,7 @@ class Learner(Rank):
         if not self._config.needs_critic:
             return None
         path = self._config.critic.path
-        return Critic(self._backend, self._config, self._config.critic, model_folder(path) if path else self._source)
+        return Critic(self._backend, self._config, model_folder(path) if path else self._source)
 
     def _load_reference(self) -> ReferencePolicy | None:
         if not self._config.needs_reference:
@@ -123,7 +111,6 @@ class Learner(Rank):
         self,
         batch: TrainBatch,
         groups: Mapping[str, TrajectoryGroup],
-        *,
         before_step: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Takes the batch's optimizer steps.
@@ -131,16 +118,24 @@ class Learner(Rank):
         `groups` holds all groups of the batch on rank 0, and on other ranks at least those whose rows they train.
         `before_step` is called before each optimizer step and prevents the step if it raises.
 
-        Raises:
-            DataError: some rank's rows cannot be trained, or their rewards cannot be used. Raised on every rank, before
-                any weight changes.
-            ModelError: the plan concatenates rows and a model mixes such rows. Raised in the same way.
+        Raises on every rank, before any weight changes:
+            DataError: some rank's rows cannot be trained, or their rewards cannot be used.
+            ModelError: the plan concatenates rows and a model mixes such rows.
         """
         steps = self._micro_batches(batch, groups)
-        rate = self._learning_rate(batch.policy_version)
+        rate = learning_rate(self._config, batch.policy_version, self._total_batches)
+        warms_up = self._critic is not None and batch.policy_version <= self._config.critic.warmup_batches
         began = time.monotonic()
         layout = BatchLayout.of(batch, rank=self.rank)
-        start = self._compute_columns(layout, steps)
+        start = compute_columns(
+            layout,
+            steps,
+            RequiredColumns.of(self._config, len(steps)),
+            policy=self._engine,
+            reference=self._reference,
+            critic=self._critic,
+            device=self.device,
+        )
         forward_seconds = time.monotonic() - began
         targets = learning_targets(
             layout,
@@ -153,31 +148,30 @@ class Learner(Rank):
             seed=self._batch_seed(batch),
         )
         objective = self._objective(batch, layout, start, targets, len(steps))
-        norms, critic_norms = self._take_steps(objective, layout, steps, batch.policy_version, rate, before_step)
+        norms, critic_norms = self._take_steps(objective, layout, steps, None if warms_up else rate, before_step)
         self.optimizer_step += len(norms)
         figures = objective.sums.reduce()
         metrics = {
             **figures,
             **targets.figures,
             "loss": figures["loss"] / len(steps),
-            "grad_norm": sum(norms) / len(norms) if norms else 0.0,
+            "grad_norm": _mean(norms),
             "learning_rate": rate,
-            "skipped_steps": 0 if self._trains_critic_only(batch.policy_version) else len(steps) - len(norms),
-            **self._critic_figures(critic_norms, len(steps)),
+            "skipped_steps": 0 if warms_up else len(steps) - len(norms),
             "num_micro_batches": sum(batch.num_micro_batches),
             "padding_fraction": padding_fraction(batch),
             **self._adapt_kl(figures, targets.reward_kl, len(layout.trajectories)),
             "seconds_forward_proximal": forward_seconds,
             "seconds_train": time.monotonic() - began - forward_seconds,
         }
+        if self._critic is not None:
+            metrics |= {"critic_grad_norm": _mean(critic_norms), "critic_skipped_steps": len(steps) - len(critic_norms)}
         return StepResult(batch.policy_version, self.optimizer_step, changed=bool(norms), metrics=finite(metrics))
 
     def _micro_batches(self, batch: TrainBatch, groups: Mapping[str, TrajectoryGroup]) -> list[list[MicroBatch]]:
-        # Such a batch was recorded on a machine that concatenates rows.
-        if batch.packing == "flat" and self.packing == "padded":
+        if batch.packing == "flat" and self.packing == "padded":  # recorded on a machine that concatenates rows
             check_row_separation(self._engines(), self)
-        failure: DataError | None = None
-        steps: list[list[MicroBatch]] = []
+        steps, failure = [], None
         try:
             steps = rank_micro_batches(batch, groups, rank=self.rank, device=self.device)
         except DataError as error:
@@ -185,17 +179,6 @@ class Learner(Rank):
         if not self.all_agree(failure is None):
             raise failure or DataError(f"batch {batch.policy_version}: the rows of another rank cannot be trained")
         return steps
-
-    def _compute_columns(self, layout: BatchLayout, steps: Sequence[Sequence[MicroBatch]]) -> BatchColumns:
-        return compute_columns(
-            layout,
-            steps,
-            RequiredColumns.of(self._config, len(steps)),
-            policy=self._engine,
-            reference=self._reference,
-            critic=self._critic,
-            device=self.device,
-        )
 
     def _objective(
         self, batch: TrainBatch, layout: BatchLayout, start: BatchColumns, targets: Targets, num_steps: int
@@ -226,15 +209,14 @@ class Learner(Rank):
         objective: BatchObjective,
         layout: BatchLayout,
         steps: Sequence[Sequence[MicroBatch]],
-        policy_version: int,
-        rate: float,
+        rate: float | None,
         before_step: Callable[[], None],
     ) -> tuple[list[float], list[float]]:
-        """Takes the optimizer steps. Returns the gradient norms of the policy's and of the critic's steps, without
-        skipped ones.
+        """Takes the optimizer steps, only the critic's without a `rate`. Returns the gradient norms of the policy's and
+        of the critic's steps, without skipped ones.
         """
-        norms: list[float] = []
-        critic_norms: list[float] = []
+        norms: list[float | None] = []
+        critic_norms: list[float | None] = []
         every_step = RequiredColumns.of(self._config, len(steps)).every_step
         entropy = self._config.entropy_coefficient > 0
         for step, micro_batches in enumerate(steps):
@@ -245,31 +227,18 @@ class Learner(Rank):
                     current_N = gather_column(layout, cells, lambda one: token_logprobs(self._engine, one), self.device)
             plan = objective.begin_step(step, current_N)
             for number, micro_batch in enumerate(micro_batches):
-                if not self._trains_critic_only(policy_version):
+                if rate is not None:
                     outputs = loss_token_statistics(self._engine, micro_batch, entropy=entropy)
-                    loss = objective.policy_loss(plan, step, number, micro_batch, outputs)
-                    self._engine.backward(loss)
+                    self._engine.backward(objective.policy_loss(plan, step, number, micro_batch, outputs))
                 if self._critic is not None:
                     values_N = self._critic.values(micro_batch)
-                    self._critic.backward(objective.value_loss(plan, step, number, values_N))
+                    self._critic.engine.backward(objective.value_loss(plan, step, number, values_N))
             before_step()
-            critic_norm = None if self._critic is None else self._critic.step()
-            if critic_norm is not None:
-                critic_norms.append(critic_norm)
-            norm = None if self._trains_critic_only(policy_version) else self._engine.step(rate)
-            if norm is not None:
-                norms.append(norm)
-        return norms, critic_norms
-
-    def _trains_critic_only(self, policy_version: int) -> bool:
-        """Whether this batch is part of the critic's warm-up."""
-        return self._critic is not None and policy_version <= self._config.critic.warmup_batches
-
-    def _critic_figures(self, norms: Sequence[float], num_steps: int) -> dict[str, float]:
-        if self._critic is None:
-            return {}
-        norm = sum(norms) / len(norms) if norms else 0.0
-        return {"critic_grad_norm": norm, "critic_skipped_steps": num_steps - len(norms)}
+            if self._critic is not None:
+                critic_norms.append(self._critic.engine.step(self._config.critic.learning_rate))
+            if rate is not None:
+                norms.append(self._engine.step(rate))
+        return [norm for norm in norms if norm is not None], [norm for norm in critic_norms if norm is not None]
 
     def _batch_seed(self, batch: TrainBatch) -> int:
         return (self._seed * 1_000_003 + batch.policy_version * 1_009) % (1 << 31)
@@ -277,67 +246,33 @@ class Learner(Rank):
     def _adapt_kl(self, figures: Mapping[str, float], reward_kl: float, num_trajectories: int) -> dict[str, float]:
         """Adapts the KL coefficients to their targets and returns the metrics of the active KL penalties."""
         kl, used = self._config.kl, self._coefficients
-        measured = figures["trained_tokens"] > 0  # False while only the critic is trained; then β stays
+        # While only the critic is trained, nothing is measured and β stays.
+        loss_kl = figures.get("reference_kl", math.nan) if figures["trained_tokens"] > 0 else math.nan
         self._coefficients = next_coefficients(
-            used,
-            kl,
-            reward_kl=reward_kl,
-            loss_kl=figures.get("reference_kl", math.nan) if measured else math.nan,
-            num_trajectories=num_trajectories,
+            used, kl, reward_kl=reward_kl, loss_kl=loss_kl, num_trajectories=num_trajectories
         )
-        result: dict[str, float] = {}
-        if kl.reward is not None:
-            result |= {"reward_kl": reward_kl, "reward_kl_coefficient": used.reward}
-        if kl.loss is not None:
-            result |= {"loss_kl_coefficient": used.loss}
-        return result
-
-    def _learning_rate(self, policy_version: int) -> float:
-        return learning_rate(
-            policy_version,
-            peak=self._config.learning_rate,
-            warmup_batches=self._config.warmup_batches,
-            total_batches=self._total_batches,
-            schedule=self._config.schedule,
-        )
+        in_reward = {} if kl.reward is None else {"reward_kl": reward_kl, "reward_kl_coefficient": used.reward}
+        return in_reward | ({} if kl.loss is None else {"loss_kl_coefficient": used.loss})
 
     def save(self, folder: Path, batch_version: int) -> None:
         """Writes a checkpoint that contains every batch up to `batch_version`, and deletes the oldest ones beyond the
-        limit.
-
-        Raises:
-            EnvironmentLackError: the disk is full.
+        limit. Raises EnvironmentLackError if the disk is full.
         """
-        state = CheckpointState(
-            backend=self._config.backend,
+        save_checkpoint(
+            self._trained_engines(),
+            folder,
+            self._config,
+            self,
             batch_version=batch_version,
             optimizer_step=self.optimizer_step,
-            world_size=self.world_size,
-            zero_stage=self._config.zero_stage,
-            dtype=self._config.dtype,
-            trainer=self._config.model_dump(mode="json"),
             kl_coefficients=asdict(self._coefficients),
         )
-        save_checkpoint(self._trained_engines(), Path(folder), state, rank=self.rank, barrier=self.barrier)
         if self.rank == 0:
-            prune_checkpoints(Path(folder).parent, self._config.keep_checkpoints)
+            prune_checkpoints(folder.parent, self._config.keep_checkpoints)
 
     def load(self, folder: Path) -> int:
-        """Restores a checkpoint bit for bit and returns the last batch it contains.
-
-        Raises:
-            DataError: there is no complete checkpoint.
-            ConfigError: it was written by another backend, number of ranks, ZeRO stage or dtype.
-        """
-        state = load_checkpoint(
-            self._trained_engines(),
-            Path(folder),
-            backend=self._config.backend,
-            world_size=self.world_size,
-            zero_stage=self._config.zero_stage,
-            dtype=self._config.dtype,
-            rank=self.rank,
-        )
+        """Restores a checkpoint bit for bit and returns the last batch it contains. Raises as `load_checkpoint`."""
+        state = load_checkpoint(self._trained_engines(), folder, self._config, self)
         self.optimizer_step = state.optimizer_step
         self._coefficients = first_coefficients(self._config.kl, state.kl_coefficients)
         return state.batch_version
@@ -348,42 +283,40 @@ class Learner(Rank):
 
     def export(self, folder: Path) -> None:
         """Writes the policy as a Hugging Face folder and replaces an existing one. LoRA adapters are merged into it,
-        and also written separately to `<folder>-adapter`.
-
-        Raises:
-            EnvironmentLackError: the disk is full.
+        and also written separately to `<folder>-adapter`. Raises EnvironmentLackError if the disk is full.
         """
         weights = collect_weights(self.parameter_specs(), self.gather, keep=self.rank == 0)
         if self.rank == 0:
-            write_export(self._model, weights, self._source, Path(folder))
+            write_export(self._model, weights, self._source, folder)
         if self._adapters is not None:
             gather = self._adapters.gather_adapters
             adapters = collect_weights(self._adapters.adapter_specs(), gather, keep=self.rank == 0)
             if self.rank == 0:
-                beside = Path(folder).with_name(f"{Path(folder).name}-adapter")
-                self._adapters.write_adapters(adapters, str(self._source), beside)
+                self._adapters.write_adapters(adapters, self._source, folder.with_name(f"{folder.name}-adapter"))
         self.barrier()
 
     @property
     def broadcast_adapters(self) -> Adapters | None:
-        """The adapters if samplers receive only them (see `AdapterSource`); None if they receive all weights."""
+        """The adapters if samplers receive only them; None if they receive all weights."""
         lora = self._config.lora
         return self._adapters if lora is not None and lora.broadcast == "adapter" else None
 
     def parameter_specs(self) -> list[ParameterSpec]:
-        """(Hugging Face name, dtype as "float32", shape) of every parameter, tied ones once; the same on all ranks."""
+        """Specs of every parameter, tied ones once; the same on all ranks."""
         return list(self._engine.specs) if self._adapters is None else self._adapters.specs()
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """The full tensors of these parameters, adapters merged, on every rank; valid only inside the block. All ranks
-        must call it with the same names.
+        """The full tensors of these parameters, adapters merged; valid only inside the block. All ranks must call it
+        with the same names.
         """
         return (self._engine if self._adapters is None else self._adapters).gather(names)
 
     def close(self) -> None:
         """Frees the engines and leaves the process group. The learner cannot be used afterwards."""
-        for beside in (self._reference, self._critic):
-            if beside is not None:
-                beside.close()
-        self._engine.close()
+        for engine in self._engines():
+            engine.close()
         self._backend.leave_process_group()
+
+
+def _mean(norms: Sequence[float]) -> float:
+    return sum(norms) / len(norms) if norms else 0.0

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+
+from tandem.trainer.config import TrainerConfig
 
 FINAL_FRACTION = 0.1
 
 
-def learning_rate(
-    policy_version: int,
-    *,
-    peak: float,
-    warmup_batches: int,
-    total_batches: int,
-    schedule: Literal["constant", "cosine"],
-) -> float:
+def learning_rate(config: TrainerConfig, policy_version: int, total_batches: int) -> float:
     """The learning rate of the batch that makes `policy_version` (the first is 1).
 
-    It rises linearly to `peak` at batch `warmup_batches`. Then it stays constant, or falls along half a cosine to a
-    tenth of `peak` at `total_batches` and stays there.
+    It rises linearly to its peak at batch `warmup_batches`. Then it stays constant, or falls along half a cosine to a
+    tenth of the peak at `total_batches` and stays there.
     """
-    if policy_version < warmup_batches:
-        return peak * policy_version / warmup_batches
-    if schedule == "constant":
-        return peak
-    progress = (policy_version - warmup_batches) / max(1, total_batches - warmup_batches)
+    if policy_version < config.warmup_batches:
+        return config.learning_rate * policy_version / config.warmup_batches
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = (policy_version - config.warmup_batches) / max(1, total_batches - config.warmup_batches)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return peak * (FINAL_FRACTION + (1.0 - FINAL_FRACTION) * cosine)
+    return config.learning_rate * (FINAL_FRACTION + (1.0 - FINAL_FRACTION) * cosine)

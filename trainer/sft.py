@@ -15,6 +15,7 @@ from tandem.protos.errors import DataError
 from tandem.protos.types import Segment
 from tandem.trainer.batch.micro_batch import TrainingRow, stack
 from tandem.trainer.checkpoints.export import write_export
+from tandem.trainer.config import SftConfig
 from tandem.trainer.models.loading import load_model, model_folder
 from tandem.trainer.models.token_model import token_logprobs
 
@@ -29,21 +30,6 @@ class SftRow:
 
     prompt_ids: Sequence[int]
     answer_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class SftSettings:
-    """Settings of `train_sft`. The learning rate warms up linearly over a twentieth of `max_steps`, then stays
-    constant. Training is in float32.
-    """
-
-    max_steps: int
-    batch_size: int
-    learning_rate: float
-    seed: int = 0
-    target_accuracy: float = 0.0
-    """Stop when a validation reaches this accuracy; 0 takes all steps."""
-    validate_every: int = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +48,9 @@ Validate = Callable[[transformers.PreTrainedModel, int, float], float | None]
 
 
 def train_sft(
-    rows: Sequence[SftRow], model_path: str, output: Path, settings: SftSettings, on_validate: Validate | None = None
+    rows: Sequence[SftRow], model_path: str, config: SftConfig, seed: int, on_validate: Validate | None = None
 ) -> SftResult:
-    """Trains the model of `model_path` on the answers of `rows` and writes it to the folder `output`.
+    """Trains the model of `model_path` on the answers of `rows`, in float32, and writes it to `config.output`.
 
     Calls `on_validate` every `validate_every` steps and after the last. Uses the GPU if there is one, and torch's
     current number of threads.
@@ -80,18 +66,19 @@ def train_sft(
         raise DataError("supervised training got no rows: set sft.train_file to a file whose rows have an answer")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else _CPU
     model = load_model(source, "float32").to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=True)
     losses: list[float] = []
     accuracy: float | None = None
-    for step, batch in enumerate(_batches(segments, settings), 1):
-        rate = settings.learning_rate * min(1.0, step / max(1.0, _WARMUP_FRACTION * settings.max_steps))
+    for step, batch in enumerate(_batches(segments, config, seed), 1):
+        rate = config.learning_rate * min(1.0, step / max(1.0, _WARMUP_FRACTION * config.max_steps))
         losses.append(_step(model, optimizer, batch, rate, device))
-        if step % settings.validate_every == 0 or step == settings.max_steps:
-            losses = losses[-settings.validate_every :]
+        if step % config.validate_every == 0 or step == config.max_steps:
+            losses = losses[-config.validate_every :]
             accuracy = on_validate(model, step, sum(losses) / len(losses)) if on_validate else None
-            if accuracy is not None and 0 < settings.target_accuracy <= accuracy:
+            if accuracy is not None and 0 < config.target_accuracy <= accuracy:
                 break
-    write_export(model, {name: tensor.detach() for name, tensor in model.named_parameters()}, source, Path(output))
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    write_export(model, weights, source, Path(config.output))
     return SftResult(step, sum(losses) / len(losses), accuracy)
 
 
@@ -145,15 +132,15 @@ def _segment(row: SftRow, number: int) -> Segment:
     return Segment(ids, np.zeros(len(ids), np.float32), loss_mask, ())
 
 
-def _batches(segments: Sequence[Segment], settings: SftSettings) -> Iterator[list[Segment]]:
+def _batches(segments: Sequence[Segment], config: SftConfig, seed: int) -> Iterator[list[Segment]]:
     """`max_steps` batches from repeated passes over the rows, reshuffled for each pass."""
-    random = np.random.default_rng(settings.seed)
+    random = np.random.default_rng(seed)
     queue: NDArray[np.int64] = np.empty(0, np.int64)
-    for _ in range(settings.max_steps):
-        while len(queue) < settings.batch_size:
+    for _ in range(config.max_steps):
+        while len(queue) < config.batch_size:
             queue = np.concatenate([queue, random.permutation(len(segments))])
-        yield [segments[number] for number in queue[: settings.batch_size]]
-        queue = queue[settings.batch_size :]
+        yield [segments[number] for number in queue[: config.batch_size]]
+        queue = queue[config.batch_size :]
 
 
 def _step(

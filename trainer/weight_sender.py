@@ -5,16 +5,13 @@ joiners.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
 
 import torch
@@ -22,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tandem.protos.errors import EnvironmentLackError, WeightTransferError
-from tandem.protos.manifest import bucket_file, plan_buckets, with_base, with_digests
+from tandem.protos.manifest import ParameterSpec, bucket_file, plan_buckets, with_base
 from tandem.protos.types import AdapterSpec, BucketSpec, WeightGroupAddress, WeightManifest
 from tandem.protos.weight_group import (
     WeightGroup,
@@ -32,6 +29,11 @@ from tandem.protos.weight_group import (
     export_cuda_bucket,
     fill_bucket,
 )
+from tandem.trainer.checkpoints.durable import atomic_folder
+from tandem.trainer.checkpoints.export import Gather
+
+if TYPE_CHECKING:
+    from tandem.trainer.models.lora import Adapters
 
 _CPU = torch.device("cpu")
 
@@ -41,22 +43,9 @@ class WeightSource(Protocol):
 
     rank: int
 
-    def parameter_specs(self) -> Sequence[tuple[str, str | torch.dtype, Sequence[int]]]: ...
+    def parameter_specs(self) -> Sequence[ParameterSpec]: ...
 
     def gather(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
-
-
-class AdapterSource(Protocol):
-    """The interface of adapters that are sent without the base. Its gather methods are collective too."""
-
-    adapter_rank: int
-    scaling: float
-
-    def factor_specs(self) -> Sequence[tuple[str, str | torch.dtype, Sequence[int]]]: ...
-
-    def gather_factors(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
-
-    def gather_base(self, names: Sequence[str]) -> AbstractContextManager[Mapping[str, torch.Tensor]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +58,10 @@ class WeightCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyTransfer:
-    """A transfer to one late joiner. It joins `address` with ranks from 1, then updates with `manifest`; `finished`
-    holds the outcome.
-    """
+    """A transfer to one late joiner. It joins `address` with ranks from 1, then updates with `manifest`."""
 
     address: WeightGroupAddress
     manifest: WeightManifest
-    finished: Future[None]
 
 
 class WeightSender:
@@ -91,19 +77,15 @@ class WeightSender:
     """
 
     def __init__(
-        self,
-        source: WeightSource,
-        *,
-        bucket_bytes: int,
-        device: torch.device = _CPU,
-        adapters: AdapterSource | None = None,
+        self, source: WeightSource, *, bucket_bytes: int, device: torch.device = _CPU, adapters: Adapters | None = None
     ) -> None:
         self._source = source
         self._device = device
         self._adapters = adapters
         self._gather = source.gather if adapters is None else adapters.gather_factors
-        self._buckets = _plan(source.parameter_specs() if adapters is None else adapters.factor_specs(), bucket_bytes)
-        self._base = () if adapters is None else _plan(source.parameter_specs(), bucket_bytes)
+        specs = source.parameter_specs()
+        self._buckets = plan_buckets(specs if adapters is None else adapters.factor_specs(), bucket_bytes)
+        self._base = () if adapters is None else plan_buckets(specs, bucket_bytes)
         self._base_buffers: tuple[torch.Tensor, ...] | None = None
         self._copy: WeightCopy | None = None
         self._group_store: WeightGroupStore | None = None
@@ -116,8 +98,9 @@ class WeightSender:
         return backend in ("disk", "ipc")
 
     @property
-    def copy(self) -> WeightCopy | None:
+    def copy(self) -> WeightCopy:
         """The newest version, for late joiners; only on rank 0."""
+        assert self._copy is not None, "a copy exists once a version was broadcast"
         return self._copy
 
     def manifest(
@@ -131,11 +114,13 @@ class WeightSender:
         manifest = WeightManifest(incarnation, policy_version, backend, self._buckets if changed else (), location)
         if self._adapters is None or not changed:
             return manifest
-        if self._base_buffers is None:
-            self._gather_base(self._adapters)
-        return replace(
-            manifest, adapters=AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
-        )
+        if self._base_buffers is None:  # for samplers that lack the base
+            base = self._filled(self._base, self._adapters.gather_base, self._device)
+            held = [(spec, buffer.to(_CPU)) for spec, buffer in base]
+            self._base = tuple(spec for spec, _ in held) or self._base
+            self._base_buffers = tuple(buffer for _, buffer in held)
+        adapters = AdapterSpec(self._adapters.adapter_rank, self._adapters.scaling, base=self._base)
+        return replace(manifest, adapters=adapters)
 
     def prepare(self, host: str, world_size: int, backend: str, timeout_seconds: float) -> WeightGroupAddress:
         """Rank 0: closes the open group and listens for a new one of `world_size` ranks, including itself.
@@ -161,34 +146,50 @@ class WeightSender:
             WeightTransferError: on rank 0, after every bucket was gathered, so that ranks stay in step and the copy is
                 complete. The group is closed; samplers in it may have failed and can be updated from the copy.
         """
-        buffers: list[torch.Tensor] = []
-        digests: list[str] = []
         fault: WeightTransferError | None = None
         deadline = time.monotonic() + timeout_seconds
         exported = manifest.backend == "ipc"
         on_gpu = exported or (self._group is not None and self._group.address.backend == "nccl")
-        for spec in manifest.buckets:
-            with self._gather([tensor.name for tensor in spec.tensors]) as tensors:
-                if self._source.rank != 0:
-                    continue
-                buffer = empty_bucket(spec, self._device if on_gpu else _CPU)
-                digests.append(fill_bucket(spec, tensors, buffer))
-            if fault is None:
-                fault = self._send(manifest, buffer, max(deadline - time.monotonic(), 0.001))
+        specs: list[BucketSpec] = []
+        buffers: list[torch.Tensor] = []
+        for spec, buffer in self._filled(manifest.buckets, self._gather, self._device if on_gpu else _CPU):
+            if self._group is not None and not self.fetched_by_samplers(manifest.backend):
+                try:
+                    self._group.broadcast(buffer, max(deadline - time.monotonic(), 0.001))
+                except WeightTransferError as error:
+                    self.close()
+                    fault = error
             if exported:
                 self._exported.append(buffer)
+            specs.append(spec)
             buffers.append(buffer.to(_CPU))
         if self._source.rank != 0:
             return manifest
-        sent = with_digests(manifest, digests)
-        self._keep(sent, buffers)
-        if manifest.backend == "disk" and manifest.buckets:
-            sent = self.write_copy(Path(manifest.location))
+        sent = replace(manifest, buckets=tuple(specs))
+        if sent.buckets:
+            self._copy = WeightCopy(sent, tuple(buffers))
+        elif self._copy is not None:  # same weights as the previous version, with a new number
+            renamed = replace(self._copy.manifest, incarnation=sent.incarnation, policy_version=sent.policy_version)
+            self._copy = WeightCopy(renamed, self._copy.buffers)
+        if sent.backend == "disk" and sent.buckets:
+            sent = self.write_copy(Path(sent.location))
         if exported:
             sent = replace(sent, location=json.dumps([export_cuda_bucket(buffer) for buffer in self._exported]))
         if fault is not None:
             raise fault
         return sent
+
+    def _filled(
+        self, buckets: Sequence[BucketSpec], gather: Gather, device: torch.device
+    ) -> Iterator[tuple[BucketSpec, torch.Tensor]]:
+        """All ranks: gathers the tensors of each bucket. Rank 0 yields every bucket, with its digest."""
+        for spec in buckets:
+            with gather([tensor.name for tensor in spec.tensors]) as tensors:
+                if self._source.rank != 0:
+                    continue
+                buffer = empty_bucket(spec, device)
+                digest = fill_bucket(spec, tensors, buffer)
+            yield replace(spec, digest=digest), buffer
 
     def release(self) -> None:
         """Rank 0: frees the GPU memory shared by `ipc`, once every sampler has answered or was left out."""
@@ -208,23 +209,15 @@ class WeightSender:
         group_store = WeightGroupStore(
             host, f"copy-{uuid4().hex[:12]}", 1 + tensor_parallel_size, "gloo", timeout_seconds
         )
-        finished: Future[None] = Future()
 
         def serve() -> None:
-            try:
-                group = group_store.connect(_CPU, timeout_seconds)
-                try:
-                    for buffer in copy.buffers:
-                        group.broadcast(buffer, timeout_seconds)
-                finally:
-                    group.close()
-            except WeightTransferError as error:
-                finished.set_exception(error)
-            else:
-                finished.set_result(None)
+            # The sampler's own reply tells of a failure.
+            with suppress(WeightTransferError), closing(group_store.connect(_CPU, timeout_seconds)) as group:
+                for buffer in copy.buffers:
+                    group.broadcast(buffer, timeout_seconds)
 
         threading.Thread(target=serve, name="weight-copy", daemon=True).start()
-        return CopyTransfer(group_store.address, replace(copy.manifest, backend="gloo", location=""), finished)
+        return CopyTransfer(group_store.address, replace(copy.manifest, backend="gloo", location=""))
 
     def write_copy(self, folder: Path, *, brings_base: bool = False) -> WeightManifest:
         """Rank 0: writes the copy atomically as safetensors, one file per bucket, and returns its `disk` manifest.
@@ -234,19 +227,11 @@ class WeightSender:
         """
         copy = self._copy_to_send(brings_base)
         folder = folder.absolute()
-        unfinished = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}")
         try:
-            unfinished.mkdir(parents=True)
-            for number, (spec, buffer) in enumerate(zip(copy.manifest.buckets, copy.buffers, strict=True)):
-                file = unfinished / bucket_file(number)
-                save_file(dict(bucket_tensors(spec, buffer)), file)
-                _sync(file)
-            _sync(unfinished)
-            shutil.rmtree(folder, ignore_errors=True)
-            unfinished.rename(folder)
-            _sync(folder.parent)
+            with atomic_folder(folder) as begun:
+                for number, (spec, buffer) in enumerate(zip(copy.manifest.buckets, copy.buffers, strict=True)):
+                    save_file(dict(bucket_tensors(spec, buffer)), begun / bucket_file(number))
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
             raise EnvironmentLackError(
                 f"weights cannot be written to {folder}: {error}; free space or choose another folder"
             ) from error
@@ -258,57 +243,8 @@ class WeightSender:
             self._group.close()
         self._group = self._group_store = None
 
-    def _send(
-        self, manifest: WeightManifest, buffer: torch.Tensor, timeout_seconds: float
-    ) -> WeightTransferError | None:
-        if self._group is None or self.fetched_by_samplers(manifest.backend):
-            return None
-        try:
-            self._group.broadcast(buffer, timeout_seconds)
-        except WeightTransferError as error:
-            self.close()
-            return error
-        return None
-
-    def _gather_base(self, adapters: AdapterSource) -> None:
-        """All ranks: gathers the base. Rank 0 keeps it with its digests for samplers that lack it."""
-        held: list[BucketSpec] = []
-        buffers: list[torch.Tensor] = []
-        for spec in self._base:
-            with adapters.gather_base([tensor.name for tensor in spec.tensors]) as tensors:
-                if self._source.rank != 0:
-                    continue
-                buffer = empty_bucket(spec, self._device)
-                held.append(replace(spec, digest=fill_bucket(spec, tensors, buffer)))
-            buffers.append(buffer.to(_CPU))
-        self._base = tuple(held) or self._base
-        self._base_buffers = tuple(buffers)
-
     def _copy_to_send(self, brings_base: bool) -> WeightCopy:
-        copy = self._copy
-        assert copy is not None, "a copy exists once a version was broadcast"
         if not brings_base:
-            return copy
+            return self.copy
         assert self._base_buffers is not None, "the base is held from the first version on"
-        return WeightCopy(with_base(copy.manifest), self._base_buffers + copy.buffers)
-
-    def _keep(self, sent: WeightManifest, buffers: Sequence[torch.Tensor]) -> None:
-        if sent.buckets:
-            self._copy = WeightCopy(sent, tuple(buffers))
-        elif self._copy is not None:  # same weights as the previous version, with a new number
-            renamed = replace(self._copy.manifest, incarnation=sent.incarnation, policy_version=sent.policy_version)
-            self._copy = WeightCopy(renamed, self._copy.buffers)
-
-
-def _plan(specs: Sequence[tuple[str, str | torch.dtype, Sequence[int]]], bucket_bytes: int) -> tuple[BucketSpec, ...]:
-    return plan_buckets(
-        [(name, str(dtype).removeprefix("torch."), shape) for name, dtype, shape in specs], bucket_bytes
-    )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return WeightCopy(with_base(self.copy.manifest), self._base_buffers + self.copy.buffers)

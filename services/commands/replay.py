@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tandem.protos.codec import decode_group
 from tandem.protos.errors import ConfigError, DataError, ModelError
+from tandem.protos.manifest import weights_digest
 from tandem.services.command_line import run_service
 from tandem.services.config import Recipe, load_resolved
 from tandem.services.run.folder import CONFIG_FILE, HF_FOLDER
@@ -22,12 +23,10 @@ from tandem.services.run.metrics import METRICS_FILE, JsonLines
 from tandem.services.run.preflight import check_models
 from tandem.services.trainer.batch_source import groups_of_rank
 from tandem.services.trainer.launch import run_local_ranks
-from tandem.services.trainer.publisher import copy_digest
 from tandem.services.trainer.recovery import check_world_size
+from tandem.services.trainer.service import make_learner
 from tandem.trainer.batch.record import BATCHES_FOLDER, read_record, recorded_versions
 from tandem.trainer.checkpoints.export import collect_weights
-from tandem.trainer.learner import Learner
-from tandem.trainer.weight_sender import WeightSender
 
 EQUAL, DIFFERENT = 0, 1
 
@@ -67,23 +66,11 @@ class Replay:
             raise DataError(f"{lack}; only a whole run can be replayed")
         lines = JsonLines(folder / METRICS_FILE).read()
         self._digests = {line["step"]: line["weights_digest"] for line in lines if line.get("weights_digest")}
-        self._learner = Learner(
-            recipe.trainer,
-            model_path=recipe.model.path,
-            total_batches=recipe.run.total_batches,
-            seed=recipe.run.seed,
-            max_response_tokens=recipe.rollout.max_response_tokens,
-        )
+        self._learner, self._sender = make_learner(recipe)
         if self._learner.world_size != recipe.trainer.num_ranks * recipe.trainer.num_nodes:
             raise ConfigError(
                 f"{folder} was trained by another number of ranks than WORLD_SIZE={self._learner.world_size}"
             )
-        self._sender = WeightSender(
-            self._learner,
-            bucket_bytes=recipe.weights.bucket_bytes,
-            device=self._learner.device,
-            adapters=self._learner.broadcast_adapters,
-        )
 
     def run(self) -> int:
         """Trains every batch, compares the weights, and returns the exit code."""
@@ -117,7 +104,7 @@ class Replay:
     def _digest(self, version: int, *, changed: bool) -> str:
         # Without a process group nothing is sent. All ranks gather the weights, and rank 0 keeps a copy to digest.
         self._sender.broadcast(self._sender.manifest(0, version, "gloo", changed=changed), timeout_seconds=60.0)
-        return copy_digest(self._sender) if self._learner.rank == 0 else ""
+        return weights_digest(self._sender.copy.manifest) if self._learner.rank == 0 else ""
 
     def _compare_export(self) -> list[str]:
         """Names of the parameters that differ from the run's export; none if the run has no export."""

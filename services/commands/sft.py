@@ -12,7 +12,7 @@ from tandem.services.config import Recipe
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError, load_tokenizer
 from tandem.services.data.dataset import Dataset, RowFault, load_prompts
 from tandem.trainer.checkpoints.durable import begin_folder
-from tandem.trainer.sft import SftRow, SftSettings, Validate, sample_answers, train_sft
+from tandem.trainer.sft import SftRow, Validate, sample_answers, train_sft
 
 
 def main(recipe: Recipe) -> int:
@@ -28,18 +28,10 @@ def main(recipe: Recipe) -> int:
         raise ConfigError("sft.target_accuracy needs data.eval_file to be measured on")
     _check_output(Path(recipe.sft.output))
     rows = _load_rows(recipe)
-    settings = SftSettings(
-        max_steps=recipe.sft.max_steps,
-        batch_size=recipe.sft.batch_size,
-        learning_rate=recipe.sft.learning_rate,
-        seed=recipe.run.seed,
-        target_accuracy=recipe.sft.target_accuracy,
-        validate_every=recipe.sft.validate_every,
-    )
     core = ScoringCore(recipe.reward)
     try:
         validate = _validation(recipe, core) if recipe.data.eval_file else None
-        result = train_sft(rows, recipe.model.path, Path(recipe.sft.output), settings, validate)
+        result = train_sft(rows, recipe.model.path, recipe.sft, recipe.run.seed, validate)
     finally:
         core.close()
     reached = "" if result.accuracy is None else f", sampled accuracy {result.accuracy:.3f}"

@@ -17,7 +17,7 @@ from tandem.rollout.config import RolloutConfig
 from tandem.services.config.jobs import JobsConfig, Section, ServiceConfig
 from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides, as_table, selects_another
-from tandem.trainer.config import TrainerConfig, WeightsConfig
+from tandem.trainer.config import SftConfig, TrainerConfig, WeightsConfig
 
 
 class RunConfig(Section):
@@ -94,27 +94,6 @@ class DataConfig(Section):
     def train_files(self) -> tuple[TrainFile, ...]:
         """The training files, from `train` or `train_file`."""
         return self.train or (TrainFile(path=self.train_file),)
-
-
-class SftConfig(Section):
-    """`[sft]`: supervised warm start, used by `tandem sft`."""
-
-    train_file: str = ""
-    """Rows with an answer to imitate: `extra_info.answer`, else `reward_model.ground_truth`."""
-    output: str = ""
-    """Folder for the warm-started model. It must not exist yet."""
-    max_steps: Annotated[int, Field(ge=1)] = 1000
-    """Maximum number of optimizer steps."""
-    batch_size: Annotated[int, Field(ge=1)] = 64
-    """Rows per step."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
-    """Peak learning rate; linear warm-up over the first twentieth of max_steps, then constant."""
-    target_accuracy: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Training stops when the sampled validation accuracy reaches this; 0 trains all steps."""
-    validate_every: Annotated[int, Field(ge=1)] = 100
-    """Steps between validations on `data.eval_file`."""
-    validation_rows: Annotated[int, Field(ge=1)] = 200
-    """Rows sampled by a validation."""
 
 
 class Recipe(Section):

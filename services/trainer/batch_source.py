@@ -6,8 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from statistics import fmean
 
 from tandem.protos.errors import ScorerError, SelectionError, TandemError, UnavailableError
 from tandem.protos.types import Packing, RowHeader, TrainBatch, scored_trajectories
@@ -16,47 +15,29 @@ from tandem.services.config import Recipe
 from tandem.services.run.metrics import baseline_rewards, oldest_version
 from tandem.trainer.batch.planning import plan_batch
 from tandem.trainer.batch.selection import zero_variance
+from tandem.trainer.rank import Rank
 
 _CLAIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionRules:
-    """Rules for which scored groups may be trained. `hard_staleness_cap` 0 is off; `needs_baseline`: rewards are
-    compared with the greedy answer's.
+def rejection(recipe: Recipe, headers: Sequence[RowHeader], start_version: int) -> str | None:
+    """The reason why a scored group cannot be part of a batch that starts from this version, or None if it can.
+
+    An estimator that compares answers needs at least two scored ones. Rewards are also compared with the greedy
+    answer's if the estimator needs it.
     """
-
-    min_rows: int
-    hard_staleness_cap: int
-    drop_zero_variance: bool
-    needs_baseline: bool = False
-
-    def rejection(self, headers: Sequence[RowHeader], start_version: int) -> str | None:
-        """The reason why the group cannot be part of a batch that starts from this version, or None if it can."""
-        rows = list(scored_trajectories(headers).values())
-        if len(rows) < self.min_rows:
-            return "too_few_scored_rows"
-        compared = baseline_rewards(headers) if self.needs_baseline else []
-        if self.needs_baseline and not compared:
-            return "no_scored_baseline"
-        if self.hard_staleness_cap and start_version - min(map(oldest_version, rows)) > self.hard_staleness_cap:
-            return "stale"
-        if self.drop_zero_variance and zero_variance([*(segments[0].reward or 0.0 for segments in rows), *compared]):
-            return "zero_variance"
-        return None
-
-
-def selection_rules(recipe: Recipe) -> SelectionRules:
-    """The rules of a recipe. An estimator that compares answers needs at least two scored ones per group, some need
-    more.
-    """
-    return SelectionRules(
-        min_rows=max(2 if recipe.trainer.advantage.compares_answers else 1, recipe.trainer.advantage.min_group_size),
-        hard_staleness_cap=recipe.run.hard_staleness_cap,
-        drop_zero_variance=recipe.trainer.selection.drop_zero_variance,
-        needs_baseline=recipe.trainer.needs_baselines,
-    )
+    trainer, cap = recipe.trainer, recipe.run.hard_staleness_cap
+    rows = list(scored_trajectories(headers).values())
+    if len(rows) < max(2 if trainer.advantage.compares_answers else 1, trainer.advantage.min_group_size):
+        return "too_few_scored_rows"
+    compared = baseline_rewards(headers) if trainer.needs_baselines else []
+    if trainer.needs_baselines and not compared:
+        return "no_scored_baseline"
+    if cap and start_version - min(map(oldest_version, rows)) > cap:
+        return "stale"
+    rewards = [*(segments[0].reward or 0.0 for segments in rows), *compared]
+    return "zero_variance" if trainer.selection.drop_zero_variance and zero_variance(rewards) else None
 
 
 class BatchSource:
@@ -67,13 +48,7 @@ class BatchSource:
     """
 
     def __init__(
-        self,
-        buffer: Buffer,
-        recipe: Recipe,
-        incarnation: int,
-        world_size: int,
-        stop: threading.Event,
-        packing: Packing = "padded",
+        self, buffer: Buffer, recipe: Recipe, incarnation: int, world_size: int, stop: threading.Event, packing: Packing
     ) -> None:
         self._buffer = buffer
         self._recipe = recipe
@@ -81,18 +56,13 @@ class BatchSource:
         self._world_size = world_size
         self._stop = stop
         self._packing = packing
-        self._rules = selection_rules(recipe)
-        self._survivors: dict[str, tuple[RowHeader, ...]] = {}
+        self.survivors: dict[str, tuple[RowHeader, ...]] = {}
+        """The groups claimed so far for the next batch."""
         self._consecutive_rejections = 0
         self._rejected: Counter[str] = Counter()
         self._rejected_lengths: list[int] = []
         self.exhausted = False
         self.last_claim = time.monotonic()
-
-    @property
-    def num_survivors(self) -> int:
-        """Number of groups claimed so far for the next batch."""
-        return len(self._survivors)
 
     def poll(self, version: int, seconds: float) -> TrainBatch | None:
         """The batch that follows `version`; None if it did not fill in time, on stop, or because no group is left.
@@ -107,7 +77,7 @@ class BatchSource:
         """
         deadline = time.monotonic() + seconds
         wanted = self._recipe.run.groups_per_batch
-        while len(self._survivors) < wanted and not self.exhausted:
+        while len(self.survivors) < wanted and not self.exhausted:
             patience = min(_CLAIM_SECONDS, deadline - time.monotonic())
             if patience <= 0 or self._stop.is_set():
                 return None
@@ -115,7 +85,7 @@ class BatchSource:
             if not self._claim(version, patience) and self._buffer.exhausted():
                 # Claims once more: groups completed between the two checks are still there, and no more will follow.
                 self.exhausted = not self._claim(version, 0.0)
-        if not self._survivors:
+        if not self.survivors:
             return None
         return self._plan(version + 1)
 
@@ -126,22 +96,22 @@ class BatchSource:
         figures: dict[str, float] = {"rejected_groups": self._rejected.total()}
         figures |= {f"rejected_{reason}": number for reason, number in self._rejected.items()}
         if self._rejected_lengths:
-            figures["rejected_response_length_mean"] = sum(self._rejected_lengths) / len(self._rejected_lengths)
+            figures["rejected_response_length_mean"] = fmean(self._rejected_lengths)
         self._rejected.clear()
         self._rejected_lengths.clear()
         return figures
 
     def _claim(self, version: int, timeout_seconds: float) -> bool:
-        wanted = self._recipe.run.groups_per_batch - len(self._survivors)
+        wanted = self._recipe.run.groups_per_batch - len(self.survivors)
         claims = self._buffer.claim_scored(self._incarnation, wanted, timeout_seconds)
         if not claims:
             return False
         self.last_claim = time.monotonic()
         rejected: dict[str, list[str]] = {}
         for claim in claims:
-            reason = self._rules.rejection(claim.headers, version)
+            reason = rejection(self._recipe, claim.headers, version)
             if reason is None:
-                self._survivors[claim.group_id] = claim.headers
+                self.survivors[claim.group_id] = claim.headers
                 self._consecutive_rejections = 0
             else:
                 rejected.setdefault(reason, []).append(claim.group_id)
@@ -170,16 +140,15 @@ class BatchSource:
         if self._consecutive_rejections >= self._recipe.trainer.max_consecutive_rejections:
             counts = {name: n for name, n in self._buffer.counts().items() if name.startswith("dropped") and n}
             raise SelectionError(
-                f"{self._consecutive_rejections} groups in a row were rejected "
-                f"({dict(self._rejected)}; in all {counts}): "
-                "the rewards carry no signal, or the rules leave nothing; see trainer.selection.drop_zero_variance and "
-                "run.hard_staleness_cap"
+                f"{self._consecutive_rejections} groups in a row were rejected ({dict(self._rejected)}; in all "
+                f"{counts}): the rewards carry no signal, or the rules leave nothing; see "
+                "trainer.selection.drop_zero_variance and run.hard_staleness_cap"
             )
 
     def _plan(self, policy_version: int) -> TrainBatch:
-        group_ids = tuple(self._survivors)
-        headers = tuple(header for group in self._survivors.values() for header in group)
-        self._survivors = {}
+        group_ids = tuple(self.survivors)
+        headers = tuple(header for group in self.survivors.values() for header in group)
+        self.survivors = {}
         return plan_batch(
             headers,
             group_ids,
@@ -192,29 +161,17 @@ class BatchSource:
         )
 
 
-class Ranks(Protocol):
-    """The learner's interface for reading: its rank and a yes/no agreement over all ranks."""
-
-    rank: int
-
-    def all_agree(self, ok: bool) -> bool: ...
-
-
 def groups_of_rank(batch: TrainBatch, rank: int) -> list[str]:
-    """The groups whose rows this rank trains, in the batch's order. Rank 0 reads all groups, because it writes the
-    record.
-    """
+    """The groups whose rows this rank trains, in the batch's order; all on rank 0, because it writes the record."""
     if rank == 0:
         return list(batch.group_ids)
     own = {row.group_id for row in batch.plan if row.rank == rank}
     return [group_id for group_id in batch.group_ids if group_id in own]
 
 
-def read_payloads(buffer: Buffer, batch: TrainBatch, ranks: Ranks) -> Mapping[str, bytes]:
-    """This rank's payloads of the batch. If any rank fails to read its own, all ranks retry once and then all raise.
-
-    Raises:
-        UnavailableError: on every rank, if any rank failed twice.
+def read_payloads(buffer: Buffer, batch: TrainBatch, ranks: Rank) -> Mapping[str, bytes]:
+    """This rank's payloads of the batch. If any rank fails to read its own, all ranks retry once and then all raise
+    UnavailableError.
     """
     group_ids = groups_of_rank(batch, ranks.rank)
     failure: TandemError | None = None

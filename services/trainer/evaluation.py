@@ -9,7 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from statistics import fmean
 
 import grpc
 import numpy as np
@@ -34,19 +35,15 @@ _SILENT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation of `num_rows` rows. `unscored` counts rows without a reward by reason; the means exclude them."""
+    """A line of evaluations.jsonl. `unscored` counts rows without a reward by reason; the means exclude them."""
 
     version: int | None
     accuracy: float | None
     mean_reward: float | None
     num_rows: int
     num_scored: int
-    unscored: Mapping[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    def line(self) -> dict[str, object]:
-        """The evaluation as a line of evaluations.jsonl."""
-        return asdict(self)
+    unscored: Mapping[str, int]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,56 +56,54 @@ class EvaluationEndpoints:
     stop: Sequence[str] = ()
 
 
-@dataclass(slots=True)
-class _Results:
-    rewards: list[float] = field(default_factory=list)
-    correct: list[bool] = field(default_factory=list)
-    unscored: Counter[str] = field(default_factory=Counter)
-
-
 def evaluate(version: int | None, prompts: Sequence[Prompt], endpoints: EvaluationEndpoints) -> Evaluation:
-    """Answers every prompt once, greedily, distributed over the samplers; with `version` None by samplers of any
-    version.
+    """Answers every prompt once, greedily, distributed over the samplers; without a `version` those of any version.
 
     A row is correct if its scorer says so (`acc` or `correct` in the breakdown), else if its reward is at least 1. A
-    chunk whose call fails is sent to another sampler, at most three times; then its rows count as unscored and are
-    excluded from the means.
+    chunk whose call fails is sent to another sampler, at most three times; then its rows count as unscored.
     """
     started = time.monotonic()
     deadline = started + DEADLINE_SECONDS
-    results = _Results()
     channels = {address: connect(address) for address in {*endpoints.samplers, endpoints.reward}}
     pending: list[Sequence[Prompt]] = [prompts[i : i + ROWS_PER_CALL] for i in range(0, len(prompts), ROWS_PER_CALL)]
+    items: list[reward_pb2.ScoreReply.Item] = []
     reason = "no_sampler"
 
-    def ask(place: int, chunk: Sequence[Prompt]) -> str | None:
-        address = endpoints.samplers[place % len(endpoints.samplers)]
+    def ask(place: int, chunk: Sequence[Prompt]) -> Sequence[reward_pb2.ScoreReply.Item] | TandemError:
+        sampler = channels[endpoints.samplers[place % len(endpoints.samplers)]]
         try:
-            answers = _generate(channels[address], chunk, version, endpoints, deadline)
-            _score(channels[endpoints.reward], chunk, answers, results, deadline)
+            answers = _generate(sampler, chunk, version, endpoints, deadline)
+            return _score(channels[endpoints.reward], chunk, answers, deadline)
         except TandemError as error:
-            return type(error).__name__
-        return None
+            return error
 
     try:
         for attempt in range(ATTEMPTS if endpoints.samplers else 0):
             with ThreadPoolExecutor(CALLS_PER_SAMPLER * len(endpoints.samplers)) as pool:
-                failures = list(pool.map(ask, range(attempt, attempt + len(pending)), pending))
-            reason = next((failure for failure in failures if failure), reason)
-            pending = [chunk for chunk, failure in zip(pending, failures, strict=True) if failure]
+                replies = list(pool.map(ask, range(attempt, attempt + len(pending)), pending))
+            chunks, pending = pending, []
+            for chunk, reply in zip(chunks, replies, strict=True):
+                if isinstance(reply, TandemError):
+                    pending.append(chunk)
+                    reason = type(reply).__name__
+                else:
+                    items += reply
             if not pending or time.monotonic() > deadline:
                 break
     finally:
         for channel in channels.values():
             channel.close()
-    results.unscored.update({reason: sum(len(chunk) for chunk in pending)} if pending else {})
+    scored = [item.scored for item in items if item.HasField("scored")]
+    unscored = Counter(item.unscored.reason for item in items if not item.HasField("scored"))
+    if pending:
+        unscored[reason] += sum(map(len, pending))
     return Evaluation(
         version=version,
-        accuracy=float(np.mean(results.correct)) if results.correct else None,
-        mean_reward=float(np.mean(results.rewards)) if results.rewards else None,
+        accuracy=fmean(map(_is_correct, scored)) if scored else None,
+        mean_reward=fmean(one.value for one in scored) if scored else None,
         num_rows=len(prompts),
-        num_scored=len(results.rewards),
-        unscored=dict(results.unscored),
+        num_scored=len(scored),
+        unscored=dict(unscored),
         seconds=time.monotonic() - started,
     )
 
@@ -118,7 +113,9 @@ def _generate(
 ) -> list[rollout_pb2.GenerateReply.Sample]:
     request = rollout_pb2.GenerateRequest(
         items=[
-            rollout_pb2.GenerateRequest.Item(prompt_ids=_int32_bytes(prompt.token_ids), num_samples=1)
+            rollout_pb2.GenerateRequest.Item(
+                prompt_ids=np.ascontiguousarray(prompt.token_ids, "<i4").tobytes(), num_samples=1
+            )
             for prompt in chunk
         ],
         sampling=rollout_pb2.SamplingParameters(
@@ -139,9 +136,8 @@ def _score(
     channel: grpc.Channel,
     chunk: Sequence[Prompt],
     answers: Sequence[rollout_pb2.GenerateReply.Sample],
-    results: _Results,
     deadline: float,
-) -> None:
+) -> Sequence[reward_pb2.ScoreReply.Item]:
     request = reward_pb2.ScoreRequest(
         items=[
             reward_pb2.ScoreRequest.Item(
@@ -154,13 +150,7 @@ def _score(
         ]
     )
     with translated():
-        reply = reward_pb2_grpc.RewardServiceStub(channel).Score(request, timeout=_left(deadline))
-    for item in reply.items:
-        if item.HasField("scored"):
-            results.rewards.append(item.scored.value)
-            results.correct.append(_is_correct(item.scored))
-        else:
-            results.unscored[item.unscored.reason] += 1
+        return list(reward_pb2_grpc.RewardServiceStub(channel).Score(request, timeout=_left(deadline)).items)
 
 
 def _is_correct(scored: reward_pb2.ScoreReply.Scored) -> bool:
@@ -170,10 +160,6 @@ def _is_correct(scored: reward_pb2.ScoreReply.Scored) -> bool:
     return scored.value >= 1.0
 
 
-def _int32_bytes(ids: object) -> bytes:
-    return np.ascontiguousarray(ids, dtype="<i4").tobytes()
-
-
 def _left(deadline: float) -> float:
     return max(0.001, deadline - time.monotonic())
 
@@ -181,9 +167,7 @@ def _left(deadline: float) -> float:
 def wait_for_endpoints(
     buffer: Buffer, recipe: Recipe, version: int | None, seconds: float, stop: threading.Event
 ) -> EvaluationEndpoints | None:
-    """Waits for samplers with the `version` (None: any live sampler) and for the reward service; returns None at the
-    deadline.
-    """
+    """Waits for samplers with the `version` (None: any live sampler) and for the reward service; None if in vain."""
     started = time.monotonic()
     silent = True
     while True:
@@ -221,15 +205,11 @@ class BackgroundEvaluation:
     def start(self, version: int, patience_seconds: float) -> None:
         """Starts an evaluation, which gives up and logs it if no sampler has the version within the patience."""
         assert self._thread is None, "one evaluation at a time"
-        self._thread = threading.Thread(
-            target=self._run, args=(version, patience_seconds), name="evaluation", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(version, patience_seconds), daemon=True)
         self._thread.start()
 
     def over(self, timeout_seconds: float) -> bool:
-        """Waits until the running evaluation ends or is stopped; True if none is running. Raises the error that ended
-        it.
-        """
+        """Whether none is running or it ended within the time. Raises the error that ended it."""
         if self._thread is None:
             return True
         deadline = time.monotonic() + timeout_seconds

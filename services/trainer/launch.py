@@ -82,25 +82,14 @@ def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[
     so it does, not the supervisor.
     """
     return [
-        "--nnodes",
-        str(recipe.trainer.num_nodes),
-        "--nproc-per-node",
-        str(recipe.trainer.num_ranks),
-        "--max-restarts",
-        str(RESTARTS_ACROSS_MACHINES),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        recipe.trainer.rendezvous,
-        "--rdzv-id",
-        recipe.run.run_id,
-        "--log-dir",
-        os.devnull,  # else torchrun creates log folders in /tmp that it does not use
-        "--module",
-        "tandem.services.cli",
-        "serve",
-        "trainer",
-        *recipe_arguments,
+        *("--nnodes", str(recipe.trainer.num_nodes)),
+        *("--nproc-per-node", str(recipe.trainer.num_ranks)),
+        *("--max-restarts", str(RESTARTS_ACROSS_MACHINES)),
+        *("--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", recipe.trainer.rendezvous),
+        *("--rdzv-id", recipe.run.run_id),
+        *("--log-dir", os.devnull),  # else torchrun creates log folders in /tmp that it does not use
+        *("--module", "tandem.services.cli", "serve", "trainer", *recipe_arguments),
     ]
 
 

@@ -20,54 +20,38 @@ from tandem.trainer.weight_sender import WeightSender
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_FOLDER = "weights"
-WITH_BASE_FOLDER = "with-base"
 _CHECK_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Measurements of one publication. Seconds are the slowest sampler's; None if no sampler acknowledged any.
-
-    `num_bytes` is the number of bytes sent for the version, 0 if the weights did not change.
+    """Measurements of one publication, by their names in metrics.jsonl. `weight_bytes` is 0 if the weights did not
+    change. Seconds are the slowest sampler's, None without an acknowledgement.
     """
 
-    acknowledged: int
-    num_bytes: int
-    transfer_seconds: float | None
-    stall_seconds: float | None
+    samplers_acknowledged: int
+    weight_bytes: int
+    weight_transfer_seconds: float | None
+    weight_stall_seconds: float | None
     weights_digest: str
-
-    def figures(self) -> dict[str, float | str | None]:
-        """The measurements by their names in metrics.jsonl."""
-        return {
-            "samplers_acknowledged": self.acknowledged,
-            "weight_bytes": self.num_bytes,
-            "weight_transfer_seconds": self.transfer_seconds,
-            "weight_stall_seconds": self.stall_seconds,
-            "weights_digest": self.weights_digest,
-        }
 
 
 class Publisher:
-    """Publishes versions to every available sampler. A thread updates those that are unavailable or late.
-
-    A sampler takes part if it is alive, did not fail its last update and is not being caught up. One that fails is
-    STALE from that publication on and leaves the weight group; it returns through the thread or by restarting.
+    """Publishes versions to every sampler that is alive, did not fail its last update and is not being caught up. One
+    that fails is STALE from then on and leaves the weight group; a thread updates such samplers and late ones.
     """
 
     def __init__(self, buffer: Buffer, sender: WeightSender, recipe: Recipe, incarnation: int) -> None:
         self._buffer = buffer
         self._sender = sender
         self._host = recipe.run.host
-        self._folder = recipe.folder / WEIGHTS_FOLDER
+        self._folder = recipe.folder / "weights"
         self._backend = recipe.weights.backend
         self._deadline_seconds = recipe.weights.deadline_seconds
         self._incarnation = incarnation
         self._lock = threading.Lock()
         self._links: dict[str, SamplerLink] = {}
-        self._group: frozenset[SamplerLink] = frozenset()
-        """Members of the sender's open group."""
+        self._group: frozenset[SamplerLink] = frozenset()  # members of the sender's open group
         self._group_name = ""
         self._newest: WeightManifest | None = None
         self._ended = threading.Event()
@@ -77,12 +61,8 @@ class Publisher:
 
     def publish(self, version: int, *, changed: bool) -> Publication:
         """Sends a version to the samplers and retires the credits of what was trained for it. All ranks are in
-        `broadcast` meanwhile.
-
-        If not `changed`, only the version's number is sent, to the samplers that have the previous version.
-
-        Raises:
-            FencedError: another trainer took over.
+        `broadcast` meanwhile. If not `changed`, only the version's number is sent, to the samplers that have the
+        previous version. Raises FencedError if another trainer took over.
         """
         if self._error is not None:
             raise self._error
@@ -99,13 +79,13 @@ class Publisher:
                     link.busy = False
         self._sender.release()
         self._forget_folders()
-        replies = [reply for _, reply in acknowledged]
+        manifest = self._sender.copy.manifest
         return Publication(
-            acknowledged=len(replies),
-            num_bytes=_copy_bytes(self._sender) if changed else 0,
-            transfer_seconds=max((reply.transfer_seconds for reply in replies), default=None),
-            stall_seconds=max((reply.stall_seconds for reply in replies), default=None),
-            weights_digest=copy_digest(self._sender),
+            samplers_acknowledged=len(acknowledged),
+            weight_bytes=sum(bucket.num_bytes for bucket in manifest.buckets) if changed else 0,
+            weight_transfer_seconds=max((reply.transfer_seconds for _, reply in acknowledged), default=None),
+            weight_stall_seconds=max((reply.stall_seconds for _, reply in acknowledged), default=None),
+            weights_digest=weights_digest(manifest),
         )
 
     def close(self) -> None:
@@ -142,7 +122,7 @@ class Publisher:
         return taking_part
 
     def _gather_group(self, links: list[SamplerLink]) -> list[SamplerLink]:
-        """Makes the open group consist of these samplers and the sender. Samplers that do not join are left out."""
+        """Makes the open group consist of the sender and those of these samplers that join."""
         with self._lock:
             if self._group == frozenset(links):
                 return links
@@ -195,7 +175,6 @@ class Publisher:
                 manifest = self._sender.broadcast(manifest, seconds)
             except WeightTransferError as error:  # the copy and its manifest are still complete
                 log.warning("weights: version %d: %s", version, error, extra={"version": version})
-                assert self._sender.copy is not None
                 manifest = self._sender.copy.manifest
                 self._leave_group()
         if manifest.buckets:
@@ -218,7 +197,6 @@ class Publisher:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _catch_up_samplers(self) -> None:
-        """The loop of the thread."""
         try:
             while not self._ended.wait(_CHECK_SECONDS):
                 try:
@@ -231,14 +209,10 @@ class Publisher:
 
     def _outdated_samplers(self) -> list[Sampler]:
         """Live samplers without the published version; none during a publication."""
-        newest = self._newest
-        if newest is None or newest.policy_version != self._buffer.published_version():
+        if self._newest is None or self._newest.policy_version != self._buffer.published_version():
             return []
-        return [
-            sampler
-            for sampler in self._buffer.samplers()
-            if sampler.alive and (sampler.state != "LIVE" or sampler.incarnation != self._incarnation)
-        ]
+        samplers = (sampler for sampler in self._buffer.samplers() if sampler.alive)
+        return [each for each in samplers if each.state != "LIVE" or each.incarnation != self._incarnation]
 
     def _catch_up(self, sampler: Sampler) -> None:
         """Sends the newest version to one sampler over a separate connection during training, and admits it."""
@@ -267,11 +241,9 @@ class Publisher:
         if not _answering([link]):
             return None
         for brings_base in (False, True):
-            if brings_base == link.lacks_base:
-                manifest = self._send_copy(link, brings_base)
-                if manifest is not None:
-                    link.lacks_base = False
-                    return manifest
+            if brings_base == link.lacks_base and (manifest := self._send_copy(link, brings_base)) is not None:
+                link.lacks_base = False
+                return manifest
         return None
 
     def _send_copy(self, link: SamplerLink, brings_base: bool) -> WeightManifest | None:
@@ -285,7 +257,7 @@ class Publisher:
         return None if link.acknowledgement(call, offer.manifest) is None else offer.manifest
 
     def _send_folder(self, link: SamplerLink, brings_base: bool) -> WeightManifest | None:
-        manifest, folder = self._newest, self._folder / WITH_BASE_FOLDER
+        manifest, folder = self._newest, self._folder / "with-base"
         assert manifest is not None
         if brings_base:
             manifest = self._sender.write_copy(folder, brings_base=True)
@@ -298,14 +270,3 @@ def _answering(links: Sequence[SamplerLink]) -> list[SamplerLink]:
     """The samplers that answer a ping; the others have failed."""
     calls = [link.ping() for link in links]
     return [link for link, call in zip(links, calls, strict=True) if link.reply(call, "does not answer") is not None]
-
-
-def copy_digest(sender: WeightSender) -> str:
-    """The digest of the newest version's weights; unchanged versions keep it."""
-    assert sender.copy is not None, "a version was broadcast"
-    return weights_digest(sender.copy.manifest)
-
-
-def _copy_bytes(sender: WeightSender) -> int:
-    assert sender.copy is not None, "a version was broadcast"
-    return sum(bucket.num_bytes for bucket in sender.copy.manifest.buckets)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from tandem.services.run.metrics import (
 from tandem.services.trainer.batch_source import BatchSource
 from tandem.services.trainer.evaluation import BackgroundEvaluation, Evaluation
 from tandem.services.trainer.publisher import Publication, Publisher
-from tandem.services.trainer.recovery import TrainerLock, take_over
+from tandem.services.trainer.recovery import take_over, trainer_lock
 from tandem.services.trainer.server import CheckpointRequest, TrainerState, training_endpoint
 from tandem.services.trainer.watchdog import Watchdog
 from tandem.trainer.batch.record import batch_to_json, write_record
@@ -51,9 +52,9 @@ class RankZero:
         self._recipe = recipe
         self._buffer = buffer
         self._stop = stop
-        self._lock = TrainerLock(recipe.folder)
+        self._lock = trainer_lock(recipe.folder)
         self.incarnation, self.resume_point = take_over(buffer, recipe.folder)
-        self.state = TrainerState(self.incarnation)
+        self.state = TrainerState()
         self._checkpoint_request = CheckpointRequest()
         self._front = training_endpoint(recipe, buffer, self.state, self._checkpoint_request)
         self._metrics = MetricsLog(recipe.folder, tensorboard=recipe.run.metrics_to_tensorboard)
@@ -75,7 +76,7 @@ class RankZero:
         if version >= self._recipe.run.total_batches:
             return {"do": "end"}
         wanted = self._recipe.run.groups_per_batch
-        with self.state.doing(f"waits for scored groups ({self._source.num_survivors} of {wanted} are there)"):
+        with self.state.doing(f"waits for scored groups ({len(self._source.survivors)} of {wanted} are there)"):
             self.state.waiting_since = self.state.waiting_since or time.monotonic()
             batch = self._source.poll(version, _RANKS_WAIT_SECONDS)
         if batch is not None:
@@ -88,7 +89,7 @@ class RankZero:
         self._buffer.check_incarnation(self.incarnation)
 
     def record(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> None:
-        """Writes the batch to disk, then removes its payloads from the ledger. Fails if another trainer took over."""
+        """Writes the batch to disk, then removes its payloads from the ledger."""
         self.check()
         write_record(self._recipe.folder, batch, payloads)
         self._buffer.record(self.incarnation, batch.policy_version, batch.group_ids)
@@ -123,14 +124,12 @@ class RankZero:
             "trainer_idle_seconds": seconds.get("seconds_claim", 0.0),
             **self._samplers.update(self._sampler_figures()),
         }
-        line |= {"replayed": True} if publication is None else publication.figures()
+        line |= {"replayed": True} if publication is None else asdict(publication)
         self._metrics.add(line)
         self.state.note(line)
 
     def start_evaluation(self, version: int) -> None:
-        """Evaluates the published version in a thread, unless it was evaluated before or there is no evaluation
-        file.
-        """
+        """Evaluates the published version in a thread, unless it was evaluated before or there is no file for it."""
         done = {line["version"] for line in self._metrics.evaluations.read()}
         if self._recipe.data.eval_file and version not in done:
             self._evaluation.start(version, _PATIENCE_SECONDS if version else _FIRST_PATIENCE_SECONDS)
@@ -154,13 +153,12 @@ class RankZero:
         write_summary(self._recipe, self._buffer.counts(), wall_seconds)
 
     def close(self) -> None:
-        """Stops every thread and releases the lock of the run folder."""
         if self._publisher is not None:
             self._publisher.close()
         self._watchdog.stop()
         self._front.__exit__()
         self._metrics.close()
-        self._lock.release()
+        self._lock.close()
 
     def _waiting_since(self) -> float | None:
         since = self.state.waiting_since
@@ -171,7 +169,7 @@ class RankZero:
         return {name: figures for name, figures in self._buffer.figures().items() if name in samplers}
 
     def _note_evaluation(self, evaluation: Evaluation) -> None:
-        self._metrics.add_evaluation(evaluation.line())
+        self._metrics.add_evaluation(asdict(evaluation))
         if evaluation.unscored:
             words = "evaluation of version %d: rows not scored: %s"
             log.warning(words, evaluation.version, dict(evaluation.unscored), extra={"version": evaluation.version})

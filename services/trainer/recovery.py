@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from tandem.protos.errors import ConfigError, DeadlineError, LedgerError
 from tandem.protos.types import TrainBatch
@@ -34,39 +34,25 @@ class ResumePoint:
 
     checkpoint: str
     checkpoint_version: int
-    recorded: tuple[int, ...]
+    recorded: Sequence[int]
 
     @property
     def last_version(self) -> int:
         """The version after the recorded batches are retrained."""
         return self.recorded[-1] if self.recorded else self.checkpoint_version
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON value that rank 0 can send to the other ranks."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> ResumePoint:
-        """The inverse of `to_json`."""
-        return ResumePoint(values["checkpoint"], values["checkpoint_version"], tuple(values["recorded"]))
-
 
 def find_resume_point(folder: Path) -> ResumePoint:
-    """Finds the resume point in the run folder.
-
-    Raises:
-        LedgerError: a record between the checkpoint and the last recorded batch is missing.
-    """
+    """The resume point in the run folder. Raises LedgerError if a record before the last recorded batch is missing."""
     checkpoint = latest_checkpoint(folder / CHECKPOINTS_FOLDER)
     version, path = (0, "") if checkpoint is None else (checkpoint[0], str(checkpoint[1]))
-    recorded = tuple(number for number in recorded_versions(folder) if number > version)
-    expected = tuple(range(version + 1, version + 1 + len(recorded)))
-    if recorded != expected:
+    recorded = [number for number in recorded_versions(folder) if number > version]
+    expected = range(version + 1, version + 1 + len(recorded))
+    if recorded != list(expected):
         gap = min(set(expected) - set(recorded))
         raise LedgerError(
-            f"{folder}/batches/{gap:06d} is missing, but a later batch is recorded "
-            f"and the last checkpoint holds version {version}; "
-            "restore that folder, or start a new run"
+            f"{folder}/batches/{gap:06d} is missing, but a later batch is recorded and the last checkpoint holds "
+            f"version {version}; restore that folder, or start a new run"
         )
     return ResumePoint(path, version, recorded)
 
@@ -82,43 +68,30 @@ def take_over(buffer: Buffer, folder: Path) -> tuple[int, ResumePoint]:
 
 
 def check_world_size(batch: TrainBatch, world_size: int) -> None:
-    """Refuses a recorded plan that needs more ranks than there are.
-
-    Raises:
-        ConfigError: names the number of ranks to use.
-    """
+    """Raises ConfigError, with the number of ranks to use, if a recorded plan needs more ranks than there are."""
     needed = 1 + max((row.rank for row in batch.plan), default=0)
     if needed > world_size:
         raise ConfigError(
-            f"batch {batch.policy_version} was recorded by {needed} trainer ranks "
-            f"and cannot be trained again by {world_size}: "
-            f"resume with trainer.num_ranks={needed}"
+            f"batch {batch.policy_version} was recorded by {needed} trainer ranks and cannot be trained again by "
+            f"{world_size}: resume with trainer.num_ranks={needed}"
         )
 
 
-class TrainerLock:
-    """A file lock that ensures one trainer per run folder. The operating system releases it when the process ends.
+def trainer_lock(folder: Path) -> IO[str]:
+    """A file lock that ensures one trainer per run folder. It ends when the file is closed or the process ends.
 
     The incarnation in Redis fences every step. This lock also prevents a predecessor that is still shutting down from
-    writing a record.
+    writing a record. Raises DeadlineError.
     """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / _LOCK_FILE).open("w")
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    self._file.close()
-                    raise DeadlineError(
-                        f"another trainer has held {folder / _LOCK_FILE} for {_LOCK_SECONDS:.0f} s"
-                    ) from None
-                time.sleep(_POLL_SECONDS)
-
-    def release(self) -> None:
-        """Releases the lock."""
-        self._file.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / _LOCK_FILE).open("w")
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise DeadlineError(f"another trainer has held {file.name} for {_LOCK_SECONDS:.0f} s") from None
+            time.sleep(_POLL_SECONDS)

@@ -44,7 +44,6 @@ class SamplerLink:
 
     @property
     def id(self) -> str:
-        """The sampler's name."""
         return self.sampler.id
 
     @property
@@ -53,7 +52,6 @@ class SamplerLink:
         return self._retry_at <= time.monotonic()
 
     def note_catch_up(self, succeeded: bool) -> None:
-        """Records the result of a catch-up."""
         if succeeded:
             self.failed = False
             self._failed_catch_ups, self._retry_at = 0, 0.0
@@ -62,7 +60,6 @@ class SamplerLink:
         self._retry_at = time.monotonic() + min(2.0**self._failed_catch_ups, _MAX_RETRY_SECONDS)
 
     def ping(self) -> grpc.Future[common_pb2.InfoReply]:
-        """Checks that the sampler answers."""
         stub = common_pb2_grpc.InfoServiceStub(self._channel)
         call: grpc.Future[common_pb2.InfoReply] = stub.Info.future(common_pb2.InfoRequest(), timeout=_PING_SECONDS)
         return call
@@ -70,7 +67,6 @@ class SamplerLink:
     def join(
         self, address: WeightGroupAddress, first_rank: int, timeout_seconds: float
     ) -> grpc.Future[rollout_pb2.JoinWeightGroupReply]:
-        """Tells the sampler to join a weight group."""
         request = rollout_pb2.JoinWeightGroupRequest(
             host=address.host,
             port=address.port,
@@ -87,7 +83,6 @@ class SamplerLink:
     def update(
         self, manifest: WeightManifest, timeout_seconds: float, group_name: str = ""
     ) -> grpc.Future[rollout_pb2.UpdateWeightsReply]:
-        """Tells the sampler to update to a version."""
         request = rollout_pb2.UpdateWeightsRequest(
             manifest=encode_manifest(manifest), group_name=group_name, timeout_seconds=timeout_seconds
         )
@@ -116,7 +111,6 @@ class SamplerLink:
         return reply
 
     def close(self) -> None:
-        """Closes the channel; pending calls fail."""
         self._channel.close()
 
     def _note_failure(self, text: str) -> None:

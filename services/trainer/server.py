@@ -25,9 +25,8 @@ _CHECKPOINT_SECONDS = 600.0
 class TrainerState:
     """The loop's progress, read by the threads of the server and the watchdog. Only the loop writes it."""
 
-    def __init__(self, incarnation: int) -> None:
+    def __init__(self) -> None:
         self.started_at = psutil.Process().create_time()
-        self.incarnation = incarnation
         self.policy_version = -1
         self.optimizer_step = 0
         self.activity = "starts"
@@ -38,13 +37,11 @@ class TrainerState:
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Sets the loop's activity inside the block."""
         self.activity = activity
         yield
         self.activity = "trains"
 
     def heartbeat(self) -> dict[str, float]:
-        """The metrics in the trainer's heartbeat."""
         since = self.waiting_since
         return {
             "policy_version": self.policy_version,
@@ -71,7 +68,6 @@ class CheckpointRequest:
 
     @property
     def open(self) -> bool:
-        """True if a caller is waiting for a checkpoint."""
         return self._asked > self._granted
 
     def ask(self, timeout_seconds: float) -> tuple[int, str]:
@@ -91,8 +87,6 @@ class CheckpointRequest:
 
 
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
-    """TrainingService: progress and checkpoints on demand."""
-
     def __init__(self, recipe: Recipe, state: TrainerState, request: CheckpointRequest) -> None:
         self._total_batches = recipe.run.total_batches
         self._state = state
@@ -123,11 +117,7 @@ def training_endpoint(
     """Listens on `trainer.port`, registers rank 0 as `trainer`, and sends its heartbeats."""
     servicer = TrainingServicer(recipe, state, request)
     info = ServiceInfo(
-        "trainer",
-        state.heartbeat,
-        lambda: state.activity,
-        buffer,
-        policy_version=lambda: state.policy_version,
+        "trainer", state.heartbeat, lambda: state.activity, buffer, policy_version=lambda: state.policy_version
     )
     return ServiceEndpoint(
         info,

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,13 +45,7 @@ def main(recipe: Recipe, redis_url: str) -> NoReturn:
 
 def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
     """Trains as the rank given by the environment. Returns False if it was stopped before the end."""
-    learner = Learner(
-        recipe.trainer,
-        model_path=recipe.model.path,
-        total_batches=recipe.run.total_batches,
-        seed=recipe.run.seed,
-        max_response_tokens=recipe.rollout.max_response_tokens,
-    )
+    learner, sender = make_learner(recipe)
     with ExitStack() as stack:
         stack.callback(learner.close)
         buffer = Buffer(redis_url, recipe.run.run_id)
@@ -59,23 +54,33 @@ def run_rank(recipe: Recipe, redis_url: str, stop: threading.Event) -> bool:
         if learner.rank == 0:
             rank_zero = RankZero(recipe, buffer, learner.world_size, learner.packing, stop)
             stack.callback(rank_zero.close)
-        return Trainer(recipe, buffer, learner, rank_zero).run()
+        return Trainer(recipe, buffer, learner, sender, rank_zero).run()
+
+
+def make_learner(recipe: Recipe) -> tuple[Learner, WeightSender]:
+    """The learner of the rank given by the environment, and the sender of its weights."""
+    learner = Learner(
+        recipe.trainer,
+        model_path=recipe.model.path,
+        total_batches=recipe.run.total_batches,
+        seed=recipe.run.seed,
+        max_response_tokens=recipe.rollout.max_response_tokens,
+    )
+    bucket_bytes, adapters = recipe.weights.bucket_bytes, learner.broadcast_adapters
+    return learner, WeightSender(learner, bucket_bytes=bucket_bytes, device=learner.device, adapters=adapters)
 
 
 class Trainer:
     """The training loop. `rank_zero` is None on the other ranks, which follow rank 0's orders."""
 
-    def __init__(self, recipe: Recipe, buffer: Buffer, learner: Learner, rank_zero: RankZero | None) -> None:
+    def __init__(
+        self, recipe: Recipe, buffer: Buffer, learner: Learner, sender: WeightSender, rank_zero: RankZero | None
+    ) -> None:
         self.recipe = recipe
         self.buffer = buffer
         self.learner = learner
+        self.sender = sender
         self.rank_zero = rank_zero
-        self.sender = WeightSender(
-            learner,
-            bucket_bytes=recipe.weights.bucket_bytes,
-            device=learner.device,
-            adapters=learner.broadcast_adapters,
-        )
         self.clock = PhaseClock()
         self.version = 0
         self.saved_version = -1
@@ -99,8 +104,8 @@ class Trainer:
 
     def recover(self) -> None:
         """Loads the last checkpoint and retrains the batches recorded after it, in their order and plan."""
-        found = self.learner.broadcast_object(self.rank_zero.resume_point.to_json() if self.rank_zero else None)
-        resume_point = ResumePoint.from_json(found)
+        found = self.learner.broadcast_object(asdict(self.rank_zero.resume_point) if self.rank_zero else None)
+        resume_point = ResumePoint(**found)
         if resume_point.checkpoint:
             self.version = self.saved_version = self.learner.load(Path(resume_point.checkpoint))
         for version in resume_point.recorded:
@@ -110,15 +115,12 @@ class Trainer:
             self.write_line(batch, payloads, result, None)
 
     def next_order(self) -> Order:
-        """Rank 0's next order, on every rank."""
         with self.clock.phase("claim"):
-            order: Order = self.learner.broadcast_object(
-                self.rank_zero.next_order(self.version) if self.rank_zero else None
-            )
+            own = self.rank_zero.next_order(self.version) if self.rank_zero else None
+            order: Order = self.learner.broadcast_object(own)
             return order
 
     def train(self, batch: TrainBatch) -> None:
-        """Makes one version: reads the payloads, records the batch, learns, publishes, writes the metrics."""
         with self.clock.phase("read"):
             payloads = read_payloads(self.buffer, batch, self.learner)
         with self.clock.phase("record"):
@@ -130,23 +132,20 @@ class Trainer:
         self.write_line(batch, payloads, result, publication)
 
     def learn(self, batch: TrainBatch, payloads: Mapping[str, bytes]) -> StepResult:
-        """Takes the optimizer steps of a recorded batch."""
+        """Takes the optimizer steps of a recorded batch. Raises TrainingError if each of the last batches skipped a
+        step of the policy or of the critic.
+        """
         groups = {group_id: decode_group(payloads[group_id]) for group_id in groups_of_rank(batch, self.learner.rank)}
         result = self.learner.train(batch, groups, before_step=self.check_incarnation)
         self.version = batch.policy_version
-        self._count_skipped(result)
-        return result
-
-    def _count_skipped(self, result: StepResult) -> None:
-        """Fails the run if each of the last batches skipped a step of the policy or of the critic."""
         skipped = any(result.metrics.get(name, 0.0) > 0 for name in ("skipped_steps", "critic_skipped_steps"))
         self.skipped_batches = self.skipped_batches + 1 if skipped else 0
         if self.skipped_batches >= self.recipe.trainer.max_skipped_batches:
             raise TrainingError(
-                f"{self.skipped_batches} batches in a row had a gradient that is not "
-                f"finite, the last for version {self.version}; "
-                "lower trainer.learning_rate, or check the rewards and lengths in metrics.jsonl"
+                f"{self.skipped_batches} batches in a row had a gradient that is not finite, the last for version "
+                f"{self.version}; lower trainer.learning_rate, or check the rewards and lengths in metrics.jsonl"
             )
+        return result
 
     def check_incarnation(self) -> None:
         """Raises on rank 0 if another trainer took over. Called before every optimizer step, which needs all ranks."""
@@ -154,7 +153,6 @@ class Trainer:
             self.rank_zero.check()
 
     def publish(self, *, changed: bool) -> Publication | None:
-        """Sends the version to the samplers; every rank gathers, rank 0 sends."""
         with self.clock.phase("publish"):
             if self.rank_zero:
                 return self.rank_zero.publish(self.sender, self.version, changed=changed)
@@ -165,15 +163,12 @@ class Trainer:
     def write_line(
         self, batch: TrainBatch, payloads: Mapping[str, bytes], result: StepResult, publication: Publication | None
     ) -> None:
-        """Writes the batch's line of metrics.jsonl."""
         seconds = self.clock.lap()
         if self.rank_zero:
             self.rank_zero.write_line(batch, payloads, result, seconds, publication)
 
     def wait_for_evaluation(self) -> bool:
-        """Blocks all ranks until the evaluation of the published version is over. Returns False if the run was stopped
-        before.
-        """
+        """Blocks all ranks until the running evaluation is over. Returns False if the run was stopped before."""
         with self.clock.phase("evaluate"):
             outcome = "waits"
             while outcome == "waits":
@@ -181,7 +176,7 @@ class Trainer:
         return outcome == "over"
 
     def save_outputs(self) -> None:
-        """After a batch, writes the checkpoint and the export that are due, and starts a due evaluation."""
+        """Writes the checkpoint and the export that are due, and starts a due evaluation."""
         if self._due(self.recipe.trainer.checkpoint_every):
             self.save_checkpoint()
         if self._due(self.recipe.trainer.export_every):
@@ -190,7 +185,6 @@ class Trainer:
             self.evaluate()
 
     def save_checkpoint(self) -> None:
-        """Writes a checkpoint of this version unless it exists."""
         folder = self.recipe.folder / CHECKPOINTS_FOLDER / f"{self.version:06d}"
         if self.saved_version != self.version:
             self.learner.save(folder, self.version)
@@ -199,14 +193,11 @@ class Trainer:
             self.rank_zero.checkpointed(self.version, folder)
 
     def evaluate(self) -> None:
-        """Starts the evaluation of the published version."""
         if self.rank_zero:
             self.rank_zero.start_evaluation(self.version)
 
     def finish(self) -> bool:
-        """Writes the last checkpoint, the export, the last evaluation and the summary. Returns False if it was stopped
-        before the last two.
-        """
+        """Writes everything that ends a run. Returns False if it was stopped before the last evaluation was over."""
         self.wait_for_evaluation()
         self.evaluate()
         self.save_checkpoint()

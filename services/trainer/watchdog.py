@@ -31,7 +31,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread."""
         self._ended.set()
         self._thread.join(timeout=_POLL_SECONDS + 5.0)
 

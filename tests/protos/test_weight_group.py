@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from tandem.protos.errors import DataError, EnvironmentLackError, SchemaVersionError, WeightTransferError
 from tandem.protos.manifest import (
     ALIGNMENT,
+    ParameterSpec,
     decode_manifest,
     encode_manifest,
     plan_buckets,
     weights_digest,
-    with_digests,
 )
 from tandem.protos.types import WeightManifest
 from tandem.protos.weight_group import (
@@ -61,8 +61,8 @@ class Tensors:
             "head": torch.randn(300, 17, generator=generator).to(torch.bfloat16),
         }
 
-    def parameter_specs(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        return [(name, tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()]
+    def parameter_specs(self) -> list[ParameterSpec]:
+        return [(name, str(each.dtype).removeprefix("torch."), each.shape) for name, each in self.tensors.items()]
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
@@ -167,7 +167,7 @@ def test_a_digest_changes_with_flipped_signs_and_swapped_rows() -> None:
 
 
 def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> None:
-    (spec,) = plan_buckets([(n, str(d).removeprefix("torch."), s) for n, d, s in source.parameter_specs()], 1 << 20)
+    (spec,) = plan_buckets(source.parameter_specs(), 1 << 20)
     buffer = empty_bucket(spec, CPU)
     digest = fill_bucket(spec, source.tensors, buffer)
     assert equal(list(bucket_tensors(spec, buffer)), source)
@@ -197,7 +197,8 @@ def test_gloo_transfers_all_tensors_to_two_receivers(source: Tensors, receiver: 
             assert equal(each.take(), source)
             assert each.take() == [], "what was taken is not staged any more"
         source.tensors["embed"] += 1
-    assert weights_digest(sent) != weights_digest(with_digests(sent, ["00"] * len(sent.buckets)))
+    others = tuple(replace(bucket, digest="00") for bucket in sent.buckets)
+    assert weights_digest(sent) != weights_digest(replace(sent, buckets=others))
     sender.close()
 
 
@@ -234,7 +235,6 @@ def test_a_receiver_that_leaves_is_reported_and_the_copy_is_complete(source: Ten
     assert wait(receiver)["error"] is None
     receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
     assert wait(receiver)["error"] is None and equal(receiver.take(), source)
-    offer.finished.result(TIMEOUT)
 
 
 def test_a_damaged_bucket_is_refused_and_the_group_stays_usable(source: Tensors, receiver: StagedReceiver) -> None:
@@ -347,7 +347,7 @@ def test_a_full_disk_is_reported_and_leaves_no_unfinished_folder(
     monkeypatch.setattr(weight_sender, "save_file", full)
     sender = WeightSender(source, bucket_bytes=400)
     folder = tmp_path / "weights" / "000001"
-    with pytest.raises(EnvironmentLackError, match=rf"{folder}: .*No space left.*; free space"):
+    with pytest.raises(EnvironmentLackError, match=rf"no space left on the disk of {folder}: free some"):
         sender.broadcast(sender.manifest(1, 1, "disk", location=str(folder)), TIMEOUT)
     assert list(folder.parent.iterdir()) == []
 

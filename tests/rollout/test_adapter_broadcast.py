@@ -268,13 +268,13 @@ def test_samplers_with_and_without_the_base_join_early_late_and_again(
     try:
         with_it, without = ring.based_sampler("rollout-0", model), ring.based_sampler("rollout-1", None)
         first = ring.publisher.publish(0, changed=True)
-        assert first.acknowledged == 1 and ring.carries(with_it)
+        assert first.samplers_acknowledged == 1 and ring.carries(with_it)
         assert first.num_bytes == sum(bucket.num_bytes for bucket in ring.sender.manifest(1, 0, "gloo").buckets)
         eventually(lambda: ring.registered("rollout-1").state == "LIVE")
         assert ring.carries(without), "it got the base beside the training"
         for version in (1, 2):
             ring.policy.step()
-            assert ring.publisher.publish(version, changed=True).acknowledged == 2
+            assert ring.publisher.publish(version, changed=True).samplers_acknowledged == 2
             assert ring.carries(with_it) and ring.carries(without)
         assert ring.publisher.publish(3, changed=False).num_bytes == 0
 
@@ -286,7 +286,7 @@ def test_samplers_with_and_without_the_base_join_early_late_and_again(
         eventually(lambda: ring.registered("rollout-1").state == "LIVE")
         assert ring.carries(without) and without.version == 3
         ring.policy.step()
-        assert ring.publisher.publish(4, changed=True).acknowledged == 3
+        assert ring.publisher.publish(4, changed=True).samplers_acknowledged == 3
         assert all(ring.carries(sampler) for sampler in ring.samplers)
         assert not (tmp_path / "run" / "weights" / "with-base").exists()
     finally:

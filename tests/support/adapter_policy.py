@@ -1,4 +1,4 @@
-"""A policy with adapters for the broadcast tests: a source of weights that changes on demand, without an engine."""
+"""Policies with adapters: one in an engine, and one without, for the broadcast tests, that changes on demand."""
 
 from __future__ import annotations
 
@@ -10,14 +10,37 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from tandem.trainer.backend.base import parameter_specs
+from tandem.trainer.backend.registry import load_backend
+from tandem.trainer.checkpoints.export import collect_weights
+from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.lora import Adapters, insert_adapters
 from tandem.trainer.models.options import LoraOptions
 
 RANK, ALPHA = 4, 12.0
+
+
+class TrainedPolicy:
+    """A model with adapters in an engine; a source of weights like a learner."""
+
+    def __init__(self, folder: Path, config: TrainerConfig, options: LoraOptions, seed: int = 0) -> None:
+        self.rank = distributed.get_rank()
+        self.config = config
+        self.model = load_model(folder, config.dtype)
+        adapted = insert_adapters(self.model, options, seed=seed)
+        self.engine = load_backend(config).build_engine(config, self.model)
+        self.adapters = Adapters(adapted, options, self.engine)
+        self.parameter_specs = self.adapters.specs
+        self.gather = self.adapters.gather
+
+    def merged(self) -> dict[str, Tensor]:
+        return collect_weights(self.adapters.specs(), self.adapters.gather, keep=True)
+
+    def trained(self) -> dict[str, Tensor]:
+        return collect_weights(self.adapters.adapter_specs(), self.adapters.gather_adapters, keep=True)
 
 
 class WholeModel:
@@ -52,14 +75,12 @@ class AdapterPolicy:
         for matrix in self.matrices:
             matrix += (size * torch.randn(matrix.shape, generator=self._generator)).to(matrix.dtype)
 
-    def merged(self) -> dict[str, torch.Tensor]:
+    def merged(self) -> dict[str, Tensor]:
         """The merged weights, as the trainer would broadcast them."""
-        with self.gather([name for name, _, _ in self.parameter_specs()]) as tensors:
-            return {name: tensor.clone() for name, tensor in tensors.items()}
+        return collect_weights(self.adapters.specs(), self.gather, keep=True)
 
-    def base(self) -> dict[str, torch.Tensor]:
-        with self.adapters.gather_base([name for name, _, _ in self.parameter_specs()]) as tensors:
-            return {name: tensor.clone() for name, tensor in tensors.items()}
+    def base(self) -> dict[str, Tensor]:
+        return collect_weights(self.adapters.specs(), self.adapters.gather_base, keep=True)
 
     @property
     def model(self) -> Any:

@@ -29,12 +29,7 @@ def groups_of(
     versions = (max(0, version - 2), version - 1)
     for index in range(num_groups):
         group = make_group(
-            index,
-            seed=version,
-            num_samples=num_samples,
-            versions=versions,
-            baseline=True,
-            num_segments=1 + index % 2,
+            index, seed=version, num_samples=num_samples, versions=versions, baseline=True, num_segments=1 + index % 2
         )
         if index < 2:
             group = with_tool_output(group)

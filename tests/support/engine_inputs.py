@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from tandem.protos.types import Segment
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.micro_batch import MicroBatch, TrainingRow, stack
+from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
+from tandem.trainer.checkpoints.state import CheckpointState
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.token_model import token_logprobs
+from tandem.trainer.rank import Rank
 
 CPU = torch.device("cpu")
 NUM_ROWS = 8
@@ -48,6 +51,18 @@ def make_micro_batches(seed: int = 0, *, rank: int = 0, world_size: int = 1, row
 def engine_of(folder: Path, config: TrainerConfig) -> TrainingEngine:
     """The configured backend's engine around the folder's model."""
     return load_backend(config).build_engine(config, load_model(folder, config.dtype))
+
+
+def save(engines: Mapping[str, TrainingEngine], folder: Path, config: TrainerConfig, version: int = 2) -> None:
+    """Saves the engines' checkpoint of a batch, with all ranks of the process group."""
+    save_checkpoint(
+        engines, folder, config, Rank(CPU), batch_version=version, optimizer_step=version, kl_coefficients={}
+    )
+
+
+def load(engines: Mapping[str, TrainingEngine], folder: Path, config: TrainerConfig) -> CheckpointState:
+    """Restores what `save` saved."""
+    return load_checkpoint(engines, folder, config, Rank(CPU))
 
 
 def policy_step(engine: TrainingEngine, micro_batches: Sequence[MicroBatch]) -> float:

@@ -1,11 +1,10 @@
-"""One rank of a learner as a process, for tests/trainer/test_learner.py: it trains, saves, resumes and reports."""
+"""What one rank of a learner does in tests/trainer/test_learner_ranks.py, and batches to train there."""
 
 from __future__ import annotations
 
-import json
-import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,8 +14,8 @@ from tandem.protos.types import SamplingParameters, ScoredTrajectory, Trajectory
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tests.support.algorithm_groups import groups_of, plain_policy
-from tests.support.engine_inputs import held_elements, weights_of
-from tests.support.training_groups import make_batch, make_group
+from tests.support.engine_inputs import equal, held_elements, weights_of
+from tests.support.training_groups import make_batch, make_group, with_broken_row
 
 CONFIG = TrainerConfig(
     learning_rate=1e-3, tokens_per_micro_batch=64, optimizer_steps_per_batch=2, collective_timeout_seconds=60
@@ -24,41 +23,72 @@ CONFIG = TrainerConfig(
 NUM_BATCHES = 3
 
 _WHOLE = {"learning_rate": 1e-3, "tokens_per_micro_batch": 48, "optimizer_steps_per_batch": 2}
-WHOLE_BATCH: dict[str, TrainerConfig] = {
-    "critic, rejected rows, clip_cov, adaptive KL": TrainerConfig(
-        **_WHOLE,
-        advantage={"name": "gae", "gamma": 0.99, "lam": 0.95, "whiten": True},
-        critic={"learning_rate": 1e-2, "value_clip": 0.01},
-        correction={
-            "weights": {"level": "token", "normalize": True},
-            "rejections": [{"level": "sequence", "measure": "ratio", "low": 0.7, "high": 1.4}],
-        },
-        loss={"name": "clip_cov", "fraction": 0.3, "covariance_low": -10.0, "covariance_high": 10.0},
-        kl={
-            "reward": {"coefficient": 0.1, "target": 0.01, "horizon": 100},
-            "loss": {"coefficient": 0.1, "target": 5.0, "horizon": 100},
-        },
-        entropy_coefficient=0.01,
-        aggregation="seq-mean-token-mean",
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """An algorithm that uses the whole batch at once; its result must not depend on its split over `num_ranks`.
+    `broken`: one row has a log-prob that is not finite.
+    """
+
+    config: TrainerConfig
+    num_ranks: int = 2
+    broken: bool = False
+
+
+WHOLE_BATCH = {
+    "critic, rejected rows, clip_cov, adaptive KL": WholeBatch(
+        TrainerConfig(
+            **_WHOLE,
+            advantage={"name": "gae", "gamma": 0.99, "lam": 0.95, "whiten": True},
+            critic={"learning_rate": 1e-2, "value_clip": 0.01},
+            correction={
+                "weights": {"level": "token", "normalize": True},
+                "rejections": [{"level": "sequence", "measure": "ratio", "low": 0.7, "high": 1.4}],
+            },
+            loss={"name": "clip_cov", "fraction": 0.3, "covariance_low": -10.0, "covariance_high": 10.0},
+            kl={
+                "reward": {"coefficient": 0.1, "target": 0.01, "horizon": 100},
+                "loss": {"coefficient": 0.1, "target": 5.0, "horizon": 100},
+            },
+            entropy_coefficient=0.01,
+            aggregation="seq-mean-token-mean",
+        )
     ),
-    "components, m2po, geometric rejection, filtration": TrainerConfig(
-        **_WHOLE,
-        advantage="gdpo",
-        correction={"rejections": [{"level": "geometric", "measure": "k3", "high": 0.02}]},
-        loss={"name": "m2po", "threshold": 0.001},
-        selection={"filtration": {"method": "best_random", "resample": True}, "overlong_filter": True},
-        aggregation="seq-mean-token-sum-norm",
+    "components, m2po, geometric rejection, filtration": WholeBatch(
+        TrainerConfig(
+            **_WHOLE,
+            advantage="gdpo",
+            correction={"rejections": [{"level": "geometric", "measure": "k3", "high": 0.02}]},
+            loss={"name": "m2po", "threshold": 0.001},
+            selection={"filtration": {"method": "best_random", "resample": True}, "overlong_filter": True},
+            aggregation="seq-mean-token-sum-norm",
+        )
     ),
-    "token baselines, kl_cov, bypassed, rows end to end": TrainerConfig(
-        **_WHOLE,
-        packing="flat",
-        advantage="optimal_token_baseline",
-        correction={"preset": "bypass_geo_rs", "rejections": [{"level": "geometric", "low": 0.9, "high": 1.1}]},
-        # At 0.2 one weight's gradient cancels to rounding error, which Adam turns into a step.
-        loss={"name": "kl_cov", "fraction": 0.25},
+    "token baselines, kl_cov, bypassed, rows end to end": WholeBatch(
+        TrainerConfig(
+            **_WHOLE,
+            packing="flat",
+            advantage="optimal_token_baseline",
+            correction={"preset": "bypass_geo_rs", "rejections": [{"level": "geometric", "low": 0.9, "high": 1.1}]},
+            # At 0.2 one weight's gradient cancels to rounding error, which Adam turns into a step.
+            loss={"name": "kl_cov", "fraction": 0.25},
+        )
+    ),
+    "token rejection, m2po, normalized weights, a broken row": WholeBatch(
+        TrainerConfig(
+            **_WHOLE,
+            correction={
+                "weights": {"level": "token", "normalize": True},
+                "rejections": [{"level": "token", "measure": "k3", "high": 0.01}],
+            },
+            loss={"name": "m2po", "threshold": 0.001},
+            aggregation="seq-mean-token-mean",
+        ),
+        num_ranks=4,
+        broken=True,
     ),
 }
-"""Algorithms that use the whole batch at once; their result must not depend on its split over the ranks."""
 
 
 def train_version(learner: Learner, version: int) -> dict[str, float]:
@@ -76,15 +106,19 @@ def train_version(learner: Learner, version: int) -> dict[str, float]:
 
 
 def train_whole_batch(
-    config: TrainerConfig, model: str, num_batches: int = 2
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Trains a new learner on this rank; returns all weights of policy and critic, and the last batch's metrics."""
-    learner = Learner(config, model_path=model, total_batches=10, seed=0, max_response_tokens=12)
-    policy = plain_policy(Path(model))
+    case: WholeBatch, backend: str, model: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+    """Trains a new learner on two batches; returns all weights of policy and critic before and after, and the last
+    batch's metrics.
+    """
+    config = case.config.model_copy(update={"backend": backend, "collective_timeout_seconds": 60})
+    learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=12)
+    start = _policy_and_critic(learner)
     metrics: dict[str, float] = {}
-    for version in range(1, num_batches + 1):
+    for version in (1, 2):
+        first, *groups = groups_of(version, plain_policy(model), num_groups=6, num_samples=3)
         batch, by_id = make_batch(
-            groups_of(version, policy, num_groups=6, num_samples=3),
+            [with_broken_row(first) if case.broken else first, *groups],
             policy_version=version,
             world_size=learner.world_size,
             tokens_per_micro_batch=config.tokens_per_micro_batch,
@@ -92,16 +126,18 @@ def train_whole_batch(
             packing=learner.packing,
         )
         own = {row.group_id for row in batch.plan if learner.rank in (0, row.rank)}
-        hears_of_more = learner.rank == 0 or version == 1 or config.packing == "flat" or len(own) < len(by_id)
-        assert hears_of_more, "a rank hears of groups it does not train"
+        trains_all = learner.rank == 0 or version == 1 or config.packing == "flat" or case.broken
+        assert trains_all or len(own) < len(by_id), "a rank hears of groups it does not train"
         metrics = dict(learner.train(batch, {group_id: by_id[group_id] for group_id in own}).metrics)
-    weights = all_weights(learner)
-    if learner._critic is not None:
-        critic = weights_of(learner._critic.engine)
-        weights |= {f"critic.{name}": weight for name, weight in critic.items()}
+    weights = _policy_and_critic(learner)
     if learner.world_size == 1:  # several ranks leave their process group together at the end
         learner.close()
-    return weights, metrics
+    return start, weights, metrics
+
+
+def _policy_and_critic(learner: Learner) -> dict[str, Tensor]:
+    critic = {} if learner._critic is None else weights_of(learner._critic.engine)
+    return all_weights(learner) | {f"critic.{name}": weight for name, weight in critic.items()}
 
 
 def all_weights(learner: Learner) -> dict[str, Tensor]:
@@ -133,39 +169,26 @@ def bad_rows_error(learner: Learner) -> str:
     return "trained"
 
 
-def main(model: str, backend: str, folder: Path) -> None:
+def run(model: Path, backend: str, folder: Path) -> dict[str, Any]:
+    """Trains, saves, resumes and exports; returns this rank's report."""
     config = CONFIG.model_copy(update={"backend": backend})
-    learner = Learner(config, model_path=model, total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
-    seen: dict[str, object] = {
+    learner = Learner(config, model_path=str(model), total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
+    report: dict[str, Any] = {
         "bad_rows": bad_rows_error(learner),
         "agree": [learner.all_agree(True), learner.all_agree(learner.rank == 0)],
         "told": learner.broadcast_object({"answer": [42, "é"]} if learner.rank == 0 else None),
         "held_elements": held_elements(learner._model),
         "specs": learner.parameter_specs(),
     }
+    checkpoint = folder / "checkpoints" / f"{NUM_BATCHES - 1:06d}"
     for version in range(1, NUM_BATCHES):
         train_version(learner, version)
-    learner.save(folder / "checkpoints" / f"{NUM_BATCHES - 1:06d}", NUM_BATCHES - 1)
-    seen["metrics"] = train_version(learner, NUM_BATCHES)
+    learner.save(checkpoint, NUM_BATCHES - 1)
+    report["metrics"] = train_version(learner, NUM_BATCHES)
     weights = all_weights(learner)
     learner.export(folder / "export")
     if learner.rank == 0:
         save_file(weights, folder / "weights.safetensors")
-    seen["resumed_at"] = learner.load(folder / "checkpoints" / f"{NUM_BATCHES - 1:06d}")
-    seen["optimizer_step"] = learner.optimizer_step
+    report |= {"resumed_at": learner.load(checkpoint), "optimizer_step": learner.optimizer_step}
     train_version(learner, NUM_BATCHES)
-    again = all_weights(learner)
-    seen["resumed_equal"] = all(again[name].equal(weights[name]) for name in weights)
-    metrics = {}
-    whole_batch = WHOLE_BATCH if learner.world_size == 2 else {}
-    for number, (name, config) in enumerate(whole_batch.items()):
-        weights, metrics[name] = train_whole_batch(config.model_copy(update={"backend": backend}), model)
-        if learner.rank == 0:
-            save_file(weights, folder / f"whole{number}.safetensors")
-    seen["whole_batch"] = metrics
-    learner.close()
-    (folder / f"rank{learner.rank}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    return report | {"resumed_equal": equal(all_weights(learner), weights)}

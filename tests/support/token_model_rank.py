@@ -1,14 +1,11 @@
-"""One rank that trains models by their token statistics, for tests/trainer/models/test_token_model.py."""
+"""Training by token statistics, for tests/trainer/models/test_token_model.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, distributed
 
 from tandem.trainer.backend.deepspeed.engine import build_engine, join_process_group, leave_process_group
@@ -16,11 +13,10 @@ from tandem.trainer.batch.micro_batch import MicroBatch, stack
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.token_logprobs import TokenStatistics
-from tandem.trainer.models.token_model import add_token_statistics, loss_token_statistics
-from tests.support.engine_inputs import random_rows
+from tandem.trainer.models.token_model import loss_token_statistics
+from tests.support.engine_inputs import CPU, random_rows, weights_of
 
 STEPS, NUM_ROWS, RATE = 2, 5, 1e-2
-CPU = torch.device("cpu")
 
 
 def make_batches(step: int, *, rank: int = 0, world_size: int = 1) -> list[MicroBatch]:
@@ -47,7 +43,6 @@ def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
     join_process_group(60)
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
     model = load_model(folder, config.dtype)
-    add_token_statistics(model)
     engine = build_engine(config, model)
     for step in range(STEPS):
         batches = make_batches(step, rank=rank, world_size=world_size)
@@ -59,24 +54,8 @@ def train(folder: Path, config: TrainerConfig) -> tuple[dict[str, Tensor], int]:
             engine.backward(loss_of(found, batch))
         assert engine.step(RATE) is not None
     held = sum(parameter.numel() for parameter in model.parameters())
-    with engine.gather([name for name, _, _ in engine.specs]) as tensors:
-        weights = {name: tensor.to(copy=True) for name, tensor in tensors.items()}
+    weights = weights_of(engine)
     engine.close()
     if world_size == 1:  # several ranks leave their process group together at the end
         leave_process_group()
     return weights, held
-
-
-def main(models: list[Path], folder: Path) -> None:
-    held = {}
-    for model in models:
-        weights, held[model.name] = train(model, TrainerConfig(zero_stage=3, gradient_clip=0.0))
-        rank = distributed.get_rank()
-        save_file(weights, folder / f"{model.name}{rank}.safetensors")
-    leave_process_group()
-    (folder / f"rank{rank}.json").write_text(json.dumps(held))
-
-
-if __name__ == "__main__":
-    *models, folder = map(Path, sys.argv[1:])
-    main(models, folder)

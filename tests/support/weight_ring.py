@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
+from tandem.protos.manifest import ParameterSpec
 from tandem.protos.types import BucketSpec, SamplingParameters, Trajectory
 from tandem.protos.weight_group import empty_bucket, fill_bucket
+from tandem.trainer.backend.base import parameter_specs
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.adapter_policy import AdapterPolicy
 from tests.support.engine_process import EngineProcess
@@ -38,8 +40,8 @@ class Policy:
             for parameter in self.model.parameters():
                 parameter += 0.03 * torch.randn(parameter.shape, generator=self._generator)
 
-    def parameter_specs(self) -> list[tuple[str, torch.dtype, torch.Size]]:
-        return [(name, tensor.dtype, tensor.shape) for name, tensor in self.model.named_parameters()]
+    def parameter_specs(self) -> Sequence[ParameterSpec]:
+        return parameter_specs(self.model)
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:

@@ -1,26 +1,21 @@
-"""Updates do not depend on the number of ranks: every loss and aggregation, and one learner on four real ranks."""
+"""Updates do not depend on the number of ranks: every loss and aggregation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.aggregation import Aggregation
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.policy_losses.options import loss_models
-from tests.support import whole_batch_rank
 from tests.support.loss_tokens import MODES, SMALL
 from tests.support.made_up_batch import MadeUpBatch
-from tests.support.ranks import run_ranks
-from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_group
 
 CORRECTIONS: Sequence[dict[str, Any]] = (
@@ -65,17 +60,3 @@ def test_losses_and_gradients_of_ranks_sum_to_those_of_one_rank(
     assert together.loss == pytest.approx(alone.loss, abs=1e-6 * (1 + float(alone.by_logprobs_N.abs().sum())))
     torch.testing.assert_close(together.by_logprobs_N, alone.by_logprobs_N, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(together.by_entropy_N, alone.by_entropy_N, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.slow
-def test_four_ranks_train_like_one(tmp_path: Path) -> None:
-    """Covers rejection, a selection and normalized weights over the whole batch, and a row with non-finite log-probs,
-    under ZeRO-3 in four processes.
-    """
-    model = build_tiny_model(tmp_path / "model")
-    run_ranks("tests.support.whole_batch_rank", model, folder=tmp_path, seconds=110, num_ranks=4)
-    start, want = (whole_batch_rank.train(model, num_batches) for num_batches in (0, whole_batch_rank.NUM_BATCHES))
-    got = load_file(tmp_path / "weights.safetensors")
-    error = sum((got[name] - want[name]).double().square().sum() for name in want)
-    moved = sum((want[name] - start[name]).double().square().sum() for name in want)
-    assert float(moved) > 0 and float((error / moved) ** 0.5) <= 1e-4

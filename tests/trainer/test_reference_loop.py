@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from tandem.trainer.batch.record import write_record
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
+from tests.support.engine_inputs import equal, relative_error
+from tests.support.learner_rank import all_weights
 from tests.support.reference_loop import train_reference
-from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch, make_group, make_payloads
 
 NUM_BATCHES = 3
@@ -35,21 +34,14 @@ CONFIGS = {
 }
 
 
-def relative_update_error(got: dict[str, Tensor], want: dict[str, Tensor], start: dict[str, Tensor]) -> float:
-    """|got − want| / |want − start|, L2 over all parameters."""
-    error = sum((got[name] - want[name]).double().square().sum() for name in want)
-    update = sum((want[name] - start[name]).double().square().sum() for name in want)
-    return float((error / update) ** 0.5)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_reference_loop_reproduces_the_learners_weights(name: str, tmp_path: Path) -> None:
+def test_the_reference_loop_reproduces_the_learners_weights(
+    name: str, tmp_path: Path, model: Path, untied_model: Path
+) -> None:
     config = CONFIGS[name]
-    model = build_tiny_model(tmp_path / "model", tied=name != "uncorrected, stage 0")
-    learner = Learner(config, model_path=str(model), total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
-    names = [spec[0] for spec in learner.parameter_specs()]
-    with learner.gather(names) as tensors:
-        start = {name: tensor.clone() for name, tensor in tensors.items()}
+    path = untied_model if name == "uncorrected, stage 0" else model
+    learner = Learner(config, model_path=str(path), total_batches=NUM_BATCHES, seed=0, max_response_tokens=16)
+    start = all_weights(learner)
     for version in range(1, NUM_BATCHES + 1):
         groups = [make_group(i, seed=version, versions=(version - 1, version), temperature=0.8) for i in range(5)]
         groups.append(make_group(9, seed=version, num_segments=2, baseline=True, rewards=[1.0, None, 0.0, 0.5]))
@@ -61,11 +53,9 @@ def test_the_reference_loop_reproduces_the_learners_weights(name: str, tmp_path:
         )
         write_record(tmp_path, batch, make_payloads(groups))
         assert learner.train(batch, by_id).changed
-    with learner.gather(names) as tensors:
-        trained = {name: tensor.clone() for name, tensor in tensors.items()}
+    trained = all_weights(learner)
     learner.close()
 
-    same = train_reference(tmp_path, model, config, NUM_BATCHES, "deepspeed")
-    assert all(torch.equal(same[name], trained[name]) for name in names)
-    twin = train_reference(tmp_path, model, config, NUM_BATCHES, "torch")
-    assert relative_update_error(trained, twin, start) <= 1e-4
+    assert equal(train_reference(tmp_path, path, config, NUM_BATCHES, "deepspeed"), trained)
+    twin = train_reference(tmp_path, path, config, NUM_BATCHES, "torch")
+    assert relative_error(trained, twin, start) <= 1e-4

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.protos.errors import ConfigError
+from tandem.protos.manifest import ParameterSpec
 from tandem.trainer.config import TrainerConfig
-
-ParameterSpec = tuple[str, str, tuple[int, ...]]
-"""(Hugging Face name, dtype as "float32", shape)."""
 
 
 def parameter_specs(module: nn.Module) -> tuple[ParameterSpec, ...]:
@@ -45,15 +43,12 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of this micro-batch's share of the loss. Gradients sum over micro-batches and ranks until
-        `step`.
-        """
+        """Adds the gradient of a micro-batch's share of the loss. Micro-batches and ranks are summed until `step`."""
 
     @abstractmethod
     def step(self, learning_rate: float) -> float | None:
-        """Clips the gradient, takes the AdamW step and clears the gradient.
-
-        Returns the global gradient norm before clipping, or None if it was not finite and the step was skipped.
+        """Clips the gradient, takes the AdamW step and clears the gradient. Returns the global gradient norm before
+        clipping, or None if it was not finite and the step was skipped.
         """
 
     @abstractmethod
@@ -83,10 +78,8 @@ class Backend(Protocol):
         """Closes the process group, so that the process can end or join another one."""
 
     def build_engine(self, config: TrainerConfig, model: nn.Module) -> TrainingEngine:
-        """An engine with AdamW over the model's trainable parameters.
-
-        Raises:
-            ConfigError: settings do not fit together, or the model does not support gradient checkpointing.
+        """An engine with AdamW over the model's trainable parameters. Raises ConfigError if the model does not support
+        gradient checkpointing.
         """
 
     def build_frozen_engine(self, config: TrainerConfig, model: nn.Module, *, offload: bool) -> TrainingEngine:

@@ -15,7 +15,7 @@ _SUFFIX = ".partial"
 
 
 def partial_folder(folder: Path) -> Path:
-    """The name `folder` has until it is complete. It never looks like a version number to readers."""
+    """The name of `folder` until it is complete, which is no version number."""
     return folder.with_name(folder.name + _SUFFIX)
 
 
@@ -31,18 +31,14 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     try:
         with disk_full_error(folder):
             yield begun
-            finish_folder(folder)
+            _finish(begun, folder)
     except BaseException:
         shutil.rmtree(begun, ignore_errors=True)
         raise
 
 
 def begin_folder(folder: Path) -> Path:
-    """Creates the partial folder and deletes one left by a crash.
-
-    Raises:
-        EnvironmentLackError: as `atomic_folder`.
-    """
+    """Creates the partial folder and deletes one left by a crash. Raises EnvironmentLackError as `atomic_folder`."""
     if folder.exists() and not folder.is_dir():
         raise EnvironmentLackError(
             f"{folder}: a file stands where a folder is needed; move it away, or write elsewhere"
@@ -54,9 +50,7 @@ def begin_folder(folder: Path) -> Path:
     return begun
 
 
-def finish_folder(folder: Path) -> None:
-    """Syncs the partial folder to disk, renames it and syncs the rename."""
-    begun = partial_folder(folder)
+def _finish(begun: Path, folder: Path) -> None:
     for root, _, names in os.walk(begun):
         for name in names:
             _fsync(Path(root, name))
@@ -86,9 +80,7 @@ def disk_full_error(folder: Path) -> Iterator[None]:
 
 
 def _is_disk_full(error: Exception, folder: Path) -> bool:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    if "No space left on device" in str(error):
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
         return True
     # torch.save only says that its writer failed, so check the free space.
     if isinstance(error, RuntimeError) and folder.parent.exists():

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from pathlib import Path
 
 import torch
 import transformers
 
-from tandem.trainer.backend.base import ParameterSpec
+from tandem.protos.manifest import ParameterSpec, plan_buckets
 from tandem.trainer.checkpoints.durable import atomic_folder
 
 COPIED = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "chat_template*",
-    "generation_config.json",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model"),
+    *("chat_template*", "generation_config.json"),
 )
 """Files that an export copies from the source folder."""
 
-_GATHER_ELEMENTS = 1 << 24
+_PORTION_BYTES = 1 << 26
 
 Gather = Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]]
 
@@ -36,8 +29,8 @@ def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: boo
     none.
     """
     weights: dict[str, torch.Tensor] = {}
-    for names in _portions(specs):
-        with gather(names) as tensors:
+    for portion in plan_buckets(specs, _PORTION_BYTES):
+        with gather([tensor.name for tensor in portion.tensors]) as tensors:
             if keep:
                 weights.update((name, tensor.to("cpu", copy=True)) for name, tensor in tensors.items())
     return weights
@@ -46,10 +39,8 @@ def collect_weights(specs: Sequence[ParameterSpec], gather: Gather, *, keep: boo
 def write_export(
     model: transformers.PreTrainedModel, weights: Mapping[str, torch.Tensor], source: Path, folder: Path
 ) -> None:
-    """Writes weights, configuration, tokenizer and generation settings atomically, replacing an existing folder.
-
-    Raises:
-        EnvironmentLackError: the disk is full.
+    """Writes weights, configuration, tokenizer and generation settings atomically, replacing an existing folder. Raises
+    EnvironmentLackError if the disk is full.
     """
     with atomic_folder(folder) as begun:
         model.save_pretrained(begun, state_dict=dict(weights))
@@ -57,16 +48,3 @@ def write_export(
             for file in source.glob(pattern):
                 if file.is_file():
                     shutil.copyfile(file, begun / file.name)
-
-
-def _portions(specs: Sequence[ParameterSpec]) -> Iterator[list[str]]:
-    names: list[str] = []
-    filled = 0
-    for name, _, shape in specs:
-        if names and filled + prod(shape) > _GATHER_ELEMENTS:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += prod(shape)
-    if names:
-        yield names

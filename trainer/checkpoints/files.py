@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import safetensors.torch
@@ -13,8 +12,10 @@ import torch
 
 from tandem.protos.errors import ConfigError
 from tandem.trainer.backend.base import TrainingEngine
-from tandem.trainer.checkpoints.durable import begin_folder, disk_full_error, finish_folder, partial_folder
+from tandem.trainer.checkpoints.durable import atomic_folder, disk_full_error, partial_folder
 from tandem.trainer.checkpoints.state import FORMAT, STATE_FILE, CheckpointState, read_state
+from tandem.trainer.config import TrainerConfig
+from tandem.trainer.rank import Rank
 
 _POLICY = "engine"
 
@@ -22,10 +23,12 @@ _POLICY = "engine"
 def save_checkpoint(
     engines: Mapping[str, TrainingEngine],
     folder: Path,
-    state: CheckpointState,
+    config: TrainerConfig,
+    ranks: Rank,
     *,
-    rank: int,
-    barrier: Callable[[], None],
+    batch_version: int,
+    optimizer_step: int,
+    kl_coefficients: Mapping[str, float],
 ) -> None:
     """Writes the checkpoint and returns when it is on disk. All ranks must call it.
 
@@ -35,37 +38,32 @@ def save_checkpoint(
     Raises:
         EnvironmentLackError: the disk is full. Earlier checkpoints are untouched.
     """
-    state = replace(state, trained_elements={name: each.num_trained for name, each in engines.items()})
+    state = CheckpointState(
+        batch_version=batch_version,
+        optimizer_step=optimizer_step,
+        backend=config.backend,
+        world_size=ranks.world_size,
+        zero_stage=config.zero_stage,
+        dtype=config.dtype,
+        trainer=config.model_dump(mode="json"),
+        trained_elements={name: engine.num_trained for name, engine in engines.items()},
+        kl_coefficients=dict(kl_coefficients),
+    )
     begun = partial_folder(folder)
-    if rank == 0:
-        begin_folder(folder)
-    barrier()
-    try:
-        with disk_full_error(folder):
-            for name, each in engines.items():
-                each.save(begun / name)
-            safetensors.torch.save_file(_random_states(), begun / _random_file(rank))
-            barrier()
-            if rank == 0:
-                text = json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n"
-                (begun / STATE_FILE).write_text(text, encoding="utf-8")
-                finish_folder(folder)
-    except BaseException:
-        if rank == 0:
-            shutil.rmtree(begun, ignore_errors=True)
-        raise
-    barrier()
+    with atomic_folder(folder) if ranks.rank == 0 else disk_full_error(folder):
+        ranks.barrier()
+        for name, engine in engines.items():
+            engine.save(begun / name)
+        safetensors.torch.save_file(_random_states(), begun / _random_file(ranks.rank))
+        ranks.barrier()
+        if ranks.rank == 0:
+            text = json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n"
+            (begun / STATE_FILE).write_text(text, encoding="utf-8")
+    ranks.barrier()
 
 
 def load_checkpoint(
-    engines: Mapping[str, TrainingEngine],
-    folder: Path,
-    *,
-    backend: str,
-    world_size: int,
-    zero_stage: int,
-    dtype: str,
-    rank: int,
+    engines: Mapping[str, TrainingEngine], folder: Path, config: TrainerConfig, ranks: Rank
 ) -> CheckpointState:
     """Restores the engines and the random states. All ranks must call it.
 
@@ -75,21 +73,20 @@ def load_checkpoint(
             other trained weights.
     """
     state = read_state(folder)
-    for name, setting, now in (
-        ("backend", "trainer.backend", backend),
-        ("world_size", "trainer.num_ranks × trainer.num_nodes", world_size),
-        ("zero_stage", "trainer.zero_stage", zero_stage),
-        ("dtype", "trainer.dtype", dtype),
+    for setting, written, now in (
+        ("trainer.backend", state.backend, config.backend),
+        ("trainer.num_ranks × trainer.num_nodes", state.world_size, ranks.world_size),
+        ("trainer.zero_stage", state.zero_stage, config.zero_stage),
+        ("trainer.dtype", state.dtype, config.dtype),
     ):
-        written = getattr(state, name)
         if written != now:
             raise ConfigError(
                 f"checkpoint {folder} was written with {setting} = {written}, not {now}: resume with {written}"
             )
     _check_engines(folder, state, engines)
-    for name, each in engines.items():
-        each.load(folder / name)
-    states = safetensors.torch.load_file(folder / _random_file(rank))
+    for name, engine in engines.items():
+        engine.load(folder / name)
+    states = safetensors.torch.load_file(folder / _random_file(ranks.rank))
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
@@ -97,20 +94,18 @@ def load_checkpoint(
 
 
 def _check_engines(folder: Path, state: CheckpointState, engines: Mapping[str, TrainingEngine]) -> None:
-    written = state.trained_elements
-    if not written:  # format 1: only the policy, without frozen parameters
-        written = {_POLICY: engines[_POLICY].num_elements}
+    # Format 1 has only the policy, without frozen parameters.
+    written = state.trained_elements or {_POLICY: engines[_POLICY].num_elements}
     if written.keys() != engines.keys():
         raise ConfigError(
             f"checkpoint {folder} holds {_names(written)}, this run trains "
             f"{_names(engines)}: resume with the same recipe"
         )
-    for name, each in engines.items():
-        if written[name] != each.num_trained:
+    for name, engine in engines.items():
+        if written[name] != engine.num_trained:
             raise ConfigError(
-                f"checkpoint {folder} holds {written[name]} trained weights of "
-                f"{_names([name])}, this run trains {each.num_trained}: "
-                "resume with the same model and the same LoRA settings"
+                f"checkpoint {folder} holds {written[name]} trained weights of {_names([name])}, this run trains "
+                f"{engine.num_trained}: resume with the same model and the same LoRA settings"
             )
 
 

@@ -1,8 +1,5 @@
 """Checkpoints: `checkpoints/<version>` holds a folder of the backend's files for each engine, the ranks' random states,
-and `state.json`, which describes them.
-
-The version is that of the last batch that the weights contain. Folders are written atomically. Finding checkpoints
-needs no torch; `tandem.trainer.checkpoints.files` writes and reads them.
+and `state.json`. The version is that of the last batch that the weights contain. Imports no torch.
 """
 
 from __future__ import annotations
@@ -41,14 +38,13 @@ class CheckpointState:
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """(version, folder) of every complete checkpoint inside the folder `checkpoints`, ascending."""
-    entries = ((entry.name, entry) for entry in Path(checkpoints).glob("[0-9]*") if (entry / STATE_FILE).exists())
-    return sorted((int(name), entry) for name, entry in entries if name.isdigit())
+    entries = (entry for entry in checkpoints.glob("[0-9]*") if (entry / STATE_FILE).exists())
+    return sorted((int(entry.name), entry) for entry in entries if entry.name.isdigit())
 
 
 def latest_checkpoint(checkpoints: Path) -> tuple[int, Path] | None:
     """The newest complete checkpoint, or None."""
-    found = list_checkpoints(checkpoints)
-    return found[-1] if found else None
+    return max(list_checkpoints(checkpoints), default=None)
 
 
 def prune_checkpoints(checkpoints: Path, keep: int) -> None:
@@ -60,7 +56,7 @@ def prune_checkpoints(checkpoints: Path, keep: int) -> None:
 def read_state(folder: Path) -> CheckpointState:
     """Reads `state.json`. Raises DataError if this is not a complete checkpoint of a known format."""
     try:
-        values = json.loads((Path(folder) / STATE_FILE).read_text(encoding="utf-8"))
+        values = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"checkpoint {folder} cannot be read: {error}") from error
     if values.pop("format") > FORMAT:

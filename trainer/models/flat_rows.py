@@ -1,13 +1,11 @@
 """Decides whether rows are concatenated without padding, and checks that the models keep such rows separate.
 
 Some models silently mix such rows: their layers carry state past the end of a row, or their attention ignores
-positions. Every model is therefore tested once on two short rows before use:
+positions. Every model is therefore tested once on two short rows before use. Relative to full mixing, where the second
+row continues the first:
 
-- leak: replacing the first row must not change the second. Shapes stay the same, so a model that keeps rows separate
-  gives the same bits (nearly so for a mixture of experts).
+- leak: replacing the first row must hardly change the second, though a mixture of experts gives no equal bits.
 - apart: the second row must equal the same row in its own line, up to rounding.
-
-Both are measured relative to full mixing, where the second row continues the first.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ from tandem.trainer.rank import Rank
 log = logging.getLogger(__name__)
 
 _LENGTHS = 8, 12
-_MOST_LEAK = {torch.float32: 1e-5}
-_MOST_LEAK_IN_HALF_PRECISION = 2e-3
-_MOST_APART = {torch.float32: 1e-3}
-_MOST_APART_IN_HALF_PRECISION = 0.25  # rounding may send a token to another expert
+_MOST = {torch.float32: (1e-5, 1e-3)}
+_MOST_IN_HALF_PRECISION = 2e-3, 0.25  # rounding may send a token to another expert
 
 
 def choose_packing(wanted: Literal["auto", "padded", "flat"], engines: Sequence[TrainingEngine], rank: Rank) -> Packing:
@@ -71,14 +67,11 @@ def check_row_separation(engines: Sequence[TrainingEngine], rank: Rank) -> None:
     """Raises ModelError, on every rank, if a model mixes concatenated rows or cannot run them."""
     for engine in engines:
         leak, apart = measure_row_mixing(engine, rank.device)
-        dtype = next(engine.module.parameters()).dtype
-        most_leak = _MOST_LEAK.get(dtype, _MOST_LEAK_IN_HALF_PRECISION)
-        most_apart = _MOST_APART.get(dtype, _MOST_APART_IN_HALF_PRECISION)
+        most_leak, most_apart = _MOST.get(next(engine.module.parameters()).dtype, _MOST_IN_HALF_PRECISION)
         if not rank.all_agree(leak <= most_leak and apart <= most_apart):
             raise _MixingError(
-                f"{type(engine.module).__name__} does not keep rows apart that are packed end to "
-                f"end (leak {leak:.1g} of at most {most_leak:.1g}, "
-                f"{apart:.1g} of at most {most_apart:.1g} from the padded row): "
+                f"{type(engine.module).__name__} does not keep rows apart that are packed end to end (leak {leak:.1g} "
+                f"of at most {most_leak:.1g}, {apart:.1g} of at most {most_apart:.1g} from the padded row): "
                 'set trainer.packing = "padded"'
             )
 
@@ -100,8 +93,8 @@ def measure_row_mixing(engine: TrainingEngine, device: torch.device) -> tuple[fl
     except (TypeError, ValueError, RuntimeError) as error:
         what = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelError(
-            f"{type(engine.module).__name__} cannot run rows that are packed end to "
-            f'end ({what}); set trainer.packing = "padded"'
+            f"{type(engine.module).__name__} cannot run rows that are packed end to end ({what}); "
+            'set trainer.packing = "padded"'
         ) from error
     scale = _largest(continued_TH - alone_TH)
     return float(_largest(flat_TH - after_other_TH) / scale), float(_largest(flat_TH - alone_TH) / scale)

@@ -24,7 +24,6 @@ _UNREADABLE = (
     *(SafetensorError, UnpicklingError, EOFError),  # weight files that are truncated or invalid
     StrictDataclassError,  # invalid values in config.json
 )
-"""Exceptions for which the model's folder is to blame."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,9 +43,7 @@ def model_folder(path: str) -> Path:
 def load_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
     """Loads the causal language model of a folder on the CPU, in training mode. Every dropout is 0, so that training
     sees the same policy as sampling. The model can return statistics of loss tokens (trainer/models/token_model.py).
-
-    Raises:
-        ModelError: transformers cannot load it.
+    Raises ModelError.
     """
     with _loading(folder):
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -59,10 +56,9 @@ def load_model(folder: Path, dtype: str) -> transformers.PreTrainedModel:
 
 
 class ValueHead(nn.Linear):
-    """Outputs one number per token, always in float32, because bfloat16 has three digits."""
+    """(…, hidden) → (…, 1), always in float32, because bfloat16 has three digits."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, hidden) → (…, 1)."""
         bias = None if self.bias is None else self.bias.float()
         return functional.linear(input.float(), self.weight.float(), bias)
 

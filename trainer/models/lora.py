@@ -1,9 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) inside the policy: W + (alpha/rank)·B·A, of which only A and B are
-trained. Uses PEFT.
+trained.
 
-PEFT inserts its layers into the Hugging Face model, so the engine runs the same model object; with the adapters
-disabled it is the reference policy. Weights that leave the trainer have the base model's names, not PEFT's. Importing
-this module loads PEFT (2 s), so only runs with adapters import it.
+PEFT inserts its layers into the Hugging Face model, so the engine runs the same model object. Weights that leave the
+trainer have the base model's names, not PEFT's. Only runs with adapters import this module, because PEFT takes 2 s.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
 
 import peft
 import safetensors.torch
@@ -21,9 +19,9 @@ from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor, nn
 
 from tandem.protos.errors import ConfigError
-from tandem.protos.manifest import LORA_A, LORA_B
+from tandem.protos.manifest import LORA_A, LORA_B, ParameterSpec
 from tandem.protos.weight_group import merge_adapter
-from tandem.trainer.backend.base import ParameterSpec
+from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.models.options import LoraOptions
 
@@ -59,27 +57,21 @@ def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer) and not isinstance(module, Linear):
             raise ConfigError(f"trainer.lora.target_modules: {name} is not a linear layer; leave it out")
-    _refuse_unknown(targets, _adapted_layers(model))
+    # PEFT ignores names that match no layer if another name matches one.
+    for target in () if isinstance(targets, str) else targets:
+        if not any(f".{name}".endswith(f".{target}.weight") for name in _adapted_layers(model)):
+            raise ConfigError(f"trainer.lora.target_modules: the model has no layer {target}; leave it out")
     return adapted
 
 
-class ModelWeights(Protocol):
-    """The part of `TrainingEngine` that `Adapters` uses."""
-
-    module: Any
-    specs: tuple[ParameterSpec, ...]
-
-    def gather(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]: ...
-
-
 class Adapters:
-    """The adapters of one model. `specs` and `gather` give the merged weights, `gather_base` the base weights.
-    `adapter_specs` and `gather_adapters` give only the adapters; `factor_specs` and `gather_factors` give them under
-    the base model's names, as samplers merge them. All ranks must call a gather method with the same names; its tensors
-    are valid only inside the block.
+    """The adapters of one model. `specs` and `gather` are the merged weights, `gather_base` the base weights;
+    `adapter_specs` and `gather_adapters` only the adapters; `factor_specs` and `gather_factors` the adapters under the
+    base model's names, as samplers merge them. Specs are the same on all ranks and name tied parameters once. All ranks
+    must call a gather method with the same names; its full tensors are valid only inside the block.
     """
 
-    def __init__(self, adapted: peft.PeftModel, options: LoraOptions, weights: ModelWeights) -> None:
+    def __init__(self, adapted: peft.PeftModel, options: LoraOptions, weights: TrainingEngine) -> None:
         """`adapted`: what `insert_adapters` returned; `weights`: the engine built around the same model."""
         self.adapter_rank = options.rank
         self.scaling = options.alpha / options.rank
@@ -95,16 +87,12 @@ class Adapters:
         }
 
     def specs(self) -> list[ParameterSpec]:
-        """(Hugging Face name, dtype, shape) of every parameter of the base model, tied ones once; the same on all
-        ranks.
-        """
+        """(Hugging Face name, dtype, shape) of every parameter of the base model."""
         return [(name, dtype, shape) for name, (_, dtype, shape) in self._base_specs.items()]
 
     @contextmanager
     def gather(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These parameters, full and merged: W + (alpha/rank)·B·A. Merged tensors are copies, so a call needs memory
-        for all parameters it names; the model does not change.
-        """
+        """These parameters, merged. Merged tensors are copies, so a call needs memory for all parameters it names."""
         adapted = [name for name in names if name in self._layers]
         wanted = [self._base_specs[name][0] for name in names]
         wanted += [matrix for name in adapted for matrix in _matrices(name)]
@@ -116,12 +104,12 @@ class Adapters:
 
     @contextmanager
     def gather_base(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These parameters, full, without the adapters."""
+        """These parameters without the adapters."""
         with self._weights.gather([self._base_specs[name][0] for name in names]) as found:
             yield {name: found[self._base_specs[name][0]] for name in names}
 
     def factor_specs(self) -> list[ParameterSpec]:
-        """(W.lora_A or W.lora_B, dtype, shape) of the two factors of every adapted W; the same on all ranks."""
+        """(W.lora_A or W.lora_B, dtype, shape) of the two factors of every adapted W."""
         specs: list[ParameterSpec] = []
         for name, layer in self._layers.items():
             (_, dtype, (rank, size_in)), (_, _, (size_out, _)) = (self._adapter_specs[m] for m in _matrices(name))
@@ -132,13 +120,12 @@ class Adapters:
 
     @contextmanager
     def gather_factors(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """These factors, full."""
-        layers = {name.removesuffix(LORA_A).removesuffix(LORA_B): None for name in names}
+        """These factors."""
+        layers = dict.fromkeys(name.removesuffix(LORA_A).removesuffix(LORA_B) for name in names)
         with self._weights.gather([matrix for name in layers for matrix in _matrices(name)]) as found:
             factors: dict[str, Tensor] = {}
             for name in layers:
-                lora_a, lora_b = self._factors(name, found)
-                factors |= {name + LORA_A: lora_a, name + LORA_B: lora_b}
+                factors[name + LORA_A], factors[name + LORA_B] = self._factors(name, found)
             yield {name: factors[name] for name in names}
 
     def adapter_specs(self) -> list[ParameterSpec]:
@@ -146,7 +133,7 @@ class Adapters:
         return list(self._adapter_specs.values())
 
     def gather_adapters(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """These matrices, full."""
+        """These matrices."""
         return self._weights.gather(names)
 
     def _factors(self, name: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -159,18 +146,13 @@ class Adapters:
         disabled: AbstractContextManager[None] = self._peft.disable_adapter()
         return disabled
 
-    def write_adapters(self, weights: Mapping[str, Tensor], source: str, folder: Path) -> None:
-        """Writes a folder that `PeftModel.from_pretrained` loads onto `source`, atomically; it replaces an existing
-        one.
-
-        `weights`: all of `adapter_specs`, from `collect_weights`.
-
-        Raises:
-            EnvironmentLackError: the disk is full.
+    def write_adapters(self, weights: Mapping[str, Tensor], source: Path, folder: Path) -> None:
+        """Writes a folder that `PeftModel.from_pretrained` loads onto `source`, atomically, replacing an existing one.
+        `weights`: all of `adapter_specs`. Raises EnvironmentLackError if the disk is full.
         """
         assert weights.keys() == self._adapter_specs.keys(), "an adapter export holds every matrix"
         config = self._peft.peft_config[_ADAPTER]
-        config.base_model_name_or_path = source
+        config.base_model_name_or_path = str(source)
         tensors = {
             _PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in weights.items()
         }
@@ -188,13 +170,6 @@ def _matrices(name: str) -> list[str]:
     """Names in the model of the matrices A and B of an adapted weight."""
     layer = name.removesuffix(".weight")
     return [f"{layer}.lora_A.{_ADAPTER}.weight", f"{layer}.lora_B.{_ADAPTER}.weight"]
-
-
-def _refuse_unknown(targets: str | tuple[str, ...], layers: Mapping[str, LoraLayer]) -> None:
-    """Refuses names that match no layer; PEFT ignores them if another name matches one."""
-    for target in () if isinstance(targets, str) else targets:
-        if not any(f".{name}".endswith(f".{target}.weight") for name in layers):
-            raise ConfigError(f"trainer.lora.target_modules: the model has no layer {target}; leave it out")
 
 
 def _refuse_tied(model: nn.Module, targets: str | tuple[str, ...]) -> None:

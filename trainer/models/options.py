@@ -1,4 +1,4 @@
-"""Options of the adapters and of the critic. Imports no torch."""
+"""Options of the adapters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,14 +25,3 @@ class LoraOptions(BaseModel):
     """What is sent to samplers: `adapter` sends A and B, which each sampler merges into its base weights; `merged`
     sends all weights.
     """
-
-
-class CriticOptions(BaseModel):
-    """PPO's value model. Settings not listed here are the policy's: dtype, offload, weight decay, gradient clip, …"""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    path: str = ""
-    """Folder or hub name of the value model, or of the language model to make it from; "" is the policy's."""
-    learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
-    """Learning rate of its AdamW optimizer."""

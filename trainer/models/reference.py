@@ -21,27 +21,21 @@ if TYPE_CHECKING:
 
 
 class ReferencePolicy:
-    """A policy with fixed weights. `frozen_copy` loads one; if the policy has adapters, `base_weights` uses the
-    policy's own base weights, which costs no memory.
+    """A policy with fixed weights: a frozen copy, or the policy's own base weights without its adapters, which costs
+    no memory. `engines` are those that it owns.
     """
 
     def __init__(
         self, engine: TrainingEngine, without_adapters: Callable[[], AbstractContextManager[None]], *, owned: bool
     ) -> None:
+        self.engines = [engine] if owned else []
         self._engine = engine
-        self.engines = [engine] if owned else []  # engines that `close` frees
-        self._policy_set_aside = without_adapters
+        self._without_adapters = without_adapters
 
     @classmethod
     def frozen_copy(cls, backend: Backend, config: TrainerConfig, folder: Path) -> ReferencePolicy:
-        """The model of a folder in its own partitioned engine without optimizer; in host memory with
-        `offload_reference`.
-
-        The folder holds the run's first weights, also when the run resumes. All ranks must call it, after joining the
-        process group.
-
-        Raises:
-            ModelError: transformers cannot load it.
+        """The model of a folder, which holds the run's first weights, in its own partitioned engine without optimizer;
+        in host memory with `offload_reference`. All ranks must call it. Raises ModelError.
         """
         model = load_model(folder, config.dtype)
         engine = backend.build_frozen_engine(config, model, offload=config.offload_reference)
@@ -54,15 +48,11 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """log π_reference of the N loss tokens of every micro-batch, without gradient, at each row's temperature.
+        """log π_reference of the N loss tokens of every micro-batch, without gradient, at each row's temperature. Equal
+        weights give the policy's bits.
 
         All ranks must call it with the same number of micro-batches, and never between a forward pass of the policy and
-        its backward pass. The computation is the same as the policy's, so equal weights give equal bits.
+        its backward pass.
         """
-        with self._policy_set_aside():
+        with self._without_adapters():
             return [token_logprobs(self._engine, micro_batch) for micro_batch in micro_batches]
-
-    def close(self) -> None:
-        """Frees the memory."""
-        for engine in self.engines:
-            engine.close()

@@ -24,9 +24,7 @@ _CHUNK_LOGITS = 1 << 25
 
 
 class TokenStatistics(NamedTuple):
-    """For N tokens: log π(token) and, on request, the entropy of its distribution (nats) and Σ over the vocabulary of
-    π².
-    """
+    """For N tokens: log π(token) and, on request, the entropy (nats) of its distribution π and Σπ²."""
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
@@ -61,7 +59,7 @@ def statistics_from_logits(
     logits_NV: Tensor, target_N: Tensor, temperature_N: Tensor, *, entropy: bool = False, squared_probs: bool = False
 ) -> TokenStatistics:
     """The same statistics from existing logits, for models that change their logits after the output head."""
-    logprobs_NV = functional.log_softmax(_wide(logits_NV) / temperature_N[:, None], dim=-1)
+    logprobs_NV = functional.log_softmax(logits_NV.to(_wide_type(logits_NV)) / temperature_N[:, None], dim=-1)
     return TokenStatistics(
         logprobs_N=logprobs_NV.gather(1, target_N[:, None]).squeeze(1),
         entropy_N=-(logprobs_NV.exp() * logprobs_NV).sum(-1) if entropy else None,
@@ -168,16 +166,12 @@ def _logit_gradient(
 
 
 def _logprobs(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, temperature_C: Tensor) -> Tensor:
-    logits_CV = _wide(functional.linear(hidden_CH, weight_VH, bias_V))
+    logits_CV = functional.linear(hidden_CH, weight_VH, bias_V).to(_wide_type(hidden_CH))
     return functional.log_softmax(logits_CV.div_(temperature_C[:, None]), dim=-1)
 
 
 def _wide_type(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.to(_wide_type(values))
 
 
 def _chunks(num_tokens: int, vocabulary: int) -> list[slice]:

@@ -1,8 +1,7 @@
 """Makes a language model return the statistics of its loss tokens instead of all logits, also with partitioned weights.
 
-Under ZeRO-3 and FSDP a module's weights are whole only while the module itself runs; code outside the output head would
-find the head's weight empty. The head is therefore replaced by one with the same parameters and names that computes the
-statistics itself when the model's `forward` calls it. This happens before the engine is built and changes nothing else.
+Under ZeRO-3 and FSDP a module's weights are whole only while the module itself runs. Before the engine is built, the
+output head is therefore replaced by one with the same parameters and names that computes the statistics itself.
 
 B lines, T columns, K columns whose logits are needed, N loss tokens, H hidden size (see trainer/batch/micro_batch.py).
 """
@@ -22,7 +21,9 @@ from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_fro
 
 
 class TokenHead(nn.Linear):
-    """An output head. Given targets, it returns their `TokenStatistics` without storing all logits."""
+    """An output head. It returns the `TokenStatistics` of targets without storing all logits, or the logits if there
+    are no targets.
+    """
 
     def forward(
         self,
@@ -33,7 +34,6 @@ class TokenHead(nn.Linear):
         entropy: bool = False,
         squared_probs: bool = False,
     ) -> Any:
-        """Returns the logits if there are no targets."""
         if target_N is None:
             return super().forward(input)
         assert temperature_N is not None
@@ -44,10 +44,8 @@ class TokenHead(nn.Linear):
 
 def add_token_statistics(model: transformers.PreTrainedModel) -> None:
     """Makes `model(tokens=batch, entropy=…, squared_probs=…)` return the `TokenStatistics` of a micro-batch's N loss
-    tokens. Other calls behave as before.
-
-    If the model changes its logits after the head (soft caps, scales), or its head is not a plain linear layer, the
-    statistics are computed from the logits.
+    tokens, computed from the logits if the head is no plain linear layer or the model changes its logits afterwards
+    (soft caps, scales). Other calls behave as before.
     """
     if _head_gives_logits(model):
         linear = model.get_output_embeddings()
@@ -95,10 +93,7 @@ def _head_gives_logits(model: transformers.PreTrainedModel) -> bool:
 def loss_token_statistics(
     model: nn.Module | TrainingEngine, batch: MicroBatch, *, entropy: bool = False, squared_probs: bool = False
 ) -> TokenStatistics:
-    """The statistics of a micro-batch's N loss tokens, from a language model or an engine.
-
-    Without `add_token_statistics` they are computed from all logits at once.
-    """
+    """The statistics of a micro-batch's N loss tokens, from a language model or an engine."""
     asked = {"entropy": entropy, "squared_probs": squared_probs}
     module = model.module if isinstance(model, TrainingEngine) else model
     if getattr(module, "gives_token_statistics", False):

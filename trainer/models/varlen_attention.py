@@ -56,13 +56,7 @@ def _kernel_runs(device: torch.device, dtype: torch.dtype, num_heads: int, num_s
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
-    longest: int,
-    scale: float | None,
-    window: tuple[int, int],
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, window: tuple[int, int]
 ) -> Tensor:
     found = varlen.varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, enable_gqa=True

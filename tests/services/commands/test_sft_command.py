@@ -12,6 +12,7 @@ import pytest
 from tandem.protos.errors import ConfigError, EnvironmentLackError
 from tandem.services.commands import sft as sft_command
 from tandem.services.config import Recipe
+from tandem.trainer.config import SftConfig
 from tandem.trainer.sft import SftResult
 from tests.support.dataset_files import chat_folder, verl_row, write_lines
 from tests.support.run_inputs import recipe_of, small_values
@@ -22,8 +23,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The outputs of the trainings that would have run; none really runs."""
     outputs: list[Path] = []
 
-    def train(rows: Any, model: str, output: Path, settings: Any, validate: Any) -> SftResult:
-        outputs.append(output)
+    def train(rows: Any, model: str, config: SftConfig, seed: int, validate: Any) -> SftResult:
+        outputs.append(Path(config.output))
         return SftResult(1, 0.0, None)
 
     monkeypatch.setattr(sft_command, "train_sft", train)

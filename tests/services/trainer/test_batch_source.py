@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,7 @@ from tandem.protos.errors import FencedError, LedgerError, ScorerError, Selectio
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
-from tandem.services.trainer.batch_source import (
-    BatchSource,
-    SelectionRules,
-    groups_of_rank,
-    read_payloads,
-    selection_rules,
-)
+from tandem.services.trainer.batch_source import BatchSource, groups_of_rank, read_payloads, rejection
 from tests.support.trainer_ring import different_rewards, make_recipe, make_run, put_scored
 from tests.support.training_groups import group_headers, make_group
 
@@ -37,7 +32,7 @@ class Run:
 
     def source(self) -> BatchSource:
         incarnation = self.buffer.begin_incarnation()
-        return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop)
+        return BatchSource(self.buffer, self.recipe, incarnation, self.world_size, self.stop, "padded")
 
 
 def test_groups_become_batches_in_order_of_completion(tmp_path: Path, redis_url: str) -> None:
@@ -51,7 +46,7 @@ def test_groups_become_batches_in_order_of_completion(tmp_path: Path, redis_url:
     assert (first.policy_version, second.policy_version) == (1, 2)
     assert len(first.plan) == 8, "every scored row of both groups is planned"
     assert source.poll(2, 0.05) is None, "one group is not a batch"
-    assert source.num_survivors == 1
+    assert len(source.survivors) == 1
     put_scored(run.buffer, different_rewards(1, start=5))
     with pytest.raises(FencedError):
         source.poll(2, 1.0)  # `put_scored` started a newer incarnation
@@ -111,11 +106,14 @@ def drop(buffer: Buffer, count: int, *, start: int) -> None:
             dropped += buffer.release(claim, "crashed", "data", f"ValueError: of {claim.group_id}") == "dropped"
 
 
-def test_each_selection_rule_rejects_with_its_reason() -> None:
-    rules = SelectionRules(min_rows=2, hard_staleness_cap=3, drop_zero_variance=True)
+SELECTIVE: dict[str, Any] = {"selection": {"drop_zero_variance": True}}
 
-    def reason(start_version: int = 4, **group: object) -> str | None:
-        return rules.rejection(group_headers(make_group(0, **group)), start_version)  # type: ignore[arg-type]
+
+def test_each_selection_rule_rejects_with_its_reason(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, run={"hard_staleness_cap": 3}, trainer=SELECTIVE)
+
+    def reason(**group: Any) -> str | None:
+        return rejection(recipe, group_headers(make_group(0, **group)), 4)
 
     mixed = (0.0, 1.0, 0.0, 1.0)
     assert reason(rewards=mixed, versions=(1, 4)) is None
@@ -125,12 +123,12 @@ def test_each_selection_rule_rejects_with_its_reason() -> None:
     assert reason(rewards=(1.0, 1.0, 1.0, 1.0), versions=(4,), baseline=True) == "zero_variance", (
         "a baseline is no row to train"
     )
-    assert SelectionRules(2, 0, False).rejection(group_headers(make_group(0, rewards=(1.0,) * 4)), 1000) is None
+    assert rejection(make_recipe(tmp_path), group_headers(make_group(0, rewards=(1.0,) * 4)), 1000) is None
 
 
-def test_total_rewards_are_compared_whichever_tokens_earned_them() -> None:
-    """Dynamic sampling compares each answer's total reward, token rewards included, whichever tokens earned it."""
-    rules = SelectionRules(min_rows=2, hard_staleness_cap=0, drop_zero_variance=True)
+def test_total_rewards_are_compared_whichever_tokens_earned_them(tmp_path: Path) -> None:
+    """Dynamic sampling compares each answer's total reward, token rewards included."""
+    recipe = make_recipe(tmp_path, trainer=SELECTIVE)
 
     def reason(*rewards: float) -> str | None:
         group = make_group(0, num_samples=2, rewards=rewards)
@@ -139,33 +137,27 @@ def test_total_rewards_are_compared_whichever_tokens_earned_them() -> None:
             earned = [np.zeros(len(one.ids), np.float32) for one in row.trajectory.segments]
             earned[0][np.flatnonzero(row.trajectory.segments[0].loss_mask)[0]] = number
             rows.append(replace(row, trajectory=replace(row.trajectory, token_rewards=tuple(earned))))
-        return rules.rejection(group_headers(replace(group, rows=tuple(rows))), 4)
+        return rejection(recipe, group_headers(replace(group, rows=tuple(rows))), 4)
 
     assert reason(1.0, 1.0) == "zero_variance"
     assert reason(0.0, 1.0) is None
 
 
-def test_selection_rules_with_a_greedy_baseline() -> None:
-    rules = SelectionRules(min_rows=1, hard_staleness_cap=0, drop_zero_variance=True, needs_baseline=True)
+def test_selection_rules_with_a_greedy_baseline(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, trainer={"advantage": "remax", **SELECTIVE})
 
     def reason(greedy: float | None, rewards: tuple[float | None, ...], num_segments: int = 1) -> str | None:
         given = (*rewards, greedy)
         made = make_group(0, num_samples=len(rewards), rewards=given, baseline=True, num_segments=num_segments)
-        return rules.rejection(group_headers(made), 4)
+        return rejection(recipe, group_headers(made), 4)
 
     assert reason(1.0, (0.0, 1.0), num_segments=2) is None
     assert reason(None, (0.0, 1.0)) == "no_scored_baseline"
-    assert rules.rejection(group_headers(make_group(0)), 4) == "no_scored_baseline", "sampled without one"
+    assert rejection(recipe, group_headers(make_group(0)), 4) == "no_scored_baseline", "sampled without one"
     assert reason(1.0, (None, None)) == "too_few_scored_rows", "a baseline is no row to train"
     assert reason(1.0, (1.0, 1.0)) == "zero_variance"
     assert reason(0.0, (0.0,)) == "zero_variance", "as good as the greedy answer"
     assert reason(0.0, (1.0, 1.0)) is None and reason(0.0, (1.0,)) is None, "better than it"
-
-
-def test_selection_rules_come_from_the_recipe(tmp_path: Path) -> None:
-    assert selection_rules(make_recipe(tmp_path)) == SelectionRules(2, 0, False)
-    remax = make_recipe(tmp_path, trainer={"advantage": "remax"})
-    assert selection_rules(remax) == SelectionRules(1, 0, False, needs_baseline=True)
 
 
 def test_a_group_without_its_greedy_answer_never_reaches_the_batch(tmp_path: Path, redis_url: str) -> None:

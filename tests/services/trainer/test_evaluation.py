@@ -34,30 +34,23 @@ class Answers(rollout_pb2_grpc.RolloutServiceServicer):
             self.failures -= 1
             raise UnavailableError("scripted")
         span = common_pb2.VersionSpan(first_token=0, incarnation=1, policy_version=self.version)
-        return rollout_pb2.GenerateReply(
-            items=[
-                rollout_pb2.GenerateReply.Item(
-                    samples=[
-                        rollout_pb2.GenerateReply.Sample(
-                            text=str(np.frombuffer(item.prompt_ids, "<i4")[0]), spans=[span]
-                        )
-                    ]
-                )
-                for item in request.items
-            ]
-        )
+        reply = rollout_pb2.GenerateReply()
+        for item in request.items:
+            reply.items.add().samples.add(text=str(np.frombuffer(item.prompt_ids, "<i4")[0]), spans=[span])
+        return reply
 
 
 class Judge(reward_pb2_grpc.RewardServiceServicer):
     """Scores 1 for an even answer, 0 for an odd one, a time-out for multiples of 10."""
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: grpc.aio.ServicerContext) -> reward_pb2.ScoreReply:
-        return reward_pb2.ScoreReply(items=[self._judge(int(item.solution)) for item in request.items])
-
-    def _judge(self, number: int) -> reward_pb2.ScoreReply.Item:
-        if number % 10 == 0:
-            return reward_pb2.ScoreReply.Item(unscored=reward_pb2.ScoreReply.Unscored(reason="timeout"))
-        return reward_pb2.ScoreReply.Item(scored=reward_pb2.ScoreReply.Scored(value=float(number % 2 == 0)))
+        reply = reward_pb2.ScoreReply()
+        for number in (int(item.solution) for item in request.items):
+            if number % 10 == 0:
+                reply.items.add().unscored.reason = "timeout"
+            else:
+                reply.items.add().scored.value = float(number % 2 == 0)
+        return reply
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.trainer import rank_zero
 from tandem.services.trainer.rank_zero import RankZero
-from tandem.services.trainer.recovery import TrainerLock, check_world_size, find_resume_point
+from tandem.services.trainer.recovery import check_world_size, find_resume_point, trainer_lock
 from tandem.trainer.batch.record import record_folder, recorded_versions, write_record
 from tandem.trainer.learner import Learner
 from tests.support.trainer_ring import P, different_rewards, lines_of, make_recipe, make_run, put_scored, train
@@ -173,7 +173,7 @@ def test_a_gap_between_checkpoint_and_records_is_named(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         batch, groups = make_batch([make_group(version)], policy_version=version)
         write_record(tmp_path, batch, make_payloads(groups.values()))
-    assert find_resume_point(tmp_path).recorded == (1, 2, 3)
+    assert find_resume_point(tmp_path).recorded == [1, 2, 3]
     assert find_resume_point(tmp_path).last_version == 3
     shutil.rmtree(record_folder(tmp_path, 2))
     with pytest.raises(LedgerError, match="000002 is missing"):
@@ -189,8 +189,6 @@ def test_a_batch_planned_for_more_ranks_is_refused() -> None:
 
 def test_a_folder_has_one_trainer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.services.trainer.recovery._LOCK_SECONDS", 0.3)
-    lock = TrainerLock(tmp_path)
-    with pytest.raises(DeadlineError, match="another trainer"):
-        TrainerLock(tmp_path)
-    lock.release()
-    TrainerLock(tmp_path).release()
+    with trainer_lock(tmp_path), pytest.raises(DeadlineError, match="another trainer"):
+        trainer_lock(tmp_path)
+    trainer_lock(tmp_path).close()

@@ -16,32 +16,26 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from tandem.protos.errors import ConfigError, ModelError
 from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.batch.micro_batch import MicroBatch
-from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
-from tandem.trainer.checkpoints.state import CheckpointState, read_state
+from tandem.trainer.checkpoints.state import read_state
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.critic import Critic
 from tandem.trainer.models.loading import load_value_model
-from tandem.trainer.models.options import CriticOptions
-from tests.support.backends import Settings, checkpoint_facts
+from tests.support.backends import Settings
 from tests.support.engine_inputs import (
     NUM_TOKENS,
+    RATE,
     advantages,
     engine_of,
     equal,
+    load,
     make_micro_batches,
     policy_step,
+    save,
     weights_of,
 )
-from tests.support.tiny_model import build_tiny_model
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("process_group")]
-OPTIONS = CriticOptions(learning_rate=1e-2)
+pytestmark = pytest.mark.usefixtures("process_group")
 CONFIG = TrainerConfig()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +48,17 @@ def reward_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_critic(config: TrainerConfig, folder: Path) -> Critic:
-    return Critic(load_backend(config), config, OPTIONS, folder)
+    return Critic(load_backend(config), config, folder)
 
 
-def learn(critic: Critic, batches: Sequence[MicroBatch], **options: float) -> tuple[float, float | None]:
+def learn(critic: Critic, batches: Sequence[MicroBatch], learning_rate: float = RATE) -> tuple[float, float | None]:
     """One step with the advantages as targets; returns (squared error before it, gradient norm)."""
     total = 0.0
     for batch in batches:
         loss = ((critic.values(batch) - advantages(batch)) ** 2).sum() / NUM_TOKENS
-        critic.backward(loss)
+        critic.engine.backward(loss)
         total += float(loss.detach())
-    return total, critic.step(**options)
+    return total, critic.engine.step(learning_rate)
 
 
 @torch.no_grad()
@@ -82,7 +76,7 @@ def test_values_of_a_language_model_start_at_zero_and_learn(model: Path, dtype: 
     assert all(each.dtype == torch.float32 and each.requires_grad and not each.any() for each in values)
     losses = [learn(critic, batches)[0] for _ in range(40)]
     assert losses[-1] < 0.2 * losses[0]
-    critic.close()
+    critic.engine.close()
 
 
 def test_a_saved_head_is_kept_and_values_precede_their_tokens(model: Path, reward_model: Path) -> None:
@@ -101,14 +95,14 @@ def test_a_saved_head_is_kept_and_values_precede_their_tokens(model: Path, rewar
             batch.ids_BT[row, batch.columns_K[column] + 1] == token
             for row, column, token in zip(batch.row_N, batch.column_N, batch.target_N, strict=True)
         )
-    critic.close()
+    critic.engine.close()
 
 
 def test_values_keep_float32_precision_in_bfloat16(reward_model: Path) -> None:
     critic = make_critic(TrainerConfig(dtype="bfloat16"), reward_model)
     values = values_of(critic, make_micro_batches())
     assert not values.bfloat16().float().equal(values)
-    critic.close()
+    critic.engine.close()
 
 
 def test_critics_train_the_same_for_any_split_into_micro_batches(reward_model: Path) -> None:
@@ -121,7 +115,7 @@ def test_critics_train_the_same_for_any_split_into_micro_batches(reward_model: P
         for seed in (1, 2):
             learn(critic, make_micro_batches(seed, rows_each=rows_each))
         ends.append(weights_of(critic.engine))
-        critic.close()
+        critic.engine.close()
     assert equal(ends[0], ends[1])
     assert all((ends[0][name] - ends[2][name]).abs().max() < 1e-4 for name in ends[0])
 
@@ -131,7 +125,6 @@ def test_a_critic_does_not_change_the_policy_and_both_resume_bit_exactly(
     model: Path, tmp_path: Path, settings: Settings
 ) -> None:
     folder = tmp_path / "000002"
-    known = checkpoint_facts(settings)
     config = TrainerConfig(**settings)
 
     def both_step(policy: Any, critic: Critic, version: int) -> None:
@@ -144,8 +137,7 @@ def test_a_critic_does_not_change_the_policy_and_both_resume_bit_exactly(
         policy_step(alone, make_micro_batches(version))
         both_step(policy, critic, version)
     assert equal(weights_of(alone), weights_of(policy))
-    state = CheckpointState(batch_version=2, optimizer_step=2, trainer={}, **known)
-    save_checkpoint({"engine": policy, "critic": critic.engine}, folder, state, rank=0, barrier=lambda: None)
+    save({"engine": policy, "critic": critic.engine}, folder, config)
     assert read_state(folder).trained_elements.keys() == {"engine", "critic"}
     both_step(policy, critic, 3)
     expected = weights_of(policy), weights_of(critic.engine)
@@ -154,16 +146,16 @@ def test_a_critic_does_not_change_the_policy_and_both_resume_bit_exactly(
 
     policy, critic = engine_of(model, config), make_critic(config, model)
     with pytest.raises(ConfigError, match="holds the policy and the critic, this run trains the policy: "):
-        load_checkpoint({"engine": policy}, folder, rank=0, **known)
-    load_checkpoint({"engine": policy, "critic": critic.engine}, folder, rank=0, **known)
+        load({"engine": policy}, folder, config)
+    load({"engine": policy, "critic": critic.engine}, folder, config)
     both_step(policy, critic, 3)
     assert equal(weights_of(policy), expected[0])
     assert equal(weights_of(critic.engine), expected[1])
-    save_checkpoint({"engine": policy}, folder, state, rank=0, barrier=lambda: None)
+    save({"engine": policy}, folder, config)
     with pytest.raises(ConfigError, match="holds the policy, this run trains the policy and the critic: "):
-        load_checkpoint({"engine": policy, "critic": critic.engine}, folder, rank=0, **known)
+        load({"engine": policy, "critic": critic.engine}, folder, config)
     policy.close()
-    critic.close()
+    critic.engine.close()
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "fsdp"])
@@ -174,12 +166,12 @@ def test_a_gradient_that_is_not_finite_is_skipped(model: Path, dtype: str, backe
     batches = make_micro_batches()
     assert learn(critic, batches)[1] is not None
     before = weights_of(critic.engine)
-    critic.backward((critic.values(batches[0]) * math.inf).sum())
-    assert critic.step() is None
+    critic.engine.backward((critic.values(batches[0]) * math.inf).sum())
+    assert critic.engine.step(RATE) is None
     assert equal(weights_of(critic.engine), before)
     norm = learn(critic, batches)[1]
     assert norm is not None and math.isfinite(norm) and not equal(weights_of(critic.engine), before)
-    critic.close()
+    critic.engine.close()
 
 
 def test_learning_rate_zero_changes_nothing(model: Path) -> None:
@@ -187,7 +179,7 @@ def test_learning_rate_zero_changes_nothing(model: Path) -> None:
     before = weights_of(critic.engine)
     learn(critic, make_micro_batches(), learning_rate=0.0)
     assert equal(weights_of(critic.engine), before)
-    critic.close()
+    critic.engine.close()
 
 
 def test_a_folder_without_a_value_model_is_refused(model: Path, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from tandem.protos.errors import ModelError
 from tandem.protos.types import Packing, Segment, TrainBatch, TrajectoryGroup
 from tandem.trainer.batch.micro_batch import TrainingRow, stack
 from tandem.trainer.batch.record import read_record, write_record
-from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.models import flat_rows, varlen_attention
 from tandem.trainer.models.flat_rows import check_row_separation, measure_row_mixing
@@ -39,11 +39,10 @@ from tandem.trainer.models.token_model import add_token_statistics
 from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.engine_inputs import relative_error
 from tests.support.learner_rank import all_weights
-from tests.support.tiny_model import VOCABULARY, build_tiny_model
+from tests.support.tiny_model import VOCABULARY
 from tests.support.token_model_rank import CPU, answers, loss_of
 from tests.support.training_groups import make_batch, make_payloads
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SMALL = {
     "vocab_size": len(VOCABULARY),
     "hidden_size": 32,
@@ -80,9 +79,9 @@ def small(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_config(config).to(dtype).train()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="session")
+def folder(model: Path) -> Path:
+    return model
 
 
 def make_rows(lengths: Sequence[int], seed: int = 0) -> list[TrainingRow]:
@@ -204,21 +203,9 @@ def test_variable_length_attention_refuses_softcapping(monkeypatch: pytest.Monke
 MakeLearner = Callable[..., Learner]
 
 
-@pytest.fixture
-def make_learner(folder: Path) -> Iterator[MakeLearner]:
-    """Creates one learner at a time and closes the previous one."""
-    made: list[Learner] = []
-
-    def make(**given: Any) -> Learner:
-        if made:
-            made.pop().close()
-        config = TrainerConfig(**{"learning_rate": 1e-3, "optimizer_steps_per_batch": 2, **given})
-        made.append(Learner(config, model_path=str(folder), total_batches=10, seed=0, max_response_tokens=16))
-        return made[-1]
-
-    yield make
-    if made:
-        made.pop().close()
+@pytest.fixture(name="make_learner")
+def learner_of_two_steps(make_learner: MakeLearner) -> MakeLearner:
+    return partial(make_learner, optimizer_steps_per_batch=2)
 
 
 def batch_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +16,52 @@ from tandem.protos.errors import ConfigError
 from tandem.protos.manifest import encode_manifest
 from tandem.protos.weight_group import bucket_tensors
 from tandem.rollout.weight_receiver import StagedReceiver
-from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.checkpoints.export import collect_weights, write_export
-from tandem.trainer.checkpoints.files import load_checkpoint, save_checkpoint
-from tandem.trainer.checkpoints.state import CheckpointState, read_state
+from tandem.trainer.checkpoints.export import write_export
+from tandem.trainer.checkpoints.state import read_state
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.lora import Adapters, insert_adapters
 from tandem.trainer.models.options import LoraOptions
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import wait
-from tests.support.adapter_policy import WholeModel
-from tests.support.backends import Settings, checkpoint_facts, every_engine
-from tests.support.engine_inputs import equal, logprobs_of, make_micro_batches, plain_model, policy_step, weights_of
-from tests.support.tiny_model import build_tiny_model
+from tests.support.adapter_policy import TrainedPolicy, WholeModel
+from tests.support.backends import Settings, every_engine
+from tests.support.engine_inputs import (
+    equal,
+    load,
+    logprobs_of,
+    make_micro_batches,
+    plain_model,
+    policy_step,
+    save,
+    weights_of,
+)
 
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.usefixtures("process_group")]
+pytestmark = pytest.mark.usefixtures("process_group")
 OPTIONS = LoraOptions(rank=4, alpha=12)
+PolicyOf = Callable[..., TrainedPolicy]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def policy_of(model: Path) -> Iterator[PolicyOf]:
+    """Builds policies and closes their engines at the end."""
+    made: list[TrainedPolicy] = []
 
+    def build(options: LoraOptions = OPTIONS, *, folder: Path = model, seed: int = 0, **settings: Any) -> TrainedPolicy:
+        made.append(TrainedPolicy(folder, TrainerConfig(**settings), options, seed))
+        return made[-1]
 
-class Policy:
-    """A model with adapters and its engine; provides weights like a learner."""
-
-    rank = 0
-
-    def __init__(self, folder: Path, options: LoraOptions = OPTIONS, seed: int = 0, **settings: Any) -> None:
-        self.config = TrainerConfig(**settings)
-        self.model = load_model(folder, self.config.dtype)
-        adapted = insert_adapters(self.model, options, seed=seed)
-        self.engine = load_backend(self.config).build_engine(self.config, self.model)
-        self.adapters = Adapters(adapted, options, self.engine)
-        self.parameter_specs = self.adapters.specs
-        self.gather = self.adapters.gather
-
-    def merged(self) -> dict[str, torch.Tensor]:
-        return collect_weights(self.adapters.specs(), self.adapters.gather, keep=True)
-
-    def trained(self) -> dict[str, torch.Tensor]:
-        return collect_weights(self.adapters.adapter_specs(), self.adapters.gather_adapters, keep=True)
+    yield build
+    for policy in made:
+        policy.engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_engine
 def test_only_adapters_are_trained_and_merged_weights_compute_the_same(
-    model: Path, engine_settings: Settings, dtype: str
+    policy_of: PolicyOf, model: Path, engine_settings: Settings, dtype: str
 ) -> None:
-    policy = Policy(model, **engine_settings, dtype=dtype)
+    policy = policy_of(**engine_settings, dtype=dtype)
     batches = make_micro_batches()
     base = plain_model(model, dtype=dtype)
     specs = [(name, dtype, tuple(tensor.shape)) for name, tensor in base.named_parameters()]
@@ -87,11 +83,10 @@ def test_only_adapters_are_trained_and_merged_weights_compute_the_same(
     with policy.adapters.disabled():
         assert logprobs_of(policy.engine, batches).equal(logprobs_of(base, batches))
     assert logprobs_of(policy.engine, batches).equal(adapted)
-    policy.engine.close()
 
 
-def test_merged_weights_follow_the_papers_formula_in_float64(model: Path) -> None:
-    policy = Policy(model)
+def test_merged_weights_follow_the_papers_formula_in_float64(policy_of: PolicyOf, model: Path) -> None:
+    policy = policy_of()
     for _ in range(3):
         policy_step(policy.engine, make_micro_batches())
     adapters, merged = policy.trained(), policy.merged()
@@ -107,7 +102,6 @@ def test_merged_weights_follow_the_papers_formula_in_float64(model: Path) -> Non
             matrix_a, matrix_b = (adapters[f"{place}.lora_{x}.default.weight"].double() for x in "AB")
             expected = expected + 12 / 4 * matrix_b @ matrix_a
         torch.testing.assert_close(merged[name].double(), expected, atol=1e-6, rtol=0)
-    policy.engine.close()
 
 
 def test_adapters_and_merged_weights_compute_the_same_in_float64(model: Path) -> None:
@@ -131,8 +125,8 @@ def test_adapters_and_merged_weights_compute_the_same_in_float64(model: Path) ->
         torch.testing.assert_close(plain(ids).logits, adapted, atol=1e-6, rtol=0)
 
 
-def test_merged_and_adapter_exports_both_load(model: Path, tmp_path: Path) -> None:
-    policy = Policy(model)
+def test_merged_and_adapter_exports_both_load(policy_of: PolicyOf, model: Path, tmp_path: Path) -> None:
+    policy = policy_of()
     batches = make_micro_batches()
     policy_step(policy.engine, batches)
     expected = logprobs_of(policy.engine, batches)
@@ -142,18 +136,17 @@ def test_merged_and_adapter_exports_both_load(model: Path, tmp_path: Path) -> No
     assert {file.name for file in (tmp_path / "merged").iterdir()} == {file.name for file in model.iterdir()}
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
 
-    policy.adapters.write_adapters(policy.trained(), str(model), tmp_path / "adapters")
+    policy.adapters.write_adapters(policy.trained(), model, tmp_path / "adapters")
     assert {file.name for file in (tmp_path / "adapters").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
     adapted = PeftModel.from_pretrained(plain_model(model), str(tmp_path / "adapters"))
     assert logprobs_of(adapted, batches).equal(expected)
-    policy.engine.close()
 
 
-def test_samplers_get_merged_weights_bucket_by_bucket(model: Path) -> None:
-    policy = Policy(model)
+def test_samplers_get_merged_weights_bucket_by_bucket(policy_of: PolicyOf, model: Path) -> None:
+    policy = policy_of()
     policy_step(policy.engine, make_micro_batches())
     sender = WeightSender(policy, bucket_bytes=1 << 13)
     manifest = sender.manifest(1, 1, "gloo")
@@ -164,15 +157,14 @@ def test_samplers_get_merged_weights_bucket_by_bucket(model: Path) -> None:
     for spec, buffer in zip(sender.copy.manifest.buckets, sender.copy.buffers, strict=True):
         received.update(bucket_tensors(spec, buffer))
     assert equal({name: tensor.clone() for name, tensor in received.items()}, policy.merged())
-    policy.engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_engine
 def test_samplers_receive_only_adapters_and_can_merge_them(
-    model: Path, engine_settings: Settings, dtype: str, tmp_path: Path
+    policy_of: PolicyOf, model: Path, engine_settings: Settings, dtype: str, tmp_path: Path
 ) -> None:
-    policy = Policy(model, **engine_settings, dtype=dtype)
+    policy = policy_of(**engine_settings, dtype=dtype)
     sender = WeightSender(policy, bucket_bytes=1 << 13, adapters=policy.adapters)
     receiver = StagedReceiver(torch.device("cpu"), 0, None, frozenset(), model)
     for version in range(3):
@@ -182,37 +174,31 @@ def test_samplers_receive_only_adapters_and_can_merge_them(
         assert wait(receiver)["error"] is None
         assert equal(dict(receiver.take()), policy.merged())
         policy_step(policy.engine, make_micro_batches(version))
-    policy.engine.close()
 
 
 @every_engine
 def test_resume_is_bit_exact_and_the_base_is_not_in_the_checkpoint(
-    model: Path, tmp_path: Path, engine_settings: Settings
+    policy_of: PolicyOf, model: Path, tmp_path: Path, engine_settings: Settings
 ) -> None:
     folder = tmp_path / "000002"
-    known = checkpoint_facts(engine_settings)
-    policy = Policy(model, **engine_settings)
+    policy = policy_of(**engine_settings)
     for version in (1, 2):
         policy_step(policy.engine, make_micro_batches(version))
-    state = CheckpointState(batch_version=2, optimizer_step=2, trainer={}, **known)
-    save_checkpoint({"engine": policy.engine}, folder, state, rank=0, barrier=lambda: None)
+    save({"engine": policy.engine}, folder, policy.config)
     policy_step(policy.engine, make_micro_batches(3))
     expected = policy.merged()
     num_trained = sum(tensor.numel() for tensor in policy.trained().values())
-    policy.engine.close()
     assert read_state(folder).trained_elements == {"engine": num_trained}
     size = sum(file.stat().st_size for file in (folder / "engine").iterdir())
     assert size < 4 * 4 * num_trained + 100_000  # weights, master weights and two moments of the adapters
 
-    resumed = Policy(model, seed=7, **engine_settings)
-    load_checkpoint({"engine": resumed.engine}, folder, rank=0, **known)
+    resumed = policy_of(seed=7, **engine_settings)
+    load({"engine": resumed.engine}, folder, policy.config)
     policy_step(resumed.engine, make_micro_batches(3))
     assert equal(resumed.merged(), expected)
-    resumed.engine.close()
-    other = Policy(model, LoraOptions(rank=2), **engine_settings)
+    other = policy_of(LoraOptions(rank=2), **engine_settings)
     with pytest.raises(ConfigError, match=r"trained weights of the policy, .* the same LoRA settings"):
-        load_checkpoint({"engine": other.engine}, folder, rank=0, **known)
-    other.engine.close()
+        load({"engine": other.engine}, folder, policy.config)
 
 
 def test_adapter_initialization_depends_only_on_the_seed(model: Path) -> None:
@@ -242,14 +228,12 @@ def test_layers_that_cannot_have_adapters_are_refused(model: Path, targets: tupl
         insert_adapters(load_model(model, "float32"), LoraOptions(target_modules=targets), seed=0)
 
 
-def test_an_untied_head_can_have_adapters_and_an_embedding_cannot(tmp_path: Path) -> None:
-    untied = build_tiny_model(tmp_path, tied=False)
-    policy = Policy(untied, LoraOptions(rank=2, target_modules=("lm_head", "q_proj")))
+def test_an_untied_head_can_have_adapters_and_an_embedding_cannot(policy_of: PolicyOf, untied_model: Path) -> None:
+    policy = policy_of(LoraOptions(rank=2, target_modules=("lm_head", "q_proj")), folder=untied_model)
     batches = make_micro_batches()
     policy_step(policy.engine, batches)
-    merged = logprobs_of(plain_model(untied, policy.merged()), batches)
+    merged = logprobs_of(plain_model(untied_model, policy.merged()), batches)
     torch.testing.assert_close(merged, logprobs_of(policy.engine, batches), atol=2e-6, rtol=0)
     assert {name.split(".")[-4] for name in policy.trained()} == {"lm_head", "q_proj"}
-    policy.engine.close()
     with pytest.raises(ConfigError, match="embed_tokens is not a linear layer"):
-        insert_adapters(load_model(untied, "float32"), LoraOptions(target_modules=("embed_tokens",)), seed=0)
+        insert_adapters(load_model(untied_model, "float32"), LoraOptions(target_modules=("embed_tokens",)), seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tandem.trainer.models.token_logprobs import TokenStatistics, statistics_fro
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 23, 8, 50
+EVERYTHING = {"entropy": True, "squared_probs": True}
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,8 @@ def chunks_of_four_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.trainer.models.token_logprobs, "_CHUNK_LOGITS", 4 * VOCABULARY)
 
 
-def make_inputs(dtype: torch.dtype = torch.float32, *, bias: bool = True, scale: float = 1.0) -> list[Tensor | None]:
+def make_inputs(dtype: torch.dtype = torch.float32, *, bias: bool = True, scale: float = 1.0) -> list[Any]:
+    """Hidden states, weight and bias of a head; the bias is None without one."""
     generator = torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
     weight_VH = scale * torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
@@ -31,31 +34,23 @@ def make_inputs(dtype: torch.dtype = torch.float32, *, bias: bool = True, scale:
 
 def make_targets() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator), 0.5 + torch.rand(
-        NUM_TOKENS, generator=generator
-    )
+    target_N = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
+    return target_N, 0.5 + torch.rand(NUM_TOKENS, generator=generator)
 
 
-def chunked(inputs: list[Tensor | None], **asked: bool) -> TokenStatistics:
-    hidden_NH, weight_VH, bias_V = inputs
-    assert hidden_NH is not None and weight_VH is not None
-    return token_statistics(hidden_NH, weight_VH, bias_V, *make_targets(), **asked)
+def chunked(inputs: list[Any], **asked: bool) -> TokenStatistics:
+    return token_statistics(*inputs, *make_targets(), **asked)
 
 
-def naive(inputs: list[Tensor | None], **asked: bool) -> TokenStatistics:
-    hidden_NH, weight_VH, bias_V = inputs
-    assert hidden_NH is not None and weight_VH is not None
-    return statistics_from_logits(functional.linear(hidden_NH, weight_VH, bias_V), *make_targets(), **asked)
+def naive(inputs: list[Any], **asked: bool) -> TokenStatistics:
+    return statistics_from_logits(functional.linear(*inputs), *make_targets(), **asked)
 
 
-def gradients(found: TokenStatistics, inputs: list[Tensor | None]) -> list[Tensor]:
+def gradients(found: TokenStatistics, inputs: list[Any]) -> list[Tensor]:
     """Gradients of a sum in which every statistic of every token has its own factor."""
     generator = torch.Generator().manual_seed(2)
-    terms = [
-        values_N @ torch.randn(NUM_TOKENS, generator=generator).to(values_N)
-        for values_N in found
-        if values_N is not None
-    ]
+    values = [values_N for values_N in found if values_N is not None]
+    terms = [values_N @ torch.randn(NUM_TOKENS, generator=generator).to(values_N) for values_N in values]
     return list(torch.autograd.grad(torch.stack(terms).sum(), [given for given in inputs if given is not None]))
 
 
@@ -70,21 +65,16 @@ def test_statistics_from_logits_agree_with_golden_values(
     target_N, temperature_N = labels_BT.flatten(), torch.ones(labels_BT.numel())
     if in_chunks:  # with an identity matrix as the head, the hidden states are the logits
         identity_VV = torch.eye(vocabulary, dtype=logits_NV.dtype)
-        found = token_statistics(
-            logits_NV, identity_VV, None, target_N, temperature_N, entropy=True, squared_probs=True
-        )
+        found = token_statistics(logits_NV, identity_VV, None, target_N, temperature_N, **EVERYTHING)
     else:
-        found = statistics_from_logits(logits_NV, target_N, temperature_N, entropy=True, squared_probs=True)
+        found = statistics_from_logits(logits_NV, target_N, temperature_N, **EVERYTHING)
     for name, values_N in zip(("log_prob", "entropy", "sum_pi_squared"), found, strict=True):
-        assert values_N is not None
         case.check(name, values_N.view_as(labels_BT))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 20.0])
-@pytest.mark.parametrize(
-    "asked", [{}, {"entropy": True}, {"squared_probs": True}, {"entropy": True, "squared_probs": True}]
-)
+@pytest.mark.parametrize("asked", [{}, {"entropy": True}, {"squared_probs": True}, EVERYTHING])
 def test_statistics_and_gradients_equal_the_naive_computation(bias: bool, scale: float, asked: dict[str, bool]) -> None:
     inputs = make_inputs(bias=bias, scale=scale)
     got, want = chunked(inputs, **asked), naive(inputs, **asked)
@@ -98,22 +88,14 @@ def test_statistics_and_gradients_equal_the_naive_computation(bias: bool, scale:
 
 def test_gradients_agree_with_finite_differences() -> None:
     inputs = make_inputs(torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda *given: chunked(list(given), entropy=True, squared_probs=True), inputs, fast_mode=False
-    )
+    assert torch.autograd.gradcheck(lambda *given: chunked(list(given), **EVERYTHING), inputs, fast_mode=False)
 
 
 @pytest.mark.parametrize("used", range(3))
 def test_gradient_of_one_statistic_when_all_are_computed(used: int) -> None:
     inputs = make_inputs(torch.float64)
-    asked = {"entropy": True, "squared_probs": True}
-    got_N, want_N = chunked(inputs, **asked)[used], naive(inputs, **asked)[used]
-    assert got_N is not None and want_N is not None
-    given = [tensor for tensor in inputs if tensor is not None]
-    for got, want in zip(
-        torch.autograd.grad(got_N.sum(), given), torch.autograd.grad(want_N.sum(), given), strict=True
-    ):
-        torch.testing.assert_close(got, want)
+    got, want = (torch.autograd.grad(of(inputs, **EVERYTHING)[used].sum(), inputs) for of in (chunked, naive))
+    torch.testing.assert_close(got, want)
 
 
 def test_bfloat16_is_as_precise_as_the_naive_computation() -> None:
@@ -132,7 +114,6 @@ def test_bfloat16_is_as_precise_as_the_naive_computation() -> None:
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden_NH, weight_VH, _ = make_inputs(bias=False)
-    assert hidden_NH is not None and weight_VH is not None
     weight_VH.requires_grad_(False)
     found = token_statistics(hidden_NH, weight_VH, None, *make_targets())
     found.logprobs_N.sum().backward()
@@ -142,10 +123,9 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 def test_an_empty_batch_gives_zero_gradients() -> None:
     inputs = make_inputs()
     hidden_NH, weight_VH, bias_V = inputs
-    assert hidden_NH is not None and weight_VH is not None
     target_N, temperature_N = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     found = token_statistics(hidden_NH[:0], weight_VH, bias_V, target_N, temperature_N, entropy=True)
-    assert found.entropy_N is not None and found.logprobs_N.shape == found.entropy_N.shape == (0,)
+    assert found.logprobs_N.shape == found.entropy_N.shape == (0,)
     for gradient in torch.autograd.grad(found.logprobs_N.sum(), [hidden_NH, weight_VH, bias_V]):
         assert not gradient.any()
 
@@ -158,13 +138,11 @@ def test_log_probs_require_no_gradient_under_no_grad() -> None:
 def test_bad_hidden_states_and_temperatures_give_non_finite_results() -> None:
     inputs = make_inputs()
     with torch.no_grad():
-        assert inputs[0] is not None
         inputs[0][3, 0] = math.nan
     found = chunked(inputs, entropy=True)
     assert found.logprobs_N.isnan().nonzero().tolist() == [[3]]
     assert all(not bool(gradient.isfinite().all()) for gradient in gradients(found, inputs))
     hidden_NH, weight_VH, bias_V = make_inputs()
-    assert hidden_NH is not None and weight_VH is not None
     cold = token_statistics(hidden_NH, weight_VH, bias_V, make_targets()[0], torch.zeros(NUM_TOKENS))
     assert not bool(cold.logprobs_N.isfinite().any())
 
@@ -172,7 +150,6 @@ def test_bad_hidden_states_and_temperatures_give_non_finite_results() -> None:
 def test_wrong_shapes_fail_an_assertion() -> None:
     hidden_NH, weight_VH, _ = make_inputs()
     target_N, temperature_N = make_targets()
-    assert hidden_NH is not None and weight_VH is not None
     for bad in (
         (hidden_NH[:, :3], weight_VH, None, target_N, temperature_N),
         (hidden_NH, weight_VH, torch.zeros(3), target_N, temperature_N),

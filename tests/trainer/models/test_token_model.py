@@ -18,31 +18,20 @@ from tandem.trainer.batch.micro_batch import stack
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.token_model import TokenHead, add_token_statistics
-from tests.support.ranks import reports_of_ranks
-from tests.support.tiny_model import ONE_LAYER, VOCABULARY, build_tiny_model
-from tests.support.token_model_rank import CPU, RATE, STEPS, answers, loss_of, make_batches, train
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    place = tmp_path_factory.mktemp("models")
-    return {name: build_tiny_model(place / name, tied=name == "tied") for name in ("tied", "untied")}
+from tests.support.engine_inputs import CPU, relative_error
+from tests.support.tiny_model import ONE_LAYER, VOCABULARY
+from tests.support.token_model_rank import RATE, STEPS, answers, loss_of, make_batches, train
+from tests.trainer.conftest import Ranks
 
 
 @pytest.fixture(params=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
-    return models[request.param]
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, int]]]:
-    """Runs two ranks at stage 3; returns their output folder and the number of elements of each model that each rank
-    held.
-    """
-    folder = tmp_path_factory.mktemp("ranks")
-    return folder, reports_of_ranks("tests.support.token_model_rank", *models.values(), folder=folder, seconds=90)
+@pytest.fixture
+def folder(name: str, model: Path, untied_model: Path) -> Path:
+    return model if name == "tied" else untied_model
 
 
 @pytest.fixture
@@ -72,10 +61,9 @@ def check_the_same_as_by_logits(model: Any) -> None:
 
 
 def test_token_statistics_equal_those_computed_from_logits(folder: Path, small_chunks: None) -> None:
-    model = load_model(folder, "float32")
-    names = [name for name, _ in model.named_parameters()]
-    logits = model(input_ids=torch.arange(5)[None]).logits
-    add_token_statistics(model)
+    plain, model = AutoModelForCausalLM.from_pretrained(folder), load_model(folder, "float32")
+    names = [name for name, _ in plain.named_parameters()]
+    logits = plain(input_ids=torch.arange(5)[None]).logits
     assert isinstance(model.get_output_embeddings(), TokenHead)
     assert [name for name, _ in model.named_parameters()] == names
     assert torch.equal(model(input_ids=torch.arange(5)[None]).logits, logits)  # calls without targets are unchanged
@@ -84,7 +72,6 @@ def test_token_statistics_equal_those_computed_from_logits(folder: Path, small_c
 
 def test_no_loss_token_gives_zero_gradients(folder: Path) -> None:
     model = load_model(folder, "float32")
-    add_token_statistics(model)
     batch = stack([], CPU)
     loss_of(answers(model, batch), batch).backward()
     assert all(gradient is not None and not gradient.any() for gradient in gradients(model).values())
@@ -112,25 +99,17 @@ def trained_plainly(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return start, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def relative_error(got: dict[str, Tensor], folder: Path) -> float:
-    """Relative L2 error of the accumulated update."""
-    start, want = trained_plainly(folder)
-    assert got.keys() == want.keys()
-    error = sum(float((got[name] - want[name]).square().sum()) for name in want)
-    return (error / sum(float((want[name] - start[name]).square().sum()) for name in want)) ** 0.5
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank_trains_like_plain_torch(folder: Path, stage: int, small_chunks: None) -> None:
     weights, _ = train(folder, TrainerConfig(zero_stage=stage, gradient_clip=0.0))
-    assert relative_error(weights, folder) <= 1e-4
+    start, want = trained_plainly(folder)
+    assert relative_error(weights, want, start) <= 1e-4
 
 
-def test_two_partitioned_ranks_train_like_plain_torch(
-    folder: Path, two_ranks: tuple[Path, list[dict[str, int]]]
-) -> None:
-    place, held = two_ranks
-    whole = sum(tensor.numel() for tensor in trained_plainly(folder)[0].values())
-    for rank in range(2):
-        assert relative_error(load_file(place / f"{folder.name}{rank}.safetensors"), folder) <= 1e-4
-        assert held[rank][folder.name] < 0.01 * whole, "the rest is partitioned"
+@pytest.mark.timeout(600)  # for every scenario of the ranks together
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_two_partitioned_ranks_train_like_plain_torch(folder: Path, name: str, ranks: Ranks) -> None:
+    start, want = trained_plainly(folder)
+    for rank, report in enumerate(ranks.reports):
+        assert relative_error(load_file(ranks.folder / f"{name}{rank}.safetensors"), want, start) <= 1e-4
+        assert report[name] < 0.01 * sum(tensor.numel() for tensor in start.values()), "the rest is partitioned"

@@ -26,7 +26,6 @@ from tandem.protos.errors import DataError
 from tandem.trainer.backend import process_group
 from tandem.trainer.backend.adamw import adamw_arguments, clipping_adamw
 from tandem.trainer.backend.base import TrainingEngine, enable_gradient_checkpointing
-from tandem.trainer.backend.deepspeed.options import check
 from tandem.trainer.config import TrainerConfig
 
 _MAX_BUCKET_ELEMENTS = 200_000_000
@@ -39,8 +38,10 @@ class DeepSpeedEngine(TrainingEngine):
     def __init__(self, config: TrainerConfig, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         super().__init__(model)
         self._zero_stage = config.zero_stage
+        self._has_frozen = self.num_trained < self.num_elements
         self.deepspeed: Any
-        self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config(config, model))
+        settings = _engine_config(config, self.num_elements, self.num_trained)
+        self.deepspeed, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
     def __call__(self, **inputs: Any) -> Any:
         return self.deepspeed(**inputs)
@@ -76,24 +77,23 @@ class DeepSpeedEngine(TrainingEngine):
         )
         if path is None:
             raise DataError(
-                f"checkpoint {folder.parent} lacks DeepSpeed's files: "
-                "remove the folder to resume from the one before it"
+                f"checkpoint {folder.parent} lacks DeepSpeed's files: remove it to resume from the one before it"
             )
 
     def close(self) -> None:
         self.deepspeed.destroy()
 
-    @property
-    def _has_frozen(self) -> bool:
-        return self.num_trained < self.num_elements
 
-
-def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
+def _engine_config(config: TrainerConfig, num_parameters: int, num_trained: int) -> dict[str, Any]:
     """DeepSpeed's configuration. The caller decides when gradients are complete: any number of backward calls, then one
     step.
     """
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        "overlap_comm": torch.cuda.is_available(),
+        "contiguous_gradients": True,
+        "reduce_bucket_size": min(num_trained or num_parameters, _MAX_BUCKET_ELEMENTS),
+    }
     values: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -102,22 +102,16 @@ def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
         "steps_per_print": 10**9,
         # Avoids compiling DeepSpeed's CPU Adam (84 s); torch's fused one is as fast.
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": config.zero_stage,
-            "overlap_comm": torch.cuda.is_available(),
-            "contiguous_gradients": True,
-            "reduce_bucket_size": min(num_trained or num_parameters, _MAX_BUCKET_ELEMENTS),
-        },
+        "zero_optimization": zero,
     }
     in_host_memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if config.offload_optimizer:
-        values["zero_optimization"]["offload_optimizer"] = in_host_memory
+        zero["offload_optimizer"] = in_host_memory
     if config.offload_parameters:
-        values["zero_optimization"]["offload_param"] = in_host_memory
+        zero["offload_param"] = in_host_memory
     if config.zero_stage == 3:
         # Small tensors stay whole on every rank. DeepSpeed's bound is absolute; a relative one shards small models too.
-        threshold = min(num_parameters // 1000, _MAX_PERSISTENT_ELEMENTS)
-        values["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+        zero["stage3_param_persistence_threshold"] = min(num_parameters // 1000, _MAX_PERSISTENT_ELEMENTS)
     if config.dtype == "bfloat16":
         values["bf16"] = {"enabled": True}
         values["communication_data_type"] = "fp32"
@@ -128,7 +122,6 @@ def engine_config(config: TrainerConfig, model: nn.Module) -> dict[str, Any]:
 
 def build_engine(config: TrainerConfig, model: nn.Module) -> DeepSpeedEngine:
     """See `Backend`."""
-    check(config)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -20,11 +20,9 @@ from tandem.protos.errors import ConfigError, DataError
 from tandem.trainer.backend import process_group
 from tandem.trainer.backend.adamw import clipping_adamw
 from tandem.trainer.backend.base import TrainingEngine, enable_gradient_checkpointing
-from tandem.trainer.backend.fsdp.options import check
 from tandem.trainer.config import TrainerConfig
 
-_STATES = ("step", "exp_avg", "exp_avg_sq")
-"""The AdamW state of a parameter."""
+_MOMENTS = "exp_avg", "exp_avg_sq"
 
 join_process_group = process_group.join_process_group
 leave_process_group = process_group.leave_process_group
@@ -74,15 +72,14 @@ class FsdpEngine(TrainingEngine):
             written = safetensors.torch.load_file(_file(folder))
         except (OSError, safetensors.SafetensorError) as error:
             raise DataError(
-                f"checkpoint {folder.parent} lacks FSDP's files ({error}): "
-                "remove the folder to resume from the one before it"
+                f"checkpoint {folder.parent} lacks FSDP's files ({error}): remove it to resume from the one before it"
             ) from error
         self._optimizer.state.clear()
         with torch.no_grad():
             for name, parameter in self._trained():
                 _local(parameter).copy_(written[name])
                 if f"{name}:step" in written:
-                    moments = {key: torch.zeros_like(parameter) for key in _STATES[1:]}
+                    moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
                     for key, moment in moments.items():
                         _local(moment).copy_(written[f"{name}:{key}"])
                     self._optimizer.state[parameter] = {"step": written[f"{name}:step"], **moments}
@@ -107,7 +104,6 @@ class FsdpEngine(TrainingEngine):
 
 def build_engine(config: TrainerConfig, model: nn.Module) -> FsdpEngine:
     """See `Backend`."""
-    check(config)
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return FsdpEngine(config, model, trained=True, offload=config.offload_parameters)
