@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, islice, takewhile
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import Segment
@@ -34,9 +35,7 @@ class SftRow:
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """`loss`: nats per token, mean over the last `validate_every` steps. `accuracy`: from the last validation, None
-    without one.
-    """
+    """`loss`: nats per token, mean over the last `validate_every` steps. `accuracy`: of the last validation, if any."""
 
     steps: int
     loss: float
@@ -74,12 +73,12 @@ def train_sft(
         losses.append(_step(model, optimizer, batch, rate, device))
         if step % config.validate_every == 0 or step == config.max_steps:
             losses = losses[-config.validate_every :]
-            accuracy = on_validate(model, step, sum(losses) / len(losses)) if on_validate else None
+            accuracy = on_validate(model, step, fmean(losses)) if on_validate else None
             if accuracy is not None and 0 < config.target_accuracy <= accuracy:
                 break
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     write_export(model, weights, source, Path(config.output))
-    return SftResult(step, sum(losses) / len(losses), accuracy)
+    return SftResult(step, fmean(losses), accuracy)
 
 
 @torch.no_grad()
@@ -113,14 +112,10 @@ def sample_answers(
             ids = torch.tensor([[end_ids[0]] * (longest - len(ids)) + list(ids) for ids in part], device=device)
             mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in part], device=device)
             generated = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
-            answers += [_until_end(answer, end_ids) for answer in generated[:, longest:].tolist()]
+            for answer in generated[:, longest:].tolist():
+                answers.append(list(takewhile(lambda token: token not in end_ids, answer)))
     model.train(was_training)
     return answers
-
-
-def _until_end(ids: list[int], end_ids: Sequence[int]) -> list[int]:
-    ends = [place for place, token in enumerate(ids) if token in end_ids]
-    return ids[: ends[0]] if ends else ids
 
 
 def _segment(row: SftRow, number: int) -> Segment:
@@ -135,12 +130,9 @@ def _segment(row: SftRow, number: int) -> Segment:
 def _batches(segments: Sequence[Segment], config: SftConfig, seed: int) -> Iterator[list[Segment]]:
     """`max_steps` batches from repeated passes over the rows, reshuffled for each pass."""
     random = np.random.default_rng(seed)
-    queue: NDArray[np.int64] = np.empty(0, np.int64)
+    numbers = chain.from_iterable(random.permutation(len(segments)) for _ in count())
     for _ in range(config.max_steps):
-        while len(queue) < config.batch_size:
-            queue = np.concatenate([queue, random.permutation(len(segments))])
-        yield [segments[number] for number in queue[: config.batch_size]]
-        queue = queue[config.batch_size :]
+        yield [segments[number] for number in islice(numbers, config.batch_size)]
 
 
 def _step(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,19 +80,7 @@ def different_rewards(count: int, *, start: int = 0, **more: Any) -> list[Trajec
 
 def train(recipe: Recipe, url: str, stop: threading.Event | None = None) -> bool:
     """Trains with one rank in this process until the run ends."""
-    with same_environment():
-        return run_rank(recipe, url, stop or threading.Event())
-
-
-@contextmanager
-def same_environment() -> Iterator[None]:
-    """Restores the environment, because a learner sets RANK, MASTER_PORT … and later tests would inherit them."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    return run_rank(recipe, url, stop or threading.Event())
 
 
 def lines_of(recipe: Recipe) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.resume import FREE, forbidden_changes
 from tandem.trainer.batch.record import read_record, record_folder
 from tests.support.redis_ring import running_redis
-from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, same_environment, train
+from tests.support.trainer_ring import P, different_rewards, make_recipe, make_run, put_scored, train
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipe]:
 def copied(trained: Recipe, tmp_path: Path) -> Path:
     """A copy of the run folder that the test may damage."""
     return Path(shutil.copytree(trained.folder, tmp_path / "run"))
-
-
-@pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    with same_environment():
-        yield
 
 
 @pytest.mark.parametrize("trainer", [{"packing": "flat"}, {"backend": "fsdp"}], ids=["flat", "fsdp"])
