@@ -269,14 +269,14 @@ def test_samplers_with_and_without_the_base_join_early_late_and_again(
         with_it, without = ring.based_sampler("rollout-0", model), ring.based_sampler("rollout-1", None)
         first = ring.publisher.publish(0, changed=True)
         assert first.samplers_acknowledged == 1 and ring.carries(with_it)
-        assert first.num_bytes == sum(bucket.num_bytes for bucket in ring.sender.manifest(1, 0, "gloo").buckets)
+        assert first.weight_bytes == sum(bucket.num_bytes for bucket in ring.sender.manifest(1, 0, "gloo").buckets)
         eventually(lambda: ring.registered("rollout-1").state == "LIVE")
         assert ring.carries(without), "it got the base beside the training"
         for version in (1, 2):
             ring.policy.step()
             assert ring.publisher.publish(version, changed=True).samplers_acknowledged == 2
             assert ring.carries(with_it) and ring.carries(without)
-        assert ring.publisher.publish(3, changed=False).num_bytes == 0
+        assert ring.publisher.publish(3, changed=False).weight_bytes == 0
 
         late = ring.based_sampler("rollout-2", model)
         eventually(lambda: ring.registered("rollout-2").state == "LIVE")
