@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from tandem.services.buffer.redis_server import start_redis
 from tandem.services.config import load_resolved
+from tests.support.engine_inputs import relative_error
 from tests.support.reference_loop import train_reference
 from tests.support.whole_run import WholeRun, service_process
-from tests.trainer.test_reference_loop import relative_update_error
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -57,7 +57,7 @@ def check_against_the_reference_loop(run: WholeRun) -> None:
     arguments = (run.folder, run.model, recipe.trainer, recipe.run.total_batches)
     same = train_reference(*arguments, "deepspeed")
     assert set(same) == set(trained) and all(torch.equal(same[name], trained[name]) for name in trained)
-    assert relative_update_error(trained, train_reference(*arguments, "torch"), start) <= 1e-4
+    assert relative_error(trained, train_reference(*arguments, "torch"), start) <= 1e-4
 
 
 def test_a_synchronous_run_is_sampled_wholly_by_the_published_version_and_replays(tmp_path: Path) -> None:
