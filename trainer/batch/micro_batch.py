@@ -6,7 +6,7 @@ packing "padded" every row has its own line, padded on the right; with "flat" al
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,9 +67,8 @@ class MicroBatch:
     def inputs(self) -> dict[str, object]:
         """The model's arguments, by transformers' names.
 
-        There is no attention mask. Padding is on the right and attention is causal, so no real token sees it.
-        Concatenated rows are separated by positions that restart at 0 (masks) and by their ends (variable-length
-        attention).
+        There is no attention mask: padding is on the right and attention is causal. Concatenated rows are separated by
+        positions that restart at 0 (masks) and by their ends (variable-length attention).
         """
         if self.flat is None:
             return {"input_ids": self.ids_BT}
@@ -85,17 +84,13 @@ class MicroBatch:
 
 
 def check_trainable(trajectory: Trajectory, group_id: str) -> None:
-    """Checks that the trainer can recompute the trajectory's log-probs.
-
-    Raises:
-        DataError: it was sampled with temperature 0, top-p, top-k or penalties; or its first token is a loss token,
-            which has no context to be predicted from.
+    """Raises DataError if the trainer cannot recompute the trajectory's log-probs: it was sampled with temperature 0,
+    top-p, top-k or penalties, or its first token is a loss token, which has no context to be predicted from.
     """
     if not trajectory.sampling.trainable:
         raise DataError(
-            f"group {group_id}, trajectory {trajectory.trajectory_id} was sampled with "
-            f"{trajectory.sampling}: only temperature > 0 without "
-            "top-p, top-k and penalties can be trained"
+            f"group {group_id}, trajectory {trajectory.trajectory_id} was sampled with {trajectory.sampling}: only "
+            "temperature > 0 without top-p, top-k and penalties can be trained"
         )
     if any(segment.loss_mask[0] for segment in trajectory.segments):
         raise DataError(f"group {group_id}, trajectory {trajectory.trajectory_id} has a loss token at its first place")
@@ -151,52 +146,43 @@ def stack(rows: Sequence[TrainingRow], device: torch.device, *, packing: Packing
         rows = [TrainingRow(_EMPTY)]
     targets = [np.flatnonzero(row.segment.loss_mask) for row in rows]
     counts = [len(columns) for columns in targets]
+    flat = None
     if packing == "flat":
-        ids_BT, ends = _end_to_end(rows)
+        ids_BT = np.concatenate([row.segment.ids for row in rows]).astype(np.int64)[None]
+        ends = np.cumsum([0, *(len(row.segment.ids) for row in rows)])
         flat = _flat_rows(ends, device)
         row_N = np.zeros(sum(counts), np.int64)
         target_column_N = np.concatenate(targets) + np.repeat(ends[:-1], counts)
     else:
-        ids_BT, flat = _padded(rows), None
+        ids_BT = np.zeros((len(rows), max(len(row.segment.ids) for row in rows)), np.int64)
+        for number, row in enumerate(rows):
+            ids_BT[number, : len(row.segment.ids)] = row.segment.ids
         row_N = np.repeat(np.arange(len(rows)), counts)
         target_column_N = np.concatenate(targets)
     columns_K, column_N = np.unique(target_column_N - 1, return_inverse=True)
     if not len(columns_K):
         columns_K = np.zeros(1, np.int64)
 
-    def per_token(values: Sequence[NDArray[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(values)).to(device)
+    def on_device(values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    def per_token(of: Callable[[TrainingRow, NDArray[np.intp]], NDArray[np.generic]]) -> Tensor:
+        return on_device(np.concatenate([of(row, columns) for row, columns in zip(rows, targets, strict=True)]))
 
     return MicroBatch(
-        ids_BT=torch.from_numpy(ids_BT).to(device),
+        ids_BT=on_device(ids_BT),
         flat=flat,
-        columns_K=torch.from_numpy(columns_K).to(device),
-        row_N=torch.from_numpy(row_N).to(device),
-        column_N=torch.from_numpy(column_N).to(device),
-        target_N=torch.from_numpy(ids_BT[row_N, target_column_N]).to(device),
-        temperature_N=per_token(
-            [np.full(count, row.temperature, np.float32) for row, count in zip(rows, counts, strict=True)]
-        ),
-        behavior_logprobs_N=per_token(
-            [row.segment.behavior_logprobs[columns] for row, columns in zip(rows, targets, strict=True)]
-        ),
-        versions_N=per_token([_versions(row.segment, columns) for row, columns in zip(rows, targets, strict=True)]),
-        response_column_N=per_token([columns - (columns[0] if len(columns) else 0) for columns in targets]),
-        token_rewards_N=per_token([_token_rewards(row, columns) for row, columns in zip(rows, targets, strict=True)]),
+        columns_K=on_device(columns_K),
+        row_N=on_device(row_N),
+        column_N=on_device(column_N),
+        target_N=on_device(ids_BT[row_N, target_column_N]),
+        temperature_N=per_token(lambda row, columns: np.full(len(columns), row.temperature, np.float32)),
+        behavior_logprobs_N=per_token(lambda row, columns: row.segment.behavior_logprobs[columns]),
+        versions_N=per_token(lambda row, columns: _versions(row.segment, columns)),
+        response_column_N=per_token(lambda _, columns: columns - (columns[0] if len(columns) else 0)),
+        token_rewards_N=per_token(_token_rewards),
         lengths_B=torch.tensor(counts, dtype=torch.int64, device=device),
     )
-
-
-def _padded(rows: Sequence[TrainingRow]) -> NDArray[np.int64]:
-    ids_BT = np.zeros((len(rows), max(len(row.segment.ids) for row in rows)), np.int64)
-    for number, row in enumerate(rows):
-        ids_BT[number, : len(row.segment.ids)] = row.segment.ids
-    return ids_BT
-
-
-def _end_to_end(rows: Sequence[TrainingRow]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    ids_BT = np.concatenate([row.segment.ids for row in rows]).astype(np.int64)[None]
-    return ids_BT, np.cumsum([0, *(len(row.segment.ids) for row in rows)])
 
 
 def _flat_rows(ends: NDArray[np.int64], device: torch.device) -> FlatRows:

@@ -5,6 +5,7 @@ trainer/models/flat_rows.py decides which of the two a run uses.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -87,16 +88,11 @@ def _round_up(number: int, multiple_of: int) -> int:
 
 
 def _even_cut(order: Sequence[int], lengths: Sequence[int], token_budget: int, multiple_of: int) -> list[list[int]]:
-    # Among the cuts with the fewest bins (rounded up), takes the one whose largest bin is smallest.
+    """Among the cuts with the fewest bins (rounded up), the one whose largest bin is smallest."""
     wanted = _round_up(len(_cut(order, lengths, token_budget)), multiple_of)
-    low, high = lengths[order[0]], token_budget  # searches the smallest budget that needs at most `wanted` bins
-    while low < high:
-        middle = (low + high) // 2
-        if len(_cut(order, lengths, middle)) <= wanted:
-            high = middle
-        else:
-            low = middle + 1
-    return _cut(order, lengths, high)
+    budgets = range(lengths[order[0]], token_budget)
+    enough = bisect_left(budgets, True, key=lambda budget: len(_cut(order, lengths, budget)) <= wanted)
+    return _cut(order, lengths, lengths[order[0]] + enough)
 
 
 def _cut(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:

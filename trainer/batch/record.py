@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def write_record(run_folder: Path, batch: TrainBatch, payloads: Mapping[str, byt
     """Writes the record atomically and returns once it is on disk.
 
     Raises:
-        LedgerError: this version is already recorded; a version has exactly one batch.
+        LedgerError: this version is already recorded.
         DataError: a payload is missing or cannot be read.
         EnvironmentLackError: the disk is full.
     """
@@ -148,15 +149,14 @@ def _to_table(payloads: Mapping[str, bytes]) -> pa.Table:
 
 
 def _to_payloads(table: pa.Table) -> dict[str, bytes]:
-    group_ids = table.column("group_id").to_pylist()
     segments = table.select(SCHEMA.names).combine_chunks()
     payloads: dict[str, bytes] = {}
     first = 0
-    for row in range(1, len(group_ids) + 1):
-        if row == len(group_ids) or group_ids[row] != group_ids[first]:
-            prompt = table.column("prompt")[first].as_py()
-            metadata = {VERSION_KEY: table.schema.metadata[VERSION_KEY], PROMPT_KEY: prompt.encode()}
-            (batch,) = segments.slice(first, row - first).to_batches()
-            payloads[group_ids[first]] = batch_to_payload(batch.replace_schema_metadata(metadata))
-            first = row
+    for group_id, rows in groupby(table.column("group_id").to_pylist()):
+        count = len(list(rows))
+        prompt = table.column("prompt")[first].as_py()
+        metadata = {VERSION_KEY: table.schema.metadata[VERSION_KEY], PROMPT_KEY: prompt.encode()}
+        (batch,) = segments.slice(first, count).to_batches()
+        payloads[group_id] = batch_to_payload(batch.replace_schema_metadata(metadata))
+        first += count
     return payloads

@@ -70,8 +70,7 @@ class GrpoPasskOptions(EstimatorOptions):
 
     @property
     def min_group_size(self) -> int:
-        """2: the best row and the second."""
-        return 2
+        return 2  # the best row and the second
 
 
 class GpgOptions(EstimatorOptions):
@@ -91,8 +90,7 @@ class MaxrlOptions(EstimatorOptions):
 
     @property
     def min_group_size(self) -> int:
-        """2: the advantage of a single answer is always 0."""
-        return 2
+        return 2  # the advantage of a single answer is always 0
 
 
 class RlooOptions(EstimatorOptions):
@@ -131,7 +129,6 @@ class PkpoOptions(EstimatorOptions):
 
     @property
     def min_group_size(self) -> int:
-        """k answers."""
         return self.k
 
 

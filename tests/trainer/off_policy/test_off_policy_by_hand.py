@@ -50,46 +50,31 @@ def test_token_weights_are_the_truncated_token_ratios_bit_for_bit(preset: Preset
     assert not options.needs_whole_batch
 
 
+TOKEN_STOP = {"level": "token", "low": 0.75, "high": 1.5, "outside": "stop"}
+
+
 @pytest.mark.parametrize(
-    ("advantages", "expected"),
+    ("weights", "advantages", "expected"),
     [
-        ([1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.5, 0.0]),
-        ([-1.0, -1.0, -1.0, -1.0], [1.0, 1.5, 0.0, 1.5]),
-        ([0.0, 0.0, 0.0, 0.0], [1.0, 1.5, 0.5, 1.5]),
+        ({"level": "token", "high": 1.5}, None, [1.0, 1.5, 0.5, 1.5]),
+        ({"level": "sequence", "high": 8.0}, None, [1.0, 4.0, 4.0, 4.0]),
+        ({"level": "geometric", "high": 8.0}, None, [1.0, 4 ** (1 / 3), 4 ** (1 / 3), 4 ** (1 / 3)]),
+        ({"level": "token", "low": 0.75, "high": 5.0, "outside": "clamp"}, None, [1.0, 4.0, 0.75, 2.0]),
+        ({"level": "token", "low": 0.75, "high": 3.0, "outside": "zero"}, None, [1.0, 0.0, 0.0, 2.0]),
+        ({"level": "token", "high": 5.0, "normalize": True}, None, [1 / 1.875, 4 / 1.875, 0.5 / 1.875, 2 / 1.875]),
+        ({"level": "sequence", "high": 8.0, "normalize": True}, None, [0.4, 1.6, 1.6, 1.6]),
+        ({"level": "none"}, None, [1.0] * 4),
+        # `stop`: 0 if the advantage pushes the token further out of bounds; of a sequence, for the tokens it pushes
+        (TOKEN_STOP, [1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.5, 0.0]),
+        (TOKEN_STOP, [-1.0, -1.0, -1.0, -1.0], [1.0, 1.5, 0.0, 1.5]),
+        (TOKEN_STOP, [0.0, 0.0, 0.0, 0.0], [1.0, 1.5, 0.5, 1.5]),
+        ({**TOKEN_STOP, "level": "sequence", "high": 3.9}, [1.0, 1.0, -1.0, 1.0], [1.0, 0.0, 3.9, 0.0]),
     ],
 )
-def test_a_weight_is_0_if_the_advantage_pushes_the_token_further_out_of_bounds(
-    advantages: list[float], expected: list[float]
-) -> None:
-    weights = {"level": "token", "low": 0.75, "high": 1.5, "outside": "stop"}
+def test_weights(weights: dict[str, Any], advantages: list[float] | None, expected: list[float]) -> None:
     corrected = run(([1.0], [4.0, 0.5, 2.0]), advantages, weights=weights)
     assert corrected.weights_N.tolist() == pytest.approx(expected)
     assert corrected.keep_N.all(), "a token that is stopped stays in the denominators"
-
-
-def test_a_sequence_weight_is_0_for_the_whole_row() -> None:
-    weights = {"level": "sequence", "low": 0.75, "high": 3.9, "outside": "stop"}
-    corrected = run(([1.0], [4.0, 0.5, 2.0]), [1.0, 1.0, -1.0, 1.0], weights=weights)
-    assert corrected.weights_N.tolist() == pytest.approx([1.0, 0.0, 3.9, 0.0])
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        ({"level": "token", "high": 1.5}, [1.0, 1.5, 0.5, 1.5]),
-        ({"level": "sequence", "high": 8.0}, [1.0, 4.0, 4.0, 4.0]),
-        ({"level": "geometric", "high": 8.0}, [1.0, 4 ** (1 / 3), 4 ** (1 / 3), 4 ** (1 / 3)]),
-        ({"level": "token", "low": 0.75, "high": 5.0, "outside": "clamp"}, [1.0, 4.0, 0.75, 2.0]),
-        ({"level": "token", "low": 0.75, "high": 3.0, "outside": "zero"}, [1.0, 0.0, 0.0, 2.0]),
-        ({"level": "token", "high": 5.0, "normalize": True}, [1 / 1.875, 4 / 1.875, 0.5 / 1.875, 2 / 1.875]),
-        ({"level": "sequence", "high": 8.0, "normalize": True}, [0.4, 1.6, 1.6, 1.6]),
-        ({"level": "none"}, [1.0] * 4),
-    ],
-)
-def test_weights(weights: dict[str, Any], expected: list[float]) -> None:
-    corrected = run(([1.0], [4.0, 0.5, 2.0]), weights=weights)
-    assert corrected.weights_N.tolist() == pytest.approx(expected)
-    assert corrected.keep_N.all()
 
 
 def test_normalized_weights_average_1_over_kept_tokens() -> None:
@@ -225,12 +210,9 @@ def test_the_source_of_proximal_logprobs() -> None:
 
 
 def test_mismatched_shapes_are_refused() -> None:
-    options = CorrectionOptions(preset="token_tis")
-    with pytest.raises(AssertionError):
-        correct(torch.zeros(3), torch.zeros(2), torch.tensor([3]), options)
-    with pytest.raises(AssertionError):
-        correct(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([3]), options)
-    with pytest.raises(AssertionError):
-        correct(torch.zeros(3), torch.zeros(3), torch.tensor([3.0]), options)
+    two, three, one_row = torch.zeros(2), torch.zeros(3), torch.tensor([3])
+    for columns in ((three, two, one_row), (three[None], three[None], one_row), (three, three, one_row.float())):
+        with pytest.raises(AssertionError):
+            correct(*columns, CorrectionOptions(preset="token_tis"))
     with pytest.raises(AssertionError, match="negative_only needs advantages"):
-        correct(torch.zeros(3), torch.zeros(3), torch.tensor([3]), CorrectionOptions(preset="opsm"))
+        correct(three, three, one_row, CorrectionOptions(preset="opsm"))
