@@ -62,7 +62,7 @@ del sources, source
 sys.path += [place for place in path if place not in sys.path]
 getattr(sys.modules["tandem.reward.sandbox.inside.zygote"], entry)(channel, **settings)
 """
-_INSIDE_MODULES = ("kernel", "wire", "plain", "seccomp", "calls", "program", "guest", "zygote")
+_INSIDE_MODULES = ("kernel", "wire", "seccomp", "calls", "program", "guest", "zygote")
 
 
 class Launcher:

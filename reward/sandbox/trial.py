@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Literal
 
-from tandem.reward.sandbox.inside import plain, program
+from tandem.reward.sandbox.inside import program, wire
 from tandem.reward.sandbox.isolation import SandboxPool, open_sandboxes
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxDiedError, SandboxError
 from tandem.reward.sandbox.test_cases import (
@@ -133,8 +133,8 @@ class Trial:
     def _call(self, test: CallTest, limits: Limits, tolerance: float) -> Verdict:
         box, line = self._start_answer(limits)
         with line:
-            arguments = plain.encode(list(test.arguments), _no_objects)
-            request = plain.dumps({"function": test.function, "args": arguments})
+            arguments = wire.encode(list(test.arguments), _no_objects)
+            request = wire.dumps({"function": test.function, "args": arguments})
             reply = _ask(line, request, limits.wall_seconds + _TEST_GRACE_SECONDS)
         if reply is not None:
             box.stop()
@@ -144,7 +144,7 @@ class Trial:
         if "error" in reply:
             return "memory" if reply["error"] == "MemoryError" else "error"
         try:
-            got = plain.decode(reply["value"], lambda _: _NO_OBJECT)
+            got = wire.decode(reply["value"], lambda _: _NO_OBJECT)
             right = any(same_value(got, wanted, tolerance) for wanted in test.wanted)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return "wrong"  # the answer wrote to the socket itself, or returned an endless structure

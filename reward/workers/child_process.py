@@ -292,10 +292,8 @@ def children_of(pid: int) -> list[int]:
         for thread in threads:
             with suppress(ProcessLookupError):
                 found += map(int, (thread / "children").read_text().split())
-    except FileNotFoundError:
-        return found if Path(f"/proc/{pid}").exists() is False else _children_by_parent(pid)
-    except ProcessLookupError:
-        return found
+    except (FileNotFoundError, ProcessLookupError):
+        return _children_by_parent(pid) if Path(f"/proc/{pid}").exists() else found
     return found
 
 

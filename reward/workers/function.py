@@ -33,12 +33,14 @@ _SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 _BATCH = tuple(f"{name}s" for name in _SINGLE)
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionJudge:
-    """Calls the function and converts its result or exception into a `Score`."""
-
+@dataclass(frozen=True)
+class _UserFunction:
     function: Callable[..., Any]
     arguments: Mapping[str, object] = field(default_factory=dict)
+
+
+class FunctionJudge(_UserFunction):
+    """Calls the function and converts its result or exception into a `Score`."""
 
     def judge(self, item: ScoreItem) -> Score:
         """The score of an item. Raises only MemoryError, which the worker process handles."""
@@ -51,14 +53,12 @@ class FunctionJudge:
         return to_score(result)
 
 
-@dataclass(frozen=True, slots=True)
-class CoroutineJudge:
+@dataclass(frozen=True)
+class CoroutineJudge(_UserFunction):
     """Awaits the function for all items concurrently, because such functions usually wait for the network."""
 
-    function: Callable[..., Any]
-    arguments: Mapping[str, object] = field(default_factory=dict)
     seconds: float | None = None
-    """Time limit of one item. Past it, only this item is unscored (`timeout`)."""
+    """Of one item. Past it, only this item is unscored (`timeout`)."""
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
         """One result an item. Raises only MemoryError."""
@@ -80,12 +80,8 @@ class CoroutineJudge:
         return to_score(result)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchFunctionJudge:
+class BatchFunctionJudge(_UserFunction):
     """Calls the function with all items. If it raises, smaller and smaller batches isolate the faulty item."""
-
-    function: Callable[..., Any]
-    arguments: Mapping[str, object] = field(default_factory=dict)
 
     def judge_batch(self, items: Sequence[ScoreItem]) -> list[Score]:
         """One result an item. Raises only MemoryError."""
@@ -109,8 +105,8 @@ class BatchFunctionJudge:
 
 
 def _verl_arguments(item: ScoreItem) -> dict[str, Any]:
-    values = (item.data_source, item.solution, item.ground_truth, dict(item.extra_info))
-    return dict(zip(_SINGLE, values, strict=True))
+    texts = {"data_source": item.data_source, "solution_str": item.solution}
+    return {**texts, "ground_truth": item.ground_truth, "extra_info": dict(item.extra_info)}
 
 
 def _finished(result: Any) -> Any:

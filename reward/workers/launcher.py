@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from tandem.reward.registry import SCORERS, preload
 from tandem.reward.workers.child_process import children_of
@@ -34,12 +34,6 @@ _MAX_REQUEST_BYTES = 1 << 16
 _CHANNEL = 3  # the worker's descriptor of its socket
 
 
-class _Worker(NamedTuple):
-    pid: int
-    control: int
-    """Descriptor: reports the exit status to the pool, and receives the request to kill."""
-
-
 class Launcher:
     """Forks on request. A request brings three descriptors: the worker's socket, its output, and the control socket
     between pool and launcher.
@@ -47,8 +41,10 @@ class Launcher:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._workers: dict[int, _Worker] = {}
-        self._by_control: dict[int, _Worker] = {}
+        self._controls: dict[int, int] = {}
+        """By worker, the descriptor that reports its exit status to the pool, and receives the request to kill."""
+        self._pids: dict[int, int] = {}
+        """By descriptor, the worker, until it is asked to be killed."""
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -58,7 +54,7 @@ class Launcher:
 
     def run(self) -> None:
         while True:
-            for descriptor, _ in self._poll.poll(_SWEEP_MILLISECONDS if self._workers else None):
+            for descriptor, _ in self._poll.poll(_SWEEP_MILLISECONDS if self._controls else None):
                 if descriptor == self._wake:
                     with suppress(BlockingIOError):
                         os.read(self._wake, 4096)
@@ -66,8 +62,9 @@ class Launcher:
                     if not self._answer():
                         self._end_everything()
                         return
-                elif descriptor in self._by_control:
-                    self._kill(self._by_control[descriptor])
+                elif descriptor in self._pids:
+                    _kill_group(self._pids.pop(descriptor))  # its exit is reported when it is reaped
+                    self._poll.unregister(descriptor)
             self._reap()
             self._end_orphans()
 
@@ -92,20 +89,10 @@ class Launcher:
         os.close(channel)
         os.close(output)
         os.set_blocking(control, False)
-        worker = _Worker(pid, control)
-        self._workers[pid] = self._by_control[control] = worker
-        self._tell(worker, {"pid": pid})
+        self._controls[pid], self._pids[control] = control, pid
+        _tell(control, {"pid": pid})
         self._poll.register(control, select.POLLIN)
         return True
-
-    def _tell(self, worker: _Worker, message: Mapping[str, object]) -> None:
-        with suppress(OSError):  # the pool has closed it
-            os.write(worker.control, json.dumps(message).encode() + b"\n")
-
-    def _kill(self, worker: _Worker) -> None:
-        _kill_group(worker.pid)
-        self._poll.unregister(worker.control)
-        del self._by_control[worker.control]  # its exit is reported when it is reaped
 
     def _reap(self) -> None:
         while True:
@@ -115,21 +102,21 @@ class Launcher:
                 return
             if ended is None:
                 return
-            worker = self._workers.pop(ended.si_pid, None)
-            if worker is not None:
-                _kill_group(worker.pid)  # before its pid can be reused
+            control = self._controls.pop(ended.si_pid, None)
+            if control is not None:
+                _kill_group(ended.si_pid)  # before its pid can be reused
             _, status = os.waitpid(ended.si_pid, 0)
-            if worker is not None:
+            if control is not None:
                 self._end_orphans()
-                self._tell(worker, {"status": os.waitstatus_to_exitcode(status)})
-                if self._by_control.pop(worker.control, None) is not None:
-                    self._poll.unregister(worker.control)
-                os.close(worker.control)
+                _tell(control, {"status": os.waitstatus_to_exitcode(status)})
+                if self._pids.pop(control, None) is not None:
+                    self._poll.unregister(control)
+                os.close(control)
 
     def _end_orphans(self) -> None:
         """Kills processes whose parents ended; then their children, which become ours, until none is left."""
         deadline = time.monotonic() + 0.2  # then the next sweep goes on
-        while orphans := [pid for pid in children_of(os.getpid()) if pid not in self._workers]:
+        while orphans := [pid for pid in children_of(os.getpid()) if pid not in self._controls]:
             ended = False
             for pid in orphans:
                 with suppress(ProcessLookupError):
@@ -144,11 +131,16 @@ class Launcher:
     def _end_everything(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
         while children_of(os.getpid()) and time.monotonic() < deadline:
-            for pid in self._workers:
+            for pid in self._controls:
                 _kill_group(pid)
             self._reap()
             self._end_orphans()
             time.sleep(0.002)
+
+
+def _tell(control: int, message: Mapping[str, object]) -> None:
+    with suppress(OSError):  # the pool has closed it
+        os.write(control, json.dumps(message).encode() + b"\n")
 
 
 def _kill_group(pid: int) -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from tandem.reward.config import RewardConfig
 from tandem.reward.workers.child_process import ChildProcess, is_stopped
@@ -23,8 +24,7 @@ class Launchers:
     """Starts workers. One launcher per set of preloaded modules: none imports while it has workers. Thread-safe."""
 
     def __init__(self, config: RewardConfig, startup_seconds: float) -> None:
-        self._config = config
-        self._startup_seconds = startup_seconds
+        self._make = partial(_Launcher, config, startup_seconds)
         self._lock = threading.Lock()
         self._by_preload: dict[tuple[str, ...], _Launcher] = {}
         self._closed = False
@@ -34,8 +34,7 @@ class Launchers:
         with self._lock:
             if self._closed:
                 raise OSError("the pool is closed")
-            new = _Launcher(self._config, self._startup_seconds)
-            launcher = self._by_preload.setdefault(tuple(preload), new)
+            launcher = self._by_preload.setdefault(tuple(preload), self._make())
         return launcher.spawn(preload)
 
     def close(self) -> None:

@@ -127,11 +127,14 @@ class ScorerPool:
                 return request, numbers
         return None
 
-    def settle(self, request: Request, numbers: Sequence[int], scores: Sequence[Score]) -> None:
-        with self._work:
-            self._figures[request.priority] += len(numbers)
-            if request.settle(numbers, scores):
-                self._open_requests.discard(request)
+    def settle(self, request: Request, numbers: list[int], scores: Sequence[Score]) -> list[int]:
+        """Stores the scores of the first items, and returns the numbers of the others."""
+        if scores:
+            with self._work:
+                self._figures[request.priority] += len(scores)
+                if request.settle(numbers[: len(scores)], scores):
+                    self._open_requests.discard(request)
+        return numbers[len(scores) :]
 
     def put_back(self, request: Request, numbers: Sequence[int]) -> None:
         """Returns items that were taken but not judged to the front of the queue."""
@@ -224,7 +227,7 @@ class WorkerThread(threading.Thread):
         while numbers and not (self._pool.closing or request.over):
             outcome, fresh = self._judge(request, lines, numbers)
             if self._pool.closing or request.over:  # a crash may come from the pool's end, or nobody waits
-                self._settle(request, numbers, outcome.answers)
+                self._pool.settle(request, numbers, outcome.answers)
                 return []
             self._pool.note_pace(request, outcome)
             failed = outcome.end in ("item", "memory", "stray")
@@ -233,13 +236,13 @@ class WorkerThread(threading.Thread):
                 break
             if outcome.end in ("memory", "stray") and not fresh:
                 # Items judged earlier may have left something in the process: the item is retried in a fresh one.
-                numbers, lines = self._settle(request, numbers, outcome.answers), lines[len(outcome.answers) :]
+                numbers, lines = self._pool.settle(request, numbers, outcome.answers), lines[len(outcome.answers) :]
                 alone = len(numbers) if request.spec.grouped else 1
                 self._pool.put_back(request, numbers[alone:])
                 numbers, lines = numbers[:alone], lines[:alone]
                 continue
             scores = outcome.answers + self._reasons(request, outcome, len(numbers) - len(outcome.answers))
-            numbers, lines = self._settle(request, numbers, scores), lines[len(scores) :]
+            numbers, lines = self._pool.settle(request, numbers, scores), lines[len(scores) :]
             if outcome.end != "retry":
                 request.max_items = min(MAX_CHUNK_ITEMS, 2 * request.max_items)
                 break
@@ -260,7 +263,7 @@ class WorkerThread(threading.Thread):
         while not self._pool.closing:
             outcome, _ = self._judge(request, [])
             if outcome.end != "retry":
-                self._pool.loaded(request, outcome.reason.detail if outcome.reason is not None else "")
+                self._pool.loaded(request, outcome.reason.detail if outcome.reason else "")
                 return
 
     def _judge(self, request: Request, lines: Sequence[bytes], numbers: Sequence[int] = ()) -> tuple[Outcome, bool]:
@@ -306,11 +309,5 @@ class WorkerThread(threading.Thread):
                 size += len(line)
             else:
                 bad[number] = line
-        if bad:
-            self._pool.settle(request, list(bad), list(bad.values()))
+        self._pool.settle(request, list(bad), list(bad.values()))
         return good, lines
-
-    def _settle(self, request: Request, numbers: list[int], scores: Sequence[Score]) -> list[int]:
-        if scores:
-            self._pool.settle(request, numbers[: len(scores)], scores)
-        return numbers[len(scores) :]

@@ -41,10 +41,9 @@ _NAP_ITEMS = 8
 class Outcome:
     """Result of a chunk. `end` says what becomes of the items without an answer:
 
-    `done`: there are none. `item`: the first of them is unscored for `reason`. `memory`: the first of them exceeded
-    the memory limit. `stray`: while the first of them was judged, something that is no answer was written to the
-    channel. `retry`: nothing is known against any of them. After these four the process is dead. `refused`: the judge
-    cannot be built, for `reason`.
+    `done`: there are none. `item`: the first of them is unscored for `reason`. `memory`: it exceeded the memory limit.
+    `stray`: while it was judged, something that is no answer was written to the channel. `retry`: nothing is known
+    against any. After these four the process is dead. `refused`: the judge cannot be built, for `reason`.
     """
 
     answers: list[Score] = field(default_factory=list)

@@ -21,11 +21,7 @@ from tandem.reward.sandbox.layout import layout_for
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
 from tests.support.sandbox_runs import DISK_BYTES, LIMITS, SECRET, Launcher, Run
 
-_KINDS: dict[str, type[ZygoteLauncher] | type[BubblewrapEachLauncher]] = {
-    "namespaces": ZygoteLauncher,
-    "bubblewrap": BubblewrapLauncher,
-    "bubblewrap for each": BubblewrapEachLauncher,
-}
+_NAMES = {ZygoteLauncher: "namespaces", BubblewrapLauncher: "bubblewrap", BubblewrapEachLauncher: "bubblewrap for each"}
 
 
 def _in_force() -> object:
@@ -37,7 +33,7 @@ def _in_force() -> object:
     scope="module",
     params=[
         pytest.param(kind, id=name, marks=[] if kind is _in_force() else pytest.mark.slow)
-        for name, kind in _KINDS.items()
+        for kind, name in _NAMES.items()
     ],
 )
 def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from tandem.reward.sandbox.inside.plain import decode, dumps, encode
+from tandem.reward.sandbox.inside.wire import decode, dumps, encode
 
 _MOST_ITEMS = 1_000_000
 _MESSAGE_CHARACTERS = 500

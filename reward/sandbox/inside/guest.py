@@ -236,10 +236,9 @@ def _sealed(data: bytes) -> int:
 
 
 def _read_some(descriptor: int) -> bytes:
-    try:
+    with suppress(BlockingIOError):
         return os.read(descriptor, _CHUNK_BYTES)
-    except BlockingIOError:
-        return b""
+    return b""
 
 
 def _is_readable(descriptor: int, milliseconds: int) -> bool:
@@ -249,10 +248,9 @@ def _is_readable(descriptor: int, milliseconds: int) -> bool:
 
 
 def _is_empty(folder: str) -> bool:
-    try:
+    with suppress(OSError):  # its program may have made it unreadable
         return not os.listdir(folder)
-    except OSError:  # its program made it unreadable
-        return False
+    return False
 
 
 def _kill_all(process: int, apart: bool) -> None:

@@ -1,7 +1,7 @@
 """System calls for sandboxes, by ctypes, because Python 3.11 lacks them.
 
 The modules of this folder run in the sandbox or create it. They import only the standard library and each other. Only
-`wire` and `plain` are used on both sides.
+`wire` is used on both sides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
-"""Messages between the scorer and its sandboxes: a header of JSON and parts of bytes, with descriptors where needed.
+"""What crosses the border of a sandbox: messages with the scorer, and plain data between a test and an answer.
 
-Frame: length of the header (4 bytes, big-endian), header, parts. The header's `sizes` has the length of every part.
+A message is a frame: length of the header (4 bytes, big-endian), header (JSON), parts (bytes), and descriptors where
+needed. The header's `sizes` has the length of every part.
+
+Plain data carries no behaviour; nothing is pickled. Values that JSON supports are sent as JSON. Every JSON object is a
+tag: {"tuple": […]}, {"set": […]}, {"frozenset": […]}, {"dict": [[key, value], …]}, {"bytes": text},
+{"complex": [real, imaginary]}, {"int": hexadecimal} (for long integers), {"object": number, "type": name}, for one that
+is not data and stays in its process. Subclasses become their base class.
 """
 
 from __future__ import annotations
@@ -9,11 +15,12 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("!I")
 _MOST_DESCRIPTORS = 2
+_LONG_INT_BITS = 4096  # Python refuses to convert much longer integers to decimals
 
 
 class Message(NamedTuple):
@@ -62,3 +69,54 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("the other end closed in the middle of a message")
         view = view[count:]
     return bytes(data)
+
+
+def dumps(value: object) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+def encode(value: object, keep: Callable[[object], dict[str, object]]) -> object:
+    """Converts the value to JSON types. `keep` returns the tag of an object that is not data, or raises TypeError.
+    Raises RecursionError for a value that is nested too deeply, or contains itself.
+    """
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= _LONG_INT_BITS else {"int": hex(value)}
+    if isinstance(value, list):
+        return [encode(one, keep) for one in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, keep), encode(one, keep)] for key, one in value.items()]}
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(one, keep) for one in value]}
+    if isinstance(value, bytes):
+        return {"bytes": value.decode("latin-1")}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), keep)
+    return keep(value)
+
+
+def decode(value: Any, find: Callable[[dict[str, Any]], Any]) -> Any:
+    """Decodes the output of `encode`; raises ValueError, TypeError, KeyError or RecursionError for anything else.
+    `find` returns the object for a tag.
+    """
+    if isinstance(value, list):
+        return [decode(one, find) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if "object" in value:
+        return find(value)
+    ((tag, inner),) = value.items()
+    if tag == "dict":
+        return {decode(key, find): decode(one, find) for key, one in inner}
+    if tag == "bytes":
+        return inner.encode("latin-1")
+    if tag == "complex":
+        return complex(*inner)
+    if tag == "int":
+        return int(inner, 16)
+    kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+    return kinds[tag](decode(inner, find))

@@ -131,16 +131,9 @@ def _map(proc: int, process: str, users: str, groups: str, *, deny_groups: bool 
 
 def _write(proc: int, path: str, text: str) -> bool:
     """Writes a file of the machine's /proc. Returns False on failure."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY, dir_fd=proc)
-    except OSError:
-        return False
-    try:
-        return os.write(descriptor, text.encode()) > 0
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), open(os.open(path, os.O_WRONLY, dir_fd=proc), "wb", buffering=0) as file:
+        return bool(file.write(text.encode()))
+    return False
 
 
 def _build_root(layout: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -9,15 +10,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tandem.protos import reward_pb2
 from tandem.reward.sandbox import isolation
 from tandem.reward.sandbox.isolation import SandboxPool, open_sandboxes
 from tandem.reward.sandbox.launcher import ZygoteLauncher
 from tandem.reward.sandbox.sandbox import Limits, Outcome, Sandbox, SandboxError
+from tandem.services.rpc.client import connect
+from tests.support.code_answers import isolated
 from tests.support.processes import wait_until_gone
+from tests.support.reward_process import running_reward
+from tests.support.reward_server import Item, Stub
 from tests.support.sandbox_runs import zygote_of
 
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=60.0)
@@ -241,3 +248,35 @@ def test_a_closed_pool_hands_out_nothing_and_leaves_no_process() -> None:
     assert family
     for pid in family:
         wait_until_gone(pid)
+
+
+RUBRIC = '[[components]]\nname = "tests"\nscorer = "code"\narguments = {seconds_per_test = 1.0}\n'
+TESTS = {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "10\n"]}
+FORK_BOMB = """
+import os
+while True:
+    try: os.fork()
+    except OSError: pass
+"""
+NEIGHBOURS = {
+    "passed": "print(2 * int(input()))",
+    "wrong": "print(3 * int(input()))",
+    "time": FORK_BOMB,
+    "output": "while True: print('x' * 100_000)",
+    "error": "import sys\nsys.exit(3)",
+    "memory": "x = 'x' * (1 << 40)",
+}
+"""Programs by the counter of the breakdown in which each shows."""
+ANSWERS = [*NEIGHBOURS.items(), ("passed", NEIGHBOURS["passed"])]
+
+
+@isolated
+def test_answers_beside_misbehaving_ones_get_their_own_results_in_the_service(tmp_path: Path) -> None:
+    with running_reward(tmp_path, "reward.num_workers=2") as address, connect(address) as channel:
+        items = [Item(solution=f"```python\n{program}\n```", ground_truth=json.dumps(TESTS)) for _, program in ANSWERS]
+        reply = Stub(channel).Score(reward_pb2.ScoreRequest(items=items, rubric=RUBRIC), timeout=40)
+    for (counter, _), item in zip(ANSWERS, reply.items, strict=True):
+        assert item.WhichOneof("result") == "scored", (counter, item)
+        assert item.scored.value == (counter == "passed"), (counter, item)
+        counted = {name.rpartition("/")[2] for name, number in item.scored.breakdown.items() if number}
+        assert counted & set(NEIGHBOURS) == {counter}, item

@@ -101,9 +101,7 @@ for process in (*range(1, 3000), {judge}, os.getppid()):
 
 
 def test_programs_cannot_reach_the_judging_process(run: Run) -> None:
-    """The process has no descriptor of the judging process and cannot read its memory, which holds the expected results
-    and the answer token.
-    """
+    """It has no descriptor of that process and cannot read its memory: the expected results and the answer token."""
     ours = ctypes.create_string_buffer(b"12345678")
     program = WITHIN_REACH.format(address=ctypes.addressof(ours), judge=os.getpid())
     assert said(run(program)).splitlines() == ["[0, 1, 2]"]

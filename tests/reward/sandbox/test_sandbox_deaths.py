@@ -24,7 +24,7 @@ from tandem.reward.sandbox.isolation import SandboxPool
 from tandem.reward.sandbox.launcher import ZygoteLauncher
 from tandem.reward.sandbox.sandbox import Limits, Sandbox, SandboxDiedError
 from tandem.reward.scorers.code import CodeTests
-from tandem.reward.workers.child_process import memory_kills
+from tandem.reward.workers.child_process import children_of, memory_kills
 from tests.support.code_answers import isolated
 from tests.support.processes import wait_until_gone
 from tests.support.sandbox_runs import settles, zygote_of
@@ -55,11 +55,11 @@ def running(pool: SandboxPool) -> list[dict[str, int]]:
     found = []
     with suppress(psutil.NoSuchProcess):
         zygote = zygote_of(pool._launcher)
-        for keeper in zygote.children():
-            for guest in keeper.children():
-                for program in guest.children()[:1]:
-                    pids = (zygote.pid, keeper.pid, guest.pid, program.pid)
-                    found.append((program.create_time(), program.pid, dict(zip(CHAIN, pids, strict=True))))
+        for keeper in children_of(zygote.pid):
+            for guest in children_of(keeper):
+                for program in children_of(guest)[:1]:
+                    pids = (zygote.pid, keeper, guest, program)
+                    found.append((psutil.Process(program).create_time(), program, dict(zip(CHAIN, pids, strict=True))))
     return [chain for _, _, chain in sorted(found, key=lambda one: one[:2])]
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.reward.sandbox.inside import plain, wire
+from tandem.reward.sandbox.inside import wire
 
 
 def test_messages_carry_descriptors_and_end_of_file() -> None:
@@ -73,7 +73,7 @@ def refuse(value: object) -> dict[str, object]:
 
 
 def over_the_line(value: object) -> object:
-    return plain.decode(json.loads(plain.dumps(plain.encode(value, refuse))), refuse)
+    return wire.decode(json.loads(wire.dumps(wire.encode(value, refuse))), refuse)
 
 
 @given(DATA)
@@ -105,4 +105,4 @@ def test_subclasses_of_data_are_decoded_as_their_base_class() -> None:
 )
 def test_forged_data_raises_and_does_nothing_else(forged: object) -> None:
     with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
-        plain.decode(forged, refuse)
+        wire.decode(forged, refuse)

@@ -52,18 +52,9 @@ def test_files_of_the_service_and_the_machine_are_invisible(run: Run, tmp_path: 
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o644)
-    paths = [
-        str(secret),
-        str(ROOT / "reward" / "code.py"),
-        str(ROOT),
-        "/etc/passwd",
-        "/etc/hostname",
-        "/home",
-        "/var",
-        "/proc",
-        "/sys",
-    ]
-    program = FILES.format(paths=[*paths, "/usr/sbin", "/dev/shm", "/run", "/.dockerenv"])
+    ours = [str(secret), str(ROOT / "reward" / "scoring.py"), str(ROOT)]
+    system = ["/etc/passwd", "/etc/hostname", "/home", "/var", "/proc", "/sys", "/usr/sbin", "/dev/shm", "/run"]
+    program = FILES.format(paths=[*ours, *system, "/.dockerenv"])
     assert SECRET in outside(program, tmp_path)
     lines = set(said(run(program)).splitlines())
     assert lines <= {"FileNotFoundError", "[]"}, lines
@@ -79,10 +70,8 @@ for name in ("tandem", "tandem.reward.sandbox.inside.calls", "tandem.protos", "n
         print("none")
 """
     assert set(said(run(program)).splitlines()) == {"none"}
-    listing = (
-        "import os\nfolder = os.path.dirname(os.__file__) + "
-        "'/site-packages'\nprint(os.path.isdir(folder) and os.listdir(folder))"
-    )
+    folder = "os.path.dirname(os.__file__) + '/site-packages'"
+    listing = f"import os\nprint(os.path.isdir({folder}) and os.listdir({folder}))"
     assert said(run(listing)) in ("[]", "False")
 
 

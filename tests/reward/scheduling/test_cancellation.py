@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
+from tandem.reward.contracts import RemoteJudge
 from tandem.reward.endpoints.session_portal import CLOSING
 from tandem.reward.judging import _cut, judge_each, judge_remotely, wait_aside
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken, current_token
@@ -78,6 +79,11 @@ class Scoring:
     def close(self) -> None:
         self.core.close()
         self._threads.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture
@@ -184,13 +190,8 @@ def test_an_item_that_failed_a_gate_keeps_its_score_when_cancelled(scoring: Scor
     text += "[[components]]\nscorer = 'rubric'\narguments = {name = 'inner'}\n" + inner
     cancellation = CancellationToken()
     rubric = scoring.core.compile(text)
-    call = scoring._threads.submit(
-        scoring.core.score,
-        rubric,
-        [ScoreItem("", "wrong", "right"), ScoreItem("", "hang", "HANG")],
-        "calls",
-        cancellation,
-    )
+    given = [ScoreItem("", "wrong", "right"), ScoreItem("", "hang", "HANG")]
+    call = scoring._threads.submit(scoring.core.score, rubric, given, "calls", cancellation)
     eventually(lambda: "hang" in scoring.judged())
     cancellation.cancel()
     closed, cut = call.result(timeout=PATIENCE_SECONDS)
@@ -212,15 +213,15 @@ def test_in_process_scorers_stop_between_two_items() -> None:
     assert found == [Scored(1.0), Scored(1.0), CANCELLED, CANCELLED]
 
 
-def in_thread(work: Callable[[], list[Score]]) -> Future[list[Score]]:
+def remotely(judge: RemoteJudge, cancellation: CancellationToken, *texts: str) -> Future[list[Score]]:
+    """Asks a remote judge in another thread."""
     threads = ThreadPoolExecutor(1)
-    future = threads.submit(work)
+    future = threads.submit(judge_remotely, judge, items(*texts), "calls", cancellation, False)
     threads.shutdown(wait=False)
     return future
 
 
-def test_cancelling_frees_the_slots_of_a_remote_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def test_cancelling_frees_the_slots_of_a_remote_scorer() -> None:
 
     def answer(asked: Asked) -> Answer:
         (item,) = asked.body["items"]
@@ -231,7 +232,7 @@ def test_cancelling_frees_the_slots_of_a_remote_scorer(monkeypatch: pytest.Monke
         MisbehavingServer(answer) as server,
         closing(RemoteScorer(url=server.url, max_concurrent=1, timeout_seconds=50.0)) as judge,
     ):
-        call = in_thread(lambda: judge_remotely(judge, items("a", "hang", "b", "c"), "calls", cancellation, False))
+        call = remotely(judge, cancellation, "a", "hang", "b", "c")
         eventually(lambda: len(server.asked) == 2)
         cancellation.cancel()
         assert call.result(timeout=PATIENCE_SECONDS) == [Scored(0.5), CANCELLED, CANCELLED, CANCELLED]
@@ -250,23 +251,14 @@ def test_a_cancelled_call_asks_no_remote_judge() -> None:
     assert judge_remotely(NeverAsked(), items("a", "b"), "calls", cancellation, False) == [CANCELLED] * 2
 
 
-def test_a_cancelled_question_is_charged_at_its_highest_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def test_a_cancelled_question_is_charged_at_its_highest_price() -> None:
     cancellation = CancellationToken()
+    prices: dict[str, Any] = {"completion_price": 1e6, "max_spend": 2000.0, "max_tokens": 1000}
     with (
         MisbehavingServer(lambda asked: Answer(hangs=True)) as server,
-        closing(
-            GenerativeJudge(
-                base_url=server.url,
-                model="m",
-                completion_price=1e6,
-                max_spend=2000.0,
-                max_tokens=1000,
-                template="{answer}",
-            )
-        ) as judge,
+        closing(GenerativeJudge(base_url=server.url, model="m", template="{answer}", **prices)) as judge,
     ):
-        call = in_thread(lambda: judge_remotely(judge, items("a"), "calls", cancellation, False))
+        call = remotely(judge, cancellation, "a")
         eventually(lambda: len(server.asked) == 1)
         assert judge.figures()["judge_spent"] == 0.0
         cancellation.cancel()
@@ -274,17 +266,14 @@ def test_a_cancelled_question_is_charged_at_its_highest_price(monkeypatch: pytes
         eventually(lambda: judge.figures()["judge_spent"] == 1000.0)
 
 
-def test_cancelling_a_question_before_it_is_sent_frees_its_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def test_cancelling_a_question_before_it_is_sent_frees_its_reservation() -> None:
     cancellation = CancellationToken()
-    prices: dict[str, Any] = {"completion_price": 1.0, "max_spend": 1.0}
+    prices: dict[str, Any] = {"completion_price": 1.0, "max_spend": 1.0, "requests_per_minute": 1}
     with (
         MisbehavingServer(lambda asked: chat('{"score": 7}', prompt_tokens=0, completion_tokens=0)) as server,
-        closing(
-            GenerativeJudge(base_url=server.url, model="m", template="{answer}", requests_per_minute=1, **prices)
-        ) as judge,
+        closing(GenerativeJudge(base_url=server.url, model="m", template="{answer}", **prices)) as judge,
     ):
-        call = in_thread(lambda: judge_remotely(judge, items("a", "b"), "calls", cancellation, False))
+        call = remotely(judge, cancellation, "a", "b")
         eventually(lambda: len(server.asked) == 1 and judge.figures()["judge_waiting_calls"] == 1.0)
         assert judge._meter.reserved > 0.0
         cancellation.cancel()
@@ -294,10 +283,10 @@ def test_cancelling_a_question_before_it_is_sent_frees_its_reservation(monkeypat
 
 def test_cancelling_ends_the_wait_for_work_that_no_thread_began() -> None:
     cancellation, go_on = CancellationToken(), threading.Event()
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1) as others:
         threads.submit(go_on.wait)
         queued: Future[list[Score]] = threads.submit(list)
-        waiting = in_thread(lambda: wait_aside(queued, cancellation, 2))
+        waiting = others.submit(wait_aside, queued, cancellation, 2)
         assert not waiting.done()
         cancellation.cancel()
         assert waiting.result(timeout=PATIENCE_SECONDS) == [CANCELLED] * 2

@@ -51,10 +51,10 @@ def test_peek_and_pop_agree(steps: list[Priority | None]) -> None:
 
 
 @given(st.sets(st.sampled_from(PRIORITIES), min_size=1), st.integers(1, 100))
-def test_try_continue_gives_the_same_turns_as_adding_again(busy: set[Priority], number: int) -> None:
+def test_try_continue_gives_the_same_turns_as_adding_again(waiting: set[Priority], number: int) -> None:
     again: PriorityQueue[Priority] = PriorityQueue()
     on: PriorityQueue[Priority] = PriorityQueue()
-    for priority in busy:
+    for priority in waiting:
         again.add(priority, priority)
         on.add(priority, priority)
     first, working, served = again.pop(), on.pop(), []
@@ -180,6 +180,20 @@ def threads(*work: Callable[[], object]) -> Iterator[None]:
         assert not thread.is_alive()
 
 
+@contextmanager
+def busy(scheduler: InterpreterScheduler) -> Iterator[threading.Event]:
+    """An item of a job is under way until the event is set."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def long_one(number: int) -> bool:
+        begun.set()
+        return go_on.wait(30.0)
+
+    with threads(lambda: scheduler.run_each("jobs", long_one, [1])):
+        assert begun.wait(30.0)
+        yield go_on
+
+
 @pytest.mark.usefixtures("short_slices")
 def test_one_thread_runs_at_a_time_and_the_ring_goes_first() -> None:
     scheduler, order, go_on = InterpreterScheduler(), list[Priority](), threading.Event()
@@ -218,14 +232,8 @@ def test_threads_of_one_priority_alternate_time_slices() -> None:
 
 def test_a_thread_that_waited_too_long_runs_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 0.01)
-    scheduler, begun, go_on, more = InterpreterScheduler(), threading.Event(), threading.Event(), list[int]()
-
-    def long_one(number: int) -> bool:
-        begun.set()
-        return go_on.wait(30.0)
-
-    with threads(lambda: scheduler.run_each("jobs", long_one, [1])):
-        assert begun.wait(30.0)
+    scheduler, more = InterpreterScheduler(), list[int]()
+    with busy(scheduler) as go_on:
         assert scheduler.run_each("ring", abs, [-1, -2]) == [1, 2] and not scheduler.waiting("ring")
         monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 30.0)
         with threads(lambda: more.extend(scheduler.run_each("ring", abs, [-3]))):
@@ -241,17 +249,10 @@ def test_a_turn_granted_just_after_the_wait_ended_is_not_lost(monkeypatch: pytes
             return False  # the wait timed out, then the turn was granted
 
     monkeypatch.setattr(interpreter_scheduler, "threading", SimpleNamespace(Lock=threading.Lock, Event=Late))
-    scheduler, begun, go_on = InterpreterScheduler(), threading.Event(), threading.Event()
-
-    def long_one(number: int) -> bool:
-        begun.set()
-        return go_on.wait(30.0)
-
-    with threads(lambda: scheduler.run_each("jobs", long_one, [1])):
-        assert begun.wait(30.0)
-        with threads(lambda: scheduler.run_each("ring", abs, [-1])):
-            eventually(lambda: scheduler.waiting("ring") == 1)
-            go_on.set()
+    scheduler = InterpreterScheduler()
+    with busy(scheduler) as go_on, threads(lambda: scheduler.run_each("ring", abs, [-1])):
+        eventually(lambda: scheduler.waiting("ring") == 1)
+        go_on.set()
     assert not scheduler._busy
 
 
@@ -296,27 +297,20 @@ def test_in_process_scorers_run_in_time_slices_by_priority(alone: bool, monkeypa
 # ---- judges ----
 
 
-def by_remote(url: str) -> dict[str, Any]:
-    return {"scorer": "remote", "arguments": {"url": url, "max_concurrent": 1}}
-
-
-def by_judge(url: str) -> dict[str, Any]:
-    arguments = {"base_url": url, "model": "m", "template": "{answer}", "max_concurrent": 1}
-    return {"scorer": "judge", "arguments": arguments}
-
-
-def by_rank(url: str) -> dict[str, Any]:
-    return {"scorer": "group_rank", "arguments": by_remote(url)}
+def declared(scorer: str, url: str) -> dict[str, Any]:
+    remote = {"scorer": "remote", "arguments": {"url": url, "max_concurrent": 1}}
+    judge = {"base_url": url, "model": "m", "template": "{answer}", "max_concurrent": 1}
+    return {
+        "remote": remote,
+        "judge": {"scorer": "judge", "arguments": judge},
+        "group_rank": {"scorer": "group_rank", "arguments": remote},
+    }[scorer]
 
 
 @pytest.mark.parametrize(
-    ("declared", "waiting"),
-    [(by_remote, "remote_waiting"), (by_judge, "judge_waiting"), (by_rank, "remote_waiting")],
-    ids=["remote", "judge", "rank"],
+    ("scorer", "waiting"), [("remote", "remote_waiting"), ("judge", "judge_waiting"), ("group_rank", "remote_waiting")]
 )
-def test_the_ring_passes_a_job_at_a_judge_without_starving_it(
-    declared: Callable[[str], dict[str, Any]], waiting: str
-) -> None:
+def test_the_ring_passes_a_job_at_a_judge_without_starving_it(scorer: str, waiting: str) -> None:
     """One request at a time. The ring's nine items arrive while the first of a job's six is scored."""
     order, go_on = list[str](), threading.Event()
 
@@ -331,7 +325,7 @@ def test_the_ring_passes_a_job_at_a_judge_without_starving_it(
 
     results: dict[Priority, list[Score]] = {}
     with MisbehavingServer(answer) as server:
-        config = RewardConfig.model_validate({"scorers": {"far": declared(server.url)}})
+        config = RewardConfig.model_validate({"scorers": {"far": declared(scorer, server.url)}})
         with closing(ScoringCore(config)) as core:
             rubric = core.compile("[[components]]\nscorer = 'far'\n")
 
@@ -349,7 +343,7 @@ def test_the_ring_passes_a_job_at_a_judge_without_starving_it(
     assert "".join(order) == "j" + "rrrj" * 3 + "jj"
     for priority, number in (("ring", 9), ("jobs", 6)):
         values = [one.value for one in results[priority] if isinstance(one, Scored)]  # type: ignore[index]
-        assert values == [n / (number - 1) if declared is by_rank else n for n in range(number)]
+        assert values == [n / (number - 1) if scorer == "group_rank" else n for n in range(number)]
 
 
 # ---- metrics ----
