@@ -149,9 +149,8 @@ def find_isolation() -> Isolation:
 
 def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = False) -> SandboxPool:
     """Opens a pool of sandboxes with the best isolation that works here. The given packages can be imported in it.
-
-    Raises ScorerError if no isolation works and `allow_unsandboxed` is false, if the isolation does not start this
-    time, or if a package is not installed.
+    Raises ScorerError if none works and `allow_unsandboxed` is false, if it does not start this time, or if a package
+    is not installed.
     """
     layout = layout_for(packages)
     launcher, isolation = _start(layout)
@@ -167,10 +166,8 @@ def open_sandboxes(packages: Sequence[str] = (), *, allow_unsandboxed: bool = Fa
 
 
 def _start(layout: Layout) -> tuple[Launcher | None, Isolation]:
-    """Returns the launcher of the best isolation (None without one) and the isolation. Probes on the first call.
-
-    Raises ScorerError if isolation that worked before does not start now: `allow_unsandboxed` is for machines that
-    have none.
+    """Returns the launcher of the best isolation (None without one) and the isolation. Probes on the first call. Raises
+    ScorerError if isolation that worked before does not start now: `allow_unsandboxed` is for machines without one.
     """
     global _found
     if _found is not None:

@@ -198,9 +198,8 @@ def find_bubblewrap() -> str:
 
 
 def bubblewrap_arguments(layout: Layout, disk_bytes: int | None = None) -> list[str]:
-    """Returns bubblewrap's options for the layout. Their order matters: later mounts cover earlier ones.
-
-    `disk_bytes`: size of the working folder; None: only the mount point is created.
+    """Returns bubblewrap's options for the layout. Their order matters: later mounts cover earlier ones. `disk_bytes`:
+    size of the working folder; None: only the mount point is created.
     """
     # With root, processes inside would be root outside too, and exempt from process limits: see `_entry`.
     user = [] if os.geteuid() == 0 else ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]

@@ -86,10 +86,8 @@ class Outcome:
 class Sandbox:
     """A channel to the first process of a sandbox. Used by one thread; closing it ends everything inside.
 
-    Args:
-        process: the process that was started for this sandbox; None if a zygote forked it.
-        seccomp: whether programs run behind the filter of system calls.
-        on_close: called after the sandbox has ended, once per `close`.
+    `process`: was started for this sandbox; None if a zygote forked it. `seccomp`: whether system calls are filtered.
+    `on_close`: called after the sandbox has ended, once per `close`.
     """
 
     def __init__(

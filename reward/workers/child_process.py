@@ -203,7 +203,6 @@ class ChildProcess:
 
     def close(self, *, seconds: float = 0.0) -> None:
         """Closes the channel, gives the process `seconds` to exit, kills it and frees its output. May be called again.
-
         A stopped process is continued, so that it can end what it started.
         """
         self.ended = True
@@ -237,8 +236,7 @@ class ChildProcess:
 
 class LineProcess(ChildProcess):
     """Runs `main(descriptor, parent_pid)` of a module of ours in a new interpreter and exchanges lines of JSON with it.
-
-    The kernel ends the process with the thread that started it (if `main` asks for that): the thread must outlive it.
+    If `main` asks for it, the kernel ends the process with the thread that started it.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:

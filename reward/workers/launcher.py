@@ -35,9 +35,7 @@ _CHANNEL = 3  # the worker's descriptor of its socket
 
 
 class Launcher:
-    """Forks on request. A request brings three descriptors: the worker's socket, its output, and the control socket
-    between pool and launcher.
-    """
+    """Forks on request. A request brings descriptors: the worker's socket, its output, and the control socket."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

@@ -45,9 +45,7 @@ class Launchers:
 
 
 class _Launcher:
-    """A process that forks workers (`tandem.reward.workers.launcher`). It is replaced if it ended or does not answer.
-    Thread-safe.
-    """
+    """A process that forks workers (`launcher.main`). It is replaced if it ended or does not answer. Thread-safe."""
 
     def __init__(self, config: RewardConfig, startup_seconds: float) -> None:
         self._config = config

@@ -1,5 +1,4 @@
-"""The process of a reward model, started by `tandem.reward.workers.model_batcher`. Only this module of `reward`
-imports torch.
+"""The process of a reward model, started by `model_batcher`. Only this module of `reward` imports torch.
 
 Messages are lines of JSON, never pickle. The set-up comes first and is answered with `{"ready": …}` or `{"error": …}`;
 then come chunks of questions. For each the process reports the questions it works on (`working`, so that the parent

@@ -79,8 +79,8 @@ class Request:
         return self._done.is_set()
 
     def given_up(self, since: float) -> bool:
-        """Whether to kill a process that has judged its items since `since`: one second after that (it may have built
-        the judge until then, which others need) and after the end of the request.
+        """Whether to kill a process that has judged its items since `since` (it may have built the judge until then,
+        which others need): one second after that, and after the end of the request.
         """
         return time.monotonic() > max(self._ended_at, since) + _GRACE_SECONDS
 

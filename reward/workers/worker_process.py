@@ -63,13 +63,11 @@ class _OverError(Exception):
 
 
 class WorkerProcess:
-    """One worker, forked by a launcher. Used by one thread at a time.
+    """One worker, forked by a launcher, which ends with it. Used by one thread at a time.
 
     Args:
-        connection: to the worker.
         output: the pipe that the worker prints to.
         control: to the launcher, which reports the worker's process id and exit status there, and kills on request.
-        launcher: all its workers end with it.
         startup_seconds: time limit for the construction of a judge.
 
     Raises OSError if the launcher gave no process.

@@ -22,9 +22,8 @@ from tandem.reward.sandbox.inside.calls import Answering, Calling
 LINE = 3
 """Descriptor of the socket between a test and the answer that it calls."""
 PASSED, FAILED, RAISED, UNUSABLE = 0, 1, 2, 3
-"""Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile.
-
-The answer runs in another process, so it cannot choose the exit code.
+"""Exit codes of a test: it reached its end, an assertion failed, it raised, it does not compile. The answer runs in
+another process, so it cannot choose the exit code.
 """
 
 # As in LiveCodeBench's evaluation. Python frames do not use the C stack, so this depth is safe.

@@ -97,15 +97,17 @@ class Killer:
         monkeypatch.setattr(Sandbox, "start", started)
 
     def _kill(self, programs: int) -> None:
-        settles(lambda: sum(has_begun(chain["program"]) for chain in running(self.pool)) == programs, "no program runs")
+        settles(lambda: have_begun(running(self.pool), programs), "no program runs")
         time.sleep(self.after_seconds)
         os.kill(running(self.pool)[self.which][self.victim], self.how)
         self.killed += 1
 
 
-def has_begun(program: int) -> bool:
-    """The seccomp filter is installed last, right before the program begins."""
-    return not filter_program.available() or "Seccomp:\t2" in Path(f"/proc/{program}/status").read_text()
+def have_begun(chains: list[dict[str, int]], programs: int) -> bool:
+    """Whether so many programs run. The seccomp filter is installed last, right before a program begins."""
+    statuses = [Path(f"/proc/{chain['program']}/status") for chain in chains]
+    is_filtered = filter_program.available()
+    return len(chains) == programs and all(not is_filtered or "Seccomp:\t2" in one.read_text() for one in statuses)
 
 
 CASES = [(shape, 0) for shape in SHAPES] + [("statement", -1)]  # for statements, each of the two sandboxes
@@ -209,7 +211,7 @@ def test_the_kernel_kills_programs_before_their_parents(pool: SandboxPool) -> No
     own = Path("/proc/self/oom_score_adj").read_text()
     sandbox = pool.take()
     sandbox.start("script", ["", "import time\ntime.sleep(30)"], Limits())
-    settles(lambda: any(has_begun(chain["program"]) for chain in running(pool)), "no program runs")
+    settles(lambda: have_begun(running(pool), 1), "no program runs")
     found = {name: Path(f"/proc/{pid}/oom_score_adj").read_text() for name, pid in running(pool)[0].items()}
     sandbox.close()
     assert found == {"zygote": own, "keeper": own, "guest": own, "program": "1000\n"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +17,6 @@ from tandem.reward.contracts import RemoteJudge
 from tandem.reward.endpoints.session_portal import CLOSING
 from tandem.reward.judging import _cut, judge_each, judge_remotely, wait_aside
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken, current_token
-from tandem.reward.scheduling.priority_queue import Priority
 from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.remote import RemoteScorer
 from tandem.reward.scoring import CompiledRubric, ScoringCore
@@ -239,16 +238,6 @@ def test_cancelling_frees_the_slots_of_a_remote_scorer() -> None:
         assert judge.judge_batch(items("d")) == [Scored(0.5)], "the only place is free again"
         assert [asked.body["items"][0]["solution"] for asked in server.asked] == ["a", "hang", "d"]
         assert judge_remotely(judge, items("e"), "calls", cancellation, False) == [CANCELLED] and len(server.asked) == 3
-
-
-def test_a_cancelled_call_asks_no_remote_judge() -> None:
-    class NeverAsked:
-        def judge_batch(self, items: Sequence[ScoreItem], *, priority: Priority) -> list[Score]:
-            raise AssertionError("it was asked")
-
-    cancellation = CancellationToken()
-    cancellation.cancel()
-    assert judge_remotely(NeverAsked(), items("a", "b"), "calls", cancellation, False) == [CANCELLED] * 2
 
 
 def test_a_cancelled_question_is_charged_at_its_highest_price() -> None:
