@@ -14,10 +14,8 @@ T = TypeVar("T")
 
 
 def find_plugins(group: str, kind: type[T], built_in: Collection[str]) -> dict[str, Callable[[], type[T]]]:
-    """A loader for the class of each entry point of a group, by entry point name.
-
-    A loader raises PluginError if its entry point cannot be imported or is no subclass of `kind`. Raises PluginError if
-    an entry point has the name of a built-in or of another entry point.
+    """A loader for the class of each entry point of a group, by name. Raises PluginError if a name is taken; a loader
+    raises it if its entry point cannot be imported or is no subclass of `kind`.
     """
     found: dict[str, Callable[[], type[T]]] = {}
     for point in entry_points(group=group):

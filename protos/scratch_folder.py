@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,17 +97,9 @@ def _locked(folder: Path) -> int | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         status = os.fstat(lock)
-        if status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode) and _is(folder, status):
+        if status.st_uid == os.geteuid() and os.path.samestat(folder.lstat(), status):
             return lock
-    except OSError:
+    except OSError:  # locked, or its path means another folder by now
         pass
     os.close(lock)
     return None
-
-
-def _is(folder: Path, status: os.stat_result) -> bool:
-    """Whether the path still refers to the folder that was opened."""
-    try:
-        return os.path.samestat(folder.lstat(), status)
-    except FileNotFoundError:
-        return False

@@ -34,9 +34,7 @@ def named_addresses(addresses: str | Sequence[str] = "") -> tuple[str, ...]:
 
 
 def check_listening(addresses: Sequence[str]) -> None:
-    """Connects to one of the addresses, so that a command does not retry a wrong address for long. Raises
-    UnavailableError if nothing listens at any of them.
-    """
+    """Raises UnavailableError if nothing listens at any of the addresses: a command need not retry them for long."""
     failures = []
     for address in addresses:
         host, _, port = address.rpartition(":")

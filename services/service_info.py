@@ -19,7 +19,6 @@ from tandem.services.run.control import software_version
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_SECONDS = 1.0
-_NO_WEIGHTS = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class ServiceInfo:
     """One line: what the service does or waits for."""
     buffer: Buffer | None = None
     """Buffer of its run. None: the service belongs to no run."""
-    policy_version: Callable[[], int] = lambda: _NO_WEIGHTS
+    policy_version: Callable[[], int] = lambda: -1  # it has no weights
     incarnation: Callable[[], int] | None = None
     """Incarnation of its weights. None: the buffer's."""
     started_at: float = field(default_factory=time.time)
@@ -69,10 +68,6 @@ class Heartbeat:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Stops the heartbeats."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -116,4 +111,4 @@ class ServiceEndpoint:
 
     def __exit__(self, *_exception: object) -> None:
         self._server.stop(grace_seconds=0.5)
-        self._heartbeat.stop()
+        self._heartbeat.__exit__()

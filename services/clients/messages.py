@@ -85,12 +85,6 @@ def job_from_proto(message: reward_pb2.Job) -> Job:
     return Job(**{**fields, "state": state, "num_unscored": dict(message.num_unscored)})
 
 
-def event_from_proto(message: reward_pb2.JobEvent) -> JobEvent:
-    """The event of a message."""
-    results = tuple(score_from_proto(item) for item in message.results.items)
-    return JobEvent(job_from_proto(message.job), message.cursor, message.results.first_item, results)
-
-
 def scorers_from_proto(message: reward_pb2.ListScorersReply) -> Scorers:
     """What a service says about itself, from its message."""
     infos = []
@@ -141,14 +135,6 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def invalid_message(fault: Unscored, group: str = "") -> ItemMessage:
-    """A message in place of an item that cannot be encoded. Its `extra_info` is a JSON string, not an object: the
-    service answers with `invalid_input` and quotes the string.
-    """
-    text = fault.detail[:_MAX_FAULT].encode(errors="replace").decode()
-    return ItemMessage(extra_info=json.dumps(text, ensure_ascii=False), group=group)
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The largest and the targeted size of a request, without its rubric. A group may be larger than the target."""
@@ -182,7 +168,7 @@ class EncodedItem:
     message: ItemMessage
     num_bytes: int
     fault: Unscored | None = None
-    """Why the item could not be encoded; the message then is an `invalid_message`."""
+    """Why the item could not be encoded. The message then is one that the service answers with `invalid_input`."""
 
 
 def encode(index: int, item: ScoreItem | Unscored, limits: Limits) -> EncodedItem:
@@ -194,7 +180,10 @@ def encode(index: int, item: ScoreItem | Unscored, limits: Limits) -> EncodedIte
             return EncodedItem(index, message, num_bytes)
         message = Unscored("limit", f"the item has {num_bytes:,} bytes; a whole request may have {limits.max_bytes:,}")
     group = "" if isinstance(item, Unscored) else item.group
-    substitute = invalid_message(message, group if isinstance(group, str) and _is_utf8(group) else "")
+    # The service quotes `extra_info` if it is no JSON object.
+    quoted = json.dumps(message.detail[:_MAX_FAULT].encode(errors="replace").decode(), ensure_ascii=False)
+    named = group if isinstance(group, str) and _is_utf8(group) else ""
+    substitute = ItemMessage(extra_info=quoted, group=named)
     return EncodedItem(index, substitute, substitute.ByteSize() + _FRAME_BYTES, fault=message)
 
 

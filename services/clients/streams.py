@@ -6,8 +6,8 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
-from typing import TypeVar, cast
+from contextlib import aclosing
+from typing import TypeVar
 
 import grpc
 
@@ -15,14 +15,7 @@ from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.protos.contracts import Score
 from tandem.protos.errors import DataError, DeadlineError, TandemError
 from tandem.services.clients.item_reader import ItemReader
-from tandem.services.clients.messages import (
-    EncodedItem,
-    Job,
-    JobEvent,
-    event_from_proto,
-    job_from_proto,
-    score_from_proto,
-)
+from tandem.services.clients.messages import EncodedItem, Job, JobEvent, job_from_proto, score_from_proto
 from tandem.services.reward.stream_errors import error_of
 from tandem.services.rpc.client import from_rpc_error
 
@@ -32,7 +25,6 @@ WINDOW = 8
 """Maximum number of unanswered messages. They are kept so that they can be sent again."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
-_CLOSE_SECONDS = 5.0
 # A replica that shuts down cancels the calls that it cannot finish. A stream that reaches its own deadline is resumed.
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -92,48 +84,34 @@ def _is_retryable(error: grpc.RpcError) -> bool:
 
 
 async def exchange(
-    call: grpc.aio.StreamStreamCall[Request, Reply], requests: AsyncGenerator[Request]
+    method: grpc.aio.StreamStreamMultiCallable[Request, Reply], requests: AsyncGenerator[Request], timeout: float
 ) -> AsyncGenerator[Reply]:
     """Sends the requests as they come and yields the replies as they come, until the call ends.
 
     Raises what `requests` raises, or the RpcError with which the call ended. Closing the generator cancels the call.
     """
+    failure: Exception | None = None
 
-    async def send() -> None:
-        async with aclosing(requests):
-            async for request in requests:
-                try:
-                    await call.write(request)
-                except (grpc.RpcError, asyncio.InvalidStateError):
-                    return  # the call has ended, and reading it raises the error
-        with suppress(grpc.RpcError, asyncio.InvalidStateError):
-            await call.done_writing()
+    async def sent() -> AsyncGenerator[Request]:
+        nonlocal failure
+        try:
+            async with aclosing(requests):
+                async for request in requests:
+                    yield request
+        except Exception as error:  # gRPC would cancel the call and not tell why
+            failure = error
+            raise
 
-    async def read() -> Reply | None:
-        reply = await call.read()
-        return None if reply is grpc.aio.EOF else cast(Reply, reply)
-
-    sending = asyncio.ensure_future(send())
-    reading = asyncio.ensure_future(read())
+    call = method(sent(), timeout=timeout)
     try:
-        while True:
-            while not reading.done():
-                pending = {reading} if sending.done() else {reading, sending}
-                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                if sending.done() and (failure := sending.exception()) is not None:
-                    raise failure
-            reply = reading.result()
-            if reply is None:
-                return
+        async for reply in call:
             yield reply
-            reading = asyncio.ensure_future(read())
+    except (grpc.RpcError, asyncio.CancelledError):
+        if failure is not None:
+            raise failure from None
+        raise
     finally:
         call.cancel()
-        sending.cancel()
-        await asyncio.wait({sending, reading}, timeout=_CLOSE_SECONDS)
-        for task in (sending, reading):
-            if task.done() and not task.cancelled():
-                task.exception()  # retrieved, because asyncio logs exceptions that nobody retrieves
 
 
 class Submission:
@@ -164,9 +142,9 @@ class Submission:
         while True:
             failure: grpc.RpcError | None = None
             answered = asyncio.Event()
-            call = stub.SubmitJob(timeout=STREAM_SECONDS)
+            requests = self._requests(answered)
             try:
-                async with aclosing(exchange(call, self._requests(answered))) as replies:
+                async with aclosing(exchange(stub.SubmitJob, requests, STREAM_SECONDS)) as replies:
                     async for reply in replies:
                         job = self._take(reply)
                         answered.set()
@@ -250,10 +228,11 @@ async def watch_job(
             async for message in call:
                 if message.WhichOneof("event") == "error":
                     raise error_of(message.error)
-                event = event_from_proto(message)
-                cursor, ended = max(cursor, event.cursor), event.job.ended
+                results = tuple(score_from_proto(item) for item in message.results.items)
+                job = job_from_proto(message.job)
+                cursor, ended = max(cursor, message.cursor), job.ended
                 retry.answered(cursor)
-                yield event
+                yield JobEvent(job, message.cursor, message.results.first_item, results)
             if ended:
                 return
         except grpc.RpcError as error:
@@ -288,9 +267,8 @@ class ScoreStream:
         next_id = 0
         while not self._ended or self._window:
             failure: grpc.RpcError | None = None
-            call = stub.ScoreStream(timeout=2 * self._timeout)
             try:
-                async with aclosing(exchange(call, self._requests())) as replies:
+                async with aclosing(exchange(stub.ScoreStream, self._requests(), 2 * self._timeout)) as replies:
                     async for reply in replies:
                         self._take(reply)
                         while next_id in self._answers:

@@ -14,8 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import asdict, dataclass, field
 
 from tandem.protos import reward_pb2_grpc
 from tandem.protos.codec import decode_group, encode_group, encode_headers, group_headers
@@ -87,12 +86,7 @@ class Progress:
 
     def to_bytes(self) -> bytes:
         """As JSON, for the buffer."""
-        scores = {
-            number: [score.value, dict(score.breakdown)] if isinstance(score, Scored) else [score.reason, score.detail]
-            for number, score in self.scores.items()
-        }
-        attempts = {"attempts": self.attempts, "infrastructure_attempts": self.infrastructure_attempts}
-        return json.dumps({**attempts, "scores": scores}).encode()
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes | None) -> Progress:
@@ -100,13 +94,8 @@ class Progress:
         if data is None:
             return cls()
         saved = json.loads(data)
-        scores: dict[int, Score] = {
-            int(number): Unscored(cast(UnscoredReason, first), second)
-            if isinstance(first, str)
-            else Scored(first, second)
-            for number, (first, second) in saved["scores"].items()
-        }
-        return cls(saved["attempts"], saved["infrastructure_attempts"], scores)
+        scores = {int(n): Scored(**one) if "value" in one else Unscored(**one) for n, one in saved["scores"].items()}
+        return cls(**{**saved, "scores": scores})
 
 
 def _failed(row: Trajectory) -> bool:

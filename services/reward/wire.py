@@ -51,10 +51,8 @@ def check_size(what: str, num_items: int, num_bytes: int) -> None:
 
 
 def read_items(messages: Iterable[_Message], first_item: int = 0) -> tuple[list[ScoreItem], dict[int, Unscored]]:
-    """The readable items of a batch, and the faults of the others by position.
-
-    `first_item` is the number of the first item, for the text of a fault. The texts of the
-    messages may be bytes (`tandem.services.reward.undecoded_text`).
+    """The readable items of a batch, and the faults of the others by position. `first_item` is the number of the first
+    item, for the text of a fault. The texts of the messages may be bytes (`tandem.services.reward.undecoded_text`).
     """
     columns = list(zip(*map(_fields, messages), strict=True))
     if not columns:
@@ -104,7 +102,8 @@ def reply_of(scores: Sequence[Score]) -> reward_pb2.ScoreReply:
 def _reply_bytes(score: Score) -> bytes:
     if isinstance(score, Scored):
         return _scored_bytes(score.value, tuple(score.breakdown.items()) if score.breakdown else ())
-    return reward_pb2.ScoreReply(items=[unscored_message(score)]).SerializeToString()
+    unscored = reward_pb2.ScoreReply.Unscored(reason=score.reason, detail=_sendable(score.detail[:_MAX_DETAIL]))
+    return reward_pb2.ScoreReply(items=[reward_pb2.ScoreReply.Item(unscored=unscored)]).SerializeToString()
 
 
 @lru_cache(maxsize=4096)
@@ -113,12 +112,6 @@ def _scored_bytes(value: float, breakdown: tuple[tuple[str, float], ...]) -> byt
     parts = {_sendable(name): part + 0.0 for name, part in breakdown}
     scored = reward_pb2.ScoreReply.Scored(value=value + 0.0, breakdown=parts)
     return reward_pb2.ScoreReply(items=[reward_pb2.ScoreReply.Item(scored=scored)]).SerializeToString()
-
-
-def unscored_message(score: Unscored) -> reward_pb2.ScoreReply.Item:
-    """An unscored result, with its detail shortened."""
-    detail = _sendable(score.detail[:_MAX_DETAIL])
-    return reward_pb2.ScoreReply.Item(unscored=reward_pb2.ScoreReply.Unscored(reason=score.reason, detail=detail))
 
 
 def _sendable(text: str) -> str:

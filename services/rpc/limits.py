@@ -40,13 +40,6 @@ class RpcLimits:
     """By the path of a method: a second deserializer, for bytes that its own refuses. Raises DecodeError."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Takes the place of a request whose bytes cannot be decoded."""
-
-    fault: str
-
-
 class LimitedServer(grpc.GenericRpcHandler):
     """Serves what is registered on it through another server, with limits and error handling around each method.
 
@@ -60,9 +53,8 @@ class LimitedServer(grpc.GenericRpcHandler):
     def __init__(self, server: grpc.aio.Server, limits: RpcLimits, counted: Sequence[str]) -> None:
         server.add_generic_rpc_handlers([self])
         self._limits = limits
-        self._counted_services = frozenset(counted)
-        self._handlers: dict[str, Handler] = {}  # by path
-        self._counted: set[str] = set()
+        self._counted = counted
+        self._handlers: dict[str, tuple[Handler, bool]] = {}  # by path; whether its calls are counted
         self._num_calls = 0
         refuse: Any = self._refuse  # serves any kind of call, because it reads no message
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(refuse)
@@ -71,17 +63,16 @@ class LimitedServer(grpc.GenericRpcHandler):
         """As `grpc.aio.Server` does."""
         for name, handler in method_handlers.items():
             path = f"/{service_name}/{name}"
-            self._handlers[path] = _wrapped(handler, self._limits.readers.get(path))
-            if service_name in self._counted_services:
-                self._counted.add(path)
+            wrapped = _wrapped(handler, self._limits.readers.get(path))
+            self._handlers[path] = (wrapped, service_name in self._counted)
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Ignores the handlers: they are those of `add_registered_method_handlers` again."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Returns the handler of this call; None for an unknown method."""
-        path = str(handler_call_details.method)
-        return self._refusal if path in self._counted and not self._count() else self._handlers.get(path)
+        handler, is_counted = self._handlers.get(str(handler_call_details.method), (None, False))
+        return self._refusal if is_counted and not self._count() else handler
 
     def _count(self) -> bool:
         """Counts a call until its task ends. Returns False if there are too many calls."""
@@ -137,7 +128,7 @@ def _streaming(inner: _Call, checked: Callable[[Any], object]) -> _Call:
 
 
 def _reading(handler: Handler, reader: _Reader | None) -> _Reader | None:
-    """Tries the handler's deserializer, then the reader. Returns _Malformed instead of raising."""
+    """Tries the handler's deserializer, then the reader. Returns a DataError in place of a malformed request."""
     deserialize = handler.request_deserializer
     if deserialize is None:
         return None
@@ -149,15 +140,14 @@ def _reading(handler: Handler, reader: _Reader | None) -> _Reader | None:
             with suppress(DecodeError):
                 if reader is not None:
                     return reader(data)
-            return _Malformed(f"the request cannot be decoded, or a text in it is not UTF-8: {error}")
+            return DataError(f"the request cannot be decoded, or a text in it is not UTF-8: {error}")
 
     return read
 
 
 def _checked(request: object) -> object:
-    """The request; raises DataError for a malformed one."""
-    if isinstance(request, _Malformed):
-        raise DataError(request.fault)
+    if isinstance(request, DataError):
+        raise request
     return request
 
 

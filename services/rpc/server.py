@@ -62,8 +62,8 @@ class RpcServer:
 
 
 async def start_server(host: str, port: int, *, info: Info, **options: Unpack[ServerOptions]) -> RpcServer:
-    """Starts a server with the given services and with health, reflection and Info. Port 0 picks a free port. Raises
-    EnvironmentLackError if the port is in use or the address is not this machine's.
+    """Starts a server with Info, health and reflection. Port 0 picks a free port. Raises EnvironmentLackError if the
+    port is in use or the address is not this machine's.
     """
     limits, service_names = options.get("limits", RpcLimits()), options.get("service_names", ())
     server = grpc.aio.server(

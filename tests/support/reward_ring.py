@@ -1,8 +1,7 @@
-"""Shared by the reward service's tests: groups to score, a scorer that fails on demand, and the scored groups."""
+"""Shared by the reward service's tests: groups to score, and the scored groups."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +9,7 @@ from typing import Any
 import numpy as np
 
 from tandem.protos.codec import decode_group, encode_group
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.protos.types import Prompt, SamplingParameters, Segment, Trajectory, TrajectoryGroup, VersionSpan
-from tandem.reward.rubric.rubric import Rubric
-from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
 from tandem.services.buffer.buffer import Buffer
 from tests.support.redis_ring import claim, new_run
 
@@ -74,45 +70,6 @@ def collect(buffer: Buffer, number: int, seconds: float = 20.0) -> dict[str, Tra
 
 def rewards(group: TrajectoryGroup) -> list[float | None]:
     return [row.reward for row in group.scored_rows]
-
-
-class ScriptedCore(ScoringCore):
-    """Scores by text: a number is the reward; `reason*k` fails k times with that reason and then scores 1."""
-
-    def __init__(self, *, num_callers: int = 1, grouped: bool = False) -> None:
-        self.asked: list[str] = []
-        self.calls: list[list[ScoreItem]] = []
-        self.closed = threading.Event()
-        self.default = CompiledRubric(
-            Rubric(()), text="", digest="", in_process=False, grouped=grouped, num_callers=num_callers
-        )
-
-    def score(self, rubric: CompiledRubric, items: Sequence[ScoreItem], priority: Priority) -> list[Score]:
-        assert rubric is self.default and priority == "ring"
-        self.calls.append(list(items))
-        return [self._judge(item) for item in items]
-
-    def figures(self) -> dict[str, float]:
-        return {"workers_replaced": 0.0}
-
-    def _judge(self, item: ScoreItem) -> Score:
-        self.asked.append(item.solution)
-        if item.solution == "slow":
-            self.closed.wait(0.2)
-        if item.solution == "wait":
-            assert self.closed.wait(30.0)
-            return Unscored("infrastructure", "closing")
-        if item.solution == "bug":
-            raise ZeroDivisionError("a bug of ours")
-        reason, star, times = item.solution.partition("*")
-        if not star:
-            return Scored(float(item.solution == item.ground_truth), {"length": 1.0})
-        if self.asked.count(item.solution) <= int(times):
-            return Unscored(reason, f"scripted {reason}")  # type: ignore[arg-type]
-        return Scored(1.0)
-
-    def close(self) -> None:
-        self.closed.set()
 
 
 def run_of(redis_url: str, **options: int) -> Buffer:

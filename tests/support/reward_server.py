@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -34,23 +35,30 @@ Stub = reward_pb2_grpc.RewardServiceStub
 
 
 class ScriptedCore(ScoringCore):
-    """Scores by text: `wait` blocks until the test continues, `reason*k` fails k times with that reason and then scores
-    1, `bug` raises.
+    """Scores by text: `wait` blocks until the test continues or the core is closed, `slow` takes a while, `reason*k`
+    fails k times with that reason and then scores 1, `bug` raises.
 
-    Other texts are compared with the ground truth; the breakdown holds the number of items scored together.
+    Other texts are compared with the ground truth; the breakdown holds the number of items scored together. `grouped`:
+    every rubric compares the items of a group.
     """
 
-    def __init__(self, config: RewardConfig | None = None, *, in_process: bool = False) -> None:
+    def __init__(
+        self,
+        config: RewardConfig | None = None,
+        *,
+        in_process: bool = False,
+        grouped: bool = False,
+        num_callers: int | None = None,
+    ) -> None:
         super().__init__(config or RewardConfig())
-        self.inline = in_process
+        self._changes = {} if in_process else {"in_process": False, "grouped": grouped, "sole": None}
         self.asked: list[str] = []
-        self.batches: list[tuple[Priority, int]] = []
+        self.batches: list[tuple[Priority, list[ScoreItem]]] = []
         self.go_on = threading.Event()
-        if not in_process:
-            self.default = _elsewhere(self.default)
+        self.default = replace(self.default, **self._changes, num_callers=num_callers or self.default.num_callers)
 
     def compile(self, text: str) -> CompiledRubric:
-        return super().compile(text) if self.inline else _elsewhere(super().compile(text))
+        return replace(super().compile(text), **self._changes)
 
     def score(
         self,
@@ -61,13 +69,15 @@ class ScriptedCore(ScoringCore):
         *,
         at_once: bool = False,
     ) -> list[Score]:
-        self.batches.append((priority, len(items)))
+        self.batches.append((priority, list(items)))
         return [self._answer_to(item, len(items), cancellation or CancellationToken()) for item in items]
 
     def _answer_to(self, item: ScoreItem, together: int, cancellation: CancellationToken) -> Score:
         if cancellation.cancelled:
             return CANCELLED
         self.asked.append(item.solution)
+        if item.solution == "slow":
+            self.go_on.wait(0.2)
         if item.solution == "wait":
             eventually(lambda: cancellation.cancelled or self.go_on.is_set())
             if cancellation.cancelled:
@@ -85,11 +95,6 @@ class ScriptedCore(ScoringCore):
         super().close()
         if hasattr(self, "go_on"):
             self.go_on.set()
-
-
-def _elsewhere(rubric: CompiledRubric) -> CompiledRubric:
-    """The rubric marked as scored outside this process."""
-    return CompiledRubric(rubric.rubric, rubric.text, rubric.digest, False, rubric.grouped, rubric.num_callers)
 
 
 class Service:
@@ -177,12 +182,6 @@ def serving(
         yield service
     finally:
         service.end()
-
-
-def grouped(core: ScoringCore) -> CompiledRubric:
-    """The core's default rubric, as if one of its scorers compared the items of a group."""
-    one = core.default
-    return CompiledRubric(one.rubric, one.text, one.digest, False, True, 1)
 
 
 class Feed:

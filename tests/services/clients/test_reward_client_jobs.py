@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.protos.contracts import Scored, ScoreItem, Unscored
-from tandem.protos.errors import (
-    DataError,
-    DeadlineError,
-    JobExistsError,
-    UnavailableError,
-)
+from tandem.protos.errors import DataError, DeadlineError, JobExistsError, UnavailableError
 from tandem.services.clients import RewardClient, job_key
 from tests.support.reward_process import RewardProcess
 from tests.support.scripted_reward import ScriptedReward, items_of

@@ -7,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protos.contracts import ScoreItem
-from tandem.protos.errors import (
-    DataError,
-)
+from tandem.protos.errors import DataError
 from tandem.services.clients.messages import Batcher, Limits, encode, order_by_group, split
 
 WIDE = Limits(1000, 1 << 20, 1000, 1 << 20)

@@ -12,12 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tandem.protos import reward_pb2
-from tandem.protos.errors import (
-    DataError,
-    ScorerError,
-    TandemError,
-    UnavailableError,
-)
+from tandem.protos.errors import DataError, ScorerError, TandemError, UnavailableError
 from tandem.reward.config import RewardConfig
 from tandem.reward.rubric.rubric import MAX_SCORERS
 from tandem.reward.scorers.tags import MAX_NAMES
@@ -35,7 +30,6 @@ from tests.support.reward_server import (
     Stub,
     answers,
     code_of,
-    grouped,
     serving,
     summary,
 )
@@ -186,15 +180,15 @@ def test_a_long_batch_for_a_remote_scorer_is_sliced_and_groups_stay_together(red
         {"scorers": {"far": {"scorer": "remote", "arguments": {"url": "http://127.0.0.1:1"}}}}
     )
     far = '[[components]]\nscorer = "far"\n'
-    with serving(redis_url, ScriptedCore(reward), reward=reward, with_jobs=False) as one:
 
-        def together(*items: Item, rubric: str = "") -> set[float]:
-            return {item.scored.breakdown["together"] for item in one.score(list(items), rubric)}
+    def together(core: ScriptedCore, *items: Item, rubric: str = "") -> set[float]:
+        with serving(redis_url, core, reward=reward, with_jobs=False) as one:
+            return {item.scored.breakdown["together"] for item in one.score(items, rubric)}
 
-        assert together(*answers(*["1"] * 1000)) == {1000}, "callers take turns at the worker processes"
-        assert together(*answers(*["1"] * 1000), rubric=far) == {64, 128, 256, 512, 40}
-        one.core.default = grouped(one.core)
-        assert together(*answers(*["1"] * 1000, group="a")) == {1000}
+    many = answers(*["1"] * 1000)
+    assert together(ScriptedCore(reward), *many) == {1000}, "callers take turns at the worker processes"
+    assert together(ScriptedCore(reward), *many, rubric=far) == {64, 128, 256, 512, 40}
+    assert together(ScriptedCore(reward, grouped=True), *answers(*["1"] * 1000, group="a"), rubric=far) == {1000}
 
 
 # ---- ScoreStream ----

@@ -18,7 +18,8 @@ from tandem.reward.scoring import ScoringCore
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.reward.service import Progress, ScoringWorker, scored_row, unscored_rows_required
 from tests.support.redis_ring import claim
-from tests.support.reward_ring import ScriptedCore, answers, collect, generate, rewards, run_of, trajectory
+from tests.support.reward_ring import answers, collect, generate, rewards, run_of, trajectory
+from tests.support.reward_server import ScriptedCore
 from tests.support.waiting import eventually, looping
 
 
@@ -29,8 +30,15 @@ def scoring(buffer: Buffer, core: ScoringCore, **config: Any) -> Iterator[Scorin
         yield worker
 
 
-def test_scores_are_added_to_earned_rewards(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+@pytest.fixture
+def buffer(redis_url: str) -> Iterator[Buffer]:
+    """A run whose groups add up after the test."""
+    made = run_of(redis_url)
+    yield made
+    assert made.verify() == []
+
+
+def test_scores_are_added_to_earned_rewards(buffer: Buffer) -> None:
     rows = [trajectory(0, "1", earned=0.25), trajectory(1, "2"), trajectory(2, "1", role="baseline")]
     (group_id,) = generate(buffer, [rows])
     with scoring(buffer, ScoringCore(RewardConfig())) as worker:
@@ -41,20 +49,17 @@ def test_scores_are_added_to_earned_rewards(redis_url: str) -> None:
         np.testing.assert_array_equal(group.scored_rows[0].trajectory.segments[0].ids, [1, 2, 3])
         eventually(lambda: worker.figures()["groups_held"] == 0)
     assert worker.figures()["groups_completed"] == 1 and worker.figures()["rows_scored"] == 3
-    assert buffer.verify() == []
 
 
-def test_a_scorer_receives_the_number_of_sampled_tokens(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_a_scorer_receives_the_number_of_sampled_tokens(buffer: Buffer) -> None:
     (group_id,) = generate(buffer, [answers("1", "two")])  # two sampled tokens each
     config = RewardConfig(scorer="target_length", arguments={"target": 10, "slope": 0.5})
     with scoring(buffer, ScoringCore(config)):
         assert rewards(collect(buffer, 1)[group_id]) == [-4.0, -4.0]
 
 
-def test_token_rewards_are_kept(redis_url: str) -> None:
+def test_token_rewards_are_kept(buffer: Buffer) -> None:
     """An agent earned 0.25 on its second token and 0.5 in total; the score is added to the total and to no token."""
-    buffer = run_of(redis_url)
     earned = (np.array([0.0, 0.25, 0.0], np.float32),)
     rows = [trajectory(0, "1", earned=0.5, token_rewards=earned), *answers("0", "2")[1:]]
     (group_id,) = generate(
@@ -70,10 +75,9 @@ def test_token_rewards_are_kept(redis_url: str) -> None:
     assert second.token_rewards is None
 
 
-def test_earned_rewards_are_a_component_of_every_row_of_their_group(redis_url: str, tmp_path: Path) -> None:
+def test_earned_rewards_are_a_component_of_every_row_of_their_group(buffer: Buffer, tmp_path: Path) -> None:
     rubric = tmp_path / "rubric.toml"
     rubric.write_text('[[components]]\nscorer = "exact"\n[[components]]\nscorer = "numeric"\nweight = 0.5\n')
-    buffer = run_of(redis_url)
     ids = generate(buffer, [[trajectory(0, "1", earned=0.25), trajectory(1, "1.0")], answers("1", "2")])
     with scoring(buffer, ScoringCore(RewardConfig(rubric=str(rubric)))):
         groups = collect(buffer, 2)
@@ -89,30 +93,29 @@ def test_earned_rewards_are_a_component_of_every_row_of_their_group(redis_url: s
 
 
 @pytest.mark.parametrize(("grouped", "second"), [(False, ["timeout*1"]), (True, ["1", "timeout*1", "2"])])
-def test_rows_of_a_grouped_scorer_are_scored_again_together(redis_url: str, grouped: bool, second: list[str]) -> None:
-    buffer, core = run_of(redis_url), ScriptedCore(grouped=grouped)
+def test_rows_of_a_grouped_scorer_are_scored_again_together(buffer: Buffer, grouped: bool, second: list[str]) -> None:
+    core = ScriptedCore(grouped=grouped)
     (group_id,) = generate(buffer, [[*answers("1", "timeout*1", "2"), trajectory(3, "x", finish_reason="error")]])
     with scoring(buffer, core, min_scored_samples=3):
         assert rewards(collect(buffer, 1)[group_id]) == [1.0, 1.0, 0.0, None]
-    assert [[item.solution for item in call] for call in core.calls] == [["1", "timeout*1", "2"], second]
-    assert {item.group for call in core.calls for item in call} == {group_id}
+    assert [[item.solution for item in items] for _, items in core.batches] == [["1", "timeout*1", "2"], second]
+    assert {(priority, item.group) for priority, items in core.batches for item in items} == {("ring", group_id)}
 
 
-def test_only_failed_rows_are_scored_again(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_only_failed_rows_are_scored_again(buffer: Buffer) -> None:
     core = ScriptedCore()
     ids = generate(buffer, [answers("1", "timeout*1", "2"), answers("crashed*2", "1", "1")])
     with scoring(buffer, core):
         groups = collect(buffer, 2)
     assert [rewards(groups[one]) for one in ids] == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
     assert core.asked.count("2") == 1 and core.asked.count("timeout*1") == 2 and core.asked.count("crashed*2") == 3
-    assert buffer.counts()["dropped"] == 0 and buffer.verify() == []
+    assert buffer.counts()["dropped"] == 0
 
 
 def test_a_group_given_back_is_claimed_again_before_its_first_claim_is_forgotten(
-    redis_url: str, monkeypatch: pytest.MonkeyPatch
+    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer, core = run_of(redis_url), ScriptedCore(num_callers=2)
+    core = ScriptedCore(num_callers=2)
     release = buffer.release
 
     def slow_release(*arguments: Any) -> Any:
@@ -125,11 +128,9 @@ def test_a_group_given_back_is_claimed_again_before_its_first_claim_is_forgotten
     with scoring(buffer, core) as worker:
         assert rewards(collect(buffer, 1)[ids[0]]) == [1.0]
         eventually(lambda: worker.figures()["groups_held"] == 0)
-    assert buffer.verify() == []
 
 
-def test_spent_attempts_drop_the_group_with_its_reason(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_spent_attempts_drop_the_group_with_its_reason(buffer: Buffer) -> None:
     core = ScriptedCore()
     generate(
         buffer,
@@ -143,11 +144,9 @@ def test_spent_attempts_drop_the_group_with_its_reason(redis_url: str) -> None:
     assert (
         core.asked.count("timeout*9") == 2 and core.asked.count("invalid_input*9") == 1
     )  # invalid input is not retried
-    assert buffer.verify() == []
 
 
-def test_a_group_with_enough_scored_rows_is_completed(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_a_group_with_enough_scored_rows_is_completed(buffer: Buffer) -> None:
     ids = generate(buffer, [answers("1", "timeout*9", "2"), answers("1", "crashed*9", "timeout*9")])
     with scoring(buffer, ScriptedCore(), min_scored_samples=2, max_attempts=2):
         group = collect(buffer, 1)[ids[0]]
@@ -156,7 +155,6 @@ def test_a_group_with_enough_scored_rows_is_completed(redis_url: str) -> None:
     assert (
         group.scored_rows[1].unscored_reason == "timeout" and group.scored_rows[1].unscored_detail == "scripted timeout"
     )
-    assert buffer.verify() == []
 
 
 def with_greedy(policy: list[Trajectory], text: str) -> list[Trajectory]:
@@ -164,17 +162,14 @@ def with_greedy(policy: list[Trajectory], text: str) -> list[Trajectory]:
     return [*policy, trajectory(len(policy), text, role="baseline")]
 
 
-def test_a_greedy_answer_is_scored_again_like_the_others(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_a_greedy_answer_is_scored_again_like_the_others(buffer: Buffer) -> None:
     (group_id,) = generate(buffer, [with_greedy(answers("1", "2"), "timeout*2")])
     with scoring(buffer, ScriptedCore(), min_scored_samples=1):
         group = collect(buffer, 1)[group_id]
     assert rewards(group) == [1.0, 0.0, 1.0] and group.scored_rows[2].trajectory.role == "baseline"
-    assert buffer.verify() == []
 
 
-def test_a_group_with_an_unscored_greedy_answer_is_dropped_for_its_reason(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_a_group_with_an_unscored_greedy_answer_is_dropped_for_its_reason(buffer: Buffer) -> None:
     generate(
         buffer,
         [
@@ -189,7 +184,7 @@ def test_a_group_with_an_unscored_greedy_answer_is_dropped_for_its_reason(redis_
     assert rewards(group) == [1.0, None, 0.0]
     counts = buffer.counts()
     assert (counts["dropped:crashed"], counts["dropped:invalid_input"]) == (1, 1)
-    assert worker.figures()["groups_completed"] == 1 and buffer.verify() == []
+    assert worker.figures()["groups_completed"] == 1
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -233,8 +228,7 @@ def test_a_stop_ends_the_pause_and_spends_no_budget(redis_url: str, monkeypatch:
     assert core.asked == ["infrastructure*1"] * 2
 
 
-def test_an_answer_that_ended_in_an_error_is_not_scored(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_an_answer_that_ended_in_an_error_is_not_scored(buffer: Buffer) -> None:
     core = ScriptedCore()
     rows = [*answers("1", "1"), trajectory(2, "2", finish_reason="error"), trajectory(3, "2", finish_reason="length")]
     (group_id,) = generate(buffer, [rows])
@@ -256,8 +250,7 @@ def test_a_payload_that_cannot_be_read_is_dropped(redis_url: str) -> None:
     assert buffer.verify() == []
 
 
-def test_leases_are_renewed_while_a_scorer_is_slow(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_leases_are_renewed_while_a_scorer_is_slow(buffer: Buffer) -> None:
     generate(buffer, [answers(*["slow"] * 8), answers("1")])
     with scoring(buffer, ScriptedCore(), lease_seconds=0.6):
         collect(buffer, 2)
@@ -280,8 +273,7 @@ def test_a_stop_gives_groups_back_unharmed(redis_url: str) -> None:
     assert buffer.verify() == []
 
 
-def test_a_bug_ends_the_service(redis_url: str) -> None:
-    buffer = run_of(redis_url)
+def test_a_bug_ends_the_service(buffer: Buffer) -> None:
     generate(buffer, [answers("bug")])
     with pytest.raises(ZeroDivisionError), scoring(buffer, ScriptedCore()):
         eventually(lambda: buffer.counts()["generated_leased"] == 1)

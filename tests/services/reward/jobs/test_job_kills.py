@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,10 @@ import pytest
 
 from tandem.protos import reward_pb2
 from tandem.protos.errors import UnavailableError
-from tandem.reward.scoring import CompiledRubric
-from tandem.services.buffer.redis_server import start_redis
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.rpc.client import connect
 from tests.support.reward_process import RewardProcess
-from tests.support.reward_server import (
-    Item,
-    Request,
-    ScriptedCore,
-    Stub,
-    answers,
-    serving,
-    submission,
-    summary,
-)
+from tests.support.reward_server import Item, Request, ScriptedCore, Stub, answers, serving, submission, summary
 from tests.support.waiting import eventually
 
 NUM_CHUNKS = 60
@@ -61,10 +49,23 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(made)
 
 
-def replica(folder: Path, *, redis_url: str = "", name: str = "one", lease_seconds: float = 600.0) -> RewardProcess:
-    scorer = f"reward.scorer={folder / 'slow.py'}:compute_score"
-    limits = (f"reward.lease_seconds={lease_seconds}", "reward.timeout_seconds=100")
-    return RewardProcess(folder, scorer, *limits, redis_url=redis_url, name=name)
+Start = Callable[..., RewardProcess]
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts a replica; without a URL it starts its own Redis. All are killed after the test."""
+    started: list[RewardProcess] = []
+
+    def start(*overrides: str, redis_url: str = "", name: str = "one", lease_seconds: float = 600.0) -> RewardProcess:
+        scorer = f"reward.scorer={folder / 'slow.py'}:compute_score"
+        limits = (f"reward.lease_seconds={lease_seconds}", "reward.timeout_seconds=100")
+        started.append(RewardProcess(folder, scorer, *limits, *overrides, redis_url=redis_url, name=name))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
 
 
 def chunks() -> list[list[Item]]:
@@ -110,65 +111,51 @@ def go_on(folder: Path) -> None:
     (folder / "go on").touch()
 
 
-def test_a_killed_replica_resumes_its_chunks(folder: Path) -> None:
+def test_a_killed_replica_resumes_its_chunks(folder: Path, start: Start, redis_url: str) -> None:
     """It restarts under the same name and resumes at once, long before its leases expire."""
-    redis = start_redis(folder)
-    first = replica(folder, redis_url=redis.url)
-    try:
-        job = submit(first.address, "killed")
-        eventually(lambda: job_at(first.address, job.job_id).num_scored > 0)
-        first.kill()
-        go_on(folder)
-        second = replica(folder, redis_url=redis.url)
-        try:
-            assert submit(second.address, "killed").job_id == job.job_id, "the same key is the same job"
-            assert_all_scored_once(second.address, job.job_id)
-            assert submit(second.address, "killed").state == reward_pb2.Job.DONE
-        finally:
-            assert second.terminate() == 0
-    finally:
-        first.kill()
-        redis.stop()
+    first = start("jobs.namespace=killed", redis_url=redis_url)
+    job = submit(first.address, "killed")
+    eventually(lambda: job_at(first.address, job.job_id).num_scored > 0)
+    first.kill()
+    go_on(folder)
+    second = start("jobs.namespace=killed", redis_url=redis_url)
+    assert submit(second.address, "killed").job_id == job.job_id, "the same key is the same job"
+    assert_all_scored_once(second.address, job.job_id)
+    assert submit(second.address, "killed").state == reward_pb2.Job.DONE
+    assert second.terminate() == 0
 
 
-def test_another_replica_takes_over_the_chunks_of_a_dead_one(folder: Path) -> None:
-    redis = start_redis(folder)
-    pair = [replica(folder, redis_url=redis.url, name=name, lease_seconds=2.0) for name in ("one", "two")]
-    try:
-        job = submit(pair[0].address, "two")
-        eventually(lambda: job_at(pair[1].address, job.job_id).num_scored > 0)
-        pair[0].kill()
-        go_on(folder)
-        assert_all_scored_once(pair[1].address, job.job_id)
-    finally:
-        for one in pair:
-            one.kill()
-        redis.stop()
+def test_another_replica_takes_over_the_chunks_of_a_dead_one(folder: Path, start: Start, redis_url: str) -> None:
+    options: dict[str, Any] = {"redis_url": redis_url, "lease_seconds": 2.0}
+    one, two = [start("jobs.namespace=pair", name=name, **options) for name in ("one", "two")]
+    job = submit(one.address, "two")
+    eventually(lambda: job_at(two.address, job.job_id).num_scored > 0)
+    one.kill()
+    go_on(folder)
+    assert_all_scored_once(two.address, job.job_id)
 
 
-def test_a_job_survives_repeated_kills_of_redis(folder: Path) -> None:
+def test_a_job_survives_repeated_kills_of_redis(folder: Path, start: Start) -> None:
     """Redis is restarted each time, and callers only wait longer."""
     go_on(folder)
-    service = replica(folder)
-    try:
-        job = submit(service.address, "redis")
-        for _ in range(3):
-            [child] = [one for one in psutil.Process(service.process.pid).children() if "redis" in one.name()]
-            before = job_at(service.address, job.job_id)
-            child.send_signal(signal.SIGKILL)
-            child.wait(timeout=20)
-            after = job_at(service.address, job.job_id)
-            assert after.num_scored >= before.num_scored and after.num_items == before.num_items
-        assert submit(service.address, "redis").job_id == job.job_id
-        assert_all_scored_once(service.address, job.job_id)
-    finally:
-        assert service.terminate() == 0
+    service = start()
+    job = submit(service.address, "redis")
+    for _ in range(3):
+        [child] = [one for one in psutil.Process(service.process.pid).children() if "redis" in one.name()]
+        before = job_at(service.address, job.job_id)
+        child.send_signal(signal.SIGKILL)
+        child.wait(timeout=20)
+        after = job_at(service.address, job.job_id)
+        assert after.num_scored >= before.num_scored and after.num_items == before.num_items
+    assert submit(service.address, "redis").job_id == job.job_id
+    assert_all_scored_once(service.address, job.job_id)
+    assert service.terminate() == 0
 
 
-def test_a_submission_resumes_after_every_process_was_killed(folder: Path) -> None:
+def test_a_submission_resumes_after_every_process_was_killed(folder: Path, start: Start) -> None:
     """Acknowledged chunks are there after the restart, and the submission resumes after them."""
     go_on(folder)
-    service = replica(folder)
+    service = start()
     stored, key = 0, "everything"
 
     def requests() -> Iterator[Request]:
@@ -181,73 +168,56 @@ def test_a_submission_resumes_after_every_process_was_killed(folder: Path) -> No
     with connect(service.address) as channel, pytest.raises(grpc.RpcError):
         for reply in Stub(channel).SubmitJob(requests(), timeout=60):
             stored, job = reply.next_chunk, reply.job
-    again = replica(folder)
-    try:
-        found = job_at(again.address, job.job_id)
-        assert found.num_items >= stored * CHUNK_ITEMS and found.num_scored >= job.num_scored
-        assert submit(again.address, key).job_id == job.job_id
-        assert_all_scored_once(again.address, job.job_id)
-    finally:
-        service.kill()
-        assert again.terminate() == 0
+    again = start()
+    found = job_at(again.address, job.job_id)
+    assert found.num_items >= stored * CHUNK_ITEMS and found.num_scored >= job.num_scored
+    assert submit(again.address, key).job_id == job.job_id
+    assert_all_scored_once(again.address, job.job_id)
+    assert again.terminate() == 0
 
 
-class GroupedCore(ScriptedCore):
-    """Its scorer compares the items of a group."""
-
-    def compile(self, text: str) -> CompiledRubric:
-        return replace(super().compile(text), grouped=True)
-
-
-@pytest.mark.parametrize(("core_of", "blamed"), [(ScriptedCore, [137]), (GroupedCore, [136, 137])])
-def test_only_the_item_that_kills_services_has_no_score(
-    folder: Path, core_of: type[ScriptedCore], blamed: list[int]
-) -> None:
+@pytest.mark.parametrize(("grouped", "blamed"), [(False, [137]), (True, [136, 137])])
+def test_only_the_item_that_kills_services_has_no_score(redis_url: str, grouped: bool, blamed: list[int]) -> None:
     """Every process that scores the item `bug` dies with its leases; the results it saved before are kept."""
-    redis, jobs = start_redis(folder), JobsConfig(namespace="deaths")
+    jobs = JobsConfig(namespace=f"deaths-{grouped}")
     texts = ["bug" if number == 137 else "1" for number in range(300)]
     items = [item for number, text in enumerate(texts) for item in answers(text, group=f"g{number // 2}")]
     asked = 0
-    try:
-        with serving(redis.url, jobs=jobs, with_jobs=False) as one:
-            job_id = one.submit(items, answers("2")).job.job_id
-        for _ in range(5):
-            core = core_of()
-            with pytest.raises(ZeroDivisionError), serving(redis.url, core, jobs=jobs) as one:
-                assert one.stop.wait(20)
-            asked += len(core.asked)
-        with serving(redis.url, core_of(), jobs=jobs) as one:
-            found = one.results(job_id)
-    finally:
-        redis.stop()
+    with serving(redis_url, jobs=jobs, with_jobs=False) as one:
+        job_id = one.submit(items, answers("2")).job.job_id
+    for _ in range(5):
+        core = ScriptedCore(grouped=grouped)
+        with pytest.raises(ZeroDivisionError), serving(redis_url, core, jobs=jobs) as one:
+            assert one.stop.wait(20)
+        asked += len(core.asked)
+    with serving(redis_url, ScriptedCore(grouped=grouped), jobs=jobs) as one:
+        found = one.results(job_id)
     assert summary(found) == ["crashed" if n in blamed else 1.0 for n in range(300)] + [0.0]
     assert found[137].unscored.detail.startswith("5 services in a row ended while they scored it")
     assert asked < 600, "what was scored is scored again once at most, but for the neighbours of the culprit"
 
 
-def test_a_redis_outage_does_not_count_as_a_death_of_the_holder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_outage_does_not_count_as_a_death_of_the_holder(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tandem.services.leases.OUTAGE_PAUSE_SECONDS", 0.01)
-    redis, core = start_redis(folder), ScriptedCore()
-    try:
-        with serving(redis.url, core, with_jobs=False) as one:
-            complete, claim, losses, failures = one.store.complete, one.store.claim, [], iter(range(7))
+    with serving(redis_url, ScriptedCore(), with_jobs=False) as one:
+        complete, claim, losses, failures = one.store.complete, one.store.claim, [], iter(range(7))
 
-            def gone(claimed: Any, *arguments: Any, **more: Any) -> bool:
-                if next(failures, None) is None:
-                    return complete(claimed, *arguments, **more)
-                assert one.store.register("one") == 1, "its lease ran out meanwhile"
-                raise UnavailableError("Redis is away")
+        def gone(*arguments: Any) -> bool:
+            if next(failures, None) is None:
+                return complete(*arguments)
+            assert one.store.register("one") == 1, "its lease ran out meanwhile"
+            raise UnavailableError("Redis is away")
 
-            def seen(*arguments: Any) -> Any:
-                claimed = claim(*arguments)
-                losses.extend([claimed.losses] if claimed else [])
-                return claimed
+        def seen(*arguments: Any) -> Any:
+            claimed = claim(*arguments)
+            losses.extend([claimed.losses] if claimed else [])
+            return claimed
 
-            monkeypatch.setattr(one.store, "complete", gone)
-            monkeypatch.setattr(one.store, "claim", seen)
-            job_id = one.submit(answers("1", "2")).job.job_id
-            with one.job_worker:
-                assert summary(one.results(job_id)) == [1.0, 0.0]
-    finally:
-        redis.stop()
+        monkeypatch.setattr(one.store, "complete", gone)
+        monkeypatch.setattr(one.store, "claim", seen)
+        job_id = one.submit(answers("1", "2")).job.job_id
+        with one.job_worker:
+            assert summary(one.results(job_id)) == [1.0, 0.0]
     assert len(losses) == 8 and max(losses) <= 1, "counted until the holder speaks again"

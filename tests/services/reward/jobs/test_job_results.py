@@ -11,6 +11,7 @@ import redis
 from click.testing import Result
 from typer.testing import CliRunner
 
+from benchmarks.reward_job import demands, measure
 from tandem.protos import reward_pb2
 from tandem.protos.errors import EnvironmentLackError, JobError, JobLimitError, UnknownJobError
 from tandem.services.cli import app
@@ -261,3 +262,12 @@ def test_a_client_deletes_an_ended_job(redis_url: str) -> None:
             client.get(job_id)
         with pytest.raises(UnknownJobError):
             client.delete("0" * 32)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_does_not_grow_with_the_size_of_a_job(tmp_path: Path) -> None:
+    """benchmarks/reward_job.py covers a million items."""
+    found = measure(tmp_path, (20_000, 200_000))
+    assert [job["rows"] for job in found] == [20_000, 200_000]
+    assert [line for line, met in demands(found) if not met] == []

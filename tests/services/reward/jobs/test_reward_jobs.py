@@ -35,7 +35,6 @@ from tests.support.reward_server import (
     Service,
     answers,
     code_of,
-    grouped,
     serving,
     submission,
     summary,
@@ -223,8 +222,7 @@ def test_only_items_whose_scorer_is_unreachable_are_scored_again(redis_url: str)
 
 @pytest.mark.usefixtures("short_pauses")
 def test_grouped_items_are_scored_again_together(redis_url: str) -> None:
-    core = ScriptedCore()
-    core.default = grouped(core)
+    core = ScriptedCore(grouped=True)
     with serving(redis_url, core) as one:
         chunk = [*answers("infrastructure*1", "a", group="g"), *answers("b", group="h"), *answers("c")]
         assert summary(one.results(one.submit(chunk).job.job_id)) == [1.0, 0.0, 0.0, 0.0]
