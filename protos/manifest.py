@@ -65,11 +65,8 @@ def encode_manifest(manifest: WeightManifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> WeightManifest:
-    """Decodes the output of `encode_manifest`.
-
-    Raises:
-        SchemaVersionError: a newer Tandem wrote it.
-        DataError: the bytes are not a manifest, or a tensor does not lie inside its bucket.
+    """Decodes the output of `encode_manifest`. Raises SchemaVersionError if a newer Tandem wrote it, and DataError if
+    the bytes are not a manifest, or a tensor does not lie inside its bucket.
     """
     try:
         values = json.loads(data)

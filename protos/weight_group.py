@@ -187,11 +187,9 @@ class WeightGroupStore:
 
 
 class WeightGroup:
-    """One bare process group, outside torch's global state. Rank 0 sends, every other rank receives.
-
-    Raises:
-        WeightTransferError: a rank did not connect before the deadline.
-        EnvironmentLackError: this torch build lacks the backend.
+    """One bare process group, outside torch's global state. Rank 0 sends, every other rank receives. Raises
+    WeightTransferError if a rank did not connect before the deadline, and EnvironmentLackError if this torch build
+    lacks the backend.
     """
 
     def __init__(

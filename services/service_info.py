@@ -89,8 +89,8 @@ class Heartbeat:
 
 
 class ServiceEndpoint:
-    """Context manager: listens, registers the service, and sends heartbeats until it is left. Raises
-    EnvironmentLackError on entry if the port is in use.
+    """Context manager: listens, registers the service, and sends heartbeats. Its entry raises EnvironmentLackError if
+    the port is in use.
     """
 
     def __init__(self, info: ServiceInfo, host: str, *, port: int = 0, **options: Unpack[ServerOptions]) -> None:

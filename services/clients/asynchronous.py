@@ -47,7 +47,8 @@ _SHORT_SECONDS = 10.0  # deadline of calls that score and store nothing
 
 
 class AsyncRewardClient:
-    """The client of the reward service for `async` programs. An async context manager, for one event loop.
+    """The client of the reward service for `async` programs. An async context manager, for one event loop. Raises
+    UserError if an address is not host:port.
 
     Args:
         addresses: host:port; several as a list or separated by commas, over which calls are spread. Default: those of
@@ -56,9 +57,6 @@ class AsyncRewardClient:
         retry_seconds: how long submission, watch and `score_stream` try to reach a service that does not answer.
         stall_seconds: how long a submission may make no progress while the service answers, e.g. because too many
             items wait to be scored.
-
-    Raises:
-        UserError: an address is not host:port.
     """
 
     def __init__(

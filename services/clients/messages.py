@@ -86,7 +86,7 @@ def job_from_proto(message: reward_pb2.Job) -> Job:
 
 
 def scorers_from_proto(message: reward_pb2.ListScorersReply) -> Scorers:
-    """What a service says about itself, from its message."""
+    """The scorers, limits and default rubric of a message."""
     infos = []
     for one in message.scorers:
         parameters = tuple(Parameter(p.name, p.type, p.default, p.description) for p in one.parameters)

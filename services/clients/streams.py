@@ -6,8 +6,8 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import TypeVar
+from contextlib import aclosing, suppress
+from typing import TypeVar, cast
 
 import grpc
 
@@ -25,6 +25,7 @@ WINDOW = 8
 """Maximum number of unanswered messages. They are kept so that they can be sent again."""
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 # A replica that shuts down cancels the calls that it cannot finish. A stream that reaches its own deadline is resumed.
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -84,34 +85,50 @@ def _is_retryable(error: grpc.RpcError) -> bool:
 
 
 async def exchange(
-    method: grpc.aio.StreamStreamMultiCallable[Request, Reply], requests: AsyncGenerator[Request], timeout: float
+    call: grpc.aio.StreamStreamCall[Request, Reply], requests: AsyncGenerator[Request]
 ) -> AsyncGenerator[Reply]:
     """Sends the requests as they come and yields the replies as they come, until the call ends.
 
     Raises what `requests` raises, or the RpcError with which the call ended. Closing the generator cancels the call.
+    When it ends, `requests` has ended too, so the next call may go on with what they read (gRPC's own sending may
+    outlive its call).
     """
-    failure: Exception | None = None
 
-    async def sent() -> AsyncGenerator[Request]:
-        nonlocal failure
-        try:
-            async with aclosing(requests):
-                async for request in requests:
-                    yield request
-        except Exception as error:  # gRPC would cancel the call and not tell why
-            failure = error
-            raise
+    async def send() -> None:
+        async with aclosing(requests):
+            async for request in requests:
+                try:
+                    await call.write(request)
+                except (grpc.RpcError, asyncio.InvalidStateError):
+                    return  # the call has ended, and reading it raises the error
+        with suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await call.done_writing()
 
-    call = method(sent(), timeout=timeout)
+    async def read() -> Reply | None:
+        reply = await call.read()
+        return None if reply is grpc.aio.EOF else cast(Reply, reply)
+
+    sending = asyncio.ensure_future(send())
+    reading = asyncio.ensure_future(read())
     try:
-        async for reply in call:
+        while True:
+            while not reading.done():
+                pending = {reading} if sending.done() else {reading, sending}
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done() and (failure := sending.exception()) is not None:
+                    raise failure
+            reply = reading.result()
+            if reply is None:
+                return
             yield reply
-    except (grpc.RpcError, asyncio.CancelledError):
-        if failure is not None:
-            raise failure from None
-        raise
+            reading = asyncio.ensure_future(read())
     finally:
         call.cancel()
+        sending.cancel()
+        await asyncio.wait({sending, reading}, timeout=_CLOSE_SECONDS)
+        for task in (sending, reading):
+            if task.done() and not task.cancelled():
+                task.exception()  # retrieved, because asyncio logs exceptions that nobody retrieves
 
 
 class Submission:
@@ -133,18 +150,16 @@ class Submission:
         self._changed = asyncio.Event()
 
     async def run(self, stub: Stub) -> Job:
-        """Submits until the job is sealed, and returns it. A job that is sealed already is returned as it is.
-
-        Raises:
-            TandemError: the service refuses the job, cannot be reached, or makes no progress.
-            DataError: the job of this key holds other items.
+        """Submits until the job is sealed, and returns it. A job that is sealed already is returned as it is. Raises
+        TandemError if the service refuses the job, cannot be reached, or makes no progress, and DataError if the job of
+        this key holds other items.
         """
         while True:
             failure: grpc.RpcError | None = None
             answered = asyncio.Event()
-            requests = self._requests(answered)
+            call = stub.SubmitJob(timeout=STREAM_SECONDS)
             try:
-                async with aclosing(exchange(stub.SubmitJob, requests, STREAM_SECONDS)) as replies:
+                async with aclosing(exchange(call, self._requests(answered))) as replies:
                     async for reply in replies:
                         job = self._take(reply)
                         answered.set()
@@ -267,8 +282,9 @@ class ScoreStream:
         next_id = 0
         while not self._ended or self._window:
             failure: grpc.RpcError | None = None
+            call = stub.ScoreStream(timeout=2 * self._timeout)
             try:
-                async with aclosing(exchange(stub.ScoreStream, self._requests(), 2 * self._timeout)) as replies:
+                async with aclosing(exchange(call, self._requests())) as replies:
                     async for reply in replies:
                         self._take(reply)
                         while next_id in self._answers:

@@ -14,11 +14,13 @@ from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError, UnavailableError
 from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
 from tandem.reward.scoring import CompiledRubric, Priority, ScoringCore
-from tandem.services.reward.scorer_list import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES
 from tandem.services.reward.shutdown import SHUTTING_DOWN, Shutdown
 from tandem.services.reward.wire import check_size, read_items, reply_of, with_faults
 from tandem.services.rpc.limits import MAX_CALLS
 
+MAX_RUBRIC_BYTES = 64 << 10
+DEADLINE_MARGIN_SECONDS = 1.0
+"""A call replies this long before its deadline, or a tenth of its time before it if that is less."""
 MAX_INLINE_WORK = 128 << 10
 """Bytes that the fastest scorers may read on the event loop. That takes a few milliseconds at most; a thread would cost
 more (part `calls` of benchmarks/reward.py).
@@ -57,13 +59,10 @@ class RequestScorer:
 
     async def score(self, request: reward_pb2.ScoreRequest, seconds: float) -> reward_pb2.ScoreReply:
         """Returns one result for each item, in order, within `seconds`. Shortly before that time is over, items without
-        a result become unscored (`timeout`). If the caller cancels, the items leave every queue at once.
-
-        Raises:
-            DataError, SizeError: the request exceeds a limit.
-            ScorerError: the rubric cannot be used.
-            UnavailableError: too many bytes are being scored, or the service stops.
-            DeadlineError: scorers in this process took longer; nothing interrupts them within an item.
+        a result become unscored (`timeout`). If the caller cancels, the items leave every queue at once. Raises
+        DataError or SizeError if the request exceeds a limit, ScorerError if the rubric cannot be used,
+        UnavailableError if too many bytes are being scored or the service stops, and DeadlineError if scorers in this
+        process took longer: nothing interrupts them within an item.
         """
         num_bytes = request.ByteSize()
         check_size("the request", len(request.items), num_bytes)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,26 +17,26 @@ from tandem.protos import reward_pb2, reward_pb2_grpc
 from tandem.protos.errors import DataError, DeadlineError, UserError
 from tandem.reward.config import RewardConfig
 from tandem.reward.scoring import ScoringCore
+from tandem.reward.text.values import MAX_ACCEPTED
 from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import JobRecord, JobStore
-from tandem.services.reward.request_scorer import RequestScorer
-from tandem.services.reward.scorer_list import (
-    MAX_KEY_BYTES,
-    MAX_LISTED_JOBS,
-    MAX_NAME_BYTES,
-    MOST_PRIORITY,
-    REQUESTS_PER_STREAM,
-    scorer_list,
-)
+from tandem.services.reward.request_scorer import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES, RequestScorer
 from tandem.services.reward.shutdown import IDLE_SECONDS, Shutdown, seconds_left
 from tandem.services.reward.stream_errors import ends_with_error, error_message
 from tandem.services.reward.undecoded_text import READERS
-from tandem.services.reward.wire import MAX_CARRIED_BYTES, check_size
-from tandem.services.rpc.limits import RpcLimits
+from tandem.services.reward.wire import MAX_CARRIED_BYTES, MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, check_size
+from tandem.services.rpc.limits import MAX_CALLS, RpcLimits
 
 SERVICE_NAME = "tandem.v1.RewardService"
 RPC_LIMITS = RpcLimits(max_request_bytes=MAX_CARRIED_BYTES, readers=READERS)
 """For the server on which the servicer is registered."""
+MAX_KEY_BYTES = 200
+MAX_NAME_BYTES = 200
+MOST_PRIORITY = 100
+"""Priorities go from minus this to this."""
+MAX_LISTED_JOBS = 1000
+REQUESTS_PER_STREAM = 8
+"""Requests of a ScoreStream that are scored at once. It reads no more than these."""
 
 _DEFAULT_LISTED_JOBS = 100
 _HEARTBEAT_SECONDS = 10.0
@@ -241,3 +242,34 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def _stored(self, call: Callable[..., Result], *arguments: object) -> Result:
         """Runs a call of the store in a thread. The store has its own deadlines."""
         return await self._shutdown.run_in(self._storing, call, *arguments)
+
+
+def scorer_list(core: ScoringCore, reward: RewardConfig, jobs: JobsConfig) -> reward_pb2.ListScorersReply:
+    """The scorers that a rubric may name, the limits, and the service's own rubric. The same for a service's life."""
+    reply = reward_pb2.ListScorersReply
+    limits: dict[str, float] = {
+        "max_items_per_request": MAX_ITEMS,
+        "max_request_bytes": MAX_REQUEST_BYTES,
+        "max_rubric_bytes": MAX_RUBRIC_BYTES,
+        "max_json_depth": MAX_DEPTH,
+        "max_accepted_answers": MAX_ACCEPTED,
+        "max_requests_per_stream": REQUESTS_PER_STREAM,
+        "max_calls": MAX_CALLS,
+        "max_listed_jobs": MAX_LISTED_JOBS,
+        "max_unscored_bytes": jobs.max_unscored_bytes,
+        "max_unscored_bytes_per_job": jobs.max_unscored_bytes // 2,
+        "max_result_bytes": jobs.result_bytes,
+        "max_result_bytes_per_job": jobs.result_bytes // 2,
+        "deadline_margin_seconds": DEADLINE_MARGIN_SECONDS,
+        "infrastructure_attempts": reward.infrastructure_attempts,
+        "retention_seconds": jobs.retention_seconds,
+        "timeout_seconds": reward.timeout_seconds,
+        "cpu_seconds": reward.cpu_seconds,
+        "memory_bytes": reward.limits.memory_bytes,
+        "processes": reward.limits.processes,
+        "open_files": reward.limits.open_files,
+        "output_bytes": reward.limits.output_bytes,
+        "num_workers": reward.num_workers,
+    }
+    scorers = [reply.ScorerInfo(**asdict(info)) for info in core.scorers()]
+    return reply(scorers=scorers, limits=limits, default_rubric=core.default.text)

@@ -124,12 +124,6 @@ def scored_row(trajectory: Trajectory, score: Score, *, with_earned: bool = Fals
     return ScoredTrajectory(trajectory, earned + score.value, breakdown)
 
 
-def scored_rows(rows: Sequence[Trajectory], progress: Progress) -> list[ScoredTrajectory]:
-    """The rows of a group with their present scores."""
-    with_earned = any(row.earned_reward for row in rows)
-    return [scored_row(row, progress.score_of(row), with_earned=with_earned) for row in rows]
-
-
 def unscored_rows_required(rows: Sequence[ScoredTrajectory], min_scored_samples: int) -> list[ScoredTrajectory]:
     """The rows that need a reward before the group can be completed: the baseline, with which the others are compared,
     and all policy rows unless `min_scored_samples` (0: all) of them have one.
@@ -214,7 +208,8 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
             if held.cancelled.is_set() and any(isinstance(result, Unscored) for result in results):
                 return SHUTDOWN, 0.0
             progress.record(pending, results)
-        scored = scored_rows(rows, progress)
+        with_earned = any(row.earned_reward for row in rows)
+        scored = [scored_row(row, progress.score_of(row), with_earned=with_earned) for row in rows]
         still_open = {row.trajectory_id for row in progress.open_rows(rows, self._config)}
         failed = [row for row in scored if row.trajectory.trajectory_id in still_open] or unscored_rows_required(
             scored, self._config.min_scored_samples
@@ -231,11 +226,8 @@ class ScoringWorker(LeaseWorker[Claim, GroupResult]):
 
 
 def main(recipe: Recipe, redis_url: str) -> None:
-    """Runs the reward service until SIGTERM.
-
-    Raises:
-        UserError: the scorer cannot be built; the port is in use.
-        TandemError: Redis is gone.
+    """Runs the reward service until SIGTERM. Raises UserError if the scorer cannot be built, or the port is in use, and
+    TandemError if Redis is gone.
     """
     configure_logging(SERVICE_NAME, run=recipe.run.run_id)
     stop = stop_event()

@@ -45,11 +45,8 @@ class Shutdown:
     async def run_in(
         self, threads: ThreadPoolExecutor, call: Callable[..., Result], *arguments: Any, seconds: float | None = None
     ) -> Result:
-        """Runs a call in a thread and returns its result.
-
-        Raises:
-            DeadlineError: it takes longer than `seconds` (default: LONGEST_CALL_SECONDS).
-            UnavailableError: the service stops, and the call does not end soon.
+        """Runs a call in a thread and returns its result. Raises DeadlineError if it takes longer than `seconds`
+        (default: LONGEST_CALL_SECONDS), and UnavailableError if the service stops and the call does not end soon.
         """
         self.check()
         seconds = LONGEST_CALL_SECONDS if seconds is None else seconds

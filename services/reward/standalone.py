@@ -35,8 +35,7 @@ def main(config: ServiceConfig, *, host: str, redis_url: str, folder: Path, name
     Args:
         config: `config.reward.port` 0 picks a free port.
         redis_url: where the jobs are stored. Empty: an embedded Redis with its data and log in `folder`.
-        name: of this replica. A replica that restarts under its name gets the chunks of its predecessor back at once.
-            Default: the machine's name and the port.
+        name: of this replica, under which it gets the chunks of its predecessor back. Default: machine and port.
 
     Raises:
         UserError: the scorers cannot be built, the port is in use, or there is no Redis with room for the jobs.

@@ -30,7 +30,6 @@ class StoredJob:
     chunks: dict[int, list[Item]] = field(default_factory=dict)
     sealed: bool = False
     cancelled: bool = False
-    expired: bool = False
 
     @property
     def next_chunk(self) -> int:
@@ -104,8 +103,6 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
 
     async def WatchJob(self, request: reward_pb2.WatchJobRequest, context: Any) -> AsyncIterator[reward_pb2.JobEvent]:
         job = self._find(request.job_id)
-        if job.expired and request.with_results:
-            raise JobError(f"job {job.job_id} is EXPIRED: its results were given up")
         left = self._begin()
         first = 0
         yield reward_pb2.JobEvent(job=self._message(job), cursor=request.after_cursor)
@@ -180,7 +177,6 @@ class ScriptedReward(reward_pb2_grpc.RewardServiceServicer):
         values = [one.scored.value for one in results if one.HasField("scored")]
         reasons = Counter(one.unscored.reason for one in results if one.HasField("unscored"))
         state = states.CANCELLED if job.cancelled else states.DONE if job.sealed else states.OPEN
-        state = states.EXPIRED if job.expired else state
         return reward_pb2.Job(
             job_id=job.job_id,
             idempotency_key=job.header.idempotency_key,

@@ -134,23 +134,18 @@ class JobStore:
         return int(self.connection.run("register", worker))
 
     def submit(self, key: str, *, rubric: str, priority: int, name: str = "", digest: str = "") -> JobRecord:
-        """Creates the job of an idempotency key, or returns the existing one, which keeps its name and digest.
-
-        Raises:
-            JobExistsError: the key's job has another rubric or priority.
-            JobLimitError: other jobs have reached their limit of stored bytes.
+        """Creates the job of an idempotency key, or returns the existing one, which keeps its name and digest. Raises
+        JobExistsError if the key's job has another rubric or priority, and JobLimitError if other jobs have reached
+        their limit of stored bytes.
         """
         # Ids sort by age, so the older job's chunk comes first if two chunks have the same place.
         fresh = f"{time.time_ns() // 1000:014x}{uuid.uuid4().hex[:18]}"
         return _job(self.connection.run("submit", fresh, key, rubric, priority, name, digest))
 
     def add_chunk(self, job_id: str, index: int, num_items: int, items: bytes) -> tuple[bool, JobRecord]:
-        """Stores a chunk once. Returns False if there is no room yet; see `has_room`.
-
-        Raises:
-            JobError: the job takes no more chunks.
-            DataError: a chunk before this one is missing.
-            JobLimitError: the results of this job, or of all that have not ended, have reached their limit.
+        """Stores a chunk once. Returns False if there is no room yet; see `has_room`. Raises JobError if the job takes
+        no more chunks, DataError if a chunk before this one is missing, and JobLimitError if the results of this job,
+        or of all that have not ended, have reached their limit.
         """
         stored, job = self.connection.run("add_chunk", _checked_id(job_id), index, num_items, items)
         return bool(stored), _job(job)
@@ -161,11 +156,8 @@ class JobStore:
         return bool(room), _job(job)
 
     def seal(self, job_id: str, num_chunks: int) -> JobRecord:
-        """Marks the job as complete: no more chunks follow. It ends when all chunks have results.
-
-        Raises:
-            JobError: it is cancelled.
-            DataError: another number of chunks is stored.
+        """Marks the job as complete: no more chunks follow. It ends when all chunks have results. Raises JobError if it
+        is cancelled, and DataError if another number of chunks is stored.
         """
         return _job(self.connection.run("seal", _checked_id(job_id), num_chunks))
 

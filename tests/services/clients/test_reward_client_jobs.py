@@ -15,9 +15,6 @@ from tandem.services.clients import RewardClient, job_key
 from tests.support.reward_process import RewardProcess
 from tests.support.scripted_reward import ScriptedReward, items_of
 
-pytest_plugins = ("tests.support.scripted_clients",)
-pytestmark = pytest.mark.usefixtures("short_pauses")
-
 
 def test_a_submitted_job_returns_its_results(service: ScriptedReward, client: RewardClient) -> None:
     progress: list[int] = []

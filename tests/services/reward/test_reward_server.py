@@ -96,14 +96,9 @@ def test_an_invalid_request_is_refused_with_its_place(
 TEXT = b"\x0a\x02\xff\xfe"  # field 1, two bytes that are not UTF-8
 RUBRIC = b"\x12\x02\xff\xfe"
 WITHIN = {
-    "Score": RUBRIC,
-    "GetJob": TEXT,
-    "WatchJob": TEXT,
-    "CancelJob": TEXT,
-    "DeleteJob": TEXT,
-    "SubmitJob": b"\x0a\x04" + TEXT,
+    **dict.fromkeys(("GetJob", "WatchJob", "CancelJob", "DeleteJob"), TEXT),
+    **{"Score": RUBRIC, "ScoreStream": b"\x12\x04" + RUBRIC, "SubmitJob": b"\x0a\x04" + TEXT},
 }
-WITHIN["ScoreStream"] = b"\x12\x04" + RUBRIC
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f"])

@@ -20,7 +20,7 @@ from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import ChunkResult, JobRecord, JobStore
 from tandem.services.rpc.client import translated
 from tests.support.dataset_files import write_lines
-from tests.support.job_calls import claim, finish, keys_of, new_store, submit
+from tests.support.job_calls import claim, keys_of, new_store, submit
 from tests.support.redis_ring import lose_every_answer, running_redis
 from tests.support.reward_server import ScriptedCore, Service, answers, code_of, serving, submission, summary
 from tests.support.waiting import eventually
@@ -157,20 +157,6 @@ def test_deleting_a_job_frees_its_key_and_its_bytes(redis_url: str, monkeypatch:
                 verb(job.job_id)
         assert keys_of(store) <= {"meta", "by_key"}
         assert finished(store, "key", 5_000).job_id != job.job_id
-
-
-def test_deleting_a_running_job_is_refused(redis_url: str) -> None:
-    with closing(new_store(redis_url)) as store:
-        for job in (submit(store, 1, key="open"), submit(store, 1, key="running", seal=True)):
-            with pytest.raises(JobError, match=f"job {job.job_id} is {job.state}; cancel it first, then delete it"):
-                store.delete(job.job_id)
-            held = claim(store)
-            store.cancel(job.job_id)
-            assert store.delete(job.job_id).state == "CANCELLED" and not finish(store, held, 1)
-        for job_id in ("0" * 32, "no"):
-            with pytest.raises(UnknownJobError, match="there is no job"):
-                store.delete(job_id)
-        assert kept(store) == 0
 
 
 def test_a_full_redis_still_takes_a_deletion(tmp_path: Path) -> None:

@@ -69,15 +69,12 @@ def test_a_chunk_is_stored_once_and_in_order(store: JobStore) -> None:
     assert claim(store).items == b"key 0"
 
 
-def test_a_job_without_items_is_done_when_it_is_sealed(store: JobStore) -> None:
-    assert submit(store, seal=True).state == "DONE"
-
-
 @pytest.mark.parametrize("job_id", ["0" * 32, "", "x", "../../etc", "0" * 31 + "\n", "é" * 32])
 def test_an_unknown_job_is_named(store: JobStore, job_id: str) -> None:
     for verb in (
         lambda: store.events(job_id, 0, 1),
         lambda: store.cancel(job_id),
+        lambda: store.delete(job_id),
         lambda: store.seal(job_id, 0),
         lambda: store.add_chunk(job_id, 0, 1, b""),
         lambda: store.has_room(job_id, 1),
@@ -119,14 +116,6 @@ def test_a_holder_that_outlives_its_lease_is_not_counted_as_a_death(store: JobSt
     assert store.save(fourth, partial=b"all", under_way=0, cleared=True) and store.register("one") == 1
     fifth = claim(store)
     assert (fifth.losses, fifth.under_way, fifth.partial) == (1, 0, b"all")
-
-
-def test_a_restarted_worker_claims_its_chunks_again_at_once(store: JobStore) -> None:
-    submit(store, 1, 1)
-    mine, other = claim(store, "one"), claim(store, "two")
-    assert store.register("one") == 1 and store.register("one") == 0
-    again = claim(store, "one")
-    assert again.index == mine.index and finish(store, again, 1) and finish(store, other, 1)
 
 
 def test_a_chunk_given_back_waits_for_its_pause_and_keeps_its_partial_results(store: JobStore) -> None:

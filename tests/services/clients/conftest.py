@@ -1,4 +1,4 @@
-"""Fixtures for the reward clients' tests, loaded by `pytest_plugins`: a scripted service and a client of it."""
+"""A scripted service and a client of it. Clients pause shortly between attempts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def client(address: str) -> Iterator[RewardClient]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_streams, "_FIRST_PAUSE_SECONDS", 0.001)
