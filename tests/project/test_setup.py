@@ -19,14 +19,8 @@ def run_setup(folder: Path, **environment: str) -> subprocess.CompletedProcess[s
     (folder / "deploy").mkdir(exist_ok=True)
     for name in ("pyproject.toml", "setup.py", "constraints-cpu.txt", "deploy/setup.sh"):
         shutil.copy(ROOT / name, folder / name)
-    return subprocess.run(
-        [folder / "deploy/setup.sh"],
-        env={**os.environ, "EXTRA": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command, variables = [folder / "deploy/setup.sh"], {**os.environ, "EXTRA": "", **environment}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_every_requirement_is_pinned_within_its_range() -> None:

@@ -71,14 +71,8 @@ class Machine:
         """Runs `make setup`; returns its result and the sorted names of the commands it started."""
         self.trace.write_text("")
         surroundings = {"PATH": str(self.bin), "TRACE": str(self.trace), "OFFLINE": "", **environment}
-        done = subprocess.run(
-            [self.bin / "make", "-C", self.checkout, "--no-print-directory", "setup"],
-            env=surroundings,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = [self.bin / "make", "-C", self.checkout, "--no-print-directory", "setup"]
+        done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=60, check=False)
         started = [line.split()[0] for line in self.trace.read_text().splitlines()]
         return done, sorted(started)
 
@@ -115,11 +109,8 @@ def test_unused_packages_are_installed_as_metadata_only(machine: Machine) -> Non
     machine.setup()
     site = machine.venv / "lib" / "site"
     stubs = {found.metadata["Name"]: found for found in distributions(path=[str(site)]) if found.read_text("INSTALLER")}
-    assert {name: stub.version for name, stub in stubs.items()} == {
-        "torchvision": "0.28.0+stub",
-        "torchaudio": "2.13.0+stub",
-        "torchcodec": "0.14.0+stub",
-    }, "triton is there already"
+    versions = {"torchvision": "0.28.0+stub", "torchaudio": "2.13.0+stub", "torchcodec": "0.14.0+stub"}
+    assert {name: stub.version for name, stub in stubs.items()} == versions, "triton is there already"
     for stub in stubs.values():
         files = stub.files or []
         assert {file.name for file in files} == {"METADATA", "INSTALLER", "RECORD"}, "pip can take it away again"

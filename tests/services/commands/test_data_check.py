@@ -33,21 +33,13 @@ def test_every_fault_is_found(tmp_path: Path, model: str, capsys: pytest.Capture
     rows = [verl_row("1+1=?", "2"), *(row for _, row in BAD_ROWS), verl_row("1+1=?", "2"), verl_row("1+1=?", "3")]
     file = write_lines(tmp_path / "bad.jsonl", rows)
     report = check_file(file, model_path=model, max_prompt_tokens=200)
-    found = [(fault.index, fault.reason) for fault in report.faults]
-    last = len(BAD_ROWS) + 1
-    assert found == [
-        *((n, reason) for n, (reason, _) in enumerate(BAD_ROWS, 1)),
-        (last, "duplicate"),
-        (last + 1, "contradiction"),
-    ]
+    reasons = [*(reason for reason, _ in BAD_ROWS), "duplicate", "contradiction"]
+    assert [(fault.index, fault.reason) for fault in report.faults] == list(enumerate(reasons, 1))
     assert report.num_usable == 3
     assert show(report, Console()) == 1
     told = capsys.readouterr().out
-    assert (
-        f"3 of {len(rows)} rows can be used; {len(report.faults)} faults" in told
-        and "unknown_role" in told
-        and "reward_model.ground_truth" in told
-    )
+    assert f"3 of {len(rows)} rows can be used; {len(report.faults)} faults" in told
+    assert "unknown_role" in told and "reward_model.ground_truth" in told
 
 
 def test_lengths_are_checked_only_with_a_model(tmp_path: Path) -> None:

@@ -39,13 +39,8 @@ def test_parquet_and_json_lines_hold_the_same_items(
 
 def test_a_file_is_read_in_bounded_memory(tmp_path: Path) -> None:
     rows = [{"solution": "x" * 5000} for _ in range(4000)]  # 20 MB
-    files = [
-        write_parquet(
-            tmp_path / "f.parquet", [dict(one, solution=f"{n}{one['solution']}") for n, one in enumerate(rows)]
-        )
-    ]
-    files.append(write_lines(tmp_path / "f.jsonl", rows))
-    for file in files:
+    different = [{"solution": f"{n}{one['solution']}"} for n, one in enumerate(rows)]
+    for file in (write_parquet(tmp_path / "f.parquet", different), write_lines(tmp_path / "f.jsonl", rows)):
         tracemalloc.start()
         count = sum(1 for _ in CompletionFile(file))
         _, peak = tracemalloc.get_traced_memory()
