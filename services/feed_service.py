@@ -17,8 +17,7 @@ from tandem.protos.codec import encode_group
 from tandem.protos.types import TrajectoryGroup
 from tandem.services.buffer.buffer import Admission, Buffer
 from tandem.services.config import Recipe
-from tandem.services.data.dataset import PromptBuilder, Row, RowFault
-from tandem.services.data.mixture import Mixture
+from tandem.services.data.dataset import Mixture, PromptBuilder, Row, RowFault
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
 from tandem.services.service_info import ServiceEndpoint, ServiceInfo

@@ -28,8 +28,7 @@ START_SECONDS = 600.0
 def evaluate_recipe(recipe: Recipe) -> int:
     """Answers `data.eval_file` greedily with `model.path` and prints the result. Returns the exit code.
 
-    Raises UserError if the evaluation file, the model or the reward function is unusable, DeadlineError if no sampler
-    or no reward service starts within ten minutes.
+    Raises UserError for an unusable file, model or function, DeadlineError if services do not start in ten minutes.
     """
     if not recipe.data.eval_file:
         raise ConfigError(

@@ -32,9 +32,7 @@ EQUAL, DIFFERENT = 0, 1
 
 
 def main(folder: Path) -> int:
-    """Replays a run with its number of ranks. Returns 0 if all weights are the same, 1 at the first version that
-    differs. Raises UserError if the folder holds no batches, or its initial model or its export cannot be read.
-    """
+    """Replays a run on all its ranks. Returns 0 for equal weights, else 1. Raises UserError for unusable files."""
     recipe = load_resolved(folder / CONFIG_FILE)
     check_models(recipe)
     _check_export(folder / HF_FOLDER)

@@ -16,10 +16,9 @@ from tandem.trainer.sft import SftRow, Validate, sample_answers, train_sft
 
 
 def main(recipe: Recipe) -> int:
-    """Trains `model.path` on `sft.train_file`, writes `sft.output`, and prints the figures. Returns the exit code.
+    """Trains `model.path` as `[sft]` says, and prints the figures. Returns the exit code.
 
-    Raises UserError if a required key of `[sft]` is missing, the output exists or cannot be written, or the training
-    file has no usable row.
+    Raises UserError if a key is missing, the output cannot be written, or no row can be used.
     """
     for key in ("train_file", "output"):
         if not getattr(recipe.sft, key):

@@ -84,8 +84,7 @@ def show_ledger(folder: Path, console: Console, *, as_json: bool) -> int:
 def ledger_of(folder: Path) -> Iterator[Buffer]:
     """Opens the ledger of a run folder. For a stopped run, starts an embedded server on its files.
 
-    Raises EnvironmentLackError if the run left no Redis files, or its Redis does not hold the run or cannot be reached,
-    even while the ledger is read.
+    Raises EnvironmentLackError if there is no Redis with the run, even while the ledger is read.
     """
     recipe = load_resolved(folder / CONFIG_FILE)
     with ExitStack() as stack, redis_required():

@@ -27,10 +27,7 @@ def write_task(
     demonstrated_share: float = DEMONSTRATED_SHARE,
     sloppy_share: float = SLOPPY_SHARE,
 ) -> None:
-    """Writes `demonstrations.parquet`, `train.parquet` and `eval.parquet`: three disjoint sets of the 10,000 sums.
-
-    The split depends only on `seed`, `evaluation_rows` and `demonstrated_share`.
-    """
+    """Writes demonstrations, train and eval (.parquet), disjoint; `sloppy_share` does not change the split."""
     dice = random.Random(seed)
     sums = [(a, b) for a in range(100) for b in range(100)]
     dice.shuffle(sums)

@@ -40,9 +40,7 @@ class Fields:
 
 
 class CompletionFile:
-    """An open file. Iterating over it yields one item per row, in order, and an `Unscored` with row and field for a row
-    that cannot be scored. Raises DataError if the file cannot be read, or has no rows or no completion column.
-    """
+    """An open file: one item per row, in order, or an `Unscored`. Raises DataError for an unusable file or column."""
 
     def __init__(self, path: str | Path, fields: Fields | None = None) -> None:
         self.file = Path(path)

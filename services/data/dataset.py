@@ -5,10 +5,12 @@ truth is in `answer` or `solution`). An unusable row becomes a `RowFault`; an un
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ import pyarrow.parquet as pq
 from tandem.protos.errors import DataError, ModelError
 from tandem.protos.types import Prompt, SamplingParameters
 from tandem.services.config import Recipe
+from tandem.services.config.recipe import TrainFile
 from tandem.services.data.chat import ChatEncoder, RefusedPromptError
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -85,9 +88,7 @@ def parse_line(index: int, line: bytes) -> Mapping[str, object] | RowFault:
 
 
 def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, object] | RowFault]:
-    """The values of Parquet rows from row `index` on. A value that Python cannot represent (invalid UTF-8, a time out
-    of range, a duplicate key in a map) makes only its own row a fault.
-    """
+    """The values of Parquet rows from row `index` on. A value that Python cannot hold makes its own row a fault."""
     try:
         rows: list[Mapping[str, object] | RowFault] = table.to_pylist(maps_as_pydicts="strict")
         return rows
@@ -138,23 +139,27 @@ class Dataset:
         if missing:
             fault = f"dataset {self.file} has no column {missing} (it has {', '.join(columns)})"
             raise DataError(f"{fault}; write it in verl's columns ({', '.join(COLUMNS)}) or TRL's (prompt, answer)")
-        try:
-            table = parquet.read(columns=[name for name in READ_COLUMNS if name in columns])
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"dataset {self.file} is damaged ({' '.join(str(error).split())}); write it again"
-            ) from None
+        table: pa.Table | None = None
         first, block = 0, list[Mapping[str, object] | RowFault]()
 
         def values(index: int) -> Mapping[str, object] | RowFault:
-            nonlocal first, block
+            nonlocal table, first, block
+            table = self._read_table(parquet) if table is None else table
             end = first + len(block)
             if not first <= index < end:  # reads in blocks if rows are read in order, and single rows otherwise
                 first, block = index, table_rows(index, table.slice(index, _READ_ROWS if index in (0, end) else 1))
             return block[index - first]
 
         self._values = values
-        return columns, table.num_rows
+        return columns, parquet.metadata.num_rows
+
+    def _read_table(self, parquet: pq.ParquetFile) -> pa.Table:
+        try:
+            return parquet.read(columns=[name for name in READ_COLUMNS if name in self.columns])
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"dataset {self.file} is damaged ({' '.join(str(error).split())}); write it again"
+            ) from None
 
     def _open_json_lines(self) -> tuple[tuple[str, ...], int]:
         # pyarrow.json requires one type per column (ground truths differ) and rejects the whole file for one bad line.
@@ -222,6 +227,42 @@ def _messages(index: int, prompt: object) -> tuple[Mapping[str, object], ...] | 
 
 def _kind(value: object) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+class Mixture:
+    """A dataset whose epochs hold `weight` times the rows of each file. With a fractional weight, an epoch continues in
+    the file where the previous epoch stopped, so all rows are used equally often. Raises DataError as `Dataset` does.
+    """
+
+    def __init__(self, files: Sequence[TrainFile]) -> None:
+        self._datasets = [Dataset(file.path) for file in files]
+        self._sizes = [len(dataset) for dataset in self._datasets]
+        self._counts = [max(1, round(file.weight * size)) for file, size in zip(files, self._sizes, strict=True)]
+        self._starts = [0, *accumulate(self._counts)]
+        self._first_rows = [0, *accumulate(self._sizes)]
+        self.name = ", ".join(str(dataset.file) for dataset in self._datasets)
+
+    def __len__(self) -> int:
+        """Number of rows in an epoch."""
+        return self._starts[-1]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in all files."""
+        return self._first_rows[-1]
+
+    def locate(self, index: int, epoch: int) -> int:
+        """The number, over all files, of the row at an index of an epoch."""
+        file = bisect_right(self._starts, index) - 1
+        place = epoch * self._counts[file] + index - self._starts[file]
+        return self._first_rows[file] + place % self._sizes[file]
+
+    def row(self, index: int, epoch: int) -> Row | RowFault:
+        """The row at an index of an epoch. A `Row` carries this index, a `RowFault` the row's index in its file."""
+        number = self.locate(index, epoch)
+        file = bisect_right(self._first_rows, number) - 1
+        row = self._datasets[file].row(number - self._first_rows[file])
+        return replace(row, index=index) if isinstance(row, Row) else row
 
 
 class PromptBuilder:

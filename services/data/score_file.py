@@ -40,10 +40,9 @@ def check_out(path: Path, completions: Path | None = None) -> None:
 
 
 class ScoreFile:
-    """Context manager that takes results in any order, stores them in a temporary file, and writes the final file last.
+    """Context manager that takes results in any order and writes the file last, with the memory of one row group.
 
-    Uses the memory of one row group. Without `finish`, it leaves no file. Raises UserError if name or folder cannot be
-    used.
+    Without `finish`, it leaves no file. Raises UserError if name or folder cannot be used.
     """
 
     def __init__(self, path: Path) -> None:

@@ -37,7 +37,7 @@ class RunAddress:
 
 
 class RunLock:
-    """Locks a run folder for one supervisor. The kernel releases the lock when that process ends.
+    """Locks a run folder for one supervisor, until that process ends.
 
     Entering raises RunExistsError if another supervisor holds the folder, EnvironmentLackError if it cannot be written.
     """

@@ -28,10 +28,10 @@ def check_redis_room(buffer: Buffer, recipe: Recipe) -> None:
 
 
 def create_ledger(buffer: Buffer, recipe: Recipe, resume: bool) -> None:
-    """Saves the resolved recipe and creates the run's ledger in Redis; on resume, updates the ledger's limits.
+    """Saves the recipe and creates the run's ledger, or updates its limits on resume.
 
-    Replaces an earlier run in this folder that was killed before its first batch. Raises UserError if Redis already
-    holds a run with this id or cannot hold this one; the folder then holds no run.
+    Replaces a run that was killed before its first batch. Raises UserError if Redis holds a run with this id or cannot
+    hold this one; the folder then holds no run.
     """
     config = recipe.folder / CONFIG_FILE
     if not resume and config.exists() and not external_redis_url(recipe):

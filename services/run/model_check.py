@@ -100,8 +100,7 @@ def check_prompts(recipe: Recipe) -> None:
     tokenizer.json and datasets with more than `CHECKED_ROWS` rows, whose faults the feed reports. Ends at the first
     prompt that fits. Raises DataError, or ModelError if tokenizer.json cannot be read.
     """
-    from tandem.services.data.dataset import Row
-    from tandem.services.data.mixture import Mixture
+    from tandem.services.data.dataset import Mixture, Row
 
     limit = recipe.data.max_prompt_tokens
     file = Path(recipe.model.path) / "tokenizer.json"

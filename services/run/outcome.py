@@ -12,10 +12,7 @@ from tandem.services.run.process_group import FAILED, FINISHED, INCOMPLETE
 
 
 def report_outcome(recipe: Recipe, buffer: Buffer, outcome: int, step: int, report: Callable[[str], None]) -> int:
-    """Reports the end of a run whose processes ended with `outcome` after `step` batches. Returns the exit code.
-
-    A run that trained no batch is removed, which frees its folder and its id.
-    """
+    """Reports the end of a run after `step` batches. Returns its exit code. Removes a run that trained no batch."""
     folder = recipe.folder
     if outcome == FINISHED:
         outcome = _verify(buffer, report)

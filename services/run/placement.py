@@ -51,8 +51,8 @@ def place(recipe: Recipe, name: str) -> Mapping[str, str]:
 def starts_after(recipe: Recipe, name: str) -> str:
     """The service that has to be running before the service `name` starts; "" if it starts at once.
 
-    Each service with a model needs about ten seconds of processor time for its imports. With fewer cores than such
-    services, a simultaneous start would delay the first batch, so the first sampler starts before the others.
+    Imports take ten seconds of processor time. With too few cores a simultaneous start would delay the first batch, so
+    the first sampler starts before the others.
     """
     rollout = recipe.rollout
     num_busy = recipe.trainer.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size

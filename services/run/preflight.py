@@ -122,7 +122,7 @@ def check_dataset(recipe: Recipe) -> None:
     from tandem.services.data.dataset import Dataset
 
     for file in filter(None, (*(one.path for one in recipe.data.train_files), recipe.data.eval_file)):
-        Dataset(file)
+        Dataset(file).row(0)
 
 
 def check_models(recipe: Recipe) -> ModelFacts | None:

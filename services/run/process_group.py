@@ -28,7 +28,7 @@ SERVICE_ORDER = ("feed", "rollout", "reward", "trainer")
 
 
 class ProcessGroup:
-    """The children of one run. It runs until the trainer has finished, a child cannot go on, or a stop is requested.
+    """The children of one run, until the trainer has finished, a child cannot go on, or a stop is requested.
 
     `report` prints a line for the user. With `keep_logs` messages name the logs, which remain after the run.
     """

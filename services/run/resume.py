@@ -1,6 +1,4 @@
-"""The recipe keys that a resumed run may change. A resumed trainer and `tandem replay` train all recorded batches with
-one recipe and must reproduce the weights. So a key is fixed unless `FREE` names it.
-"""
+"""The keys that a resumed run may change: its weights, which a replay must reproduce, do not depend on them."""
 
 from __future__ import annotations
 

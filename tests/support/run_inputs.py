@@ -44,6 +44,16 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
+def write_chat_model(folder: Path) -> Path:
+    """A model folder that passes the checks and tokenizes prompts; its weights are not loaded."""
+    from tests.support.dataset_files import chat_folder  # transformers, which most users of this module do not need
+
+    chat_folder(folder)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_safetensors(folder / "model.safetensors", {"embed": (10, 16)})
+    return folder
+
+
 def write_dataset(file: Path) -> Path:
     """Four JSON lines in verl's columns."""
     rows = [

@@ -21,12 +21,8 @@ def test_a_small_run_trains_every_batch(tmp_path: Path) -> None:
     run = WholeRun(
         tmp_path,
         run={"run_id": "ring", "total_batches": TOTAL, "groups_per_batch": P, "staleness_budget": S},
-        data={
-            "train_file": str(tmp_path / "data" / "train.parquet"),
-            "eval_file": str(tmp_path / "few.parquet"),
-            "max_prompt_tokens": 64,
-        },
-        rollout={"samples_per_prompt": N, "max_response_tokens": 32, "kv_cache_bytes": 64 << 20},
+        data={"eval_file": str(tmp_path / "few.parquet")},
+        rollout={"samples_per_prompt": N, "max_response_tokens": 32},
         trainer={"learning_rate": 1e-3, "evaluate_every": 3, "export_every": 3, "checkpoint_every": 3},
     )
     pq.write_table(pq.read_table(tmp_path / "data" / "eval.parquet").slice(0, 70), tmp_path / "few.parquet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import uuid
 from pathlib import Path
@@ -16,9 +15,9 @@ from tandem.services.commands.evaluate import evaluate_recipe
 from tandem.services.config import Recipe
 from tandem.services.run.children import ChildSpec
 from tests.services.commands.test_bad_input import web_server
-from tests.support.dataset_files import chat_folder, verl_row, write_lines
+from tests.support.dataset_files import verl_row, write_lines
 from tests.support.processes import MARK, carriers
-from tests.support.run_inputs import CONFIG, recipe_of, write_safetensors
+from tests.support.run_inputs import recipe_of, write_chat_model
 
 SLEEP = "import time; time.sleep(600)"
 
@@ -26,9 +25,7 @@ SLEEP = "import time; time.sleep(600)"
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, dict[str, Any]]:
     """The values of a recipe whose model folder passes the checks and tokenizes prompts; its weights are not loaded."""
-    model = chat_folder(tmp_path / "model")
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    write_safetensors(model / "model.safetensors", {"embed": (10, 16)})
+    model = write_chat_model(tmp_path / "model")
     rows = write_lines(tmp_path / "rows.jsonl", [verl_row("1+1=", "2")])
     return {
         "run": {"run_id": "any", "folder": str(tmp_path / "run")},

@@ -135,7 +135,7 @@ def test_unreadable_files_are_refused(tmp_path: Path, name: str, content: bytes 
     elif isinstance(content, bytes):
         file.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        Dataset(file)
+        Dataset(file).row(0)
     assert told in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -145,16 +145,16 @@ def test_missing_or_damaged_columns_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"has no column prompt \(it has question, answer\); write it in verl's columns"
     ):
-        Dataset(file)
+        Dataset(file).row(0)
     write_parquet(file, [verl_row(f"q{n}" * 50, "1") for n in range(2000)])
     content = bytearray(file.read_bytes())
     content[10:2000] = b"\xff" * 1990
     file.write_bytes(content)
     with pytest.raises(DataError, match="damaged"):
-        Dataset(file)
+        Dataset(file).row(0)
     pq.write_table(pa.Table.from_pylist([verl_row("a", "1")]).slice(0, 0), file)
     with pytest.raises(DataError, match="holds no rows"):
-        Dataset(file)
+        Dataset(file).row(0)
 
 
 def test_no_usable_row_is_an_error(tmp_path: Path, model: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from tandem.protos.errors import ConfigError
 from tandem.services.config.recipe import TrainFile
-from tandem.services.data.dataset import Row, RowFault
-from tandem.services.data.mixture import Mixture
+from tandem.services.data.dataset import Mixture, Row, RowFault
 from tests.support.dataset_files import verl_row, write_lines
 from tests.support.run_inputs import recipe_of, small_values
 

@@ -155,15 +155,12 @@ def test_the_first_error_of_each_reason_for_a_drop_is_shown_once(run: Run) -> No
     assert said.count("warning: a group was dropped (crashed): ValueError: ") == 1, said
 
 
-def test_one_folder_has_one_supervisor(run: Run) -> None:
+def test_one_folder_has_one_supervisor_and_an_empty_one_cannot_be_resumed(run: Run) -> None:
+    code, said = run.tandem("run", str(run.recipe_file), "--resume")
+    assert code == 2 and CONFIG_FILE in said and len(said.splitlines()) == 1
+    assert not run.folder.exists()
     process, _ = run.start_run()
     for arguments in ((), ("--resume",)):
         code, said = run.tandem("run", str(run.recipe_file), *arguments)
         assert code == 2 and f"pid {process.pid}" in said and len(said.splitlines()) == 1
     assert process.poll() is None
-
-
-def test_resuming_an_empty_folder_is_refused(run: Run) -> None:
-    code, said = run.tandem("run", str(run.recipe_file), "--resume")
-    assert code == 2 and CONFIG_FILE in said and len(said.splitlines()) == 1
-    assert not run.folder.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,9 +18,9 @@ from tandem.services.config import Recipe, dump_recipe, load_resolved
 from tandem.services.run import ledger as run_ledger
 from tandem.services.run.folder import CONFIG_FILE
 from tandem.services.run.ledger import join_run
-from tests.support.dataset_files import chat_folder, verl_row, write_lines
+from tests.support.dataset_files import verl_row, write_lines
 from tests.support.paths import ROOT
-from tests.support.run_inputs import CONFIG, recipe_of, write_safetensors
+from tests.support.run_inputs import recipe_of, write_chat_model
 
 DEADLINE_SECONDS = 60.0
 P, S = 2, 1
@@ -30,9 +29,7 @@ P, S = 2, 1
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
     """The recipe of a run that is not in Redis; its model folder tokenizes prompts, but its weights are not loaded."""
-    model = chat_folder(tmp_path / "model")
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    write_safetensors(model / "model.safetensors", {"embed": (10, 16)})
+    model = write_chat_model(tmp_path / "model")
     rows = write_lines(tmp_path / "rows.jsonl", [verl_row(f"{n}+1=", str(n + 1)) for n in range(8)])
     run = {"run_id": f"alone-{tmp_path.name}"[:60], "folder": str(tmp_path / "run"), "total_batches": 3}
     return recipe_of(

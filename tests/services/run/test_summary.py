@@ -45,17 +45,14 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     evaluations = [{"version": 4, "accuracy": 0.9}, {"version": 0, "accuracy": 0.5}]
     lines = [line(1), line(2, skipped_steps=0.0), line(3, weight_stall_seconds=None, skipped_steps=2.0), line(4)]
     summary = summarise(recipe, lines, evaluations, {"admitted": 9}, 12.5)
-    assert summary["initial_accuracy"] == 0.5
-    assert summary["final_accuracy"] == 0.9
+    assert (summary["initial_accuracy"], summary["final_accuracy"]) == (0.5, 0.9)
     assert (summary["train_steps"], summary["optimizer_steps"]) == (4, 8)
     assert (summary["skipped_steps"], summary["critic_skipped_steps"]) == (2, None)
     assert (summary["wall_seconds"], summary["train_seconds"]) == (12.5, 8.0)
-    assert summary["sampler_tokens_per_second"] == 200 / 8
-    assert summary["trainer_tokens_per_second"] == 400 / 8
+    assert (summary["sampler_tokens_per_second"], summary["trainer_tokens_per_second"]) == (200 / 8, 400 / 8)
     assert summary["mean_staleness"] == pytest.approx(9 / 16)
     assert (summary["p99_staleness"], summary["observed_max_staleness"]) == (1, 1)
-    assert summary["sampler_idle_fraction"] == 0.25
-    assert summary["trainer_idle_fraction"] == 0.25
+    assert summary["sampler_idle_fraction"] == summary["trainer_idle_fraction"] == 0.25
     assert summary["weight_updates"] == 3
     assert summary["weight_stall_seconds_mean"] == pytest.approx(0.07 / 3)
     assert summary["groups"] == {"admitted": 9}
