@@ -92,8 +92,11 @@ def expected_gradient(scores_V: Tensor, reference_V: Tensor, penalty: LossKl, be
     return scores_V.grad
 
 
+Policies = tuple[Tensor, Tensor, Tensor]
+
+
 @pytest.fixture
-def policies() -> tuple[Tensor, Tensor, Tensor]:
+def policies() -> Policies:
     generator = torch.Generator().manual_seed(0)
     scores_V = torch.randn(7, generator=generator, dtype=torch.float64)
     reference_V = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
@@ -115,9 +118,7 @@ def true_gradient(scores_V: Tensor, reference_V: Tensor) -> Tensor:
         *((one, True) for one in ("k1", "k3", "kl", "low_var_kl")),
     ],
 )
-def test_the_gradient_is_that_of_the_kl(
-    estimator: KlEstimator, unbiased: bool, policies: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def test_the_gradient_is_that_of_the_kl(estimator: KlEstimator, unbiased: bool, policies: Policies) -> None:
     """That of k2 and of a straight-through estimator on-policy, that of an unbiased one off-policy."""
     scores_V, reference_V, behavior_V = policies
     sampled_V = behavior_V if unbiased else scores_V.log_softmax(0)
@@ -125,9 +126,7 @@ def test_the_gradient_is_that_of_the_kl(
     torch.testing.assert_close(got_V, true_gradient(scores_V, reference_V))
 
 
-def test_the_on_policy_gradient_is_zero_in_the_mean_for_k1_and_biased_for_k3(
-    policies: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def test_the_on_policy_gradient_is_zero_in_the_mean_for_k1_and_biased_for_k3(policies: Policies) -> None:
     scores_V, reference_V, _ = policies
     on_policy_V = scores_V.log_softmax(0)
     k1_V = expected_gradient(scores_V, reference_V, LossKl(estimator="k1"), on_policy_V)
@@ -137,7 +136,7 @@ def test_the_on_policy_gradient_is_zero_in_the_mean_for_k1_and_biased_for_k3(
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_the_mean_of_k1_and_k3_is_the_kl(estimator: KlEstimator, policies: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_the_mean_of_k1_and_k3_is_the_kl(estimator: KlEstimator, policies: Policies) -> None:
     scores_V, reference_V, _ = policies
     logprobs_V = scores_V.log_softmax(0)
     mean = (logprobs_V.exp() * kl_estimates(logprobs_V, reference_V, estimator)).sum()

@@ -5,7 +5,7 @@ its own position.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch, make_group, with_tool_output
 
 GAMMA, LAM = 0.9, 0.8
+
+Learned = Callable[..., tuple[Targets, dict[str, Tensor], dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,8 @@ def has_gap(segment: Segment) -> bool:
     return bool((np.diff(np.flatnonzero(segment.loss_mask)) > 1).any())
 
 
-def learned(
-    model: Path, groups: Sequence[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> tuple[Targets, dict[str, Tensor], dict[str, float]]:
+@pytest.fixture
+def learned(model: Path, monkeypatch: pytest.MonkeyPatch) -> Learned:
     """Trains one batch; returns its targets, the new weights and the metrics."""
     seen: list[Targets] = []
     real = learner_module.learning_targets
@@ -60,22 +61,25 @@ def learned(
         seen.append(real(*arguments, **named))
         return seen[-1]
 
+    def learn(
+        groups: Sequence[TrajectoryGroup], **settings: Any
+    ) -> tuple[Targets, dict[str, Tensor], dict[str, float]]:
+        config = TrainerConfig(learning_rate=1e-2, zero_stage=0, **settings)
+        learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=40)
+        try:
+            metrics = dict(learner.train(*make_batch(groups, tokens_per_micro_batch=80)).metrics)
+            return seen[-1], all_weights(learner), metrics
+        finally:
+            learner.close()
+
     monkeypatch.setattr(learner_module, "learning_targets", remembered)
-    config = TrainerConfig(learning_rate=1e-2, zero_stage=0, **settings)
-    learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=40)
-    try:
-        metrics = dict(learner.train(*make_batch(groups, tokens_per_micro_batch=80)).metrics)
-        return seen[0], all_weights(learner), metrics
-    finally:
-        learner.close()
+    return learn
 
 
-def test_only_sampled_tokens_have_a_gradient(
-    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_sampled_tokens_have_a_gradient(model: Path, groups: list[TrajectoryGroup], learned: Learned) -> None:
     """The gradient equals that of −Σ A·log π over the sampled tokens, computed with plain torch."""
     settings: dict[str, Any] = {"advantage": "dr_grpo", "loss": "reinforce", "correction": "none"}
-    targets, _, metrics = learned(model, groups, monkeypatch, **settings)
+    targets, _, metrics = learned(groups, **settings)
     policy = AutoModelForCausalLM.from_pretrained(model)
     logprobs = []
     for segment in segments_of(groups):
@@ -89,9 +93,7 @@ def test_only_sampled_tokens_have_a_gradient(
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_log_probs_and_rewards_of_tool_output_are_ignored(
-    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probs_and_rewards_of_tool_output_are_ignored(groups: list[TrajectoryGroup], learned: Learned) -> None:
     """Sets both to NaN; the weights stay bit-identical."""
 
     def scribbled(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -108,14 +110,14 @@ def test_log_probs_and_rewards_of_tool_output_are_ignored(
         "advantage": "reinforce_plus_plus",
         "correction": {"rejections": [{"level": "geometric", "measure": "k3", "high": 3.0}]},
     }
-    _, want, figures = learned(model, groups, monkeypatch, **settings)
-    _, got, others = learned(model, [scribbled(group) for group in groups], monkeypatch, **settings)
+    _, want, figures = learned(groups, **settings)
+    _, got, others = learned([scribbled(group) for group in groups], **settings)
     assert 0 < figures["rejected_fraction"] == others["rejected_fraction"] < 1
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_gae_skips_tool_output_between_sampled_tokens(
-    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: Path, groups: list[TrajectoryGroup], learned: Learned, tmp_path: Path
 ) -> None:
     """The critic has a head of its own. A sampled token's V precedes it; the next value is V before the next sampled
     token, with no discount for the tokens in between.
@@ -126,7 +128,7 @@ def test_gae_skips_tool_output_between_sampled_tokens(
     critic.save_pretrained(tmp_path)
     critic.eval()
     advantage = {"name": "gae", "gamma": GAMMA, "lam": LAM, "whiten": False}
-    targets, _, _ = learned(model, groups, monkeypatch, advantage=advantage, critic={"path": str(tmp_path)})
+    targets, _, _ = learned(groups, advantage=advantage, critic={"path": str(tmp_path)})
     want, returns = [], []
     for group in groups:
         for row in group.scored_rows:
@@ -171,7 +173,7 @@ def weighed(given: str, z_N: Tensor) -> Tensor:
 @pytest.mark.parametrize("given", CORRECTIONS)
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_a_token_baseline_uses_the_correction_weights(
-    model: Path, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch, name: str, given: str
+    model: Path, groups: list[TrajectoryGroup], learned: Learned, name: str, given: str
 ) -> None:
     """The baseline is Σ G·W/Σ W over the group at the same position (with or without tool output), where W = Σ w²(1 −
     2π + Σπ²) and w is 0 for rejected tokens.
@@ -180,7 +182,7 @@ def test_a_token_baseline_uses_the_correction_weights(
         "advantage": {"name": name, "handle_zero_tail": False},
         "correction": CORRECTIONS[given],
     }
-    targets, _, _ = learned(model, groups, monkeypatch, **settings)
+    targets, _, _ = learned(groups, **settings)
     policy = AutoModelForCausalLM.from_pretrained(model)
     want: list[float] = []
     for group in groups:

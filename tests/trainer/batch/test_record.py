@@ -26,9 +26,11 @@ from tandem.trainer.batch.record import (
 )
 from tests.support.training_groups import make_batch, make_group, make_payloads
 
+Recorded = tuple[TrainBatch, dict[str, TrajectoryGroup]]
+
 
 @pytest.fixture
-def batch_and_groups() -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
+def recorded() -> Recorded:
     groups = [
         make_group(7, versions=(0, 1, 2), baseline=True),
         make_group(3, rewards=[1.0, None, 0.25, 0.0], num_segments=2),
@@ -37,10 +39,8 @@ def batch_and_groups() -> tuple[TrainBatch, dict[str, TrajectoryGroup]]:
     return make_batch(groups, policy_version=3, optimizer_steps=2, world_size=2)
 
 
-def test_a_record_survives_a_round_trip(
-    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
-) -> None:
-    batch, groups = batch_and_groups
+def test_a_record_survives_a_round_trip(tmp_path: Path, recorded: Recorded) -> None:
+    batch, groups = recorded
     payloads = make_payloads(groups.values())
     write_record(tmp_path, batch, payloads)
     read_batch, read_payloads = read_record(tmp_path, 3)
@@ -57,10 +57,8 @@ def test_a_record_survives_a_round_trip(
             assert segment.spans == original.spans
 
 
-def test_pyarrow_alone_reads_one_row_per_segment(
-    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
-) -> None:
-    batch, groups = batch_and_groups
+def test_pyarrow_alone_reads_one_row_per_segment(tmp_path: Path, recorded: Recorded) -> None:
+    batch, groups = recorded
     parts = {"form": 0.5, "right/numeric": 1.0}
     told = [
         replace(one, rows=tuple(replace(row, breakdown=parts) for row in one.scored_rows)) for one in groups.values()
@@ -76,10 +74,8 @@ def test_pyarrow_alone_reads_one_row_per_segment(
     assert json.loads((record_folder(tmp_path, 3) / PLAN_FILE).read_text())["policy_version"] == 3
 
 
-def test_versions_are_listed_and_never_overwritten(
-    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
-) -> None:
-    batch, groups = batch_and_groups
+def test_versions_are_listed_and_never_overwritten(tmp_path: Path, recorded: Recorded) -> None:
+    batch, groups = recorded
     assert recorded_versions(tmp_path) == []
     write_record(tmp_path, batch, make_payloads(groups.values()))
     (tmp_path / "batches" / "000009.partial").mkdir()
@@ -88,10 +84,8 @@ def test_versions_are_listed_and_never_overwritten(
         write_record(tmp_path, batch, make_payloads(groups.values()))
 
 
-def test_a_missing_payload_or_record_is_named(
-    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]
-) -> None:
-    batch, groups = batch_and_groups
+def test_a_missing_payload_or_record_is_named(tmp_path: Path, recorded: Recorded) -> None:
+    batch, groups = recorded
     payloads = make_payloads(groups.values())
     del payloads["0-5"]
     with pytest.raises(DataError, match="no payload of group 0-5"):
@@ -101,10 +95,8 @@ def test_a_missing_payload_or_record_is_named(
         read_record(tmp_path, 4)
 
 
-def test_a_later_schema_is_refused(
-    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch, groups = batch_and_groups
+def test_a_later_schema_is_refused(tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, groups = recorded
     write_record(tmp_path, batch, make_payloads(groups.values()))
     monkeypatch.setattr("tandem.protos.codec.SCHEMA_VERSION", 0)
     with pytest.raises(SchemaVersionError, match="update Tandem"):
@@ -112,9 +104,9 @@ def test_a_later_schema_is_refused(
 
 
 def test_a_full_disk_is_a_one_line_error_and_leaves_no_files(
-    tmp_path: Path, batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, groups = batch_and_groups
+    batch, groups = recorded
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -125,6 +117,6 @@ def test_a_full_disk_is_a_one_line_error_and_leaves_no_files(
     assert list((tmp_path / "batches").iterdir()) == []
 
 
-def test_a_batch_survives_json(batch_and_groups: tuple[TrainBatch, dict[str, TrajectoryGroup]]) -> None:
-    batch, _ = batch_and_groups
+def test_a_batch_survives_json(recorded: Recorded) -> None:
+    batch, _ = recorded
     assert batch_from_json(json.loads(json.dumps(batch_to_json(batch)))) == batch
