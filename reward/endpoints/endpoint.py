@@ -49,10 +49,7 @@ class Endpoint(Scorer):
         key = read_key(self.api_key_env)
         self._slots = PrioritySemaphore(self.max_concurrent)
         self._portal = SessionPortal(
-            self.KIND,
-            lambda: open_client(
-                self._url, key=key, max_connections=self.max_concurrent, attempt_seconds=self.timeout_seconds
-            ),
+            self.KIND, lambda: open_client(self._url, key, self.max_concurrent, self.timeout_seconds)
         )
 
     @property

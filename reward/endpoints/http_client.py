@@ -151,7 +151,7 @@ class HttpClient:
 
 
 @asynccontextmanager
-async def open_client(url: str, *, key: str, max_connections: int, attempt_seconds: float) -> AsyncIterator[HttpClient]:
+async def open_client(url: str, key: str, max_connections: int, attempt_seconds: float) -> AsyncIterator[HttpClient]:
     """A client whose connections close with the block. It follows no redirects and uses the environment's proxies."""
     import httpx
 
@@ -196,12 +196,9 @@ async def with_retries(
     def is_over(state: RetryCallState) -> bool:
         return state.attempt_number >= max_attempts or clock() + state.upcoming_sleep >= deadline
 
+    again = retry_if_result(lambda outcome: isinstance(outcome, Fault) and outcome.retry)
     retrying = AsyncRetrying(
-        retry=retry_if_result(lambda outcome: isinstance(outcome, Fault) and outcome.retry),
-        wait=pause,
-        stop=is_over,
-        sleep=asyncio.sleep,
-        retry_error_callback=outcome_of,
+        retry=again, wait=pause, stop=is_over, sleep=asyncio.sleep, retry_error_callback=outcome_of
     )
     outcome = cast("T | Fault", await retrying(attempt, deadline))
     if not isinstance(outcome, Fault):

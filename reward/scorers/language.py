@@ -14,31 +14,17 @@ from tandem.reward.contracts import Scorer
 
 _LANGUAGES = {
     "Arabic": "ar fa ps ur",
-    "Armenian": "hy",
-    "Bengali": "bn",
     "Cyrillic": "be bg kk ky mk mn ru tg uk",
     "Cyrillic Latin": "az sr uz",
     "Devanagari": "hi mr ne sa",
-    "Ethiopic": "am",
-    "Georgian": "ka",
-    "Greek": "el",
-    "Gujarati": "gu",
-    "Gurmukhi": "pa",
     "Han Bopomofo": "zh",
     "Han Hiragana Katakana": "ja",
     "Hangul Han": "ko",
-    "Hebrew": "he",
-    "Kannada": "kn",
-    "Khmer": "km",
-    "Lao": "lo",
     "Latin": "af ca cs cy da de en es et eu fi fil fr ga gl hr hu id is it lt "
     "lv ms mt nl no pl pt ro sk sl sq sv sw tr vi",
-    "Malayalam": "ml",
-    "Myanmar": "my",
-    "Sinhala": "si",
-    "Tamil": "ta",
-    "Telugu": "te",
-    "Thai": "th",
+    **dict(Armenian="hy", Bengali="bn", Ethiopic="am", Georgian="ka", Greek="el", Gujarati="gu", Gurmukhi="pa"),
+    **dict(Hebrew="he", Kannada="kn", Khmer="km", Lao="lo", Malayalam="ml", Myanmar="my", Sinhala="si"),
+    **dict(Tamil="ta", Telugu="te", Thai="th"),
 }
 SCRIPTS: dict[str, frozenset[str]] = {
     code: frozenset(scripts.split()) for scripts, codes in _LANGUAGES.items() for code in codes.split()

@@ -11,10 +11,13 @@ import pytest
 
 from tandem.protos.contracts import Scored
 from tandem.reward.scorers import math_boxed, math_dapo
+from tandem.reward.scorers.exact import ExactMatch
 from tandem.reward.scorers.gsm8k import Gsm8k
 from tandem.reward.scorers.math_boxed import MathBoxed
 from tandem.reward.scorers.math_dapo import MathDapo
 from tandem.reward.scorers.math_verify import MathVerify
+from tandem.reward.scorers.numeric import NumericEquality
+from tandem.reward.scorers.regex import RegexMatch
 from tests.support.paths import ROOT
 from tests.support.scores import item, refused, value
 
@@ -86,7 +89,10 @@ def test_final_answers_are_normalised(text: str, normal: str) -> None:
     assert value(MathDapo().judge(item(f"Answer: {text}", normal))) == 1.0
 
 
-@pytest.mark.parametrize("judge", [Gsm8k(), MathBoxed(), MathDapo(), MathVerify()])
+EXACT, NUMERIC, PATTERN = ExactMatch(), NumericEquality(), RegexMatch(pattern="(.*)")
+
+
+@pytest.mark.parametrize("judge", [EXACT, NUMERIC, PATTERN, Gsm8k(), MathBoxed(), MathDapo(), MathVerify()])
 @pytest.mark.parametrize("truth", [None, {"target": "1"}, [], [None], [10**5000]], ids=lambda _: "truth")
 def test_a_missing_ground_truth_is_unscored(judge: Any, truth: Any) -> None:
     reason, detail = refused(judge.judge(item(r"Answer: \boxed{1} #### 1", truth)))

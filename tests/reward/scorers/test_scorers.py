@@ -39,13 +39,6 @@ def test_exact_options() -> None:
     assert value(ExactMatch(last_line=True).judge(item("15\nor not", "15"))) == 0.0
 
 
-@pytest.mark.parametrize("judge", [ExactMatch(), RegexMatch(pattern="(.*)"), NumericEquality()])
-@pytest.mark.parametrize("truth", [None, {"target": "1"}, [], [None]])
-def test_a_ground_truth_of_another_kind_is_unscored_not_zero(judge: Any, truth: Any) -> None:
-    score = judge.judge(item("1", truth))
-    assert isinstance(score, Unscored) and score.reason == "invalid_input" and "ground truth" in score.detail
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
