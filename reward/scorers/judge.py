@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -100,10 +99,6 @@ class GenerativeJudge(ChatEndpoint):
 
 def combined(votes: Sequence[float], how: Combine) -> float:
     """Combines votes into one number; see `GenerativeJudge.combine`."""
-    if how == "mean":
-        return statistics.fmean(votes)
-    if how == "median":
-        return float(statistics.median(votes))
-    counts = Counter(votes)
-    most = max(counts.values())
-    return min(vote for vote, count in counts.items() if count == most)
+    if how == "majority":
+        return min(statistics.multimode(votes))
+    return statistics.fmean(votes) if how == "mean" else statistics.median(votes)

@@ -7,6 +7,7 @@ import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Annotated
 
 from pydantic import Field
@@ -135,7 +136,7 @@ def split_groups(items: Sequence[ScoreItem], scores: list[Score]) -> list[list[i
 def choose_pairs(count: int, opponents: int, seed: int) -> list[Pair]:
     """Pairs (i < j) with each of `count` answers in equally many: all, or the neighbours on a ring in random order."""
     if opponents == 0 or 2 * -(-opponents // 2) >= count - 1:
-        return [(i, j) for i in range(count) for j in range(i + 1, count)]
+        return list(combinations(range(count), 2))
     ring = list(range(count))
     random.Random(seed).shuffle(ring)
     steps = range(1, -(-opponents // 2) + 1)

@@ -82,5 +82,4 @@ def _contains(answer: str, texts: list[str]) -> bool:
 def _f1(words: Counter[str], truth: list[str]) -> float:
     if not words or not truth:
         return float(not words and not truth)
-    common = sum(min(number, words[word]) for word, number in Counter(truth).items())
-    return 2 * common / (words.total() + len(truth))
+    return 2 * (Counter(truth) & words).total() / (words.total() + len(truth))  # only the words of the truth are read

@@ -13,8 +13,6 @@ from tandem.protos.error_text import shown
 
 MAX_ACCEPTED = 1000
 """Maximum number of accepted texts of a ground truth, because each is compared with the whole answer."""
-TOKENS = "num_tokens"
-"""Key of `extra_info` with the number of tokens of the answer. Scorers have no tokenizer."""
 
 Unit = Literal["tokens", "characters"]
 
@@ -39,7 +37,7 @@ def unusable(ground_truth: object, wanted: str = "neither text, number nor list 
 
 def measured(item: ScoreItem, unit: Unit) -> int | Unscored:
     """The answer's length in characters (Unicode code points), or in tokens from `extra_info.num_tokens`."""
-    return len(item.solution) if unit == "characters" else told_count(item, TOKENS)
+    return len(item.solution) if unit == "characters" else told_count(item, "num_tokens")  # scorers have no tokenizer
 
 
 def told_count(item: ScoreItem, key: str) -> int | Unscored:
