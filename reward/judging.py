@@ -88,7 +88,7 @@ class RemoteJudges:
     def __contains__(self, spec: ScorerSpec) -> bool:
         return spec.key in self._judges
 
-    def add(self, spec: ScorerSpec, name: str, *, start: bool) -> None:
+    def add(self, spec: ScorerSpec, name: str, start: bool) -> None:
         """Builds a judge and starts it, or raises ScorerError. `name` is for figures; a number is appended if taken."""
         taken = set(self._names.values())
         names = [name, *(f"{name}-{number}" for number in range(2, len(taken) + 2))]
@@ -98,19 +98,13 @@ class RemoteJudges:
             judge.start()
 
     def begin(
-        self,
-        spec: ScorerSpec,
-        items: Sequence[ScoreItem],
-        priority: Priority,
-        cancellation: CancellationToken,
-        *,
-        aside: bool,
+        self, spec: ScorerSpec, items: Sequence[ScoreItem], priority: Priority, token: CancellationToken, aside: bool
     ) -> Callable[[], list[Score]]:
         """Returns a function that waits for the scores. With `aside`, another thread asks the judge at once."""
         judge = cast(RemoteJudge, self._judges[spec.key])
-        judge_all = partial(judge_remotely, judge, items, priority, cancellation, spec.grouped)
+        judge_all = partial(judge_remotely, judge, items, priority, token, spec.grouped)
         if aside and not self._closing:
-            return partial(wait_aside, self._threads[priority].submit(judge_all), cancellation, len(items))
+            return partial(wait_aside, self._threads[priority].submit(judge_all), token, len(items))
         return judge_all
 
     def figures(self) -> dict[str, float]:

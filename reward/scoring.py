@@ -180,7 +180,7 @@ class ScoringCore:
             self._get_pool()
         elif spec.isolation == "remote":
             if spec not in self._remote:  # a client's rubric names only declared ones, which exist already
-                self._remote.add(spec, name, start=start)
+                self._remote.add(spec, name, start)
         else:
             self._judge(spec)
 
@@ -241,20 +241,15 @@ class ScoringCore:
         return finish
 
     def _begin_stage(
-        self,
-        rubric: Rubric,
-        stage: Sequence[int],
-        undecided: Sequence[int],
-        items: Sequence[ScoreItem],
-        caller: _Caller,
+        self, rubric: Rubric, stage: Sequence[int], rows: Sequence[int], items: Sequence[ScoreItem], caller: _Caller
     ) -> list[tuple[int, Sequence[int], Wait]]:
         running, remote = [], 0
         for number in stage:
             component = rubric.components[number]
-            numbers = undecided
+            numbers = rows
             if component.data_sources is not None:
-                fits = {source: component.applies(source) for source in {items[n].data_source for n in undecided}}
-                numbers = [n for n in undecided if fits[items[n].data_source]]
+                fits = {source: component.applies(source) for source in {items[n].data_source for n in rows}}
+                numbers = [n for n in rows if fits[items[n].data_source]]
             if not numbers:
                 continue
             part = items if len(numbers) == len(items) else [items[n] for n in numbers]
@@ -279,7 +274,7 @@ class ScoringCore:
 
             return wait_in_pool
         if spec.isolation == "remote":
-            return self._remote.begin(spec, items, priority, cancellation, aside=aside)
+            return self._remote.begin(spec, items, priority, cancellation, aside)
         judge = self._judge(spec)
         if not isinstance(judge, BatchJudge):
             return partial(judge_each, judge.judge, items, priority, cancellation, scheduler)
