@@ -3,25 +3,72 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from tandem.services.buffer.buffer import STATES, Buffer
-from tests.support import buffer_worker
+from tandem.protos.errors import NotAdmittedError
+from tandem.services.buffer.buffer import STATES, Buffer, Claim, Stage
+from tandem.services.process import die_with_parent
 from tests.support import redis_ring as ring
+
+LEASE_SECONDS = 0.6
+
+
+def _work(buffer: Buffer, claim: Claim, acknowledgements: int, chance: random.Random) -> None:
+    dice = chance.random()
+    if dice < 0.02:
+        os._exit(9)
+    if dice < 0.06:
+        time.sleep(1.2 * LEASE_SECONDS)  # past the lease: the group is claimed again or this result is refused
+    elif dice < 0.16:
+        buffer.release(claim, "tired", chance.choice(["voluntary", "infrastructure"]))
+        return
+    elif dice < 0.3:
+        buffer.renew([claim], LEASE_SECONDS, {claim.token: b"half of " + claim.group_id.encode()})
+        if dice < 0.18:
+            os._exit(9)
+    assert claim.partial in (None, b"half of " + claim.group_id.encode())
+    if ring.finish(buffer, claim):
+        os.write(acknowledgements, f"{claim.stage} {claim.group_id}\n".encode())
+
+
+def work(stage: Stage, url: str, run_id: str, name: str, acknowledgement_file: str) -> None:
+    """Works until killed. Appends "<stage> <group id>" to the file for every result that the buffer acknowledged."""
+    die_with_parent()
+    acknowledgements = os.open(acknowledgement_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    buffer = Buffer(url, run_id)
+    if stage == "prompts":
+        buffer.register_sampler(name, "127.0.0.1:1", 1)
+    else:
+        buffer.register_service(name, "127.0.0.1:1")
+    chance = random.Random()
+    while True:
+        try:
+            claims = buffer.claim(stage, name, 3, LEASE_SECONDS, 0.5)
+        except NotAdmittedError:
+            time.sleep(0.02)
+            continue
+        for claim in claims:
+            _work(buffer, claim, acknowledgements, chance)
+
 
 # Workers die often, so they are forked from a process that has imported pyarrow already.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.support.buffer_worker"])
+_PROCESSES.set_forkserver_preload(["tests.support.buffer_chaos"])
+
+
+class TrainerDiedError(Exception):
+    """The trainer's thread starts again as a new incarnation."""
 
 
 class Chaos:
-    """Two samplers and two scorers in processes of their own, a feed and a trainer in a thread, and a disk that
-    survives.
+    """Two samplers and two scorers in processes, a feed and a trainer in threads, and a disk that survives.
 
     The trainer records, publishes, commits, and dies once between any two of these steps; its successor rolls back.
     """
@@ -101,7 +148,7 @@ class Chaos:
             assert ended in (None, 9, -9), f"worker {name} ended with {ended}: it died of something else than chaos"
             if ended is not None:
                 arguments = (stage, self.url, "chaos", name, str(self.acknowledged))
-                self.workers[name] = _PROCESSES.Process(target=buffer_worker.main, args=arguments)
+                self.workers[name] = _PROCESSES.Process(target=work, args=arguments)
                 self.workers[name].start()
 
     def _check(self) -> None:
@@ -122,44 +169,38 @@ class Chaos:
 
     def _train(self) -> None:
         while self.checkpoint < self.NUM_BATCHES:
-            self._one_incarnation()
+            with suppress(TrainerDiedError):
+                self._one_incarnation()
         self.buffer.drop_outstanding(self.num_incarnations, "run_finished")
 
     def _one_incarnation(self) -> None:
         incarnation = self.buffer.begin_incarnation()
         self.num_incarnations = incarnation
-        self.buffer.rollback(
-            incarnation, self.checkpoint, {v: ids for v, ids in self.records.items() if v > self.checkpoint}
-        )
+        later = {version: ids for version, ids in self.records.items() if version > self.checkpoint}
+        self.buffer.rollback(incarnation, self.checkpoint, later)
         version = max([self.checkpoint, *self.records])
         while True:
             self.buffer.publish(incarnation, version, [s for s in self.buffer.samplers() if s.alive])
-            if self._dies("published", version):
-                return
+            self._may_die("published", version)
             if version % 3 == 0 or version == self.NUM_BATCHES:
                 self.checkpoint = version
-                if self._dies("checkpoint written", version):
-                    return
+                self._may_die("checkpoint written", version)
                 self.buffer.commit(incarnation, version)
             if version == self.NUM_BATCHES:
                 return
             batch = self._next_batch(incarnation, version)
             version += 1
-            if self._dies("claimed", version):
-                return
+            self._may_die("claimed", version)
             self.records[version] = batch
-            if self._dies("written to disk", version):
-                return
+            self._may_die("written to disk", version)
             self.buffer.record(incarnation, version, batch)
-            if self._dies("recorded", version):
-                return
+            self._may_die("recorded", version)
 
-    def _dies(self, moment: str, version: int) -> bool:
-        """Whether the trainer dies now: once at each of its moments, spread over the run."""
-        if self.deaths.get(moment) != version:
-            return False
-        del self.deaths[moment]
-        return True
+    def _may_die(self, moment: str, version: int) -> None:
+        """The trainer dies once at each of its moments, spread over the run."""
+        if self.deaths.get(moment) == version:
+            del self.deaths[moment]
+            raise TrainerDiedError
 
     def _next_batch(self, incarnation: int, version: int) -> list[str]:
         batch: list[str] = []

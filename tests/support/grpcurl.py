@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import grpc
-from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from google.protobuf import descriptor_pb2, json_format, message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 DEADLINE_SECONDS = 60.0
 _MAPS = ("breakdown", "limits", "numUnscored")
@@ -26,61 +27,35 @@ def grpcurl(words: list[str], given: str) -> str:
     assert "-plaintext" in options, "the service speaks no TLS"
     address, *verb = rest
     with grpc.insecure_channel(address) as channel:
-        reflection = Reflection(channel)
+        database = ProtoReflectionDescriptorDatabase(channel)
+        pool = DescriptorPool(database)
         if verb == ["list"]:
-            return "".join(f"{name}\n" for name in sorted(reflection.services()))
+            return "".join(f"{name}\n" for name in sorted(database.get_services()))
         if verb[0] == "describe":
-            return reflection.described(verb[1])
+            return _described(pool.FindMessageTypeByName(verb[1]))
         data = given if options.get("-d") == "@" else options.get("-d", "{}")
-        return reflection.called(verb[0], data)
+        service, _, name = verb[0].partition("/")
+        return _called(channel, pool.FindServiceByName(service).methods_by_name[name], data)
 
 
-class Reflection:
-    """A client of a server's reflection service."""
+def _described(message: Descriptor) -> str:
+    fields = "".join(f"  {_type_of(one)} {one.name} = {one.number};\n" for one in message.fields)
+    return f"{message.full_name} is a message:\nmessage {message.name} {{\n{fields}}}\n"
 
-    def __init__(self, channel: grpc.Channel) -> None:
-        self._channel = channel
-        self._stub = reflection_pb2_grpc.ServerReflectionStub(channel)
 
-    def services(self) -> list[str]:
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        return [service.name for service in self._ask(request).list_services_response.service]
-
-    def pool(self, symbol: str) -> descriptor_pool.DescriptorPool:
-        """A pool with only the files that define a symbol."""
-        request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol)
-        reply = self._ask(request)
-        assert not reply.HasField("error_response"), f"{symbol}: {reply.error_response.error_message}"
-        pool = descriptor_pool.DescriptorPool()
-        for data in reply.file_descriptor_response.file_descriptor_proto:
-            pool.Add(descriptor_pb2.FileDescriptorProto.FromString(data))  # type: ignore[no-untyped-call]
-        return pool
-
-    def described(self, symbol: str) -> str:
-        message = self.pool(symbol).FindMessageTypeByName(symbol)
-        fields = "".join(f"  {_type_of(one)} {one.name} = {one.number};\n" for one in message.fields)
-        return f"{symbol} is a message:\nmessage {message.name} {{\n{fields}}}\n"
-
-    def called(self, method: str, data: str) -> str:
-        service, _, name = method.partition("/")
-        pool = self.pool(service)
-        found = pool.FindServiceByName(service).methods_by_name[name]
-        requests = _messages(found.input_type, data)
-        reply_class = message_factory.GetMessageClass(found.output_type)
-        kind = f"{'stream' if found.client_streaming else 'unary'}_{'stream' if found.server_streaming else 'unary'}"
-        call = getattr(self._channel, kind)(
-            f"/{service}/{name}",
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=reply_class.FromString,
-        )
-        assert found.client_streaming or len(requests) == 1
-        answer = call(iter(requests) if found.client_streaming else requests[0], timeout=DEADLINE_SECONDS)
-        replies = list(answer) if found.server_streaming else [answer]
-        replies.sort(key=lambda reply: getattr(reply, "request_id", 0))  # replies arrive as they are ready
-        return "".join(f"{_printed(reply)}\n" for reply in replies)
-
-    def _ask(self, request: reflection_pb2.ServerReflectionRequest) -> reflection_pb2.ServerReflectionResponse:
-        return next(iter(self._stub.ServerReflectionInfo(iter([request]), timeout=DEADLINE_SECONDS)))
+def _called(channel: grpc.Channel, method: MethodDescriptor, data: str) -> str:
+    requests = _messages(method.input_type, data)
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    call = getattr(channel, kind)(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+    )
+    assert method.client_streaming or len(requests) == 1
+    answer = call(iter(requests) if method.client_streaming else requests[0], timeout=DEADLINE_SECONDS)
+    replies = list(answer) if method.server_streaming else [answer]
+    replies.sort(key=lambda reply: getattr(reply, "request_id", 0))  # replies arrive as they are ready
+    return "".join(f"{_printed(reply)}\n" for reply in replies)
 
 
 def _messages(kind: Descriptor, text: str) -> list[Any]:

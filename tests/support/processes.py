@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 
 MARK = "TANDEM_TEST_MARK"
 """An environment variable that all processes started by a command inherit."""
@@ -34,10 +34,7 @@ def has_ended(pid: int) -> bool:
 
 def wait_until_gone(pid: int, seconds: float = 10.0) -> None:
     """Fails if the process stays alive."""
-    deadline = time.monotonic() + seconds
-    while not has_ended(pid):
-        assert time.monotonic() < deadline, f"process {pid} lives"
-        time.sleep(0.02)
+    eventually(lambda: has_ended(pid), seconds)
 
 
 def carriers(mark: str) -> Iterator[str]:

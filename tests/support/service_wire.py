@@ -7,7 +7,8 @@ import time
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tandem.protos import common_pb2, common_pb2_grpc
 from tandem.services.buffer.buffer import Buffer
@@ -31,10 +32,7 @@ def health_of(address: str, name: str) -> int:
 
 def listed_services(address: str) -> set[str]:
     with connect(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        reply = next(stub.ServerReflectionInfo(iter([request]), timeout=RPC_SECONDS))
-    return {service.name for service in reply.list_services_response.service}
+        return set(ProtoReflectionDescriptorDatabase(channel).get_services())
 
 
 def check_what_it_says(
@@ -47,11 +45,9 @@ def check_what_it_says(
     policy_version: int = -1,
     incarnation: int | None = None,
 ) -> common_pb2.InfoReply:
-    """Fails unless the service of that name answers completely; returns its Info.
+    """Fails unless the service of that name answers completely; returns its Info. Nothing may be in flight.
 
-    `service_names` are the services besides Info, health and reflection; `started_after` is a Unix time in seconds;
-    `incarnation` is the expected trainer incarnation, by default the current one. Its queue figures must equal the
-    ledger's, so nothing may be in flight.
+    `service_names` are the services besides Info, health and reflection. `incarnation` is by default the current one.
     """
     for one in ("", *service_names, INFO_SERVICE):
         assert health_of(address, one) == health_pb2.HealthCheckResponse.SERVING, one

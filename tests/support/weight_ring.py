@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 from tandem.protos.manifest import ParameterSpec
-from tandem.protos.types import BucketSpec, SamplingParameters, Trajectory
+from tandem.protos.types import BucketSpec, SamplingParameters, Trajectory, WeightManifest
 from tandem.protos.weight_group import empty_bucket, fill_bucket
 from tandem.trainer.backend.base import parameter_specs
 from tandem.trainer.weight_sender import WeightSender
@@ -109,6 +109,17 @@ class Ring:
     def sample(self, prompt: Sequence[int], n: int, sampling: SamplingParameters = LONG, key: str = "") -> Future[Any]:
         return self.engine.submit("sample", list(prompt), n, sampling, key=key)
 
+    def start_update(self) -> tuple[WeightManifest, Future[Any]]:
+        """Lets the engine wait for the buckets of the next version, which the test sends itself."""
+        manifest = self.sender.manifest(1, self.version + 1, "gloo")
+        return manifest, self.engine.submit("update_weights", manifest, self.group_name, TIMEOUT)
+
+    def agrees(self, sampling: SamplingParameters = SHORT) -> bool:
+        """Whether new answers have the version's number and the log-probs of transformers."""
+        rows = self.sample(range(5, 25), 4, sampling).result(60)
+        assert all([s.policy_version for s in row.segments[0].spans] == [self.version] for row in rows)
+        return all(self.errors(row).mean() <= 1e-5 for row in rows)
+
     def errors(self, row: Trajectory) -> np.ndarray[Any, Any]:
         """|recorded − recomputed| log-prob per sampled token, recomputed as its spans say: each version reads the
         tokens since the boundary on top of the KV cache that earlier versions left.
@@ -150,9 +161,3 @@ class AdapterRing(Ring):
     def gather(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
         with self.policy.adapters.gather_factors(names) as tensors:
             yield {name: tensor + 1 for name, tensor in tensors.items()}
-
-    def agrees(self, prompt: range = range(5, 25)) -> bool:
-        """Whether new answers have the log-probs of transformers with the same adapters merged."""
-        rows = self.sample(prompt, 4, SHORT).result(60)
-        assert all([s.policy_version for s in row.segments[0].spans] == [self.version] for row in rows)
-        return all(self.errors(row).mean() <= 1e-5 for row in rows)

@@ -34,14 +34,9 @@ class WholeRun:
         self.folder = folder / "run"
         self.model = build_tiny_model(folder / "model", tied=tied, ends=False)
         write_task(folder / "data", seed=1)
+        sizes = {"total_batches": 10, "groups_per_batch": 4, "staleness_budget": 4}
         values: dict[str, dict[str, Any]] = {
-            "run": {
-                "run_id": "whole",
-                "folder": str(self.folder),
-                "total_batches": 10,
-                "groups_per_batch": 4,
-                "staleness_budget": 4,
-            },
+            "run": {"run_id": "whole", "folder": str(self.folder), **sizes},
             "model": {"path": str(self.model)},
             "data": {"train_file": str(folder / "data" / "train.parquet"), "max_prompt_tokens": 64},
             "rollout": {
@@ -79,17 +74,14 @@ class WholeRun:
 
     def finish(self, *overrides: str) -> None:
         """Runs `tandem run` to its end; it must succeed and leave no temporary file."""
-        with tempfile.TemporaryDirectory(
-            prefix="run-", dir="/tmp"
-        ) as temporary:  # short, because socket paths are limited
+        with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # short, because socket paths are limited
             done = self.tandem("run", str(self.recipe), *overrides, TMPDIR=temporary)
             assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + self.logs()
             assert os.listdir(temporary) == []
 
     def logs(self) -> str:
-        return "".join(
-            f"\n== {file.name}\n{file.read_text()[-1500:]}" for file in sorted((self.folder / "logs").glob("*.log"))
-        )
+        logs = sorted((self.folder / "logs").glob("*.log"))
+        return "".join(f"\n== {file.name}\n{file.read_text()[-1500:]}" for file in logs)
 
     def metrics(self) -> list[dict[str, Any]]:
         file = self.folder / "metrics.jsonl"

@@ -63,7 +63,7 @@ if __name__ == '__main__': run_service(main)
             assert self.process.poll() is None, self.log.read_text()
             return buffer.samplers()[0].generation == 2  # the first was the test's own
 
-        eventually(registered, 100.0)
+        eventually(registered, 400.0)
         return buffer.samplers()[0].address
 
     def family(self) -> list[psutil.Process]:
@@ -99,12 +99,12 @@ def ring(
     (folder / "config.json").write_text(dump_recipe(recipe))
     buffer = new_run(redis_url, run_id="served", groups_per_batch=8, publishes=False)
     served = Served(folder, redis_url, folder / "config.json", temporary)
-    address = served.wait_ready(buffer)
-    sender = WeightSender(Policy(model), bucket_bytes=64 << 10)
-    yield served, buffer, address, sender
-    if served.process.poll() is None:
+    try:
+        address = served.wait_ready(buffer)
+        yield served, buffer, address, WeightSender(Policy(model), bucket_bytes=64 << 10)
+    finally:
         served.process.kill()
-    buffer.close()
+        buffer.close()
 
 
 def test_a_sampler_serves_grpc_and_receives_weights(ring: tuple[Served, Buffer, str, WeightSender]) -> None:
