@@ -63,7 +63,7 @@ if __name__ == '__main__': run_service(main)
             assert self.process.poll() is None, self.log.read_text()
             return buffer.samplers()[0].generation == 2  # the first was the test's own
 
-        eventually(registered, 400.0)
+        eventually(registered, 100.0)
         return buffer.samplers()[0].address
 
     def family(self) -> list[psutil.Process]:
