@@ -23,7 +23,6 @@ from tandem.trainer.policy_losses.options import loss_models
 from tests.support.algorithm_groups import groups_of, plain_policy
 from tests.support.engine_inputs import equal, weights_of
 from tests.support.learner_rank import all_weights
-from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch
 
 Settings = Mapping[str, Any]
@@ -65,11 +64,6 @@ ALGORITHMS: dict[str, Settings] = {
         "critic": {"learning_rate": 1e-2, "value_clip": 0.5},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

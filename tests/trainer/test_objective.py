@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tandem.trainer import learner as learner_module
 from tandem.trainer import objective as objective_module
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.batch.columns import BatchColumns
-from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.off_policy.proximal import loglinear_proximal
 from tandem.trainer.policy_losses.covariance import clip_cov, select_clip_cov
@@ -24,7 +22,6 @@ from tandem.trainer.policy_losses.inputs import LossTokens
 from tandem.trainer.policy_losses.registry import PolicyLoss
 from tests.support.learner_rank import all_weights
 from tests.support.made_up_batch import MadeUpBatch, Outcome
-from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch, make_group
 
 BETA, BONUS = 0.3, 0.05
@@ -177,7 +174,7 @@ def test_the_guard_does_not_change_the_gradient_of_a_finite_loss(
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_a_nan_reference_log_prob_skips_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, estimator: str, stage: int
+    make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch, estimator: str, stage: int
 ) -> None:
     look = learner_module.compute_columns
 
@@ -187,23 +184,17 @@ def test_a_nan_reference_log_prob_skips_the_step(
         start.reference_N[3] = math.nan
         return start
 
-    config = TrainerConfig(learning_rate=1e-2, zero_stage=stage, kl={"loss": {"estimator": estimator}})
-    learner = Learner(
-        config, model_path=str(build_tiny_model(tmp_path)), total_batches=10, seed=0, max_response_tokens=12
-    )
-    try:
-        before = all_weights(learner)
-        batch, by_id = make_batch([make_group(0), make_group(1)])
-        with monkeypatch.context() as patch:
-            patch.setattr(learner_module, "compute_columns", look_badly)
-            result = learner.train(batch, by_id)
-        assert result.metrics["skipped_steps"] == 1 and not result.changed
-        after = all_weights(learner)
-        assert all(torch.equal(after[name], before[name]) for name in before)
-        batch, by_id = make_batch([make_group(0), make_group(1)], policy_version=2)
-        assert learner.train(batch, by_id).changed, "the next batch is trained"
-    finally:
-        learner.close()
+    learner = make_learner(learning_rate=1e-2, zero_stage=stage, kl={"loss": {"estimator": estimator}})
+    before = all_weights(learner)
+    batch, by_id = make_batch([make_group(0), make_group(1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(learner_module, "compute_columns", look_badly)
+        result = learner.train(batch, by_id)
+    assert result.metrics["skipped_steps"] == 1 and not result.changed
+    after = all_weights(learner)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    batch, by_id = make_batch([make_group(0), make_group(1)], policy_version=2)
+    assert learner.train(batch, by_id).changed, "the next batch is trained"
 
 
 # ---- operations over the whole batch ----

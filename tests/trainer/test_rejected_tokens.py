@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,12 @@ from tandem.protos.types import TrajectoryGroup
 from tandem.trainer.aggregation import Aggregation, token_shares
 from tandem.trainer.algorithm import AlgorithmConfig
 from tandem.trainer.batch.ragged import keep_tokens
-from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tandem.trainer.policy_losses.inputs import LossTokens
 from tandem.trainer.policy_losses.registry import find_loss
 from tests.support.learner_rank import all_weights
 from tests.support.loss_tokens import MODES, SMALL, every_loss, options_of, run
 from tests.support.made_up_batch import MAX_TOKENS, MadeUpBatch
-from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch, make_group, with_broken_row
 
 TOKENS: Mapping[str, Any] = {"level": "token", "measure": "k3", "high": 0.05}
@@ -195,22 +192,19 @@ def test_a_broken_segment_does_not_remove_the_others_of_its_trajectory(batch: Ma
     [{}, {"loss": "m2po", "advantage": "gae", "optimizer_steps_per_batch": 2, "aggregation": "seq-mean-token-mean"}],
     ids=["default", "m2po with a critic"],
 )
-def test_the_learner_trains_as_if_the_broken_row_were_left_out(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_the_learner_trains_as_if_the_broken_row_were_left_out(
+    make_learner: Callable[..., Learner], settings: dict[str, Any]
+) -> None:
     """The result is bit-identical to the overlong filter's, which drops a row from the loss but keeps it in the
     baseline.
     """
-    model = build_tiny_model(tmp_path)
     groups = [make_group(index, num_samples=3, rewards=(1.0, 0.0, 0.5)) for index in range(4)]
 
     def learned(group: TrajectoryGroup, **more: Any) -> tuple[dict[str, Tensor], Mapping[str, float]]:
-        config = TrainerConfig(learning_rate=1e-2, zero_stage=0, **settings, **more)
-        learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=MAX_TOKENS)
-        try:
-            steps = config.optimizer_steps_per_batch
-            found = learner.train(*make_batch([group, *groups[1:]], tokens_per_micro_batch=60, optimizer_steps=steps))
-            return all_weights(learner), found.metrics
-        finally:
-            learner.close()
+        learner = make_learner(learning_rate=1e-2, zero_stage=0, **settings, **more)
+        steps = settings.get("optimizer_steps_per_batch", 1)
+        found = learner.train(*make_batch([group, *groups[1:]], tokens_per_micro_batch=60, optimizer_steps=steps))
+        return all_weights(learner), found.metrics
 
     row = groups[0].scored_rows[0]
     overlong = replace(row, trajectory=replace(row.trajectory, finish_reason="length"))

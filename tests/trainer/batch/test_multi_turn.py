@@ -19,20 +19,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from tandem.protos.types import Segment, TrajectoryGroup
 from tandem.trainer import learner as learner_module
 from tandem.trainer.batch.rewards import Targets
-from tandem.trainer.config import TrainerConfig
 from tandem.trainer.learner import Learner
 from tests.support.learner_rank import all_weights
-from tests.support.tiny_model import build_tiny_model
 from tests.support.training_groups import make_batch, make_group, with_tool_output
 
 GAMMA, LAM = 0.9, 0.8
 
 Learned = Callable[..., tuple[Targets, dict[str, Tensor], dict[str, float]]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +45,7 @@ def has_gap(segment: Segment) -> bool:
 
 
 @pytest.fixture
-def learned(model: Path, monkeypatch: pytest.MonkeyPatch) -> Learned:
+def learned(make_learner: Callable[..., Learner], monkeypatch: pytest.MonkeyPatch) -> Learned:
     """Trains one batch; returns its targets, the new weights and the metrics."""
     seen: list[Targets] = []
     real = learner_module.learning_targets
@@ -64,13 +57,9 @@ def learned(model: Path, monkeypatch: pytest.MonkeyPatch) -> Learned:
     def learn(
         groups: Sequence[TrajectoryGroup], **settings: Any
     ) -> tuple[Targets, dict[str, Tensor], dict[str, float]]:
-        config = TrainerConfig(learning_rate=1e-2, zero_stage=0, **settings)
-        learner = Learner(config, model_path=str(model), total_batches=10, seed=0, max_response_tokens=40)
-        try:
-            metrics = dict(learner.train(*make_batch(groups, tokens_per_micro_batch=80)).metrics)
-            return seen[-1], all_weights(learner), metrics
-        finally:
-            learner.close()
+        learner = make_learner(learning_rate=1e-2, zero_stage=0, **settings)
+        metrics = dict(learner.train(*make_batch(groups, tokens_per_micro_batch=80)).metrics)
+        return seen[-1], all_weights(learner), metrics
 
     monkeypatch.setattr(learner_module, "learning_targets", remembered)
     return learn
