@@ -289,10 +289,8 @@ class Learner(Rank):
         if self.rank == 0:
             write_export(self._model, weights, self._source, folder)
         if self._adapters is not None:
-            gather = self._adapters.gather_adapters
-            adapters = collect_weights(self._adapters.adapter_specs(), gather, keep=self.rank == 0)
-            if self.rank == 0:
-                self._adapters.write_adapters(adapters, self._source, folder.with_name(f"{folder.name}-adapter"))
+            beside = folder.with_name(f"{folder.name}-adapter")
+            self._adapters.export(self._source, beside, writes=self.rank == 0)
         self.barrier()
 
     @property

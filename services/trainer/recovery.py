@@ -21,7 +21,6 @@ from tandem.trainer.batch.record import read_plan, recorded_versions
 from tandem.trainer.checkpoints.state import latest_checkpoint
 
 CHECKPOINTS_FOLDER = "checkpoints"
-_LOCK_FILE = "trainer.lock"
 _LOCK_SECONDS = 30.0
 _POLL_SECONDS = 0.1
 
@@ -84,7 +83,7 @@ def trainer_lock(folder: Path) -> IO[str]:
     writing a record. Raises DeadlineError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / _LOCK_FILE).open("w")
+    file = (folder / "trainer.lock").open("w")
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:

@@ -39,9 +39,6 @@ class TrainedPolicy:
     def merged(self) -> dict[str, Tensor]:
         return collect_weights(self.adapters.specs(), self.adapters.gather, keep=True)
 
-    def trained(self) -> dict[str, Tensor]:
-        return collect_weights(self.adapters.adapter_specs(), self.adapters.gather_adapters, keep=True)
-
 
 class WholeModel:
     """A model with unsharded parameters, in place of an engine."""

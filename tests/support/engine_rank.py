@@ -85,9 +85,8 @@ def run(model: Path, backend: str, folder: Path) -> dict[str, Any]:
     save(engines, folder / "000002", ring.config)
     same.append(ring.step(STEPS))
     weights = ring.weights()
-    trained = ring.trained()
+    ring.adapters.export(model, folder / "adapters", writes=ring.rank == 0)
     if ring.rank == 0:
-        ring.adapters.write_adapters(trained, model, folder / "adapters")
         save_file(weights, folder / "adapted.safetensors")
     sender = WeightSender(ring, bucket_bytes=1 << 13, adapters=ring.adapters)
     version = sender.broadcast(sender.manifest(1, STEPS, "disk", location=str(folder / "version")), 10.0)

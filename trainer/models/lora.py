@@ -23,6 +23,7 @@ from tandem.protos.manifest import LORA_A, LORA_B, ParameterSpec
 from tandem.protos.weight_group import merge_adapter
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.checkpoints.durable import atomic_folder
+from tandem.trainer.checkpoints.export import collect_weights
 from tandem.trainer.models.options import LoraOptions
 
 _ADAPTER = "default"
@@ -65,10 +66,10 @@ def insert_adapters(model: transformers.PreTrainedModel, options: LoraOptions, *
 
 
 class Adapters:
-    """The adapters of one model. `specs` and `gather` are the merged weights, `gather_base` the base weights;
-    `adapter_specs` and `gather_adapters` only the adapters; `factor_specs` and `gather_factors` the adapters under the
-    base model's names, as samplers merge them. Specs are the same on all ranks and name tied parameters once. All ranks
-    must call a gather method with the same names; its full tensors are valid only inside the block.
+    """The adapters of one model. `specs` and `gather` are the merged weights, `gather_base` the base weights,
+    `factor_specs` and `gather_factors` the adapters under the base model's names, as samplers merge them. Specs are the
+    same on all ranks and name tied parameters once. All ranks must call a gather method with the same names; its full
+    tensors are valid only inside the block.
     """
 
     def __init__(self, adapted: peft.PeftModel, options: LoraOptions, weights: TrainingEngine) -> None:
@@ -128,14 +129,6 @@ class Adapters:
                 factors[name + LORA_A], factors[name + LORA_B] = self._factors(name, found)
             yield {name: factors[name] for name in names}
 
-    def adapter_specs(self) -> list[ParameterSpec]:
-        """(name in the model, dtype, shape) of every matrix A and B."""
-        return list(self._adapter_specs.values())
-
-    def gather_adapters(self, names: Sequence[str]) -> AbstractContextManager[dict[str, Tensor]]:
-        """These matrices."""
-        return self._weights.gather(names)
-
     def _factors(self, name: str, found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(A, B) in the weight's memory layout. Some layers (GPT-2's) are transposed, and (B·A)ᵀ = Aᵀ·Bᵀ."""
         lora_a, lora_b = (found[matrix] for matrix in _matrices(name))
@@ -146,11 +139,13 @@ class Adapters:
         disabled: AbstractContextManager[None] = self._peft.disable_adapter()
         return disabled
 
-    def write_adapters(self, weights: Mapping[str, Tensor], source: Path, folder: Path) -> None:
+    def export(self, source: Path, folder: Path, *, writes: bool) -> None:
         """Writes a folder that `PeftModel.from_pretrained` loads onto `source`, atomically, replacing an existing one.
-        `weights`: all of `adapter_specs`. Raises EnvironmentLackError if the disk is full.
+        All ranks must call it; one `writes`. Raises EnvironmentLackError if the disk is full.
         """
-        assert weights.keys() == self._adapter_specs.keys(), "an adapter export holds every matrix"
+        weights = collect_weights(list(self._adapter_specs.values()), self._weights.gather, keep=writes)
+        if not writes:
+            return
         config = self._peft.peft_config[_ADAPTER]
         config.base_model_name_or_path = str(source)
         tensors = {

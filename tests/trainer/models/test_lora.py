@@ -67,10 +67,10 @@ def test_only_adapters_are_trained_and_merged_weights_compute_the_same(
     specs = [(name, dtype, tuple(tensor.shape)) for name, tensor in base.named_parameters()]
     assert policy.adapters.specs() == specs
     assert logprobs_of(policy.engine, batches).equal(logprobs_of(base, batches))  # B is 0
-    before, frozen = policy.trained(), weights_of(policy.engine, trained=False)
+    before, frozen = weights_of(policy.engine), weights_of(policy.engine, trained=False)
     for _ in range(3):
         assert policy_step(policy.engine, batches) > 0
-    after = policy.trained()
+    after = weights_of(policy.engine)
     assert all(not before[name].equal(after[name]) for name in before)
     assert equal(weights_of(policy.engine, trained=False), frozen)
 
@@ -89,7 +89,7 @@ def test_merged_weights_follow_the_papers_formula_in_float64(policy_of: PolicyOf
     policy = policy_of()
     for _ in range(3):
         policy_step(policy.engine, make_micro_batches())
-    adapters, merged = policy.trained(), policy.merged()
+    adapters, merged = weights_of(policy.engine), policy.merged()
     start = dict(plain_model(model).named_parameters())
     touched = {name.partition(".lora_")[0] for name in adapters}
     assert touched == {
@@ -136,7 +136,7 @@ def test_merged_and_adapter_exports_both_load(policy_of: PolicyOf, model: Path, 
     assert {file.name for file in (tmp_path / "merged").iterdir()} == {file.name for file in model.iterdir()}
     assert load_file(tmp_path / "merged" / "model.safetensors").keys() == load_file(model / "model.safetensors").keys()
 
-    policy.adapters.write_adapters(policy.trained(), model, tmp_path / "adapters")
+    policy.adapters.export(model, tmp_path / "adapters", writes=True)
     assert {file.name for file in (tmp_path / "adapters").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -187,7 +187,7 @@ def test_resume_is_bit_exact_and_the_base_is_not_in_the_checkpoint(
     save({"engine": policy.engine}, folder, policy.config)
     policy_step(policy.engine, make_micro_batches(3))
     expected = policy.merged()
-    num_trained = sum(tensor.numel() for tensor in policy.trained().values())
+    num_trained = sum(tensor.numel() for tensor in weights_of(policy.engine).values())
     assert read_state(folder).trained_elements == {"engine": num_trained}
     size = sum(file.stat().st_size for file in (folder / "engine").iterdir())
     assert size < 4 * 4 * num_trained + 100_000  # weights, master weights and two moments of the adapters
@@ -234,6 +234,6 @@ def test_an_untied_head_can_have_adapters_and_an_embedding_cannot(policy_of: Pol
     policy_step(policy.engine, batches)
     merged = logprobs_of(plain_model(untied_model, policy.merged()), batches)
     torch.testing.assert_close(merged, logprobs_of(policy.engine, batches), atol=2e-6, rtol=0)
-    assert {name.split(".")[-4] for name in policy.trained()} == {"lm_head", "q_proj"}
+    assert {name.split(".")[-4] for name in weights_of(policy.engine)} == {"lm_head", "q_proj"}
     with pytest.raises(ConfigError, match="embed_tokens is not a linear layer"):
         insert_adapters(load_model(untied_model, "float32"), LoraOptions(target_modules=("embed_tokens",)), seed=0)

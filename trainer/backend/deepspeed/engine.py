@@ -1,4 +1,4 @@
-"""The DeepSpeed backend: ZeRO stages 0 to 3. Nothing is compiled here, neither by DeepSpeed nor by torch."""
+"""The DeepSpeed backend (see `Backend`): ZeRO stages 0 to 3. Nothing is compiled, neither by DeepSpeed nor by torch."""
 
 from __future__ import annotations
 
@@ -121,7 +121,6 @@ def _engine_config(config: TrainerConfig, num_parameters: int, num_trained: int)
 
 
 def build_engine(config: TrainerConfig, model: nn.Module) -> DeepSpeedEngine:
-    """See `Backend`."""
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -131,7 +130,6 @@ def build_engine(config: TrainerConfig, model: nn.Module) -> DeepSpeedEngine:
 
 
 def build_frozen_engine(config: TrainerConfig, model: nn.Module, *, offload: bool) -> DeepSpeedEngine:
-    """See `Backend`."""
     model.requires_grad_(False).eval()
     frozen = config.model_copy(update={"zero_stage": 3, "offload_parameters": offload, "offload_optimizer": False})
     return DeepSpeedEngine(frozen, model, None)
@@ -145,7 +143,6 @@ def _runs_bare_optimizer(config: TrainerConfig) -> bool:
 
 
 def join_process_group(timeout_seconds: float) -> torch.device:
-    """See `Backend`."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed\.")  # one warning per collective
     deepspeed.utils.logger.setLevel(logging.WARNING)
     if not torch.cuda.is_available():
@@ -164,7 +161,6 @@ def join_process_group(timeout_seconds: float) -> torch.device:
 
 
 def leave_process_group() -> None:
-    """See `Backend`."""
     if distributed.is_initialized():
         deepspeed_comm.destroy_process_group()
         deepspeed_comm.cdb = None  # else DeepSpeed would keep using the closed group

@@ -1,4 +1,4 @@
-"""The FSDP backend: PyTorch's FSDP2 (`fully_shard`). As with ZeRO stage 3, every rank holds an even part of every
+"""The FSDP backend (see `Backend`): FSDP2's `fully_shard`. As with ZeRO stage 3, every rank holds an even part of every
 parameter, its gradient and its optimizer state. A model's layers are gathered one at a time.
 """
 
@@ -103,14 +103,12 @@ class FsdpEngine(TrainingEngine):
 
 
 def build_engine(config: TrainerConfig, model: nn.Module) -> FsdpEngine:
-    """See `Backend`."""
     if config.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return FsdpEngine(config, model, trained=True, offload=config.offload_parameters)
 
 
 def build_frozen_engine(config: TrainerConfig, model: nn.Module, *, offload: bool) -> FsdpEngine:
-    """See `Backend`."""
     model.requires_grad_(False).eval()
     return FsdpEngine(config, model, trained=False, offload=offload)
 
