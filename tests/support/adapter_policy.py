@@ -15,10 +15,9 @@ from torch import Tensor, distributed, nn
 from tandem.trainer.backend.base import parameter_specs
 from tandem.trainer.backend.registry import load_backend
 from tandem.trainer.checkpoints.export import collect_weights
-from tandem.trainer.config import TrainerConfig
+from tandem.trainer.config import LoraOptions, TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.lora import Adapters, insert_adapters
-from tandem.trainer.models.options import LoraOptions
 
 RANK, ALPHA = 4, 12.0
 

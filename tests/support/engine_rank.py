@@ -11,9 +11,8 @@ from torch import Tensor, distributed
 
 from tandem.protos.manifest import encode_manifest
 from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.config import TrainerConfig
+from tandem.trainer.config import LoraOptions, TrainerConfig
 from tandem.trainer.models.critic import Critic
-from tandem.trainer.models.options import LoraOptions
 from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.weight_sender import WeightSender
 from tests.support.adapter_policy import TrainedPolicy

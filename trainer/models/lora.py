@@ -24,7 +24,7 @@ from tandem.protos.weight_group import merge_adapter
 from tandem.trainer.backend.base import TrainingEngine
 from tandem.trainer.checkpoints.durable import atomic_folder
 from tandem.trainer.checkpoints.export import collect_weights
-from tandem.trainer.models.options import LoraOptions
+from tandem.trainer.config import LoraOptions
 
 _ADAPTER = "default"
 _PEFT_PREFIX = "base_model.model."

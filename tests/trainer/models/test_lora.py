@@ -18,10 +18,9 @@ from tandem.protos.weight_group import bucket_tensors
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer.checkpoints.export import write_export
 from tandem.trainer.checkpoints.state import read_state
-from tandem.trainer.config import TrainerConfig
+from tandem.trainer.config import LoraOptions, TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.lora import Adapters, insert_adapters
-from tandem.trainer.models.options import LoraOptions
 from tandem.trainer.weight_sender import WeightSender
 from tests.protos.test_weight_group import wait
 from tests.support.adapter_policy import TrainedPolicy, WholeModel

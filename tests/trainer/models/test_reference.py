@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tandem.trainer.backend.registry import load_backend
-from tandem.trainer.config import TrainerConfig
-from tandem.trainer.models.options import LoraOptions
+from tandem.trainer.config import LoraOptions, TrainerConfig
 from tandem.trainer.models.reference import ReferencePolicy
 from tests.support.adapter_policy import TrainedPolicy
 from tests.support.backends import Settings, every_engine
