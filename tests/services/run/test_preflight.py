@@ -234,7 +234,7 @@ def test_the_port_of_a_later_replica_is_checked(values: Values, port: int) -> No
         (EnvironmentLackError, {"rollout": {"kv_cache_bytes": 1 << 50}}, ["rollout.kv_cache_bytes", "GB"]),
         (EnvironmentLackError, {"run": {"total_batches": 10**9}}, ["GB free", "checkpoints", "run.folder"]),
         (ScorerError, {"reward": {"scorer": "exakt"}}, ["reward.", "did you mean exact?"]),
-        (ScorerError, {"reward": {"scorer": "no_such_module_here:score"}}, ["no module named no_such_module_here"]),
+        (ScorerError, {"reward": {"scorer": "no_module_here:score"}}, ["reward.", "no module named no_module_here"]),
         (ScorerError, {"reward": {"scorer": "missing.py:score"}}, ["reward.", "missing.py is no file"]),
         (ScorerError, {"reward": {"scorer": "exact", "arguments": {"tolerence": 1}}}, ["reward.", "tolerence"]),
     ],
