@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from tandem.protos.options import Options
 
 
-class DeclaredScorer(BaseModel):
+class DeclaredScorer(Options):
     """A scorer that a recipe declares under its own name. It may use what clients cannot: paths, addresses, keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     scorer: str
     """A built-in scorer, or `module.path:function` / `file.py:function`."""
@@ -18,10 +18,8 @@ class DeclaredScorer(BaseModel):
     """Arguments of the scorer."""
 
 
-class LimitsConfig(BaseModel):
+class LimitsConfig(Options):
     """Resource limits for scoring one answer in a worker process; beyond them the answer is unscored (`limit`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 4 << 30
     """Private memory of a worker process, and of each process that it starts."""
@@ -35,10 +33,8 @@ class LimitsConfig(BaseModel):
     """Output that a scorer may print while it scores one answer."""
 
 
-class RewardConfig(BaseModel):
+class RewardConfig(Options):
     """`[reward]`: which scorer scores the answers, and what happens when it cannot."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     scorer: str = "exact"
     """A built-in scorer (see docs/reward.md), one of `scorers`, or `module.path:function` / `file.py:function` with

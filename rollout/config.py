@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
+
+from tandem.protos.options import Options
 
 
 def engine_names() -> tuple[str, ...]:
@@ -14,10 +16,8 @@ def engine_names() -> tuple[str, ...]:
     return tuple(sorted(file.parent.name for file in Path(__file__).parent.glob("*/engine.py")))
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Options):
     """`[rollout]`: how answers are sampled, and by how many engines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     engine: str = "vllm"
     """Sampling engine: `vllm`, or `transformers`, which is slower but runs on machines and models that vLLM does not

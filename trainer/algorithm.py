@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from tandem.trainer.batch.selection_options import SelectionOptions
+from tandem.protos.options import Options
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
 from tandem.trainer.estimators.options import EstimatorOptions, GrpoOptions, estimator_models
-from tandem.trainer.kl_options import KlOptions
 from tandem.trainer.named_options import named, one_of
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.policy_losses.options import NAMES_ELSEWHERE as LOSSES_ELSEWHERE
@@ -28,26 +27,130 @@ else:
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """Modes of aggregation (trainer/aggregation.py)."""
 
+KlEstimator = Literal[
+    "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+"
+]  # fmt: skip
+"""`kl` is `k1`, `mse` is `k2`, `low_var_kl` is `k3`; `+` keeps the value and uses the gradient of k2 (trainer/kl.py).
+"""
 
-class CriticConfig(BaseModel):
+
+class KlPenalty(Options):
+    """Coefficient of the KL penalty and its adaptation."""
+
+    coefficient: Annotated[float, Field(ge=0.0)] = 0.001
+    """β, the penalty per nat; with a target, its initial value."""
+    target: Annotated[float, Field(gt=0.0)] | None = None
+    """KL per token, in nats, that β is adapted to reach (arXiv:1909.08593); not set: β is constant."""
+    horizon: Annotated[int, Field(ge=1)] = 10_000
+    """Number of trajectories over which β adapts to the target."""
+
+
+class RewardKl(KlPenalty):
+    """KL in the reward of every token: r − β·k."""
+
+    estimator: KlEstimator = "k1"
+    """Only its value is used; k1 is the unbiased one."""
+
+
+class LossKl(KlPenalty):
+    """KL in the loss: + β·k of every token, under the loss's aggregation."""
+
+    estimator: KlEstimator = "k3"
+    """Its gradient is used. On-policy, the gradient of k2 and of every `+` is unbiased, that of k3 is biased (GRPO uses
+    it), and that of k1 is noise around 0.
+    """
+    unbiased: bool = False
+    """Multiply k by π_current/π_behavior, including its gradient, which makes the gradient unbiased for stale samples
+    too (DeepSeek-V3.2); for k1 and k3.
+    """
+
+    @model_validator(mode="after")
+    def _unbiased_estimators(self) -> LossKl:
+        if self.unbiased and self.estimator not in ("k1", "kl", "k3", "low_var_kl"):
+            raise ValueError(
+                f"unbiased needs the estimator k1 or k3, not {self.estimator}: the others' expectation is not the KL"
+            )
+        return self
+
+
+class KlOptions(Options):
+    """The KL penalty towards the reference policy: in the reward, in the loss, in both, or nowhere (neither set)."""
+
+    reward: RewardKl | None = None
+    """Subtracted from every token's reward before the advantages."""
+    loss: LossKl | None = None
+    """Added to the policy loss."""
+
+
+class OverlongPenalty(Options):
+    """DAPO's soft penalty on answers close to the length limit (arXiv:2503.14476, eq. 13)."""
+
+    buffer_tokens: Annotated[int, Field(ge=1)]
+    """Number of tokens before the limit over which the penalty rises."""
+    factor: Annotated[float, Field(ge=0.0)] = 1.0
+    """The penalty at the limit."""
+    beyond: Literal["flat", "ramp"] = "flat"
+    """Past the limit the penalty stays at `factor` as in the paper (`flat`), or keeps rising (`ramp`)."""
+
+
+class PolicyFiltration(Options):
+    """PF-PPO: weights trajectories by the rank of their reward, because reward models err most on middle ranks
+    (arXiv:2409.06957).
+    """
+
+    method: Literal["best_of_n", "best_random", "best_worst", "power"] = "best_worst"
+    """Trains on the group's best; on its best and, with less weight, the others; on its best and worst; or in
+    proportion to |reward|^power over the whole batch.
+    """
+    power: Annotated[float, Field(gt=0.0)] = 2.0
+    """Exponent of `power`."""
+    resample: bool = False
+    """Draw as many trajectories as there are with these probabilities (as in the paper), instead of weighting by
+    expected counts.
+    """
+
+
+class SelectionOptions(Options):
+    """Selection and weighting of groups, rows and tokens."""
+
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal when they are claimed, and return their credits (DAPO's dynamic
+    sampling).
+    """
+    overlong_filter: bool = False
+    """Exclude answers cut off at the limit from the loss; their rewards still count in their group's baseline (DAPO).
+    """
+    overlong_penalty: OverlongPenalty | None = None
+    """Penalty on answers close to the length limit."""
+    reward_clip: tuple[float, float] | None = None
+    """Bounds that rewards are clipped to, before any penalty."""
+    advantage_clip: Annotated[float, Field(gt=0.0)] | None = None
+    """Largest absolute advantage of a token."""
+    filtration: PolicyFiltration | None = None
+    """Weights trajectories by the rank of their reward (PF-PPO)."""
+
+    @model_validator(mode="after")
+    def _ordered_clip(self) -> SelectionOptions:
+        if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
+            raise ValueError(f"reward_clip is [lowest, highest], not {list(self.reward_clip)}")
+        return self
+
+
+class CriticConfig(Options):
     """PPO's value model and its training. Settings not listed here are the policy's: dtype, offload, weight decay, …"""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     path: str = ""
     """Folder or hub name of the value model, or of the language model to make it from; "" is the policy's."""
     learning_rate: Annotated[float, Field(ge=0.0)] = 1e-5
     """Learning rate of its AdamW optimizer."""
-    value_clip: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.2
+    value_clip: Annotated[float, Field(ge=0.0)] = 0.2
     """How far a value may move from its value at the batch's start before its gradient stops; 0 disables the clip."""
     warmup_batches: Annotated[int, Field(ge=0)] = 0
     """Number of first batches that train only the critic; the policy is published unchanged."""
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Options):
     """Configuration of the training algorithm."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     advantage: Annotated[AnyEstimatorOptions, named("grpo", elsewhere=ESTIMATORS_ELSEWHERE)] = GrpoOptions()
     """The advantage estimator."""
@@ -61,7 +164,7 @@ class AlgorithmConfig(BaseModel):
     """Off-policy correction for samples of older versions and of another engine; a bare name selects a preset."""
     kl: KlOptions = KlOptions()
     """The KL penalty towards the reference policy, which is loaded only if there is a penalty."""
-    entropy_coefficient: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
+    entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the entropy bonus, per nat and token; 0 disables it."""
     critic: CriticConfig = CriticConfig()
     """The value model; only the advantage `gae` uses one."""

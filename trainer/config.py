@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import pkgutil
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from tandem.protos.error_text import did_you_mean
+from tandem.protos.options import Options
 from tandem.trainer.algorithm import AlgorithmConfig
-from tandem.trainer.backend.names import known_backend
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class LoraOptions(BaseModel):
+def _known_backend(name: str) -> str:
+    """Refuses a name that is no folder in trainer/backend."""
+    folder = Path(__file__).parent / "backend"
+    names = sorted(module.name for module in pkgutil.iter_modules([str(folder)]) if module.ispkg)
+    if name not in names:
+        raise ValueError(f"there is no training backend {name!r}{did_you_mean(name, names)}")
+    return name
+
+
+class LoraOptions(Options):
     """Low-rank adapters (LoRA, arXiv 2106.09685): W + (alpha/rank)·B·A, of which only A and B are trained.
 
     There is no dropout, so that training sees the same policy as sampling.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: Annotated[int, Field(ge=1)] = 16
     """Rows of A and columns of B."""
@@ -35,9 +45,7 @@ class LoraOptions(BaseModel):
 class TrainerConfig(AlgorithmConfig):
     """`[trainer]`: training of the policy."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    backend: Annotated[str, AfterValidator(known_backend)] = "deepspeed"
+    backend: Annotated[str, AfterValidator(_known_backend)] = "deepspeed"
     """`deepspeed` (ZeRO stages 0 to 3) or `fsdp` (PyTorch's FSDP2, which needs no further package)."""
     num_ranks: Annotated[int, Field(ge=1)] = 1
     """Trainer processes on this machine, one per GPU, or CPU processes."""
@@ -103,10 +111,8 @@ class TrainerConfig(AlgorithmConfig):
     """gRPC port of rank 0; 0 picks a free one."""
 
 
-class WeightsConfig(BaseModel):
+class WeightsConfig(Options):
     """`[weights]`: distribution of new versions to the samplers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     backend: Literal["gloo", "disk", "nccl", "ipc"] = "gloo"
     """`gloo` on CPUs, `nccl` across GPUs, `ipc` on one shared GPU, `disk` through a shared folder."""
@@ -118,10 +124,8 @@ class WeightsConfig(BaseModel):
     """
 
 
-class SftConfig(BaseModel):
+class SftConfig(Options):
     """`[sft]`: supervised warm start, used by `tandem sft`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     train_file: str = ""
     """Rows with an answer to imitate: `extra_info.answer`, else `reward_model.ground_truth`."""

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from tandem.protos.errors import DataError
+from tandem.trainer.algorithm import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
 from tandem.trainer.batch.ragged import row_means
-from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

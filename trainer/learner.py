@@ -40,10 +40,12 @@ from tandem.trainer.models.reference import ReferencePolicy
 from tandem.trainer.models.token_model import loss_token_statistics, token_logprobs
 from tandem.trainer.objective import BatchObjective
 from tandem.trainer.rank import Rank
-from tandem.trainer.schedule import learning_rate
 
 if TYPE_CHECKING:
     from tandem.trainer.models.lora import Adapters
+
+_FINAL_RATE = 0.1
+"""Fraction of the peak learning rate at which a cosine schedule ends."""
 
 
 class Learner(Rank):
@@ -81,7 +83,8 @@ class Learner(Rank):
         self.packing = choose_packing(config.packing, self._engines(), self)
 
     def _engines(self) -> list[TrainingEngine]:
-        return [*self._trained_engines().values(), *(self._reference.engines if self._reference else ())]
+        engines = [*self._trained_engines().values(), *([self._reference.engine] if self._reference else [])]
+        return list(dict.fromkeys(engines))  # with adapters the reference uses the policy's engine
 
     def _build_engine(self) -> TrainingEngine:
         """The policy's engine. With LoRA the adapters are inserted into the model first."""
@@ -104,7 +107,7 @@ class Learner(Rank):
         if not self._config.needs_reference:
             return None
         if self._adapters is not None:
-            return ReferencePolicy.base_weights(self._engine, self._adapters)
+            return ReferencePolicy(self._engine, self._adapters.disabled)
         return ReferencePolicy.frozen_copy(self._backend, self._config, self._source)
 
     def train(
@@ -123,7 +126,7 @@ class Learner(Rank):
             ModelError: the plan concatenates rows and a model mixes such rows.
         """
         steps = self._micro_batches(batch, groups)
-        rate = learning_rate(self._config, batch.policy_version, self._total_batches)
+        rate = _learning_rate(self._config, batch.policy_version, self._total_batches)
         warms_up = self._critic is not None and batch.policy_version <= self._config.critic.warmup_batches
         began = time.monotonic()
         layout = BatchLayout.of(batch, rank=self.rank)
@@ -318,3 +321,19 @@ class Learner(Rank):
 
 def _mean(norms: Sequence[float]) -> float:
     return sum(norms) / len(norms) if norms else 0.0
+
+
+def _learning_rate(config: TrainerConfig, policy_version: int, total_batches: int) -> float:
+    """The learning rate of the batch that makes `policy_version` (the first is 1).
+
+    A pure function, so that a resumed or replayed run needs no scheduler state. It rises linearly to its peak at batch
+    `warmup_batches`. Then it stays constant, or falls along half a cosine to a tenth of the peak at `total_batches` and
+    stays there.
+    """
+    if policy_version < config.warmup_batches:
+        return config.learning_rate * policy_version / config.warmup_batches
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = (policy_version - config.warmup_batches) / max(1, total_batches - config.warmup_batches)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * (_FINAL_RATE + (1.0 - _FINAL_RATE) * cosine)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from tandem.protos.options import Options
 from tandem.reward.config import RewardConfig
 
 
-class Section(BaseModel):
-    """A table of the configuration."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class JobsConfig(Section):
+class JobsConfig(Options):
     """`[jobs]`: where the reward jobs of clients are kept, for how long, and how many bytes of them."""
 
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{0,64}$")] = ""
@@ -46,7 +41,7 @@ class JobsConfig(Section):
         return self.model_copy(update={"namespace": self.namespace or default})
 
 
-class ServiceConfig(Section):
+class ServiceConfig(Options):
     """Configuration of `tandem reward serve`: the sections of a recipe that concern scoring."""
 
     reward: RewardConfig = RewardConfig()

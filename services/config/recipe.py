@@ -11,16 +11,17 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from tandem.protos.errors import ConfigError
+from tandem.protos.options import Options
 from tandem.reward.config import RewardConfig
 from tandem.reward.options.tree import shape_at
 from tandem.rollout.config import RolloutConfig
-from tandem.services.config.jobs import JobsConfig, Section, ServiceConfig
+from tandem.services.config.jobs import JobsConfig, ServiceConfig
 from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides, as_table, selects_another
 from tandem.trainer.config import SftConfig, TrainerConfig, WeightsConfig
 
 
-class RunConfig(Section):
+class RunConfig(Options):
     """`[run]`: name, folder and length of the run, and how far sampling may run ahead of training."""
 
     run_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -56,7 +57,7 @@ class RunConfig(Section):
         return values
 
 
-class ModelConfig(Section):
+class ModelConfig(Options):
     """`[model]`: the policy."""
 
     path: str
@@ -65,7 +66,7 @@ class ModelConfig(Section):
     """File with a Jinja chat template; default: the tokenizer's template."""
 
 
-class TrainFile(Section):
+class TrainFile(Options):
     """One of several training files."""
 
     path: str
@@ -74,7 +75,7 @@ class TrainFile(Section):
     """Times that an epoch reads this file. With 0.5, an epoch takes half of the rows and the next epoch the others."""
 
 
-class DataConfig(Section):
+class DataConfig(Options):
     """`[data]`: Parquet or JSON lines in verl's or TRL's columns."""
 
     train_file: str = ""
@@ -96,7 +97,7 @@ class DataConfig(Section):
         return self.train or (TrainFile(path=self.train_file),)
 
 
-class Recipe(Section):
+class Recipe(Options):
     """The whole configuration of a run."""
 
     run: RunConfig

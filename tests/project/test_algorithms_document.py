@@ -10,12 +10,10 @@ from typing import get_args
 
 import pytest
 
-from tandem.trainer.algorithm import Aggregation
-from tandem.trainer.batch.selection_options import OverlongPenalty, PolicyFiltration, SelectionOptions
+from tandem.trainer.algorithm import Aggregation, KlEstimator, OverlongPenalty, PolicyFiltration, SelectionOptions
 from tandem.trainer.config import TrainerConfig
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
 from tandem.trainer.estimators.options import estimator_models
-from tandem.trainer.kl_options import KlEstimator
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.off_policy.presets import PRESETS
 from tandem.trainer.policy_losses.options import NAMES_ELSEWHERE as LOSSES_ELSEWHERE

@@ -20,8 +20,8 @@ LIBRARIES = {"numpy", "pyarrow", "rich", "psutil", "jinja2", "tandem.services.co
 TRAINER_OPTIONS = [
     f"tandem.trainer.{name}"
     for name in (
-        *("algorithm", "config", "estimators.options", "kl_options", "named_options"),
-        *("off_policy.options", "off_policy.presets", "policy_losses.options", "batch.selection_options"),
+        *("algorithm", "config", "estimators.options", "named_options"),
+        *("off_policy.options", "off_policy.presets", "policy_losses.options"),
     )
 ]
 """Modules with options of the algorithms, which must not import the algorithms."""

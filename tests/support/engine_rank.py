@@ -39,7 +39,7 @@ class Ring(TrainedPolicy):
         self.backend = load_backend(config)
         self.backend.join_process_group(60)
         super().__init__(model, config, LoraOptions(rank=4), seed=3)
-        self.base = ReferencePolicy.base_weights(self.engine, self.adapters)
+        self.base = ReferencePolicy(self.engine, self.adapters.disabled)
         self.copy = ReferencePolicy.frozen_copy(self.backend, config, model)
         self.critic = Critic(self.backend, config, model)
 
@@ -61,11 +61,11 @@ class Ring(TrainedPolicy):
 
     def held_fractions(self) -> list[float]:
         """The fractions of policy, reference and critic that this rank's parameters hold between two passes."""
-        engines = self.engine, self.copy._engine, self.critic.engine
+        engines = self.engine, self.copy.engine, self.critic.engine
         return [held_elements(engine.module) / engine.num_elements for engine in engines]
 
     def close(self) -> None:
-        for engine in (*self.copy.engines, self.critic.engine, self.engine):
+        for engine in (self.copy.engine, self.critic.engine, self.engine):
             engine.close()
         self.backend.leave_process_group()
 

@@ -16,11 +16,10 @@ from tandem.reward.options.tree import known_keys, tables
 from tandem.services.config.docs import as_toml, explained, keys, page
 from tandem.services.config.other_names import explain
 from tandem.services.config.overrides import apply_overrides
-from tandem.trainer.algorithm import AlgorithmConfig, CriticConfig
+from tandem.trainer.algorithm import AlgorithmConfig, CriticConfig, LossKl, RewardKl
 from tandem.trainer.config import LoraOptions
 from tandem.trainer.estimators.options import NAMES_ELSEWHERE as ESTIMATORS_ELSEWHERE
 from tandem.trainer.estimators.options import GaeOptions, GrpoOptions, RlooOptions, estimator_models
-from tandem.trainer.kl_options import LossKl, RewardKl
 from tandem.trainer.off_policy.options import CorrectionOptions
 from tandem.trainer.off_policy.presets import PRESETS
 from tandem.trainer.policy_losses.options import NAMES_ELSEWHERE as LOSSES_ELSEWHERE

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tandem.protos.errors import DataError
+from tandem.trainer.algorithm import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
 from tandem.trainer.kl import (
     KlCoefficients,
     first_coefficients,
@@ -21,7 +22,6 @@ from tandem.trainer.kl import (
     next_coefficient,
     next_coefficients,
 )
-from tandem.trainer.kl_options import KlEstimator, KlOptions, KlPenalty, LossKl, RewardKl
 from tests.support.golden_cases import GoldenCase, golden_cases
 from tests.support.padded import flatten, unflatten
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.trainer.batch.ragged import row_means, row_sums, spread
-from tandem.trainer.estimators.whitening import whiten, whiten_rows
+from tandem.trainer.estimators.groups import whiten, whiten_rows
 from tests.support.golden_cases import GoldenCase, golden_cases
 from tests.support.padded import flatten, unflatten
 

@@ -16,19 +16,11 @@ from torch import Tensor
 
 from tandem.protos.errors import DataError
 from tandem.protos.types import RowHeader, TrajectoryGroup
-from tandem.trainer.algorithm import AlgorithmConfig
+from tandem.trainer.algorithm import AlgorithmConfig, SelectionOptions
 from tandem.trainer.batch.columns import BatchColumns
 from tandem.trainer.batch.layout import BatchLayout, TrajectoryKey
 from tandem.trainer.batch.ragged import row_sums
-from tandem.trainer.batch.selection import (
-    Floats,
-    clip_advantages,
-    clip_rewards,
-    filtration_weights,
-    finished_rows,
-    overlong_penalties,
-)
-from tandem.trainer.batch.selection_options import SelectionOptions
+from tandem.trainer.batch.selection import Floats, check_finite, filtration_weights, overlong_penalties
 from tandem.trainer.estimators.inputs import EstimatorBatch
 from tandem.trainer.estimators.registry import estimate
 from tandem.trainer.kl import kl_in_reward
@@ -86,9 +78,10 @@ def learning_targets(
         columns_N=start.columns_N,
     )
     result = estimate(inputs, config.advantage)
-    advantages_N = result.advantages_N.float()
+    advantages_N = result.advantages_N
     if selection.advantage_clip is not None:
-        advantages_N = clip_advantages(advantages_N, selection.advantage_clip)
+        advantages_N = advantages_N.clamp(-selection.advantage_clip, selection.advantage_clip)
+    advantages_N = advantages_N.float()
     counts_R = _counts(layout, scores_R, config, seed)
     figures = _figures(layout, advantages_N, scores_R)
     if result.returns_N is not None and start.values_N is not None:
@@ -118,7 +111,9 @@ def _shaped(
     scores_R: Floats, lengths_R: NDArray[np.int64], selection: SelectionOptions, max_response_tokens: int
 ) -> Floats:
     """Scores after clipping and the penalty on overlong answers."""
-    rewards_R = scores_R if selection.reward_clip is None else clip_rewards(scores_R, selection.reward_clip)
+    rewards_R = scores_R
+    if selection.reward_clip is not None:
+        rewards_R = np.clip(check_finite(scores_R, "rewards"), *selection.reward_clip)
     if selection.overlong_penalty is None:
         return rewards_R
     return rewards_R + overlong_penalties(lengths_R, selection.overlong_penalty, max_tokens=max_response_tokens)
@@ -198,7 +193,7 @@ def _component_rows(layout: BatchLayout, components: Mapping[TrajectoryKey, Mapp
 def _counts(layout: BatchLayout, scores_R: np.ndarray, config: AlgorithmConfig, seed: int) -> Tensor:
     counts_R = np.ones(len(scores_R))
     if config.selection.overlong_filter:
-        counts_R *= finished_rows([header.finish_reason for header in layout.headers])
+        counts_R *= np.array([header.finish_reason != "length" for header in layout.headers])
     if config.selection.filtration is not None:
         groups_R = layout.groups_R.numpy()
         counts_R *= filtration_weights(scores_R, groups_R, config.selection.filtration, seed=seed)

@@ -1,5 +1,5 @@
 """Selects the groups, trajectories and tokens to train on and weights the trajectories. Pure functions; imports no
-torch at run time.
+torch.
 
 DAPO: arXiv:2503.14476. PF-PPO: arXiv:2409.06957. R: trajectories of the batch, whose groups are labelled by any
 integers; G: those of one group; N: loss tokens. A trajectory's reward is its total, including rewards on its tokens. A
@@ -9,17 +9,12 @@ NaN or infinite reward raises an error wherever it would affect the result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.protos.errors import ConfigError, DataError
-from tandem.protos.types import FinishReason
-from tandem.trainer.batch.selection_options import OverlongPenalty, PolicyFiltration
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tandem.trainer.algorithm import OverlongPenalty, PolicyFiltration
 
 Floats = NDArray[np.float64]
 
@@ -33,13 +28,6 @@ def zero_variance(rewards_G: Sequence[float] | Floats) -> bool:
     """
     rewards = check_finite(np.asarray(rewards_G, np.float64), "rewards")
     return len(rewards) > 1 and bool(rewards.min() == rewards.max())
-
-
-def finished_rows(finish_reasons: Sequence[FinishReason]) -> NDArray[np.bool_]:
-    """False for trajectories cut off at the length limit (overlong filtering). Their loss tokens leave the loss and its
-    denominators, while their rewards stay in the baselines.
-    """
-    return np.array([reason != "length" for reason in finish_reasons], np.bool_)
 
 
 def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *, max_tokens: int) -> Floats:
@@ -58,18 +46,6 @@ def overlong_penalties(lengths_R: NDArray[np.int64], options: OverlongPenalty, *
     if options.beyond == "flat":
         excess_R = np.minimum(excess_R, options.buffer_tokens)
     return -options.factor * excess_R / options.buffer_tokens
-
-
-def clip_rewards(rewards_R: Floats, bounds: tuple[float, float]) -> Floats:
-    """The rewards clipped to the bounds. Raises DataError if one is NaN or infinite."""
-    return np.clip(check_finite(rewards_R, "rewards"), *bounds)
-
-
-def clip_advantages(advantages_N: Tensor, limit: float) -> Tensor:
-    """The advantages clipped to ±limit. Raises DataError if one is NaN or infinite."""
-    if num_bad := int((~advantages_N.isfinite()).sum()):
-        raise DataError(f"{num_bad} of {len(advantages_N)} advantages are NaN or infinite")
-    return advantages_N.clamp(-limit, limit)
 
 
 def filtration_weights(

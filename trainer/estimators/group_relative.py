@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.protos.errors import DataError
-from tandem.trainer.estimators.groups import Groups, centred, deviations
+from tandem.trainer.estimators.groups import Groups, centred, deviations, whiten_rows
 from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
 from tandem.trainer.estimators.options import (
     DrGrpoOptions,
@@ -26,7 +26,6 @@ from tandem.trainer.estimators.options import (
     RlooOptions,
 )
 from tandem.trainer.estimators.scans import running_sums
-from tandem.trainer.estimators.whitening import whiten_rows
 
 EPSILON = 1e-6
 """Added to σ."""

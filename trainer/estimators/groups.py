@@ -1,4 +1,5 @@
-"""Statistics of groups: R rows of P groups, in any order. Nothing here loops over groups.
+"""Statistics of groups (R rows of P groups, in any order), and whitening over all N loss tokens of the batch. Nothing
+here loops over groups.
 
 A group of one has mean 0 and standard deviation 1, as in the golden convention.
 """
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+WHITENING_EPSILON = 1e-8
+"""Added to the variance, under the root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +79,25 @@ def deviations(centred_R: Tensor, groups: Groups) -> Tensor:
     """Standard deviation (Bessel's correction) of each row's group, (R,), from centred values; 1 in a group of one."""
     variances_P = groups.sums(centred_R.square()) / (groups.sizes_P - 1).clamp(min=1)
     return variances_P.sqrt().where(groups.sizes_P > 1, 1.0)[groups.of_row_R]
+
+
+def whiten(values_N: Tensor) -> Tensor:
+    """(x − ⟨x⟩)/√(Var(x) + 1e-8), (N,), Var with Bessel's correction; 0 for a single value or equal values. Longer rows
+    count more.
+    """
+    if not len(values_N):
+        return values_N.clone()
+    centred_N = values_N - values_N.mean()
+    return centred_N.mul_(_scale(torch.dot(centred_N, centred_N), len(values_N)))
+
+
+def whiten_rows(values_R: Tensor, lengths_R: Tensor) -> Tensor:
+    """Wh of values that all tokens of a row share, (R,): the same as whitening all N tokens, at the cost of R."""
+    num_tokens = int(lengths_R.sum())
+    mean = torch.dot(values_R, lengths_R.to(values_R.dtype)) / max(num_tokens, 1)
+    centred_R = values_R - mean
+    return centred_R * _scale(torch.dot(centred_R.square(), lengths_R.to(values_R.dtype)), num_tokens)
+
+
+def _scale(squares: Tensor, count: int) -> Tensor:
+    return (squares / max(count - 1, 1) + WHITENING_EPSILON).rsqrt()

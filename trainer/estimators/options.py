@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from tandem.protos.options import Options
 from tandem.trainer.named_options import models_by_name
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -15,10 +16,8 @@ Need = Literal["values", "baselines", "components", "logprobs", "squared_probs",
 """An optional column of `EstimatorBatch`."""
 
 
-class EstimatorOptions(BaseModel):
+class EstimatorOptions(Options):
     """Base class of the options of an advantage estimator. A subclass gives `name` its value and names the function."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     function: ClassVar[str]
     """`module:function` of the estimator, which takes an `EstimatorBatch` and these options and returns an `Estimate`.

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tandem.trainer.estimators.groups import whiten
 from tandem.trainer.estimators.inputs import Estimate, EstimatorBatch
 from tandem.trainer.estimators.options import GaeOptions, ReinforcePlusPlusOptions, RemaxOptions
 from tandem.trainer.estimators.scans import discounted_sums
-from tandem.trainer.estimators.whitening import whiten
 
 
 def gae(batch: EstimatorBatch, options: GaeOptions) -> Estimate:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,35 +16,23 @@ from tandem.trainer.config import TrainerConfig
 from tandem.trainer.models.loading import load_model
 from tandem.trainer.models.token_model import token_logprobs
 
-if TYPE_CHECKING:
-    from tandem.trainer.models.lora import Adapters
 
-
+@dataclass(frozen=True, slots=True)
 class ReferencePolicy:
-    """A policy with fixed weights: a frozen copy, or the policy's own base weights without its adapters, which costs
-    no memory. `engines` are those that it owns.
+    """A policy with fixed weights: a frozen copy in its own engine, or the policy's engine with its adapters disabled,
+    which costs no memory.
     """
 
-    def __init__(
-        self, engine: TrainingEngine, without_adapters: Callable[[], AbstractContextManager[None]], *, owned: bool
-    ) -> None:
-        self.engines = [engine] if owned else []
-        self._engine = engine
-        self._without_adapters = without_adapters
+    engine: TrainingEngine
+    without_adapters: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def frozen_copy(cls, backend: Backend, config: TrainerConfig, folder: Path) -> ReferencePolicy:
-        """The model of a folder, which holds the run's first weights, in its own partitioned engine without optimizer;
-        in host memory with `offload_reference`. All ranks must call it. Raises ModelError.
+        """The model of a folder, which holds the run's first weights, in a partitioned engine without optimizer; in
+        host memory with `offload_reference`. All ranks must call it. Raises ModelError.
         """
         model = load_model(folder, config.dtype)
-        engine = backend.build_frozen_engine(config, model, offload=config.offload_reference)
-        return cls(engine, nullcontext, owned=True)
-
-    @classmethod
-    def base_weights(cls, engine: TrainingEngine, adapters: Adapters) -> ReferencePolicy:
-        """The policy's own engine with its adapters disabled. The engine's owner closes it."""
-        return cls(engine, adapters.disabled, owned=False)
+        return cls(backend.build_frozen_engine(config, model, offload=config.offload_reference))
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -54,5 +42,5 @@ class ReferencePolicy:
         All ranks must call it with the same number of micro-batches, and never between a forward pass of the policy and
         its backward pass.
         """
-        with self._without_adapters():
-            return [token_logprobs(self._engine, micro_batch) for micro_batch in micro_batches]
+        with self.without_adapters():
+            return [token_logprobs(self.engine, micro_batch) for micro_batch in micro_batches]

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tandem.protos.options import Options
 from tandem.trainer.off_policy.presets import PRESETS, PresetName
 
 
-class WeightOptions(BaseModel):
+class WeightOptions(Options):
     """The behavior weight of every token."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
     """Which ratio the weight is: the token's, its row's (the product over the row's tokens), or the geometric mean over
@@ -50,10 +49,8 @@ class WeightOptions(BaseModel):
         return self
 
 
-class RejectionOptions(BaseModel):
+class RejectionOptions(Options):
     """A rejection test. A token that fails it leaves the loss and its denominators."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     level: Literal["token", "sequence", "geometric", "max"] = "token"
     """What is tested: each token, or a whole row by the sum over its tokens (`sequence`), their mean (`geometric`) or
@@ -92,12 +89,10 @@ class RejectionOptions(BaseModel):
         return self
 
 
-class CorrectionOptions(BaseModel):
+class CorrectionOptions(Options):
     """Off-policy correction. The default is decoupled PPO (arXiv:2505.24298) with token weights that become 0 where
     PPO's clip would stop the gradient.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: PresetName = "token_clip"
     """A named combination of values; keys given explicitly override it."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tandem.protos.options import Options
 from tandem.trainer.named_options import models_by_name
 
 
-class LossOptions(BaseModel):
+class LossOptions(Options):
     """Base class of the options of a policy loss. A subclass gives `name` its value and names the loss's function."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     function: ClassVar[str]
     """`module:function` of the loss, which takes `LossTokens` and these options and returns `LossTerms`. It is a string

@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tandem.protos.errors import ConfigError, DataError
-from tandem.trainer.batch.selection import (
-    clip_advantages,
-    clip_rewards,
-    filtration_weights,
-    finished_rows,
-    overlong_penalties,
-    zero_variance,
-)
-from tandem.trainer.batch.selection_options import OverlongPenalty, PolicyFiltration, SelectionOptions
+from tandem.trainer.algorithm import OverlongPenalty, PolicyFiltration, SelectionOptions
+from tandem.trainer.batch.selection import filtration_weights, overlong_penalties, zero_variance
 from tests.support.golden_cases import GoldenCase, golden_cases
 
 METHODS = ("best_of_n", "best_random", "best_worst", "power")
@@ -62,18 +55,12 @@ def test_groups_of_one_and_of_none_are_kept() -> None:
     assert zero_variance([0.1, 0.1, 0.1]), "rounding errors are no variance"
 
 
-def test_truncated_answers_are_left_out() -> None:
-    assert finished_rows(["stop", "length", "abort", "error"]).tolist() == [True, False, True, True]
-    assert finished_rows([]).dtype == np.bool_
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_bad_rewards_and_advantages_are_refused(bad: float) -> None:
+def test_bad_rewards_are_refused(bad: float) -> None:
     rewards, groups = np.array([1.0, bad]), np.zeros(2, np.int64)
     for refuse in (
         lambda: zero_variance([1.0, bad]),
         lambda: zero_variance([bad]),
-        lambda: clip_rewards(rewards, (-1.0, 1.0)),
         *(
             lambda method=method: filtration_weights(rewards, groups, PolicyFiltration(method=method), seed=0)
             for method in METHODS
@@ -81,14 +68,6 @@ def test_bad_rewards_and_advantages_are_refused(bad: float) -> None:
     ):
         with pytest.raises(DataError, match=r"1 of \d rewards are NaN or infinite"):
             refuse()
-    with pytest.raises(DataError, match="1 of 2 advantages"):
-        clip_advantages(torch.tensor([0.0, bad]), 1.0)
-
-
-def test_clipping() -> None:
-    assert clip_rewards(np.array([-3.0, 0.5, 9.0]), (-1.0, 2.0)).tolist() == [-1.0, 0.5, 2.0]
-    assert clip_advantages(torch.tensor([-3.0, 0.5, 9.0]), 2.0).tolist() == [-2.0, 0.5, 2.0]
-    assert clip_advantages(torch.zeros(0), 2.0).shape == (0,)
 
 
 @pytest.mark.parametrize(
