@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,7 +39,9 @@ def main(folder: Path) -> int:
     _check_export(folder / HF_FOLDER)
     num_ranks = recipe.trainer.num_ranks * recipe.trainer.num_nodes
     if num_ranks > 1 and "RANK" not in os.environ:  # all on this machine, even if the run used several
-        return run_local_ranks([sys.executable, "-m", "tandem.services.commands.replay", str(folder)], num_ranks)
+        command = [sys.executable, "-m", "tandem.services.commands.replay", str(folder)]
+        with TemporaryDirectory(prefix="tandem-replay-") as scratch:
+            return run_local_ranks(command, num_ranks, Path(scratch))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the run's trainer: the number of threads affects sums
     return Replay(folder, recipe).run()
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from tandem.services.config import Recipe
 from tandem.services.process import stop_event
@@ -38,25 +40,30 @@ def run_trainer(recipe: Recipe, redis_url: str, recipe_arguments: Sequence[str])
             join_rendezvous(recipe, recipe_arguments)
             return
         command = [sys.executable, "-m", "tandem.services.cli", "serve", "trainer", *recipe_arguments]
-        sys.exit(run_local_ranks(command, recipe.trainer.num_ranks, stop=stop_event()))
+        sys.exit(run_local_ranks(command, recipe.trainer.num_ranks, recipe.folder, stop=stop_event()))
     from tandem.services.trainer.service import main
 
     main(recipe, redis_url)
 
 
-def run_local_ranks(command: Sequence[str], num_ranks: int, *, stop: threading.Event | None = None) -> int:
-    """Runs `command` once for each rank and returns the exit code of the first rank that failed, or 0. The others
-    are killed then, because they would wait for the failed rank.
+def run_local_ranks(
+    command: Sequence[str], num_ranks: int, folder: Path, *, stop: threading.Event | None = None
+) -> int:
+    """Runs `command` once for each rank. Returns 0, or the exit code of the first rank that failed (128 + n for signal
+    n), after it killed the others, which would wait for that rank. `stop` sends SIGTERM to all ranks.
 
-    The ranks meet in a file that only this user can open, so no port is open. `stop` forwards SIGTERM to the ranks.
+    The ranks meet in a file in `folder` that only this user can write, so no port is open.
     """
-    with tempfile.TemporaryDirectory(prefix="tandem-ranks-") as folder, ExitStack() as stack:
-        shared = {
-            **os.environ,
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            STORE_FILE: f"{folder}/store",
-        }
+    store = folder / "ranks.store"
+    store.unlink(missing_ok=True)  # of killed ranks
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        STORE_FILE: str(store.absolute()),
+    }
+    with ExitStack() as stack:
+        stack.callback(store.unlink, missing_ok=True)
         ranks = []
         for rank in range(num_ranks):
             environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -64,17 +71,26 @@ def run_local_ranks(command: Sequence[str], num_ranks: int, *, stop: threading.E
             stack.callback(ranks[-1].wait)
             stack.callback(ranks[-1].kill)
         stop = stop or threading.Event()
-        while not stop.wait(_POLL_SECONDS):
-            codes = [rank.poll() for rank in ranks]
-            if any(codes):
-                code = next(code for code in codes if code)
-                log.error("rank %d ended with exit code %d", codes.index(code), code)
-                return code if code > 0 else 128 - code
-            if None not in codes:
-                return 0
-        for process in ranks:
-            process.terminate()
-        return max(process.wait(_STOP_SECONDS) for process in ranks)
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            if stop.wait(_POLL_SECONDS):
+                return _stopped(ranks)
+    failed = next((code for code in codes if code), 0)
+    if failed:
+        log.error("rank %d ended with exit code %d", codes.index(failed), failed)
+    return failed if failed >= 0 else 128 - failed
+
+
+def _stopped(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Ends the ranks by SIGTERM, or by SIGKILL after a while. Returns 0 if all ended by themselves, else 143."""
+    for process in ranks:
+        process.terminate()
+    deadline = time.monotonic() + _STOP_SECONDS
+    try:
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
+    except subprocess.TimeoutExpired:
+        log.error("the ranks did not end within %g s and are killed", _STOP_SECONDS)
+        return 128 + signal.SIGTERM
+    return 128 + signal.SIGTERM if any(codes) else 0
 
 
 def torchrun_arguments(recipe: Recipe, recipe_arguments: Sequence[str]) -> list[str]:

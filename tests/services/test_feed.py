@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tandem.protos.codec import decode_group
+from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, ModelError
+from tandem.protos.types import TrajectoryGroup
+from tandem.services import feed_service
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe, parse_recipe
 from tandem.services.feed_service import Feed, PromptStream, epoch_order
@@ -203,9 +205,17 @@ def test_the_endpoint_answers_info_and_sends_heartbeats(redis_url: str, recipe: 
         eventually(lambda: "waiting_seconds" in buffer.figures().get("feed", {}))
 
 
-def test_preparing_does_not_read_the_whole_file(recipe: Callable[..., Recipe]) -> None:
+def test_only_the_prompts_that_are_asked_for_are_prepared(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[TrajectoryGroup] = []
+
+    def counted(group: TrajectoryGroup) -> bytes:
+        prepared.append(group)
+        return encode_group(group)
+
+    monkeypatch.setattr(feed_service, "encode_group", counted)
     stream = PromptStream(recipe(questions(5000)), 0)
-    started = time.monotonic()
     stream.run(4)
-    assert time.monotonic() - started < 1.0
+    assert len(prepared) == 4
     assert np.unique(positions(stream, 300)).size == 300

@@ -77,10 +77,9 @@ def test_a_nearly_full_redis_is_refused_and_a_full_one_is_a_clear_error(tmp_path
 
 @pytest.mark.parametrize("address", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
 def test_an_unreachable_redis_is_a_one_line_error(address: str) -> None:
-    seconds = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
         Buffer(address, "run", connect_timeout_seconds=0.3)
-    assert time.monotonic() - seconds < 8 and "\n" not in str(caught.value) and address[:20] in str(caught.value)
+    assert "\n" not in str(caught.value) and address[:20] in str(caught.value)
 
 
 def test_a_url_of_another_kind_is_refused_without_its_password() -> None:

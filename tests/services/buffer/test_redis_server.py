@@ -88,9 +88,8 @@ def test_a_large_log_is_loaded_before_it_answers(start: Start) -> None:
 def test_a_stopped_server_that_hangs_is_killed(start: Start) -> None:
     server = start()
     os.kill(server.pid, signal.SIGSTOP)
-    begun = time.monotonic()
     server.stop(0.3)
-    assert time.monotonic() - begun < 20 and not psutil.pid_exists(server.pid)
+    assert not psutil.pid_exists(server.pid)
 
 
 _PARENT = """

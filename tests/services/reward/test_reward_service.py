@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -214,13 +213,11 @@ def test_failures_of_both_kinds_spend_both_budgets(redis_url: str) -> None:
 
 
 def test_a_stop_ends_the_pause_and_spends_no_budget(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 30.0)
+    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 600.0)
     buffer, core = run_of(redis_url, infrastructure=0), ScriptedCore()
     generate(buffer, [answers("infrastructure*1")])
-    started = time.monotonic()
     with scoring(buffer, core):
         eventually(lambda: bool(core.asked))
-    assert time.monotonic() - started < 10.0
     counts = buffer.counts()
     assert (counts["generated_waiting"], counts["dropped"]) == (1, 0)
     with scoring(buffer, core):
@@ -261,10 +258,8 @@ def test_leases_are_renewed_while_a_scorer_is_slow(buffer: Buffer) -> None:
 def test_a_stop_gives_groups_back_unharmed(redis_url: str) -> None:
     buffer = run_of(redis_url, infrastructure=0, data=0)
     generate(buffer, [answers("1", "wait"), answers("1")])
-    started = time.monotonic()
     with scoring(buffer, ScriptedCore()):
         eventually(lambda: buffer.counts()["generated_leased"] > 0)
-    assert time.monotonic() - started < 5.0
     counts = buffer.counts()
     assert counts["generated_leased"] == counts["dropped"] == 0
     assert counts["generated_waiting"] + counts["scored_waiting"] == 2

@@ -29,23 +29,24 @@ distributed.destroy_process_group()
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_meet_without_a_port_that_another_host_could_reach(tmp_path: Path, num_ranks: int) -> None:
-    assert run_local_ranks([sys.executable, "-c", RANK, str(tmp_path)], num_ranks) == 0
+    assert run_local_ranks([sys.executable, "-c", RANK, str(tmp_path)], num_ranks, tmp_path) == 0
     for rank in range(num_ranks):
         total, listening = ast.literal_eval((tmp_path / str(rank)).read_text())
         assert total == sum(range(1, num_ranks + 1))
         assert set(listening) <= {"127.0.0.1"}
+    assert not list(tmp_path.glob("*store*"))
 
 
 def test_the_exit_code_is_that_of_the_first_rank_that_failed(tmp_path: Path) -> None:
     rank = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(2); time.sleep(100)"
-    assert run_local_ranks([sys.executable, "-c", rank], 3) == 2
+    assert run_local_ranks([sys.executable, "-c", rank], 3, tmp_path) == 2
 
 
-def test_a_killed_rank_fails_all() -> None:
+def test_a_killed_rank_fails_all(tmp_path: Path) -> None:
     rank = (
         "import os, signal, time; os.environ['RANK'] == '0' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(100)"
     )
-    assert run_local_ranks([sys.executable, "-c", rank], 2) == 128 + signal.SIGKILL
+    assert run_local_ranks([sys.executable, "-c", rank], 2, tmp_path) == 128 + signal.SIGKILL
 
 
 def test_stopping_lets_the_ranks_end_by_themselves(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_stopping_lets_the_ranks_end_by_themselves(tmp_path: Path) -> None:
     stop = threading.Event()
     codes: list[int] = []
     command = [sys.executable, "-c", rank, str(tmp_path)]
-    ranks = threading.Thread(target=lambda: codes.append(run_local_ranks(command, 2, stop=stop)))
+    ranks = threading.Thread(target=lambda: codes.append(run_local_ranks(command, 2, tmp_path, stop=stop)))
     ranks.start()
     eventually(lambda: len(list(tmp_path.glob("ready*"))) == 2)
     stop.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -120,8 +119,8 @@ class FakeSampler(rollout_pb2_grpc.RolloutServiceServicer):
 class Ring:
     """A trainer's publishing side and the samplers it knows."""
 
-    def __init__(self, folder: Path, url: str, backend: str = "gloo") -> None:
-        recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": 5.0})
+    def __init__(self, folder: Path, url: str, backend: str = "gloo", deadline_seconds: float = 5.0) -> None:
+        recipe = make_recipe(folder, weights={"backend": backend, "deadline_seconds": deadline_seconds})
         self.buffer = make_run(url, recipe)
         self.weights = Weights()
         self.sender = WeightSender(self.weights, bucket_bytes=512)
@@ -157,6 +156,14 @@ def ring(tmp_path: Path, redis_url: str, request: pytest.FixtureRequest) -> Iter
     made.close()
 
 
+@pytest.fixture
+def patient_ring(tmp_path: Path, redis_url: str) -> Iterator[Ring]:
+    """Its deadline is longer than a test's time limit, so a publication that waits for it fails the test."""
+    made = Ring(tmp_path, redis_url, deadline_seconds=600.0)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("ring", ["gloo", "disk"], indirect=True)
 def test_a_version_reaches_every_sampler(ring: Ring) -> None:
     one, two = ring.sampler("rollout-0"), ring.sampler("rollout-1")
@@ -170,12 +177,10 @@ def test_a_version_reaches_every_sampler(ring: Ring) -> None:
     assert ring.buffer.published_version() == 3
 
 
-def test_without_samplers_a_version_is_published_at_once(ring: Ring) -> None:
-    began = time.monotonic()
-    assert ring.publish(0).samplers_acknowledged == 0
-    assert ring.publish(1).weight_stall_seconds is None
-    assert time.monotonic() - began < 4.5  # the deadline is 5
-    assert ring.buffer.published_version() == 1
+def test_without_samplers_a_version_is_published_at_once(patient_ring: Ring) -> None:
+    assert patient_ring.publish(0).samplers_acknowledged == 0
+    assert patient_ring.publish(1).weight_stall_seconds is None
+    assert patient_ring.buffer.published_version() == 1
 
 
 def test_an_unchanged_batch_changes_only_the_version_also_for_a_late_sampler(ring: Ring) -> None:
@@ -204,18 +209,17 @@ def test_a_late_sampler_is_caught_up_and_joins_later_broadcasts(ring: Ring) -> N
     assert late.updates == 2
 
 
-def test_a_failing_sampler_is_excluded_and_rejoins(ring: Ring) -> None:
+def test_a_failing_sampler_is_excluded_and_rejoins(ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
     good, bad = ring.sampler("rollout-0"), ring.sampler("rollout-1")
     ring.publish(0)
     bad.fault = WeightTransferError("out of memory")
-    began = time.monotonic()
     ring.publish(1)
     eventually(lambda: ring.registered("rollout-0").state == "LIVE")
     assert ring.registered("rollout-1").state == "STALE"
     assert good.value == 1.0
-    began = time.monotonic()
-    assert ring.publish(2).samplers_acknowledged == 1
-    assert time.monotonic() - began < 4.0, "it is not waited for again"
+    with caplog.at_level("INFO"):
+        assert ring.publish(2).samplers_acknowledged == 1
+    assert "version 2 reaches rollout-1 later" in caplog.text
     bad.fault = None
     eventually(lambda: ring.registered("rollout-1").state == "LIVE")
     assert bad.value == 2.0
@@ -247,16 +251,14 @@ def test_a_restarted_sampler_is_not_mistaken_for_its_predecessor(ring: Ring) -> 
     assert ring.publish(1).samplers_acknowledged == 1
 
 
-def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(ring: Ring) -> None:
-    ring.publish(0)
-    late = ring.sampler("rollout-0")
+def test_a_broadcast_does_not_wait_for_a_sampler_that_is_catching_up(patient_ring: Ring) -> None:
+    patient_ring.publish(0)
+    late = patient_ring.sampler("rollout-0")
     late.hold.clear()
     eventually(lambda: late.joins == 1)
-    began = time.monotonic()
-    assert ring.publish(1).samplers_acknowledged == 0
-    assert time.monotonic() - began < 4.5  # the deadline is 5
+    assert patient_ring.publish(1).samplers_acknowledged == 0
     late.hold.set()
-    eventually(lambda: ring.registered("rollout-0").state == "LIVE")
+    eventually(lambda: patient_ring.registered("rollout-0").state == "LIVE")
     assert (late.version, late.value) == (1, 1.0), "version 0 came too late to be admitted with"
 
 
