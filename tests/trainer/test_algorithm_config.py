@@ -275,13 +275,6 @@ def test_a_group_too_small_for_the_estimator_is_refused(name: str) -> None:
             check(algorithm, min_scored=1)
 
 
-def test_pkpo_needs_k_answers() -> None:
-    algorithm = read('[trainer.advantage]\nname = "pkpo"\nk = 6')
-    check(algorithm, 6)
-    with pytest.raises(ValueError, match="pkpo compares 6 answers"):
-        check(algorithm, 5)
-
-
 def test_an_overlong_penalty_needs_answers_as_long_as_its_buffer() -> None:
     algorithm = read("", "trainer.selection.overlong_penalty.buffer_tokens=64")
     check(algorithm, tokens=64)

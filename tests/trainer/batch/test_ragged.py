@@ -1,4 +1,5 @@
-"""Operations on rows of different lengths without padding: values against a plain loop, gradients and empty rows."""
+"""Operations on rows of different lengths without padding: values against a plain loop and golden ones,
+gradients, empty rows, and whitening."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from tandem.trainer.batch.ragged import keep_tokens, row_means, row_sums, spread
+from tandem.trainer.estimators.groups import whiten, whiten_rows
+from tests.support.golden_cases import GoldenCase, golden_cases
 from tests.support.padded import flatten, unflatten
 
 LENGTHS = torch.tensor([0, 3, 0, 1, 2, 0])
@@ -165,3 +168,32 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     for lengths in ([3], [2, 2], []):
         with pytest.raises(AssertionError):
             row_sums(torch.zeros(5), torch.tensor(lengths, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("case", golden_cases("masked_ops/masked/"), ids=lambda case: case.name)
+def test_masked_operations_agree_with_golden_values(case: GoldenCase) -> None:
+    mask = case.inputs["mask"]
+    values_N, lengths_B = flatten(case.inputs["values"], mask)
+    case.check("mean", values_N.mean())
+    case.check("row_mean", row_means(values_N, lengths_B))
+    case.check("row_sum", row_sums(values_N, lengths_B))
+    case.check("var_unbiased", values_N.var())
+    case.check("var_biased", values_N.var(correction=0))
+    case.check("whiten", unflatten(whiten(values_N), mask))
+    case.check("whiten_keep_mean", unflatten(whiten(values_N) + values_N.mean(), mask))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_values_without_variance_are_whitened_to_zero(count: int) -> None:
+    same_N = torch.full((count,), 0.3, dtype=torch.float64)
+    torch.testing.assert_close(whiten(same_N), torch.zeros_like(same_N), rtol=0.0, atol=1e-12)
+    ones = torch.ones(count, dtype=torch.int64)
+    torch.testing.assert_close(whiten_rows(same_N, ones), torch.zeros_like(same_N), rtol=0.0, atol=1e-12)
+
+
+def test_whitening_rows_equals_whitening_their_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values_R = torch.randn(20, generator=generator, dtype=torch.float64)
+    lengths_R = torch.randint(0, 9, (20,), generator=generator)
+    whole_N = whiten(spread(values_R, lengths_R))
+    torch.testing.assert_close(spread(whiten_rows(values_R, lengths_R), lengths_R), whole_N)

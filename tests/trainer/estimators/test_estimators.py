@@ -114,14 +114,6 @@ def test_advantages_agree_with_golden_values(case: GoldenCase) -> None:
     assert got.advantages_N.dtype == torch.float64
 
 
-@pytest.mark.parametrize("case", golden_cases("advantage/gae/"), ids=lambda case: case.name)
-def test_gae_without_whitening_is_returns_minus_values(case: GoldenCase) -> None:
-    mask, batch = case.inputs["response_mask"], batch_of(case)
-    options = GaeOptions(gamma=case.hyper["gamma"], lam=case.hyper["lam"], whiten=False)
-    want = (case.outputs["returns"] - case.inputs["values"])[mask.bool()]
-    torch.testing.assert_close(estimate(batch, options).advantages_N, want)
-
-
 def test_critic_lam_changes_only_the_returns() -> None:
     batch = make_batch([1.0, 0.0, 0.5], [0, 0, 1], [5, 1, 70])
     plain = estimate(batch, GaeOptions(gamma=0.9, lam=0.7))

@@ -130,11 +130,6 @@ def test_an_empty_batch_gives_zero_gradients() -> None:
         assert not gradient.any()
 
 
-def test_log_probs_require_no_gradient_under_no_grad() -> None:
-    with torch.no_grad():
-        assert not chunked(make_inputs()).logprobs_N.requires_grad
-
-
 def test_bad_hidden_states_and_temperatures_give_non_finite_results() -> None:
     inputs = make_inputs()
     with torch.no_grad():
