@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import random
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 OUTAGE_PAUSE_SECONDS = 1.0
 """Pause between two attempts to reach an unreachable or full Redis, if the loop tolerates outages."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+"""Pauses after failed attempts at the same lease."""
 _CLAIM_SECONDS = 0.5  # longest wait of one claim, and thus the longest delay of a stop
 _POLL_SECONDS = 0.2  # between two checks for a stop while no lease can be claimed
 _REFUSED_SECONDS = 0.1  # after a refused claim: an update is under way, or nothing is published yet
@@ -380,3 +383,9 @@ async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Re
     waiting = asyncio.wrap_future(future)
     threading.Thread(target=run, name="lease-work", daemon=True).start()
     return await waiting
+
+
+def pause_after(attempts: int) -> float:
+    """Seconds to wait after so many failed attempts: doubles each time, with jitter."""
+    longest = min(FIRST_PAUSE_SECONDS * 2.0 ** min(attempts - 1, 30), LONGEST_PAUSE_SECONDS)
+    return longest * random.uniform(0.5, 1.0)

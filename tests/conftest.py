@@ -1,5 +1,5 @@
-"""A Redis for the test files that need one. Skips tests marked `gpu`, with the reason, where torch sees no CUDA
-device.
+"""A Redis and a folder in memory for the tests that need one. Skips tests marked `gpu`, with the reason, where torch
+sees no CUDA device.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     with running_redis(tmp_path_factory.mktemp("redis")) as url:
         yield url
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory, if there is one: slow disks do not slow the test, and a killed process loses nothing."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place, prefix="tandem-") as folder:
+        yield Path(folder)
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k: torch is imported only if a gpu test is really about to run

@@ -16,7 +16,7 @@ from tandem.protos.contracts import Score
 from tandem.protos.errors import DataError, DeadlineError, TandemError
 from tandem.services.clients.item_reader import ItemReader
 from tandem.services.clients.messages import EncodedItem, Job, JobEvent, job_from_proto, score_from_proto
-from tandem.services.reward.stream_errors import error_of
+from tandem.services.reward.wire import error_of
 from tandem.services.rpc.client import from_rpc_error
 
 STREAM_SECONDS = 120.0

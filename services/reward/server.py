@@ -22,9 +22,16 @@ from tandem.services.config.jobs import JobsConfig
 from tandem.services.reward.jobs.store import JobRecord, JobStore
 from tandem.services.reward.request_scorer import DEADLINE_MARGIN_SECONDS, MAX_RUBRIC_BYTES, RequestScorer
 from tandem.services.reward.shutdown import IDLE_SECONDS, Shutdown, seconds_left
-from tandem.services.reward.stream_errors import ends_with_error, error_message
 from tandem.services.reward.undecoded_text import READERS
-from tandem.services.reward.wire import MAX_CARRIED_BYTES, MAX_DEPTH, MAX_ITEMS, MAX_REQUEST_BYTES, check_size
+from tandem.services.reward.wire import (
+    MAX_CARRIED_BYTES,
+    MAX_DEPTH,
+    MAX_ITEMS,
+    MAX_REQUEST_BYTES,
+    check_size,
+    ends_with_error,
+    error_message,
+)
 from tandem.services.rpc.limits import MAX_CALLS, RpcLimits
 
 SERVICE_NAME = "tandem.v1.RewardService"

@@ -33,12 +33,12 @@ from tandem.services.leases import (
     LeaseLoop,
     LeaseWorker,
     Release,
+    pause_after,
     run_in_thread,
 )
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import stop_event
 from tandem.services.reward import server as reward_server
-from tandem.services.reward.backoff import pause_after
 from tandem.services.reward.jobs.store import JobStore
 from tandem.services.reward.jobs.worker import JobWorker
 from tandem.services.reward.server import RewardServicer

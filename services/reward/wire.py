@@ -1,4 +1,4 @@
-"""Items and scores ⇄ protobuf, for the service. No I/O.
+"""Items, scores and errors ⇄ protobuf, for the service. No I/O.
 
 A batch of 64 cheap items should cost little more than its bytes. The shortcuts below (columns, one `json` call for many
 texts, joined message bytes) are measured by part `calls` of benchmarks/reward.py.
@@ -7,16 +7,29 @@ texts, joined message bytes) are measured by part `calls` of benchmarks/reward.p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from functools import lru_cache, partial, wraps
 from itertools import repeat
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+from google.protobuf.message import Message
 
 from tandem.protos import reward_pb2
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored, UnscoredReason
-from tandem.protos.errors import DataError, SizeError
+from tandem.protos.errors import (
+    DataError,
+    JobError,
+    JobExistsError,
+    JobLimitError,
+    ScorerError,
+    SizeError,
+    TandemError,
+    UnknownJobError,
+    UserError,
+)
 
 MAX_ITEMS = 8192
 """Items of one request or chunk."""
@@ -36,6 +49,19 @@ _fields = attrgetter(*_NAMES)  # one call instead of five
 _new_item: Callable[[Iterable[object]], ScoreItem] = partial(tuple.__new__, ScoreItem)  # `_make` is not written in C
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _Message = reward_pb2.ScoreRequest.Item
+
+Handler = TypeVar("Handler", bound=Callable[..., AsyncGenerator[Message]])
+
+# A class stands before those it inherits from.
+_CAUSES: dict[type[TandemError], str] = {
+    UnknownJobError: "unknown_job",
+    JobExistsError: "key_in_use",
+    JobLimitError: "limit_reached",
+    JobError: "wrong_state",
+    ScorerError: "invalid_rubric",
+    SizeError: "too_large",
+    DataError: "invalid_request",
+}
 
 
 def check_size(what: str, num_items: int, num_bytes: int) -> None:
@@ -203,3 +229,38 @@ def _depth(value: object) -> int:
         depth += 1
         level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
     return depth
+
+
+def error_message(error: UserError) -> reward_pb2.StreamError:
+    """The error for the wire."""
+    message = reward_pb2.StreamError(message=str(error))
+    cause = next((name for kind, name in _CAUSES.items() if isinstance(error, kind)), None)
+    if cause is not None:
+        getattr(message, cause).SetInParent()
+    return message
+
+
+def error_of(message: reward_pb2.StreamError) -> TandemError:
+    """The error of a message: a TandemError if this version does not know the cause."""
+    cause = message.WhichOneof("cause")
+    kind = next((kind for kind, name in _CAUSES.items() if name == cause), TandemError)
+    return kind(message.message)
+
+
+def ends_with_error(reply: Callable[..., Message]) -> Callable[[Handler], Handler]:
+    """Decorates a handler that streams replies: a UserError is sent as a last `reply(error=...)` and then raised."""
+
+    def decorate(handler: Handler) -> Handler:
+        @wraps(handler)
+        async def call(*arguments: object) -> AsyncGenerator[Message]:
+            async with aclosing(handler(*arguments)) as replies:
+                try:
+                    async for one in replies:
+                        yield one
+                except UserError as error:
+                    yield reply(error=error_message(error))
+                    raise
+
+        return call  # type: ignore[return-value]
+
+    return decorate

@@ -14,29 +14,12 @@ from tandem.protos.manifest import decode_manifest
 from tandem.protos.types import SamplingParameters, Trajectory, WeightGroupAddress
 from tandem.rollout.sampler import Sampler
 from tandem.services.buffer.buffer import Claim
-from tandem.services.config import Recipe
 from tandem.services.leases import GroupResult, LeaseLoop
-from tandem.services.rpc.server import RpcServer, start_server
-from tandem.services.service_info import ServiceInfo
 
 SERVICE_NAME = "tandem.v1.RolloutService"
 
 Claims = LeaseLoop[Claim, GroupResult]
 Context = grpc.aio.ServicerContext
-
-
-async def start_rollout_server(
-    recipe: Recipe, info: ServiceInfo, engine: Sampler, claims: Claims, *, port: int
-) -> RpcServer:
-    """Listens on `run.host`. Raises EnvironmentLackError if the port is in use."""
-    servicer = RolloutServicer(info.name, engine, claims, recipe.rollout.max_response_tokens)
-    return await start_server(
-        recipe.run.host,
-        port,
-        info=info.reply,
-        register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server),
-        service_names=[SERVICE_NAME],
-    )
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):

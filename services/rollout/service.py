@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from tandem.protos import rollout_pb2_grpc
 from tandem.protos.codec import decode_group, encode_group
 from tandem.protos.errors import DataError, TandemError, UnavailableError
 from tandem.protos.types import Prompt, Role, Trajectory, TrajectoryGroup
@@ -25,7 +26,8 @@ from tandem.services.config import Recipe
 from tandem.services.leases import GroupLeases, GroupResult, Held, LeaseLoop, LeaseWorker, Release
 from tandem.services.logging_setup import configure_logging
 from tandem.services.process import starting, stop_event
-from tandem.services.rollout.server import start_rollout_server
+from tandem.services.rollout.server import SERVICE_NAME, RolloutServicer
+from tandem.services.rpc.server import start_server
 from tandem.services.service_info import Heartbeat, ServiceInfo
 
 log = logging.getLogger(__name__)
@@ -122,8 +124,8 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             rows[number] = replace(row, role=role)
             held.unsaved = lambda: _payload(prompt, rows)
 
-        wanted = wanted_rows(prompt.num_samples, with_baseline=self._with_baselines)
-        tasks = [asyncio.create_task(sample(number, role)) for number, role in wanted if number not in rows]
+        roles: list[Role] = ["policy"] * prompt.num_samples + (["baseline"] if self._with_baselines else [])
+        tasks = [asyncio.create_task(sample(number, role)) for number, role in enumerate(roles) if number not in rows]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -141,12 +143,6 @@ def _payload(prompt: Prompt, rows: dict[int, Trajectory]) -> bytes:
     return encode_group(TrajectoryGroup(prompt, tuple(rows[number] for number in sorted(rows))))
 
 
-def wanted_rows(num_samples: int, *, with_baseline: bool) -> list[tuple[int, Role]]:
-    """Returns (trajectory id, role) of every row of a group: n policy rows, then the baseline, if any."""
-    policy: list[tuple[int, Role]] = [(number, "policy") for number in range(num_samples)]
-    return [*policy, (num_samples, "baseline")] if with_baseline else policy
-
-
 def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
     """Runs one sampler until SIGTERM.
 
@@ -162,9 +158,18 @@ def main(recipe: Recipe, redis_url: str, replica: int = 0) -> None:
 async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.Event) -> None:
     started_at = time.time()
     config = recipe.rollout
+    arguments = SamplerArguments(
+        config,
+        model_path=recipe.model.path,
+        dtype=recipe.trainer.dtype,
+        max_model_tokens=recipe.max_model_tokens,
+        seed=recipe.run.seed,
+        shares_gpu=recipe.weights.backend == "ipc",
+        rows_per_group=recipe.rows_per_group,
+    )
     # First, because the engine's process is forked and must not inherit gRPC's threads or Redis' sockets.
     with starting():
-        engine = await find_engine(config.engine).start(sampler_arguments(recipe))
+        engine = await find_engine(config.engine).start(arguments)
     try:
         buffer = Buffer(redis_url, recipe.run.run_id)
         name = f"rollout-{replica}"
@@ -181,7 +186,14 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             started_at=started_at,
         )
         port = config.port + replica if config.port else 0
-        server = await start_rollout_server(recipe, info, engine, worker.loop, port=port)
+        servicer = RolloutServicer(name, engine, worker.loop, config.max_response_tokens)
+        server = await start_server(
+            recipe.run.host,
+            port,
+            info=info.reply,
+            register=lambda server: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server),
+            service_names=[SERVICE_NAME],
+        )
         try:
             await asyncio.to_thread(buffer.register_sampler, name, server.address, config.tensor_parallel_size)
             log.info("ready after %.1f s, listens on %s", time.time() - started_at, server.address)
@@ -191,16 +203,3 @@ async def _serve(recipe: Recipe, redis_url: str, replica: int, stop: threading.E
             await server.stop(grace_seconds=0.5)
     finally:
         engine.close()
-
-
-def sampler_arguments(recipe: Recipe) -> SamplerArguments:
-    """Returns the arguments with which `tandem run` starts the recipe's samplers."""
-    return SamplerArguments(
-        recipe.rollout,
-        model_path=recipe.model.path,
-        dtype=recipe.trainer.dtype,
-        max_model_tokens=recipe.max_model_tokens,
-        seed=recipe.run.seed,
-        shares_gpu=recipe.weights.backend == "ipc",
-        rows_per_group=recipe.rows_per_group,
-    )

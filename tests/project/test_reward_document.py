@@ -17,7 +17,7 @@ from tandem.reward.config import RewardConfig
 from tandem.reward.rubric.rubric import Catalogue, Rubric
 from tandem.services.config.jobs import ServiceConfig
 from tandem.services.config.recipe import load_service_config
-from tandem.services.reward.stream_errors import error_of
+from tandem.services.reward.wire import error_of
 from tests.support.reward_page import PAGE, ROOT, commands_of, followed, remote_scorers
 
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +27,7 @@ from tandem.protos.manifest import (
     plan_buckets,
     weights_digest,
 )
-from tandem.protos.types import WeightManifest
+from tandem.protos.types import BucketSpec, WeightManifest
 from tandem.protos.weight_group import (
     DIGEST_BYTES,
     WeightGroup,
@@ -39,6 +38,7 @@ from tandem.protos.weight_group import (
     empty_bucket,
     fill_bucket,
 )
+from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.trainer import weight_sender
 from tandem.trainer.weight_sender import WeightSender
@@ -72,7 +72,14 @@ class Tensors:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
 
-def wait(receiver: StagedReceiver, seconds: float = TIMEOUT) -> dict[str, Any]:
+def error(receiver: StagedReceiver, seconds: float = TIMEOUT) -> tuple[str, str]:
+    """Class and message of the error that ended the transfer."""
+    found = wait(receiver, seconds)["error"]
+    assert found is not None and receiver.take() == []
+    return found
+
+
+def wait(receiver: StagedReceiver, seconds: float = TIMEOUT) -> TransferProgress:
     deadline = time.monotonic() + seconds
     while not receiver.progress()["done"]:
         assert time.monotonic() < deadline, "the receiver's own deadline must come first"
@@ -80,10 +87,9 @@ def wait(receiver: StagedReceiver, seconds: float = TIMEOUT) -> dict[str, Any]:
     return receiver.progress()
 
 
-def equal(received: list[tuple[str, torch.Tensor]], source: Tensors) -> bool:
-    return {name for name, _ in received} == source.tensors.keys() and all(
-        torch.equal(tensor, source.tensors[name]) for name, tensor in received
-    )
+def equal(received: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor], source: Tensors) -> bool:
+    found = dict(received)
+    return found.keys() == source.tensors.keys() and all(found[name].equal(source.tensors[name]) for name in found)
 
 
 def connected(sender: WeightSender, receivers: Sequence[StagedReceiver]) -> str:
@@ -101,9 +107,45 @@ def source() -> Tensors:
     return Tensors()
 
 
+class Pair:
+    """A sender and a receiver, in one weight group after `join`."""
+
+    def __init__(self, sender: WeightSender, receiver: StagedReceiver) -> None:
+        self.sender = sender
+        self.receiver = receiver
+        self.group = ""
+
+    def join(self) -> None:
+        self.group = connected(self.sender, [self.receiver])
+
+    def start(self, manifest: WeightManifest, seconds: float = TIMEOUT) -> None:
+        """Lets the receiver wait for the version."""
+        self.receiver.start_receive(encode_manifest(manifest), self.group, seconds)
+
+    def send(self, manifest: WeightManifest) -> tuple[WeightManifest, TransferProgress]:
+        self.start(manifest)
+        return self.sender.broadcast(manifest, TIMEOUT), wait(self.receiver)
+
+    def staged(self) -> dict[str, torch.Tensor]:
+        """What the receiver has staged without an error."""
+        assert wait(self.receiver)["error"] is None
+        return dict(self.receiver.take())
+
+    def copy(self, sender: WeightSender | None = None, **options: bool) -> WeightManifest:
+        """Sends the copy to the receiver, as to a late joiner."""
+        offer = (sender or self.sender).start_copy("127.0.0.1", 1, TIMEOUT, **options)
+        self.receiver.start_join(asdict(offer.address), 1, TIMEOUT)
+        assert wait(self.receiver)["error"] is None
+        self.group = offer.address.group_name
+        self.start(offer.manifest)
+        return offer.manifest
+
+
 @pytest.fixture
-def receiver(source: Tensors) -> StagedReceiver:
-    return StagedReceiver(CPU, 0, source.shapes(), frozenset())
+def pair(source: Tensors) -> Iterator[Pair]:
+    pair = Pair(WeightSender(source, bucket_bytes=400), StagedReceiver(CPU, 0, source.shapes(), frozenset()))
+    yield pair
+    pair.sender.close()
 
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -128,9 +170,8 @@ def test_a_plan_keeps_every_tensor_once_in_order_and_within_its_bucket(
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
-def test_inconsistent_manifests_are_refused(source: Tensors) -> None:
-    manifest = WeightSender(source, bucket_bytes=400).manifest(1, 3, "gloo")
-    data = encode_manifest(manifest)
+def test_inconsistent_manifests_are_refused(pair: Pair) -> None:
+    data = encode_manifest(pair.sender.manifest(1, 3, "gloo"))
     with pytest.raises(SchemaVersionError, match="99"):
         decode_manifest(data.replace(b'"schema_version":2', b'"schema_version":99'))
     with pytest.raises(DataError, match="does not fit"):
@@ -181,17 +222,16 @@ def test_a_bucket_carries_every_dtype_and_refuses_damage(source: Tensors) -> Non
         fill_bucket(spec, {**source.tensors, "norm": torch.zeros(6)}, buffer)
 
 
-def test_gloo_transfers_all_tensors_to_two_receivers(source: Tensors, receiver: StagedReceiver) -> None:
-    other = StagedReceiver(CPU, 0, None, frozenset())
-    sender = WeightSender(source, bucket_bytes=400)
-    group = connected(sender, [receiver, other])
+def test_gloo_transfers_all_tensors_to_two_receivers(source: Tensors, pair: Pair) -> None:
+    receivers = (pair.receiver, StagedReceiver(CPU, 0, None, frozenset()))
+    group = connected(pair.sender, receivers)
     for version in range(2):
-        manifest = sender.manifest(1, version, "gloo")
+        manifest = pair.sender.manifest(1, version, "gloo")
         assert len(manifest.buckets) > 2
-        for each in (receiver, other):
+        for each in receivers:
             each.start_receive(encode_manifest(manifest), group, TIMEOUT)
-        sent = sender.broadcast(manifest, TIMEOUT)
-        for each in (receiver, other):
+        sent = pair.sender.broadcast(manifest, TIMEOUT)
+        for each in receivers:
             progress = wait(each)
             assert progress["error"] is None and tuple(progress["digests"]) == tuple(b.digest for b in sent.buckets)
             assert equal(each.take(), source)
@@ -199,156 +239,127 @@ def test_gloo_transfers_all_tensors_to_two_receivers(source: Tensors, receiver: 
         source.tensors["embed"] += 1
     others = tuple(replace(bucket, digest="00") for bucket in sent.buckets)
     assert weights_digest(sent) != weights_digest(replace(sent, buckets=others))
-    sender.close()
 
 
-def test_a_sender_that_dies_half_way_is_reported_at_once(source: Tensors, receiver: StagedReceiver) -> None:
-    sender = WeightSender(source, bucket_bytes=400)
-    group = connected(sender, [receiver])
-    manifest = sender.manifest(1, 0, "gloo")
-    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
-    assert sender._group is not None
-    first = empty_bucket(manifest.buckets[0], CPU)
-    with source.gather([t.name for t in manifest.buckets[0].tensors]) as tensors:
-        fill_bucket(manifest.buckets[0], tensors, first)
-    sender._group.broadcast(first, TIMEOUT)
-    sender.close()
-    progress = wait(receiver, 2.0)
-    assert progress["error"][0] == "WeightTransferError" and receiver.take() == []
-
-    group = connected(sender, [receiver])
-    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
-    sender.broadcast(manifest, TIMEOUT)
-    assert wait(receiver)["error"] is None and equal(receiver.take(), source)
-    sender.close()
-
-
-def test_a_receiver_that_leaves_is_reported_and_the_copy_is_complete(source: Tensors, receiver: StagedReceiver) -> None:
-    sender = WeightSender(source, bucket_bytes=400)
-    connected(sender, [receiver])
-    assert receiver._group is not None
-    receiver._group.close()
-    with pytest.raises(WeightTransferError, match="broadcast"):
-        sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
-    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
-    receiver.start_join(asdict(offer.address), 1, TIMEOUT)
-    assert wait(receiver)["error"] is None
-    receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
-    assert wait(receiver)["error"] is None and equal(receiver.take(), source)
-
-
-def test_a_damaged_bucket_is_refused_and_the_group_stays_usable(source: Tensors, receiver: StagedReceiver) -> None:
-    sender = WeightSender(source, bucket_bytes=400)
-    group = connected(sender, [receiver])
-    manifest = sender.manifest(1, 0, "gloo")
-    assert sender._group is not None
-    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
-    for number, spec in enumerate(manifest.buckets):
+def broadcast(pair: Pair, source: Tensors, specs: Sequence[BucketSpec], damaged: int = -1) -> None:
+    """Sends buckets without the sender's loop; the first byte of the one numbered `damaged` is changed."""
+    assert pair.sender._group is not None
+    for number, spec in enumerate(specs):
         buffer = empty_bucket(spec, CPU)
         fill_bucket(spec, source.tensors, buffer)
-        buffer[0] ^= number == 1
-        sender._group.broadcast(buffer, TIMEOUT)
-    progress = wait(receiver)
-    assert "bucket 2 of" in progress["error"][1] and receiver.take() == []
-    receiver.start_receive(encode_manifest(manifest), group, TIMEOUT)
-    sender.broadcast(manifest, TIMEOUT)
-    assert wait(receiver)["error"] is None and equal(receiver.take(), source)
-    sender.close()
+        buffer[0] ^= number == damaged
+        pair.sender._group.broadcast(buffer, TIMEOUT)
 
 
-def test_no_peer_waits_beyond_the_deadline(source: Tensors, receiver: StagedReceiver) -> None:
-    sender = WeightSender(source, bucket_bytes=400)
-    address = sender.prepare("127.0.0.1", 3, "gloo", 1.0)
-    receiver.start_join(asdict(address), 1, 1.0)
+def test_a_sender_that_dies_half_way_is_reported_at_once(source: Tensors, pair: Pair) -> None:
+    pair.join()
+    manifest = pair.sender.manifest(1, 0, "gloo")
+    pair.start(manifest)
+    broadcast(pair, source, manifest.buckets[:1])
+    pair.sender.close()
+    assert error(pair.receiver, 2.0)[0] == "WeightTransferError"
+    pair.join()
+    pair.send(manifest)
+    assert equal(pair.staged(), source)
+
+
+def test_a_receiver_that_leaves_is_reported_and_the_copy_is_complete(source: Tensors, pair: Pair) -> None:
+    pair.join()
+    assert pair.receiver._group is not None
+    pair.receiver._group.close()
+    with pytest.raises(WeightTransferError, match="broadcast"):
+        pair.sender.broadcast(pair.sender.manifest(1, 0, "gloo"), TIMEOUT)
+    pair.copy()
+    assert equal(pair.staged(), source)
+
+
+def test_a_damaged_bucket_is_refused_and_the_group_stays_usable(source: Tensors, pair: Pair) -> None:
+    pair.join()
+    manifest = pair.sender.manifest(1, 0, "gloo")
+    pair.start(manifest)
+    broadcast(pair, source, manifest.buckets, damaged=1)
+    assert "bucket 2 of" in error(pair.receiver)[1]
+    pair.send(manifest)
+    assert equal(pair.staged(), source)
+
+
+def test_no_peer_waits_beyond_the_deadline(pair: Pair) -> None:
+    address = pair.sender.prepare("127.0.0.1", 3, "gloo", 1.0)
+    pair.receiver.start_join(asdict(address), 1, 1.0)
     with pytest.raises(WeightTransferError, match="3 ranks"):
-        sender.connect(1.0)
-    assert wait(receiver, 3.0)["error"][0] == "WeightTransferError"
-    group = connected(sender, [receiver])
+        pair.sender.connect(1.0)
+    assert error(pair.receiver, 3.0)[0] == "WeightTransferError"
+    pair.join()
     started = time.monotonic()
-    receiver.start_receive(encode_manifest(sender.manifest(1, 0, "gloo")), group, 0.5)  # the sender never sends
-    assert wait(receiver, 3.0)["error"][0] == "WeightTransferError"
+    pair.start(pair.sender.manifest(1, 0, "gloo"), 0.5)  # the sender never sends
+    assert error(pair.receiver, 3.0)[0] == "WeightTransferError"
     assert time.monotonic() - started < 2.0
-    sender.close()
 
 
-def test_a_receiver_outside_the_group_reports_an_error(source: Tensors, receiver: StagedReceiver) -> None:
-    receiver.start_receive(
-        encode_manifest(WeightSender(source, bucket_bytes=400).manifest(1, 0, "gloo")), "elsewhere", TIMEOUT
-    )
-    assert "must join first" in wait(receiver)["error"][1]
+def test_a_receiver_outside_the_group_reports_an_error(pair: Pair) -> None:
+    pair.group = "elsewhere"
+    pair.start(pair.sender.manifest(1, 0, "gloo"))
+    assert "must join first" in error(pair.receiver)[1]
 
 
-@pytest.mark.parametrize(("change", "why"), [("missing", "lacks"), ("unknown", "adds"), ("shape", "reshapes")])
-def test_weights_of_another_model_are_refused_before_the_transfer(source: Tensors, change: str, why: str) -> None:
-    expected = source.shapes()
-    if change == "missing":
-        expected["bias"] = (3,)
-    elif change == "unknown":
-        del expected["norm"]
-    else:
-        expected["norm"] = (6,)
-    receiver = StagedReceiver(CPU, 0, expected, frozenset())
-    receiver.start_receive(
-        encode_manifest(WeightSender(source, bucket_bytes=400).manifest(1, 0, "gloo")), "any", TIMEOUT
-    )
-    assert why in wait(receiver)["error"][1]
-
-
-def test_an_unchanged_version_has_no_buckets_and_renames_the_copy(source: Tensors, receiver: StagedReceiver) -> None:
-    sender = WeightSender(source, bucket_bytes=400)
-    sender.broadcast(sender.manifest(1, 4, "gloo"), TIMEOUT)
-    manifest = sender.manifest(1, 5, "gloo", changed=False)
-    assert manifest.buckets == ()
-    sender.broadcast(manifest, TIMEOUT)
-    receiver.start_receive(encode_manifest(manifest), "no group is needed", TIMEOUT)
-    assert wait(receiver)["error"] is None and receiver.take() == []
-    assert sender.copy is not None and sender.copy.manifest.policy_version == 5 and sender.copy.manifest.buckets
-
-
-def test_the_copy_does_not_change_during_training(source: Tensors, receiver: StagedReceiver) -> None:
-    sender = WeightSender(source, bucket_bytes=400)
-    sender.broadcast(sender.manifest(1, 0, "gloo"), TIMEOUT)
-    offer = sender.start_copy("127.0.0.1", 1, TIMEOUT)
-    source.tensors["embed"] += 1
-    receiver.start_join(asdict(offer.address), 1, TIMEOUT)
-    assert wait(receiver)["error"] is None
-    receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
-    assert wait(receiver)["error"] is None and equal(receiver.take(), Tensors())
-
-
-def test_disk_transfers_all_tensors_and_publishes_atomically(
-    source: Tensors, receiver: StagedReceiver, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "shape", "why"), [("bias", (3,), "lacks"), ("norm", None, "adds"), ("norm", (6,), "reshapes")]
+)
+def test_weights_of_another_model_are_refused_before_the_transfer(
+    source: Tensors, pair: Pair, name: str, shape: tuple[int, ...] | None, why: str
 ) -> None:
-    sender = WeightSender(source, bucket_bytes=400)
-    folder = tmp_path / "weights" / "000001"
+    expected = {**source.shapes(), name: shape}
+    pair.receiver = StagedReceiver(CPU, 0, {n: each for n, each in expected.items() if each is not None}, frozenset())
+    pair.start(pair.sender.manifest(1, 0, "gloo"))
+    assert why in error(pair.receiver)[1]
+
+
+def test_an_unchanged_version_has_no_buckets_and_renames_the_copy(pair: Pair) -> None:
+    pair.sender.broadcast(pair.sender.manifest(1, 4, "gloo"), TIMEOUT)
+    manifest = pair.sender.manifest(1, 5, "gloo", changed=False)
+    assert manifest.buckets == ()
+    pair.send(manifest)
+    assert pair.staged() == {}
+    copy = pair.sender.copy
+    assert copy is not None and copy.manifest.policy_version == 5 and copy.manifest.buckets
+
+
+def test_the_copy_does_not_change_during_training(source: Tensors, pair: Pair) -> None:
+    pair.sender.broadcast(pair.sender.manifest(1, 0, "gloo"), TIMEOUT)
+    source.tensors["embed"] += 1
+    pair.copy()
+    assert equal(pair.staged(), Tensors())
+
+
+def test_disk_transfers_all_tensors_and_publishes_atomically(source: Tensors, pair: Pair, tmp_path: Path) -> None:
+    sender, folder = pair.sender, tmp_path / "weights" / "000001"
     sent = sender.broadcast(sender.manifest(1, 1, "disk", location=str(folder)), TIMEOUT)
     assert sender.fetched_by_samplers("disk") and all(bucket.digest for bucket in sent.buckets)
     assert [path.name for path in folder.parent.iterdir()] == ["000001"], "no unfinished folder is left"
-    receiver.start_receive(encode_manifest(sent), "", TIMEOUT)
-    assert wait(receiver)["error"] is None and equal(receiver.take(), source)
+    pair.start(sent)
+    assert equal(pair.staged(), source)
 
     source.tensors["norm"] += 1
     other = tmp_path / "weights" / "000002"
     damaged = sender.broadcast(sender.manifest(1, 2, "disk", location=str(other)), TIMEOUT)
-    receiver.start_receive(encode_manifest(replace(damaged, location=str(folder))), "", TIMEOUT)
-    assert "digest" in wait(receiver)["error"][1], "an older version's files are not those the manifest names"
+    pair.start(replace(damaged, location=str(folder)))
+    assert "digest" in error(pair.receiver)[1], "an older version's files are not those the manifest names"
     (other / "bucket-00000.safetensors").write_bytes(b"cut")
-    receiver.start_receive(encode_manifest(damaged), "", TIMEOUT)
-    assert "cannot read weights" in wait(receiver)["error"][1] and receiver.take() == []
+    pair.start(damaged)
+    assert "cannot read weights" in error(pair.receiver)[1]
 
 
 def test_a_full_disk_is_reported_and_leaves_no_unfinished_folder(
-    source: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_tensors: object, file: Path) -> None:
         file.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(weight_sender, "save_file", full)
-    sender = WeightSender(source, bucket_bytes=400)
     folder = tmp_path / "weights" / "000001"
     with pytest.raises(EnvironmentLackError, match=rf"no space left on the disk of {folder}: free some"):
-        sender.broadcast(sender.manifest(1, 1, "disk", location=str(folder)), TIMEOUT)
+        pair.sender.broadcast(pair.sender.manifest(1, 1, "disk", location=str(folder)), TIMEOUT)
     assert list(folder.parent.iterdir()) == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from tandem.rollout.sampler import TransferProgress
 from tandem.rollout.weight_receiver import StagedReceiver
 from tandem.services.trainer.publisher import Publisher
 from tandem.trainer.weight_sender import WeightSender
-from tests.protos.test_weight_group import connected, wait
+from tests.protos.test_weight_group import Pair, error, wait
 from tests.services.trainer.test_publisher import FakeSampler, Ring
 from tests.support.adapter_policy import ALPHA, RANK, AdapterPolicy
 from tests.support.tiny_model import build_tiny_model
@@ -45,41 +45,33 @@ def make_receiver(folder: Path | None, expected: Path | None = None) -> StagedRe
     return StagedReceiver(CPU, 0, shapes, frozenset({"lm_head.weight"}), folder)
 
 
-class Pair:
-    """A sender and a receiver in one weight group."""
+class AdapterPair(Pair):
+    """A policy's sender and a receiver in one weight group."""
 
     def __init__(self, policy: AdapterPolicy, folder: Path | None, expected: Path | None = None) -> None:
+        super().__init__(make_sender(policy), make_receiver(folder, expected))
         self.policy = policy
-        self.sender = make_sender(policy)
-        self.receiver = make_receiver(folder, expected)
         self.version = -1
         self.join()
 
-    def join(self) -> None:
-        self.group = connected(self.sender, [self.receiver])
-
-    def send(self) -> tuple[WeightManifest, TransferProgress]:
+    def send_next(self) -> tuple[WeightManifest, TransferProgress]:
         self.version += 1
-        manifest = self.sender.manifest(1, self.version, "gloo")
-        self.receiver.start_receive(encode_manifest(manifest), self.group, TIMEOUT)
-        return self.sender.broadcast(manifest, TIMEOUT), wait(self.receiver)
+        return self.send(self.sender.manifest(1, self.version, "gloo"))
 
     def agrees(self) -> bool:
         """Whether the next version arrives bit for bit."""
-        return self.send()[1]["error"] is None and carries(self.receiver, self.policy.merged())
+        return self.send_next()[1]["error"] is None and carries(self.receiver, self.policy.merged())
 
     def lacks_base(self) -> bool:
-        name, text = self.send()[1]["error"] or ("", "")
-        return name == "MissingBaseWeightsError" and "must be sent" in text and self.receiver.take() == []
+        self.send_next()
+        name, text = error(self.receiver)
+        return name == "MissingBaseWeightsError" and "must be sent" in text
 
     def catch_up(self, *, brings_base: bool, sender: WeightSender | None = None) -> WeightManifest:
         """Sends the copy to the receiver, which then carries it bit for bit."""
-        offer = (sender or self.sender).start_copy("127.0.0.1", 1, TIMEOUT, brings_base=brings_base)
-        self.receiver.start_join(asdict(offer.address), 1, TIMEOUT)
-        assert wait(self.receiver)["error"] is None
-        self.receiver.start_receive(encode_manifest(offer.manifest), offer.address.group_name, TIMEOUT)
-        assert wait(self.receiver)["error"] is None and carries(self.receiver, self.policy.merged())
-        return offer.manifest
+        manifest = self.copy(sender, brings_base=brings_base)
+        assert same(self.staged(), self.policy.merged())
+        return manifest
 
 
 def carries(receiver: StagedReceiver, expected: dict[str, torch.Tensor]) -> bool:
@@ -97,10 +89,10 @@ def test_every_version_is_bit_identical_to_the_trainers_merged_weights(
     model: Path, dtype: str, targets: str | tuple[str, ...]
 ) -> None:
     policy = AdapterPolicy(model, dtype, target_modules=targets)
-    pair = Pair(policy, model)
+    pair = AdapterPair(policy, model)
     digests = set()
     for _ in range(6):
-        sent, progress = pair.send()
+        sent, progress = pair.send_next()
         assert progress["error"] is None and tuple(progress["digests"]) == tuple(b.digest for b in sent.buckets)
         assert carries(pair.receiver, policy.merged())
         digests.add(weights_digest(sent))
@@ -109,7 +101,7 @@ def test_every_version_is_bit_identical_to_the_trainers_merged_weights(
     with torch.no_grad():
         for matrix in policy.matrices:
             matrix.zero_()
-    pair.send()
+    pair.send_next()
     assert carries(pair.receiver, policy.base()), "six versions left no trace"
     pair.sender.close()
 
@@ -140,7 +132,7 @@ def test_layers_with_transposed_weights_are_merged_correctly(tmp_path: Path) -> 
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     policy = AdapterPolicy(tmp_path)
     policy.step()
-    pair = Pair(policy, tmp_path)
+    pair = AdapterPair(policy, tmp_path)
     assert pair.agrees()
     merged = dict(policy.model.named_parameters())
     for name, tensor in policy.merged().items():
@@ -161,7 +153,7 @@ def test_a_sampler_without_the_base_receives_it_once(model: Path, other: Path, t
         (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-9])
     policy = AdapterPolicy(model)
     policy.step()
-    pair = Pair(policy, folder, model)
+    pair = AdapterPair(policy, folder, model)
     assert pair.lacks_base()
     manifest = pair.catch_up(brings_base=True)
     assert len(manifest.buckets) > len(pair.sender.manifest(1, 0, "gloo").buckets)
@@ -178,7 +170,7 @@ def test_a_sampler_without_the_base_receives_it_once(model: Path, other: Path, t
 def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "same", hidden=64)
     policy = AdapterPolicy(model)
-    pair = Pair(policy, folder)
+    pair = AdapterPair(policy, folder)
     assert pair.agrees()
     file = folder / "model.safetensors"
     os.utime(file)
@@ -197,15 +189,15 @@ def test_a_base_whose_file_changes_is_not_used_any_more(model: Path, tmp_path: P
 @pytest.mark.parametrize("brings_base", [False, True])
 def test_a_sender_that_dies_half_way_does_not_change_the_base(model: Path, brings_base: bool) -> None:
     policy = AdapterPolicy(model)
-    pair = Pair(policy, None if brings_base else model)
+    pair = AdapterPair(policy, None if brings_base else model)
     sender = pair.sender
-    pair.send()
+    pair.send_next()
     pair.catch_up(brings_base=brings_base)
     policy.step()
     pair.join()
     manifest = sender.manifest(1, 1, "gloo")
     manifest = with_base(manifest) if brings_base else manifest
-    pair.receiver.start_receive(encode_manifest(manifest), pair.group, TIMEOUT)
+    pair.start(manifest)
     assert sender._group is not None and len(manifest.buckets) > 2
     gather = policy.adapters.gather_base if brings_base else policy.adapters.gather_factors
     for spec in manifest.buckets[:2]:
@@ -214,7 +206,7 @@ def test_a_sender_that_dies_half_way_does_not_change_the_base(model: Path, bring
             fill_bucket(spec, {name: tensor + 1 for name, tensor in tensors.items()}, buffer)
         sender._group.broadcast(buffer, TIMEOUT)
     sender.close()
-    assert wait(pair.receiver, 2.0)["error"][0] == "WeightTransferError" and pair.receiver.take() == []
+    assert error(pair.receiver, 2.0)[0] == "WeightTransferError"
     pair.join()
     assert pair.agrees()
     sender.close()

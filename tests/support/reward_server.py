@@ -6,10 +6,10 @@ import json
 import queue
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -97,7 +97,61 @@ class ScriptedCore(ScoringCore):
             self.go_on.set()
 
 
-class Service:
+class Calls:
+    """Short calls to the reward service at an address. A context manager."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = connect(address)
+        self.stub = Stub(self.channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.channel.close()
+
+    def score(self, items: Sequence[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
+        reply = self.stub.Score(reward_pb2.ScoreRequest(items=items, rubric=rubric), timeout=20)
+        assert len(reply.items) == len(items)
+        return list(reply.items)
+
+    def submit(
+        self, *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0
+    ) -> reward_pb2.SubmitJobReply:
+        """Submits a whole job and returns the last reply."""
+        return self.send(submission(*chunks, key=key, rubric=rubric, priority=priority))[-1]
+
+    def send(self, requests: Iterable[Request]) -> list[reward_pb2.SubmitJobReply]:
+        """The replies to the messages of a submission."""
+        return list(self.stub.SubmitJob(iter(requests), timeout=60))
+
+    def open(self, key: str) -> reward_pb2.SubmitJobReply:
+        """The reply to the header of a submission alone."""
+        (reply,) = self.send([Request(header=Request.Header(idempotency_key=key))])
+        return reply
+
+    def job(self, job_id: str) -> reward_pb2.Job:
+        return self.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=60)
+
+    def cancel(self, job_id: str) -> reward_pb2.Job:
+        return self.stub.CancelJob(reward_pb2.CancelJobRequest(job_id=job_id), timeout=20)
+
+    def watch(self, job_id: str, *, after_cursor: int = 0, with_results: bool = True) -> list[reward_pb2.JobEvent]:
+        request = reward_pb2.WatchJobRequest(job_id=job_id, with_results=with_results, after_cursor=after_cursor)
+        return list(self.stub.WatchJob(request, timeout=60))
+
+    def results(self, job_id: str) -> list[reward_pb2.ScoreReply.Item]:
+        """The results of a job, in the order of its items, after it has ended; every item has one."""
+        found: dict[int, reward_pb2.ScoreReply.Item] = {}
+        for event in self.watch(job_id):
+            for number, item in enumerate(event.results.items, event.results.first_item):
+                assert number not in found, "a result is told once"
+                found[number] = item
+        assert sorted(found) == list(range(len(found)))
+        return [found[number] for number in range(len(found))]
+
+
+class Service(Calls):
     """A server on its own port with a job worker, and a stub that calls it."""
 
     def __init__(
@@ -121,8 +175,7 @@ class Service:
         self._with_jobs = with_jobs
         if with_jobs:
             self.job_worker.__enter__()
-        self.channel = connect(self.server.address)
-        self.stub = Stub(self.channel)
+        super().__init__(self.server.address)
 
     def end(self) -> None:
         self.server.stop(1.0)
@@ -134,33 +187,6 @@ class Service:
             self.servicer.close()
             self.channel.close()
             self.store.close()
-
-    # ---- short calls ----
-
-    def score(self, items: Sequence[Item], rubric: str = "") -> list[reward_pb2.ScoreReply.Item]:
-        reply = self.stub.Score(reward_pb2.ScoreRequest(items=items, rubric=rubric), timeout=20)
-        assert len(reply.items) == len(items)
-        return list(reply.items)
-
-    def submit(
-        self, *chunks: Sequence[Item], key: str = "", rubric: str = "", priority: int = 0
-    ) -> reward_pb2.SubmitJobReply:
-        """Submits a whole job and returns the last reply."""
-        return list(self.stub.SubmitJob(submission(*chunks, key=key, rubric=rubric, priority=priority), timeout=30))[-1]
-
-    def watch(self, job_id: str, *, after_cursor: int = 0, with_results: bool = True) -> list[reward_pb2.JobEvent]:
-        request = reward_pb2.WatchJobRequest(job_id=job_id, with_results=with_results, after_cursor=after_cursor)
-        return list(self.stub.WatchJob(request, timeout=30))
-
-    def results(self, job_id: str) -> list[reward_pb2.ScoreReply.Item]:
-        """The results of a job, in the order of its items, after it has ended; every item has one."""
-        found: dict[int, reward_pb2.ScoreReply.Item] = {}
-        for event in self.watch(job_id):
-            for number, item in enumerate(event.results.items, event.results.first_item):
-                assert number not in found, "a result is told once"
-                found[number] = item
-        assert sorted(found) == list(range(len(found)))
-        return [found[number] for number in range(len(found))]
 
 
 @contextmanager
@@ -219,6 +245,16 @@ def answers(*texts: str, truth: str = "1", group: str = "") -> list[Item]:
 def summary(items: Sequence[reward_pb2.ScoreReply.Item]) -> list[float | str]:
     """The value or the reason of each item."""
     return [one.scored.value if one.WhichOneof("result") == "scored" else one.unscored.reason for one in items]
+
+
+def raw_call(channel: grpc.Channel, method: str, messages: Iterable[bytes], seconds: float = 20.0) -> list[bytes]:
+    """The replies to encoded messages."""
+    path, parts = f"/{SERVICE_NAME}/{method}", list(messages)
+    if method in ("SubmitJob", "ScoreStream"):
+        return list(channel.stream_stream(path)(iter(parts), timeout=seconds))
+    if method == "WatchJob":
+        return list(channel.unary_stream(path)(b"".join(parts), timeout=seconds))
+    return [channel.unary_unary(path)(b"".join(parts), timeout=seconds)]
 
 
 def code_of(error: grpc.RpcError) -> str:

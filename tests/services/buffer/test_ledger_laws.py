@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -269,37 +268,31 @@ def _assert_finished(chaos: Chaos) -> None:
     chaos.assert_acknowledged_results_are_there()
 
 
-@pytest.fixture()
-def chaos_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory, if there is one: slow disks do not slow the test, and a killed process loses nothing."""
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path
-    with tempfile.TemporaryDirectory(dir=place, prefix="tandem-") as folder:
-        yield Path(folder)
-
-
-def test_no_group_is_lost_when_workers_and_the_trainer_die(chaos_folder: Path) -> None:
-    server = start_redis(chaos_folder)
-    try:
-        chaos = Chaos(chaos_folder, server.url, seed=1)
-        chaos.run(chaos.kill_a_worker, 100)
-        _assert_finished(chaos)
-    finally:
+@pytest.fixture
+def servers(memory_folder: Path) -> Iterator[list[EmbeddedRedis]]:
+    """The server, and those that a test starts after it."""
+    started = [start_redis(memory_folder)]
+    yield started
+    for server in started:
         server.stop()
 
 
-def test_a_redis_killed_repeatedly_loses_no_acknowledged_write(chaos_folder: Path) -> None:
-    servers: list[EmbeddedRedis] = [start_redis(chaos_folder)]
-    try:
-        chaos = Chaos(chaos_folder, servers[0].url, seed=2)
+def test_no_group_is_lost_when_workers_and_the_trainer_die(memory_folder: Path, servers: list[EmbeddedRedis]) -> None:
+    chaos = Chaos(memory_folder, servers[0].url, seed=1)
+    chaos.run(chaos.kill_a_worker, 100)
+    _assert_finished(chaos)
 
-        def disturb() -> None:
-            os.kill(servers[-1].pid, signal.SIGKILL)
-            servers.append(start_redis(chaos_folder))  # it dies with the thread that starts it
-            assert chaos.buffer.verify() == []
-            chaos.assert_acknowledged_results_are_there()
 
-        chaos.run(disturb, 100)
-        _assert_finished(chaos)
-    finally:
-        for server in servers:
-            server.stop()
+def test_a_redis_killed_repeatedly_loses_no_acknowledged_write(
+    memory_folder: Path, servers: list[EmbeddedRedis]
+) -> None:
+    chaos = Chaos(memory_folder, servers[0].url, seed=2)
+
+    def disturb() -> None:
+        os.kill(servers[-1].pid, signal.SIGKILL)
+        servers.append(start_redis(memory_folder))  # it dies with the thread that starts it
+        assert chaos.buffer.verify() == []
+        chaos.assert_acknowledged_results_are_there()
+
+    chaos.run(disturb, 100)
+    _assert_finished(chaos)

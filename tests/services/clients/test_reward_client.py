@@ -249,6 +249,7 @@ def test_the_async_client_scores_streams_and_submits(service: ScriptedReward, ad
             assert job.num_items == 600 and (await client.wait(job.job_id)).state == "done"
             assert sorted([number async for number, _ in client.results(job.job_id)]) == list(range(600))
             assert (await client.get(job.job_id)).job_id == job.job_id
+            assert "number" in (await client.scorers()).default_rubric
             assert len(await client.jobs(1)) == 1 and (await client.cancel(job.job_id)).state == "cancelled"
             with pytest.raises(ScorerError):
                 await client.score(items_of(1), "wrong")

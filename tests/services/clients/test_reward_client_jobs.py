@@ -116,18 +116,6 @@ def test_a_watch_of_a_job_that_does_not_end_has_a_deadline(service: ScriptedRewa
         list(client.watch("job-0", timeout_seconds=0.3))
 
 
-def test_scorers_and_limits_are_listed(client: RewardClient) -> None:
-    told = client.scorers()
-    (info,) = told.scorers
-    assert (info.name, info.isolation, info.parameters[0].name, info.parameters[0].default) == (
-        "number",
-        "in_process",
-        "scale",
-        "1.0",
-    )
-    assert told.limits["max_items_per_request"] == 1000 and "number" in told.default_rubric
-
-
 # --- the real service ------------------------------------------------------------------------------------------------
 
 

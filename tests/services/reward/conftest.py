@@ -17,5 +17,5 @@ def service(redis_url: str) -> Iterator[Service]:
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("tandem.services.reward.backoff.LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("tandem.services.leases.FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("tandem.services.leases.LONGEST_PAUSE_SECONDS", 0.01)

@@ -29,6 +29,7 @@ from tests.support.reward_server import (
     Stub,
     answers,
     code_of,
+    raw_call,
     serving,
     submission,
     summary,
@@ -82,21 +83,14 @@ def no_time(item: reward_pb2.ScoreReply.Item) -> bool:
 
 @pytest.mark.usefixtures("half")
 def test_settled_scores_are_returned_before_the_deadline(service: Service) -> None:
-    request = reward_pb2.ScoreRequest(items=answers("1", "2", "hang", "1"))
-    found = list(service.stub.Score(request, timeout=3.0).items)
+    requests = [reward_pb2.ScoreRequest(items=answers("1", *texts)) for texts in (["2", "hang", "1"], ["2"])]
+    found = list(service.stub.Score(requests[0], timeout=3.0).items)
     assert summary(found[:2]) == [1.0, 0.0] and no_time(found[2]) and len(found) == 4
     assert summary(service.score(answers(*["1"] * 8))) == [1.0] * 8, "both workers are there again"
-
-
-@pytest.mark.usefixtures("half")
-def test_a_stream_returns_settled_scores_before_its_deadline(service: Service) -> None:
-    requests = [
-        reward_pb2.ScoreStreamRequest(request_id=n, request=reward_pb2.ScoreRequest(items=answers("1", *texts)))
-        for n, texts in ((1, ["hang"]), (2, ["2"]))
-    ]
-    replies = {one.request_id: one.reply.items for one in service.stub.ScoreStream(iter(requests), timeout=3.0)}
-    assert summary(replies[2]) == [1.0, 0.0]
-    assert summary(replies[1][:1]) == [1.0] and no_time(replies[1][1])
+    stream = [reward_pb2.ScoreStreamRequest(request_id=n, request=request) for n, request in enumerate(requests)]
+    replies = {one.request_id: one.reply.items for one in service.stub.ScoreStream(iter(stream), timeout=3.0)}
+    assert summary(replies[1]) == [1.0, 0.0]
+    assert summary(replies[0][:2]) == [1.0, 0.0] and no_time(replies[0][2])
 
 
 @pytest.mark.usefixtures("half")
@@ -189,13 +183,13 @@ def test_a_call_beyond_the_limit_is_retried_and_health_still_answers(redis_url: 
 def test_a_message_that_is_too_large_is_a_one_line_error_with_both_sizes(service: Service, method: str) -> None:
     request = reward_pb2.ScoreRequest(items=[Item(solution="x" * (MAX_REQUEST_BYTES + (1 << 20)))])
     told = rf"has 17,8\d\d,\d\d\d bytes, at most {MAX_CARRIED_BYTES:,} are taken"
+    wrapped = {
+        "Score": [request],
+        "ScoreStream": [reward_pb2.ScoreStreamRequest(request=request)],
+        "SubmitJob": submission(list(request.items)),
+    }
     with pytest.raises(SizeError, match=told) as caught, translated():
-        if method == "Score":
-            service.stub.Score(request, timeout=20)
-        elif method == "ScoreStream":
-            list(service.stub.ScoreStream(iter([reward_pb2.ScoreStreamRequest(request=request)]), timeout=20))
-        else:
-            list(service.stub.SubmitJob(submission(list(request.items)), timeout=20))
+        raw_call(service.channel, method, [message.SerializeToString() for message in wrapped[method]])
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, grpc.RpcError) and code_of(caught.value.__cause__) == "RESOURCE_EXHAUSTED"
     assert summary(service.score(answers("1"))) == [1.0]
@@ -235,10 +229,9 @@ def test_an_item_with_invalid_text_is_named_with_its_field_and_the_rest_is_score
     items = [*answers("1"), Item(**{name: "@@"}), *answers("2")]
     detail = f"item 1: {name} is not UTF-8: invalid start byte at byte 1"
     request = reward_pb2.ScoreRequest(items=items)
-    path = f"/{SERVICE_NAME}/"
-    data = service.channel.unary_unary(f"{path}Score")(with_bad(name, request), timeout=20)
+    (data,) = raw_call(service.channel, "Score", [with_bad(name, request)])
     wrapped = reward_pb2.ScoreStreamRequest(request_id=3, request=request)
-    (streamed,) = service.channel.stream_stream(f"{path}ScoreStream")(iter([with_bad(name, wrapped)]), timeout=20)
+    (streamed,) = raw_call(service.channel, "ScoreStream", [with_bad(name, wrapped)])
     for reply in (reward_pb2.ScoreReply.FromString(data), reward_pb2.ScoreStreamReply.FromString(streamed).reply):
         assert summary(reply.items) == [1.0, "invalid_input", 0.0]
         assert reply.items[1].unscored.detail == detail
@@ -249,7 +242,7 @@ def test_a_job_scores_all_items_except_one_with_invalid_text(redis_url: str) -> 
         header, *chunks, seal = submission(answers("1"), [*answers("2"), Item(solution="@@"), *answers("1")])
         requests = [header.SerializeToString(), *[chunk.SerializeToString() for chunk in chunks[:1]]]
         requests += [with_bad("solution", chunks[1]), seal.SerializeToString()]
-        (*_, last) = one.channel.stream_stream(f"/{SERVICE_NAME}/SubmitJob")(iter(requests), timeout=20)
+        (*_, last) = raw_call(one.channel, "SubmitJob", requests)
         found = one.results(reward_pb2.SubmitJobReply.FromString(last).job.job_id)
         assert summary(found) == [1.0, 0.0, "invalid_input", 1.0]
         assert found[2].unscored.detail == "item 2: solution is not UTF-8: invalid start byte at byte 1"
@@ -258,5 +251,5 @@ def test_a_job_scores_all_items_except_one_with_invalid_text(redis_url: str) -> 
 def test_a_job_with_invalid_text_in_its_header_is_refused(service: Service) -> None:
     header = with_bad("key", Request(header=Request.Header(idempotency_key="@@")))
     with pytest.raises(grpc.RpcError) as caught:
-        list(service.channel.stream_stream(f"/{SERVICE_NAME}/SubmitJob")(iter([header]), timeout=20))
+        raw_call(service.channel, "SubmitJob", [header])
     assert code_of(caught.value) == "INVALID_ARGUMENT"

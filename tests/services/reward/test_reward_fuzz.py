@@ -24,7 +24,7 @@ from tandem.services.reward.undecoded_text import READERS
 from tandem.services.reward.wire import MAX_ITEMS, MAX_REQUEST_BYTES
 from tandem.services.rpc.limits import MAX_MESSAGE_BYTES
 from tests.support.reward_process import running_reward
-from tests.support.reward_server import Item, Request, Stub, answers, submission, summary
+from tests.support.reward_server import Item, Request, Stub, answers, raw_call, submission, summary
 
 AT_ONCE = 24
 CALL_SECONDS = 60.0
@@ -194,20 +194,17 @@ class Fuzz:
 
 def send(channel: grpc.Channel, method: str, parts: Sequence[bytes]) -> grpc.StatusCode:
     """The status of one call, which must be a proper one; a reply with OK is checked too."""
-    path, data = f"/{SERVICE_NAME}/{method}", b"".join(parts)
     try:
-        if method in ("SubmitJob", "ScoreStream"):
-            replies = list(channel.stream_stream(path)(iter(parts), timeout=CALL_SECONDS))
-        elif method == "WatchJob":
-            replies = list(channel.unary_stream(path)(data, timeout=CALL_SECONDS))
-        else:
-            replies = [channel.unary_unary(path)(data, timeout=CALL_SECONDS)]
+        replies = raw_call(channel, method, parts, CALL_SECONDS)
     except grpc.RpcError as error:
         said = f"{method} ended as {error.code().name}: {error.details()}"
         assert error.code() in PROPER and error.details(), f"{said}: {[part[:300] for part in parts]}"
         return error.code()
     if method == "Score":
-        asked, found = READERS[path](data), reward_pb2.ScoreReply.FromString(replies[0])
+        asked, found = (
+            READERS[f"/{SERVICE_NAME}/{method}"](b"".join(parts)),
+            reward_pb2.ScoreReply.FromString(replies[0]),
+        )
         assert [one.WhichOneof("result") is not None for one in found.items] == [True] * len(asked.items)
     if method == "ScoreStream":
         assert len(replies) == len(parts)

@@ -30,6 +30,7 @@ from tests.support.reward_server import (
     Stub,
     answers,
     code_of,
+    raw_call,
     serving,
     summary,
 )
@@ -104,14 +105,8 @@ WITHIN = {
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f"])
 @pytest.mark.parametrize("method", WITHIN)
 def test_undecodable_requests_are_invalid_argument(service: Service, method: str, data: bytes) -> None:
-    path, data = f"/{SERVICE_NAME}/{method}", data or WITHIN[method]
     with pytest.raises(grpc.RpcError) as caught:
-        if method in ("SubmitJob", "ScoreStream"):
-            list(service.channel.stream_stream(path)(iter([data]), timeout=20))
-        elif method == "WatchJob":
-            list(service.channel.unary_stream(path)(data, timeout=20))
-        else:
-            service.channel.unary_unary(path)(data, timeout=20)
+        raw_call(service.channel, method, [data or WITHIN[method]])
     assert code_of(caught.value) == "INVALID_ARGUMENT" and "cannot be decoded" in str(caught.value.details())
     assert isinstance(from_rpc_error(caught.value), DataError)
 

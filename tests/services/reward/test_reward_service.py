@@ -111,24 +111,6 @@ def test_only_failed_rows_are_scored_again(buffer: Buffer) -> None:
     assert buffer.counts()["dropped"] == 0
 
 
-def test_a_group_given_back_is_claimed_again_before_its_first_claim_is_forgotten(
-    buffer: Buffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = ScriptedCore(num_callers=2)
-    release = buffer.release
-
-    def slow_release(*arguments: Any) -> Any:
-        outcome = release(*arguments)
-        eventually(lambda: core.asked.count("timeout*1") == 2)  # by now the other thread holds it
-        return outcome
-
-    monkeypatch.setattr(buffer, "release", slow_release)
-    ids = generate(buffer, [answers("timeout*1")])
-    with scoring(buffer, core) as worker:
-        assert rewards(collect(buffer, 1)[ids[0]]) == [1.0]
-        eventually(lambda: worker.figures()["groups_held"] == 0)
-
-
 def test_spent_attempts_drop_the_group_with_its_reason(buffer: Buffer) -> None:
     core = ScriptedCore()
     generate(
@@ -161,29 +143,24 @@ def with_greedy(policy: list[Trajectory], text: str) -> list[Trajectory]:
     return [*policy, trajectory(len(policy), text, role="baseline")]
 
 
-def test_a_greedy_answer_is_scored_again_like_the_others(buffer: Buffer) -> None:
-    (group_id,) = generate(buffer, [with_greedy(answers("1", "2"), "timeout*2")])
-    with scoring(buffer, ScriptedCore(), min_scored_samples=1):
-        group = collect(buffer, 1)[group_id]
-    assert rewards(group) == [1.0, 0.0, 1.0] and group.scored_rows[2].trajectory.role == "baseline"
-
-
-def test_a_group_with_an_unscored_greedy_answer_is_dropped_for_its_reason(buffer: Buffer) -> None:
-    generate(
+def test_a_greedy_answer_is_scored_again_and_without_a_score_its_group_is_dropped(buffer: Buffer) -> None:
+    again, *_, enough = generate(
         buffer,
         [
+            with_greedy(answers("1", "2"), "timeout*1"),
             with_greedy(answers("1", "2"), "crashed*9"),  # all policy rows have a reward
             with_greedy(answers("1", "timeout*9", "timeout*9"), "invalid_input*9"),  # enough of them have a reward
             with_greedy(answers("1", "timeout*9"), "2"),  # the greedy answer does not count among these
         ],
     )
     with scoring(buffer, ScriptedCore(), max_attempts=2, min_scored_samples=1) as worker:
-        (group,) = collect(buffer, 1).values()
+        groups = collect(buffer, 2)
         eventually(lambda: buffer.counts()["dropped"] == 2)
-    assert rewards(group) == [1.0, None, 0.0]
+    assert rewards(groups[again]) == [1.0, 0.0, 1.0] and groups[again].scored_rows[2].trajectory.role == "baseline"
+    assert rewards(groups[enough]) == [1.0, None, 0.0]
     counts = buffer.counts()
     assert (counts["dropped:crashed"], counts["dropped:invalid_input"]) == (1, 1)
-    assert worker.figures()["groups_completed"] == 1
+    assert worker.figures()["groups_completed"] == 2
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -213,7 +190,7 @@ def test_failures_of_both_kinds_spend_both_budgets(redis_url: str) -> None:
 
 
 def test_a_stop_ends_the_pause_and_spends_no_budget(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.services.reward.backoff.FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("tandem.services.leases.FIRST_PAUSE_SECONDS", 600.0)
     buffer, core = run_of(redis_url, infrastructure=0), ScriptedCore()
     generate(buffer, [answers("infrastructure*1")])
     with scoring(buffer, core):

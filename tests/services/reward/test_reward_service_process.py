@@ -23,11 +23,10 @@ from tandem.services.config import dump_recipe, parse_recipe
 from tandem.services.config.jobs import ServiceConfig
 from tandem.services.reward.server import SERVICE_NAME
 from tandem.services.reward.standalone import main as serve_alone
-from tandem.services.rpc.client import connect
 from tests.support.paths import ROOT
 from tests.support.reward_process import RewardProcess, running_reward
 from tests.support.reward_ring import answers, collect, generate, rewards, run_of
-from tests.support.reward_server import EXACT, Request, Stub, submission, summary
+from tests.support.reward_server import EXACT, Calls, summary
 from tests.support.reward_server import answers as job_items
 from tests.support.service_wire import ask_info, check_what_it_says, health_of
 from tests.support.waiting import eventually
@@ -89,11 +88,10 @@ def test_the_process_serves_groups_calls_and_jobs_and_stops(buffer: Buffer, star
     eventually(lambda: buffer.counts()["dropped"] == 2)
     assert buffer.counts()["dropped:timeout"] == buffer.counts()["dropped:crashed"] == 1
     address = buffer.services()["reward"]
-    with connect(address) as channel:
-        stub = Stub(channel)
-        reply = stub.Score(score_request(), timeout=20.0)
-        (*_, submitted) = stub.SubmitJob(submission(job_items("1", "2"), rubric=EXACT), timeout=20)
-        (*_, event) = stub.WatchJob(reward_pb2.WatchJobRequest(job_id=submitted.job.job_id), timeout=20)
+    with Calls(address) as calls:
+        reply = calls.stub.Score(score_request(), timeout=20.0)
+        submitted = calls.submit(job_items("1", "2"), rubric=EXACT)
+        (*_, event) = calls.watch(submitted.job.job_id)
     assert (event.job.num_scored, event.job.mean_value) == (2, 0.5)
     info = check_what_it_says(
         address, buffer, name="reward", service_names=("tandem.v1.RewardService",), started_after=before
@@ -153,10 +151,9 @@ def test_replicas_on_one_redis_share_their_jobs(redis_url: str, tmp_path: Path) 
     one = RewardProcess(tmp_path, *overrides, redis_url=redis_url, name="one")
     two = RewardProcess(tmp_path, *overrides, redis_url=redis_url, name="two")
     try:
-        with connect(f"{one.address},{two.address}") as channel:
-            stub = Stub(channel)
-            (*_, reply) = stub.SubmitJob(submission(*[job_items("1", "2")] * 20, key="shared"), timeout=20)
-            info = common_pb2_grpc.InfoServiceStub(channel)
+        with Calls(f"{one.address},{two.address}") as both:
+            job_id = both.submit(*[job_items("1", "2")] * 20, key="shared").job.job_id
+            info = common_pb2_grpc.InfoServiceStub(both.channel)
 
             def answered() -> set[float]:
                 """The replicas that answer four calls in sequence."""
@@ -164,13 +161,12 @@ def test_replicas_on_one_redis_share_their_jobs(redis_url: str, tmp_path: Path) 
 
             eventually(lambda: len(answered()) == 2)
             for _ in range(4):  # calls rotate, and each replica knows the job
-                assert stub.GetJob(reward_pb2.GetJobRequest(job_id=reply.job.job_id), timeout=20).num_items == 40
+                assert both.job(job_id).num_items == 40
             assert len(answered()) == 2
             two.kill()
             for _ in range(10):  # a call to the dead replica is retried at the other
-                assert summary(stub.Score(reward_pb2.ScoreRequest(items=job_items("1")), timeout=20).items) == [1.0]
-            request = reward_pb2.WatchJobRequest(job_id=reply.job.job_id)
-            assert list(stub.WatchJob(request, timeout=30))[-1].job.num_scored == 40
+                assert summary(both.score(job_items("1"))) == [1.0]
+            assert both.watch(job_id, with_results=False)[-1].job.num_scored == 40
     finally:
         two.kill()
         assert one.terminate() == 0
@@ -194,22 +190,20 @@ def test_info_answers_before_the_service_is_ready(
 
 
 def test_a_service_runs_alone_with_its_own_redis(tmp_path: Path) -> None:
-    with running_reward(tmp_path) as address, connect(address) as channel:
+    with running_reward(tmp_path) as address, Calls(address) as one:
         for name in ("", SERVICE_NAME):
             assert health_of(address, name) == health_pb2.HealthCheckResponse.SERVING
-        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        reflection = reflection_pb2_grpc.ServerReflectionStub(one.channel)
         asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME)
         assert next(reflection.ServerReflectionInfo(iter([asked]), timeout=20)).HasField("file_descriptor_response")
-        stub = Stub(channel)
-        (*_, reply) = stub.SubmitJob(submission(job_items("1", "2"), key="kept"), timeout=20)
-        list(stub.WatchJob(reward_pb2.WatchJobRequest(job_id=reply.job.job_id), timeout=20))
+        reply = one.submit(job_items("1", "2"), key="kept")
+        one.watch(reply.job.job_id)
         info = ask_info(address)
         assert (info.service, info.figures["items_ended"], info.figures["jobs"]) == ("reward", 2, 1)
     service = RewardProcess(tmp_path)
     try:
-        with connect(service.address) as channel:
-            header = Request(header=Request.Header(idempotency_key="kept"))
-            (again,) = Stub(channel).SubmitJob(iter([header]), timeout=20)
+        with Calls(service.address) as one:
+            again = one.open("kept")
             assert (again.job.job_id, again.job.state) == (reply.job.job_id, reward_pb2.Job.DONE)
             assert (again.job.num_scored, again.next_chunk) == (2, 1)
     finally:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ import pytest
 from tandem.protos import reward_pb2
 from tandem.protos.errors import UnavailableError
 from tandem.services.config.jobs import JobsConfig
-from tandem.services.rpc.client import connect
 from tests.support.reward_process import RewardProcess
-from tests.support.reward_server import Item, Request, ScriptedCore, Stub, answers, serving, submission, summary
+from tests.support.reward_server import Calls, Item, Request, ScriptedCore, answers, serving, submission, summary
 from tests.support.waiting import eventually
 
 NUM_CHUNKS = 60
@@ -37,16 +34,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.fixture()
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where the machine has one: a killed process loses nothing there either, and slow disks do not
-    slow the test.
-    """
-    memory = Path("/dev/shm")
-    where = memory if os.access(memory, os.W_OK) else tmp_path
-    with tempfile.TemporaryDirectory(dir=where, prefix="tandem-") as made:
-        (Path(made) / "slow.py").write_text(SLOW)
-        yield Path(made)
+@pytest.fixture
+def folder(memory_folder: Path) -> Path:
+    (memory_folder / "slow.py").write_text(SLOW)
+    return memory_folder
 
 
 Start = Callable[..., RewardProcess]
@@ -76,31 +67,22 @@ def chunks() -> list[list[Item]]:
 
 def submit(address: str, key: str) -> reward_pb2.Job:
     """Submits the chunks that the service does not have yet."""
-    with connect(address) as channel:
-        stub = Stub(channel)
-        (reply,) = stub.SubmitJob(iter([Request(header=Request.Header(idempotency_key=key))]), timeout=60)
+    with Calls(address) as one:
+        reply = one.open(key)
         if reply.job.state != reward_pb2.Job.OPEN:
             return reply.job
-        rest = submission(*chunks()[reply.next_chunk :], key=key, first=reply.next_chunk)
-        return list(stub.SubmitJob(rest, timeout=60))[-1].job
+        return one.send(submission(*chunks()[reply.next_chunk :], key=key, first=reply.next_chunk))[-1].job
 
 
 def job_at(address: str, job_id: str) -> reward_pb2.Job:
-    with connect(address) as channel:
-        return Stub(channel).GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=60)
+    with Calls(address) as one:
+        return one.job(job_id)
 
 
 def assert_all_scored_once(address: str, job_id: str) -> None:
-    found: dict[int, float] = {}
-    with connect(address) as channel:
-        request = reward_pb2.WatchJobRequest(job_id=job_id, with_results=True)
-        events = list(Stub(channel).WatchJob(request, timeout=60))
-    for event in events:
-        for number, item in enumerate(event.results.items, event.results.first_item):
-            assert number not in found, f"item {number} has two results"
-            assert item.WhichOneof("result") == "scored", item
-            found[number] = item.scored.value
-    assert found == {number: number / 1000 for number in range(NUM_CHUNKS * CHUNK_ITEMS)}
+    with Calls(address) as one:
+        assert summary(one.results(job_id)) == [number / 1000 for number in range(NUM_CHUNKS * CHUNK_ITEMS)]
+        events = one.watch(job_id)
     job = events[-1].job
     assert (job.state, job.num_scored, job.num_waiting) == (reward_pb2.Job.DONE, NUM_CHUNKS * CHUNK_ITEMS, 0)
     assert [event.cursor for event in events[:-1]] == list(range(1, NUM_CHUNKS + 1))
@@ -165,8 +147,8 @@ def test_a_submission_resumes_after_every_process_was_killed(folder: Path, start
                 service.kill()  # and its Redis
             yield request
 
-    with connect(service.address) as channel, pytest.raises(grpc.RpcError):
-        for reply in Stub(channel).SubmitJob(requests(), timeout=60):
+    with Calls(service.address) as one, pytest.raises(grpc.RpcError):
+        for reply in one.stub.SubmitJob(requests(), timeout=60):
             stored, job = reply.next_chunk, reply.job
     again = start()
     found = job_at(again.address, job.job_id)

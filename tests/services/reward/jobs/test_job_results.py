@@ -174,27 +174,23 @@ def test_a_full_redis_still_takes_a_deletion(tmp_path: Path) -> None:
 # ---- over gRPC ----
 
 
-def job_of(service: Service, job_id: str) -> reward_pb2.Job:
-    return service.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20)
-
-
 def test_a_job_with_too_many_results_is_refused_and_keeps_them(redis_url: str) -> None:
     jobs = JobsConfig(max_result_bytes=40_000)
     with serving(redis_url, jobs=jobs, with_jobs=False) as one:
         limits = one.stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=20).limits
         assert (limits["max_result_bytes"], limits["max_result_bytes_per_job"]) == (40_000, 20_000)
         *requests, chunk, _ = submission(*[answers("1")] * 61, key="large")
-        job_id = list(one.stub.SubmitJob(iter(requests), timeout=20))[-1].job.job_id
+        job_id = one.send(requests)[-1].job.job_id
         with one.job_worker:
-            eventually(lambda: job_of(one, job_id).num_waiting == 0)
+            eventually(lambda: one.job(job_id).num_waiting == 0)
             with (
                 pytest.raises(JobLimitError, match=r"half of jobs\.max_result_bytes = 40000; raise") as caught,
                 translated(),
             ):
-                list(one.stub.SubmitJob(iter([requests[0], chunk]), timeout=20))
+                one.send([requests[0], chunk])
             assert isinstance(caught.value.__cause__, grpc.RpcError)
             assert code_of(caught.value.__cause__) == "RESOURCE_EXHAUSTED"
-            one.stub.CancelJob(reward_pb2.CancelJobRequest(job_id=job_id), timeout=20)
+            one.cancel(job_id)
             assert summary(one.results(job_id)) == [1.0] * 60
 
 
@@ -214,7 +210,7 @@ def test_results_given_up_are_an_error_until_the_job_is_deleted_and_submitted_ag
         RewardClient(one.server.address) as client,
     ):
         first = reward(one, "submit", file, "--watch").stdout.split()[1].removesuffix(":")
-        while (job := job_of(one, first)).state != reward_pb2.Job.EXPIRED:
+        while (job := one.job(first)).state != reward_pb2.Job.EXPIRED:
             job_id = one.submit(answers(*["1"] * 100)).job.job_id
             assert summary(one.results(job_id)) == [1.0] * 100
         assert job.num_scored == 100

@@ -44,14 +44,14 @@ from tests.support.waiting import eventually
 
 def test_a_job_is_scored_item_by_item(service: Service) -> None:
     chunks = [answers("1", "2", "1"), [Item(solution="1", ground_truth="nonsense"), *answers("1")], answers("2")]
-    replies = list(service.stub.SubmitJob(submission(*chunks, rubric=EXACT), timeout=20))
+    replies = service.send(submission(*chunks, rubric=EXACT))
     assert [reply.next_chunk for reply in replies] == [0, 1, 2, 3, 3]
     assert replies[0].job.state == reward_pb2.Job.OPEN and replies[0].job.num_items == 0
     job_id = replies[-1].job.job_id
     found = service.results(job_id)
     assert summary(found) == [1.0, 0.0, 1.0, "invalid_input", 1.0, 0.0]
     assert found[3].unscored.detail.startswith("item 3: ground_truth"), "numbered within the job"
-    job = service.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20)
+    job = service.job(job_id)
     assert (job.state, job.num_items, job.num_scored, job.num_waiting) == (reward_pb2.Job.DONE, 6, 5, 0)
     assert (job.mean_value, dict(job.num_unscored)) == (0.6, {"invalid_input": 1})
     assert job.created_at <= job.finished_at < job.expires_at
@@ -79,11 +79,11 @@ def test_a_broken_submission_resumes_where_it_stopped(service: Service) -> None:
     job = [next(replies), next(replies)][-1].job
     replies.cancel()
     feed.close()
-    again = list(service.stub.SubmitJob(submission(answers("2"), answers("1"), key="broken"), timeout=20))
+    again = service.send(submission(answers("2"), answers("1"), key="broken"))
     assert [reply.next_chunk for reply in again] == [1, 1, 2, 2], "chunk 0 is there already, and stays as it was"
     assert {reply.job.job_id for reply in again} == {job.job_id}
     assert summary(service.results(job.job_id)) == [1.0, 1.0]
-    (only,) = service.stub.SubmitJob(iter([Request(header=Request.Header(idempotency_key="broken"))]), timeout=20)
+    only = service.open("broken")
     assert only.job.state == reward_pb2.Job.DONE and only.next_chunk == 2
 
 
@@ -130,12 +130,9 @@ def test_a_key_belongs_to_one_job(service: Service) -> None:
 
 
 def test_an_unknown_job_is_not_found(service: Service) -> None:
-    for call, request in (
-        (service.stub.GetJob, reward_pb2.GetJobRequest(job_id="0" * 32)),
-        (service.stub.CancelJob, reward_pb2.CancelJobRequest(job_id="")),
-    ):
+    for call, job_id in ((service.job, "0" * 32), (service.cancel, "")):
         with pytest.raises(UnknownJobError), translated():
-            call(request, timeout=20)
+            call(job_id)
     events = service.stub.WatchJob(reward_pb2.WatchJobRequest(job_id="no"), timeout=20)
     assert next(events).error.WhichOneof("cause") == "unknown_job"
     with pytest.raises(grpc.RpcError) as caught:
@@ -151,13 +148,13 @@ def test_cancelling_a_job_ends_its_watch(redis_url: str) -> None:
         job_id = one.submit(answers("1"), answers("wait", "1"), answers("2", "2", "2")).job.job_id
         events = one.stub.WatchJob(reward_pb2.WatchJobRequest(job_id=job_id, with_results=True), timeout=20)
         eventually(lambda: "wait" in core.asked)
-        job = one.stub.CancelJob(reward_pb2.CancelJobRequest(job_id=job_id), timeout=20)
+        job = one.cancel(job_id)
         assert job.state == reward_pb2.Job.CANCELLED and job.num_waiting == 0
         assert job.num_scored + job.num_unscored[CANCELLED] == 6 and job.num_unscored[CANCELLED] >= 2
         assert list(events)[-1].job == job
         core.go_on.set()
         eventually(lambda: one.store.counts()["stale_results_refused"] == 1)
-        assert one.stub.GetJob(reward_pb2.GetJobRequest(job_id=job_id), timeout=20) == job
+        assert one.job(job_id) == job
 
 
 def test_submission_waits_while_too_many_bytes_are_unscored(redis_url: str) -> None:
@@ -227,18 +224,6 @@ def test_grouped_items_are_scored_again_together(redis_url: str) -> None:
         chunk = [*answers("infrastructure*1", "a", group="g"), *answers("b", group="h"), *answers("c")]
         assert summary(one.results(one.submit(chunk).job.job_id)) == [1.0, 0.0, 0.0, 0.0]
         assert [core.asked.count(text) for text in "abc"] == [2, 1, 1]
-
-
-def test_an_item_that_kills_services_is_unscored_with_a_reason(redis_url: str) -> None:
-    with serving(redis_url, with_jobs=False) as one:
-        job_id = one.submit(answers("1"), answers("1", "1")).job.job_id
-        for _ in range(5):
-            assert (claim := one.store.claim("dying", 300, 5)) is not None and claim.index == 0
-            assert one.store.register("dying") == 1
-        with one.job_worker:
-            found = one.results(job_id)
-        assert summary(found) == ["crashed", 1.0, 1.0]
-        assert found[0].unscored.detail.startswith("5 services in a row ended")
 
 
 @pytest.mark.usefixtures("short_pauses")
