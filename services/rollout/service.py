@@ -124,7 +124,9 @@ class SamplingWorker(LeaseWorker[Claim, GroupResult]):
             rows[number] = replace(row, role=role)
             held.unsaved = lambda: _payload(prompt, rows)
 
-        roles: list[Role] = ["policy"] * prompt.num_samples + (["baseline"] if self._with_baselines else [])
+        roles: list[Role] = ["policy"] * prompt.num_samples
+        if self._with_baselines:
+            roles.append("baseline")
         tasks = [asyncio.create_task(sample(number, role)) for number, role in enumerate(roles) if number not in rows]
         try:
             await asyncio.gather(*tasks)
