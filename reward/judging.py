@@ -13,9 +13,8 @@ from typing import cast
 
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.contracts import RemoteJudge, Scorer
-from tandem.reward.endpoints.session_portal import CLOSING
 from tandem.reward.registry import ScorerSpec
-from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken
+from tandem.reward.scheduling.cancellation import CANCELLED, CLOSING, CancellationToken
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 

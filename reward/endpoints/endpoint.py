@@ -11,8 +11,9 @@ from pydantic import Field, PrivateAttr
 from tandem.protos.contracts import Score, ScoreItem
 from tandem.reward.contracts import Scorer
 from tandem.reward.endpoints.http_client import Fault, HttpClient, open_client, read_key, wait_in_queue
-from tandem.reward.endpoints.session_portal import CLOSING, ClosedError, SessionPortal
+from tandem.reward.endpoints.session_portal import ClosedError, SessionPortal
 from tandem.reward.scheduling.admission_queue import PrioritySemaphore
+from tandem.reward.scheduling.cancellation import CLOSING
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority
 
 T = TypeVar("T")

@@ -11,14 +11,10 @@ from typing import Any, Generic, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from tandem.protos.contracts import Unscored
 from tandem.reward.scheduling.cancellation import current_token
 
 T = TypeVar("T")
 Session = TypeVar("Session")
-
-CLOSING = Unscored("infrastructure", "the scorer is closing")
-"""Result of items that were ended by `close` or by the cancellation of their call."""
 
 
 class ClosedError(Exception):

@@ -75,10 +75,6 @@ class SandboxPool:
         self._lock = threading.Lock()
         self._closed = False
 
-    @property
-    def isolation(self) -> str:
-        return self._launcher.name
-
     def take(self) -> Sandbox:
         """An unused sandbox, which the caller closes. Raises SandboxError if none starts with a new launcher either."""
         try:

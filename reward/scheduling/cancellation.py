@@ -11,6 +11,8 @@ from tandem.protos.contracts import Unscored
 
 CANCELLED = Unscored("timeout", "it had no score shortly before the call's deadline")
 """Of an item that had no score when its call was cancelled. Compared by identity: it is no judge's verdict."""
+CLOSING = Unscored("infrastructure", "the scorer is closing")
+"""Of an item that was ended by `close`, or in an endpoint or reward model by the cancellation of its call."""
 
 
 class CancellationToken:

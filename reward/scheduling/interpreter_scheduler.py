@@ -30,9 +30,6 @@ class InterpreterScheduler:
         self._queue: PriorityQueue[threading.Event] = PriorityQueue()
         self._busy = False
 
-    def waiting(self, priority: Priority) -> int:
-        return self._queue.waiting(priority)
-
     def run_each(self, priority: Priority, work: Callable[[Given], Made], given: Sequence[Given]) -> list[Made]:
         """Applies `work` to each, in order. Blocks while other threads have their turns."""
         made: list[Made] = []

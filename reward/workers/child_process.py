@@ -291,18 +291,10 @@ def children_of(pid: int) -> list[int]:
             with suppress(ProcessLookupError):
                 found += map(int, (thread / "children").read_text().split())
     except (FileNotFoundError, ProcessLookupError):
-        return _children_by_parent(pid) if Path(f"/proc/{pid}").exists() else found
-    return found
+        import psutil  # looks at every process: only for kernels without lists of children
 
-
-def _children_by_parent(pid: int) -> list[int]:
-    """The same on kernels without lists of children."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if int(stat_fields(int(entry.name))[1]) == pid:
-                    found.append(int(entry.name))
+        with suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(pid).children()]
     return found
 
 

@@ -7,7 +7,6 @@ service ends in any way, the control socket closes, and everything is killed.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -23,11 +22,10 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from tandem.reward.registry import SCORERS, preload
+from tandem.reward.sandbox.inside import kernel
 from tandem.reward.workers.child_process import children_of
 from tandem.reward.workers.worker import serve
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _SWEEP_MILLISECONDS = 250  # how long an orphan may live
 _END_SECONDS = 5.0
 _MAX_REQUEST_BYTES = 1 << 16
@@ -149,7 +147,7 @@ def _kill_group(pid: int) -> None:
 def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str, Any]) -> NoReturn:
     code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != launcher:
             os._exit(1)  # it ended before the line above
         with suppress(OSError):
@@ -166,10 +164,7 @@ def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str
                 with suppress(OSError):
                     os.close(int(name))
         wanted = {resource.RLIMIT_DATA: limits["memory_bytes"], resource.RLIMIT_NOFILE: limits["open_files"]}
-        for kind, value in {**wanted, resource.RLIMIT_CORE: 0}.items():
-            hard = resource.getrlimit(kind)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(kind, (value, value))
+        kernel.limit({**wanted, resource.RLIMIT_CORE: 0})
         serve(_CHANNEL, limits)
         code = 0
     except BaseException:  # this process must never return into the launcher's code
@@ -182,7 +177,7 @@ def _become_worker(launcher: int, channel: int, output: int, limits: Mapping[str
 
 
 def main(descriptor: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    kernel.prctl(kernel.SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the service
     os.set_inheritable(descriptor, False)

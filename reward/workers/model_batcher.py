@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.protos.errors import ScorerError
-from tandem.reward.endpoints.session_portal import CLOSING
-from tandem.reward.scheduling.cancellation import current_token
+from tandem.reward.scheduling.cancellation import CLOSING, current_token
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
 from tandem.reward.workers.child_process import DiedError, HungError, LineProcess
 

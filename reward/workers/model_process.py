@@ -8,7 +8,6 @@ the first it sends `next` and gets `{"continue": …}`; if that is false, the re
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -19,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from tandem.reward.sandbox.inside import kernel
+
 _NO_LIMIT = 10**6  # tokenizers without a limit report a number far above this
 
 Encoded = dict[str, list[int]]
@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 def main(descriptor: int, parent: int) -> None:
     """Serves the socket `descriptor` until it closes, or the thread of process `parent` that started this one ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         return  # the parent died before the line above
     signal.signal(signal.SIGINT, signal.SIG_IGN)

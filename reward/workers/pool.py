@@ -15,7 +15,7 @@ from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import RewardConfig
 from tandem.reward.registry import ScorerSpec
-from tandem.reward.scheduling.cancellation import CANCELLED
+from tandem.reward.scheduling.cancellation import CANCELLED, CLOSING
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
 from tandem.reward.workers.launcher_process import Launchers
 from tandem.reward.workers.requests import MAX_CHUNK_ITEMS, Request, encode
@@ -64,7 +64,7 @@ class ScorerPool:
         request = Request(spec, items, priority, self._check)
         with self._work:
             if self.closing:
-                request.end("the scorer is closing")
+                request.end(CLOSING.detail)
                 return request
             self._open_requests.add(request)
             self._queue.add(priority, request)
@@ -105,7 +105,7 @@ class ScorerPool:
             thread.join(timeout=15.0)
         with self._work:
             for request in self._open_requests:
-                request.end("the scorer is closing")
+                request.end(CLOSING.detail)
             self._open_requests.clear()
             self._queue.clear()
 

@@ -12,12 +12,12 @@ from itertools import groupby
 
 from tandem.protos.contracts import Score, ScoreItem, Unscored
 from tandem.reward.registry import ScorerSpec
+from tandem.reward.scheduling.cancellation import CLOSING
 from tandem.reward.scheduling.priority_queue import Priority
 
 MAX_ITEM_BYTES = 32 << 20
 """Limit of one item as JSON."""
 MAX_CHUNK_ITEMS = 256
-CLOSING = Unscored("infrastructure", "the scorer is closing")
 _WAIT_SECONDS = 1.0  # between two checks whether the pool still works
 _GRACE_SECONDS = 1.0  # for a worker to finish cancelled items: killing its process costs more than most items
 

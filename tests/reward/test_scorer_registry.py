@@ -5,8 +5,6 @@ from __future__ import annotations
 import doctest
 import inspect
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -21,7 +19,7 @@ from tandem.protos.errors import ScorerError
 from tandem.reward import registry, scorers
 from tandem.reward.contracts import BatchJudge, Isolation, Judge, Scorer
 from tandem.reward.registry import SCORERS, describe, make_judge, make_scorer, make_spec
-from tests.support.paths import ROOT
+from tests.support.processes import run_python
 
 
 @pytest.mark.parametrize("name", SCORERS)
@@ -172,6 +170,5 @@ def test_a_scorer_is_imported_when_it_is_asked_for() -> None:
         "assert loaded == {'tandem.reward.scorers.exact'}, loaded\n"
         f"list(SCORERS.values()), make_spec('math_verify', {{}})\nprint(*({{'grpc', *{heavy!r}}} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)
-    assert done.stdout.strip() == ""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr

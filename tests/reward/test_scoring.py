@@ -23,7 +23,6 @@ from tandem.reward.scorers.exact import ExactMatch
 from tandem.reward.scoring import ScoringCore, validate
 from tests.support.scoring_stand_ins import Far, Make, item, score
 
-pytest_plugins = ("tests.support.scoring_cores",)
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
 

@@ -220,10 +220,7 @@ def _limit(limits: dict[str, Any], apart: bool) -> None:
     }
     if apart:  # otherwise all processes of the user would count
         wanted[resource.RLIMIT_NPROC] = limits["processes"] + limits["threads"] + 2  # two keep the sandbox
-    for kind, most in wanted.items():
-        hard = resource.getrlimit(kind)[1]
-        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (least, least))
+    kernel.limit(wanted)
 
 
 def _sealed(data: bytes) -> int:

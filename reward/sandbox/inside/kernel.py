@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+from collections.abc import Mapping
 
 NEW_MOUNTS = 0x00020000
 NEW_UTS = 0x04000000
@@ -73,6 +75,14 @@ def detach(path: str) -> None:
 def prctl(option: int, *values: int) -> None:
     filled = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)][:4]
     _check(_libc.prctl(ctypes.c_int(option), *filled), f"prctl {option}")
+
+
+def limit(wanted: Mapping[int, int]) -> None:
+    """Sets resource limits of this process, which it cannot raise again."""
+    for kind, most in wanted.items():
+        hard = resource.getrlimit(kind)[1]
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (least, least))
 
 
 def drop_capabilities() -> None:

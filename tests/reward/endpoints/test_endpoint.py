@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -21,10 +19,11 @@ from tandem.reward.endpoints.endpoint import Endpoint
 from tandem.reward.endpoints.http_client import LONGEST_PAUSE_SECONDS, Fault, retry_after, with_retries
 from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.remote import RemoteScorer
-from tests.reward.endpoints.test_rate_limit import run
 from tests.support.judge_calls import GOOD, ask, endpoint, item
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, free_port
+from tests.support.processes import run_python
 from tests.support.scores import refused
+from tests.support.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -135,29 +134,28 @@ def test_a_retry_after_beyond_the_deadline_is_not_retried(kind: type[Endpoint]) 
 
 
 @pytest.mark.parametrize("asked", [0.0, 0.4, 100.0])
-def test_retry_pauses_grow_and_are_spread(monkeypatch: pytest.MonkeyPatch, asked: float) -> None:
+@in_virtual_time
+async def test_retry_pauses_grow_and_are_spread(monkeypatch: pytest.MonkeyPatch, asked: float) -> None:
     """Two hundred requests fail seven times on a virtual clock; `asked` is the `Retry-After` of every reply."""
     monkeypatch.setattr(http_client, "FIRST_PAUSE_SECONDS", 1.0)
     pauses: dict[int, list[float]] = defaultdict(list)
 
+    clock = asyncio.get_running_loop().time
+
     async def one() -> None:
-        loop, number = asyncio.get_running_loop(), 0
-        before = loop.time()
+        before, number = clock(), 0
 
         async def attempt(deadline: float) -> Fault:
             nonlocal before, number
             if number:
-                pauses[number].append(loop.time() - before)
-            before, number = loop.time(), number + 1
+                pauses[number].append(clock() - before)
+            before, number = clock(), number + 1
             return Fault("infrastructure", "down", not_before_seconds=asked)
 
         fault = await with_retries(attempt, max_attempts=8, deadline=math.inf)
         assert isinstance(fault, Fault) and fault.detail == "down (attempt 8)"
 
-    async def all_of_them() -> None:
-        await asyncio.gather(*(one() for _ in range(200)))
-
-    run(all_of_them)
+    await asyncio.gather(*(one() for _ in range(200)))
     assert list(pauses) == list(range(1, 8))
     for number, seconds in pauses.items():
         half = min(2.0 ** (number - 1), LONGEST_PAUSE_SECONDS) / 2
@@ -258,5 +256,5 @@ assert begun.wait(30)
 
 
 def test_a_program_that_never_closes_its_portal_exits() -> None:
-    done = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, text=True, timeout=60.0, check=False)
+    done = run_python("-c", UNCLOSED)
     assert (done.returncode, done.stderr) == (0, "")

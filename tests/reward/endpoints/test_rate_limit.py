@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -13,35 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.reward.endpoints.limits import RateLimit, RateLimiter, SpendMeter, Taken
 from tandem.reward.scheduling.priority_queue import Priority
-
-T = TypeVar("T")
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that never sleeps: its clock jumps to the next timer. Waiting without a timer is an error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 1000.0
-        look = self._selector.select  # type: ignore[attr-defined]
-
-        def select(timeout: float | None) -> Any:
-            assert timeout is not None, "everything waits and nothing will happen"
-            self.now += max(0.0, timeout)
-            return look(0)
-
-        self._selector.select = select  # type: ignore[attr-defined]
-
-    def time(self) -> float:
-        return self.now
-
-
-def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(work())
-    finally:
-        loop.close()
+from tests.support.virtual_time import in_virtual_time
 
 
 def worst_minute(taken: list[Taken]) -> int:
@@ -101,37 +72,32 @@ def test_a_low_estimate_delays_later_requests() -> None:
 
 @given(amounts=st.lists(st.integers(1, 10), min_size=1, max_size=40), most=st.integers(10, 30))
 @settings(deadline=None)
-def test_waiters_are_admitted_in_order_of_arrival(amounts: list[int], most: int) -> None:
+@in_virtual_time
+async def test_waiters_are_admitted_in_order_of_arrival(amounts: list[int], most: int) -> None:
     admitted: list[int] = []
     taken: list[Taken] = []
+    limiter = RateLimiter([RateLimit(most), RateLimit(len(amounts))])
 
-    async def work() -> None:
-        limiter = RateLimiter([RateLimit(most), RateLimit(len(amounts))])
+    async def one(number: int) -> None:
+        by_tokens, _ = await limiter.take([amounts[number], 1])
+        admitted.append(number)
+        taken.append(by_tokens)
 
-        async def one(number: int) -> None:
-            by_tokens, _ = await limiter.take([amounts[number], 1])
-            admitted.append(number)
-            taken.append(by_tokens)
-
-        await asyncio.gather(*(one(number) for number in range(len(amounts))))
-
-    run(work)
+    await asyncio.gather(*map(one, range(len(amounts))))
     assert admitted == list(range(len(amounts)))
     assert worst_minute(taken) <= most
 
 
-def test_a_corrected_estimate_admits_a_waiter_at_once() -> None:
-    async def work() -> float:
-        limiter, loop = RateLimiter([RateLimit(100)]), asyncio.get_running_loop()
-        first = await limiter.take([100])
-        began = loop.time()
-        second = asyncio.create_task(limiter.take([50]))
-        await asyncio.sleep(1.0)
-        limiter.settle(first, [10])
-        await second
-        return loop.time() - began
-
-    assert run(work) == pytest.approx(6.0)  # 10 units at 0.6 s each, not the 60 s of 100
+@in_virtual_time
+async def test_a_corrected_estimate_admits_a_waiter_at_once() -> None:
+    limiter, clock = RateLimiter([RateLimit(100)]), asyncio.get_running_loop().time
+    first = await limiter.take([100])
+    began = clock()
+    second = asyncio.create_task(limiter.take([50]))
+    await asyncio.sleep(1.0)
+    limiter.settle(first, [10])
+    await second
+    assert clock() - began == pytest.approx(6.0)  # 10 units at 0.6 s each, not the 60 s of 100
 
 
 async def used_up() -> tuple[RateLimiter, list[str], Callable[..., asyncio.Task[None]]]:
@@ -146,89 +112,77 @@ async def used_up() -> tuple[RateLimiter, list[str], Callable[..., asyncio.Task[
     return limiter, order, lambda name, priority, again=False: asyncio.create_task(take(name, priority, again))
 
 
-def test_the_ring_passes_earlier_jobs_at_the_rate_limit_and_jobs_get_their_share() -> None:
-    async def work() -> list[str]:
-        limiter, order, take = await used_up()
-        jobs = [take("job", "jobs") for _ in range(6)]
-        await asyncio.sleep(1.0)
-        assert (limiter.waiting("jobs"), limiter.waiting("ring")) == (6, 0)
-        await asyncio.gather(*jobs, *(take("ring", "ring") for _ in range(9)))
-        return order
-
-    assert "".join(name[0] for name in run(work)) == "rrrjrrrjrrrjjjj"
+@in_virtual_time
+async def test_the_ring_passes_earlier_jobs_at_the_rate_limit_and_jobs_get_their_share() -> None:
+    limiter, order, take = await used_up()
+    jobs = [take("job", "jobs") for _ in range(6)]
+    await asyncio.sleep(1.0)
+    assert (limiter.waiting("jobs"), limiter.waiting("ring")) == (6, 0)
+    await asyncio.gather(*jobs, *(take("ring", "ring") for _ in range(9)))
+    assert "".join(name[0] for name in order) == "rrrjrrrjrrrjjjj"
 
 
-def test_further_attempts_go_before_first_ones_of_their_priority_in_order() -> None:
-    async def work() -> list[str]:
-        _, order, take = await used_up()
-        tasks = [take("job", "jobs"), *(take(name, "jobs", True) for name in ("again", "gone", "again, too"))]
-        tasks.append(take("call", "calls"))
-        await asyncio.sleep(1.0)
-        tasks[2].cancel()
-        await asyncio.gather(*tasks, take("late", "jobs", True), return_exceptions=True)
-        return order
-
-    assert run(work) == ["call", "again", "again, too", "late", "job"]
+@in_virtual_time
+async def test_further_attempts_go_before_first_ones_of_their_priority_in_order() -> None:
+    _, order, take = await used_up()
+    tasks = [take("job", "jobs"), *(take(name, "jobs", True) for name in ("again", "gone", "again, too"))]
+    tasks.append(take("call", "calls"))
+    await asyncio.sleep(1.0)
+    tasks[2].cancel()
+    await asyncio.gather(*tasks, take("late", "jobs", True), return_exceptions=True)
+    assert order == ["call", "again", "again, too", "late", "job"]
 
 
-def test_an_admitted_further_attempt_no_longer_counts_as_waiting() -> None:
-    async def work() -> list[str]:
-        _, order, take = await used_up()
-        first, *waiting = take("again", "calls", True), take("first", "calls"), take("second", "calls")
-        await first
-        await asyncio.gather(take("again, later", "calls", True), *waiting)
-        return order
-
-    assert run(work) == ["again", "again, later", "first", "second"]
+@in_virtual_time
+async def test_an_admitted_further_attempt_no_longer_counts_as_waiting() -> None:
+    _, order, take = await used_up()
+    first, *waiting = take("again", "calls", True), take("first", "calls"), take("second", "calls")
+    await first
+    await asyncio.gather(take("again, later", "calls", True), *waiting)
+    assert order == ["again", "again, later", "first", "second"]
 
 
-def test_a_waiter_cancelled_just_as_it_was_admitted_gives_back_what_it_took() -> None:
-    async def work() -> tuple[float, float]:
-        limiter, meter, loop = RateLimiter([RateLimit(60)]), SpendMeter(1.0), asyncio.get_running_loop()
-        first = await limiter.take([60])
-        assert await meter.reserve(0.9)
-        gone = [asyncio.create_task(limiter.take([50])), asyncio.create_task(meter.reserve(0.9))]
-        await asyncio.sleep(1.0)
-        limiter.settle(first, [0])  # admits the first task …
-        meter.charge(0.9, 0.0)  # … and the second …
-        for task in gone:
-            task.cancel()  # … before either is resumed
-        await asyncio.wait(gone)
-        began = loop.time()
-        await limiter.take([60])
-        return loop.time() - began, meter.reserved
-
-    assert run(work) == (pytest.approx(0.0), 0.0)
+@in_virtual_time
+async def test_a_waiter_cancelled_just_as_it_was_admitted_gives_back_what_it_took() -> None:
+    limiter, meter, clock = RateLimiter([RateLimit(60)]), SpendMeter(1.0), asyncio.get_running_loop().time
+    first = await limiter.take([60])
+    assert await meter.reserve(0.9)
+    gone = [asyncio.create_task(limiter.take([50])), asyncio.create_task(meter.reserve(0.9))]
+    await asyncio.sleep(1.0)
+    limiter.settle(first, [0])  # admits the first task …
+    meter.charge(0.9, 0.0)  # … and the second …
+    for task in gone:
+        task.cancel()  # … before either is resumed
+    await asyncio.wait(gone)
+    began = clock()
+    await limiter.take([60])
+    assert clock() - began == pytest.approx(0.0) and meter.reserved == 0.0
 
 
-def test_repeated_wake_calls_leave_one_timer() -> None:
-    async def work() -> int:
-        limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
-        taken = await limiter.take([10])
-        waiting = asyncio.create_task(limiter.take([10]))
-        await asyncio.sleep(1.0)
-        for _ in range(50):
-            limiter.settle(taken, [10])
-        timers = [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
-        await waiting
-        return len(timers)
-
-    assert run(work) == 1
+@in_virtual_time
+async def test_repeated_wake_calls_leave_one_timer() -> None:
+    limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
+    taken = await limiter.take([10])
+    waiting = asyncio.create_task(limiter.take([10]))
+    await asyncio.sleep(1.0)
+    for _ in range(50):
+        limiter.settle(taken, [10])
+    timers = [timer for timer in loop._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+    await waiting
+    assert len(timers) == 1
 
 
-def test_a_cancelled_waiter_delays_nobody() -> None:
-    async def work() -> float:
-        limiter, loop = RateLimiter([RateLimit(10)]), asyncio.get_running_loop()
-        began = loop.time()
-        await limiter.take([5])
-        impatient = asyncio.create_task(limiter.take([10]))
-        patient = asyncio.create_task(limiter.take([1]))
-        await asyncio.sleep(1.0)
-        impatient.cancel()
-        await patient
-        return loop.time() - began
-
-    assert run(work) == pytest.approx(30.0)  # five units at 6 s each, not 60 s for the one that left
+@in_virtual_time
+async def test_a_cancelled_waiter_delays_nobody() -> None:
+    limiter, clock = RateLimiter([RateLimit(10)]), asyncio.get_running_loop().time
+    began = clock()
+    await limiter.take([5])
+    impatient = asyncio.create_task(limiter.take([10]))
+    patient = asyncio.create_task(limiter.take([1]))
+    await asyncio.sleep(1.0)
+    impatient.cancel()
+    await patient
+    assert clock() - began == pytest.approx(30.0)  # five units at 6 s each, not 60 s for the one that left
 
 
 @given(
@@ -236,7 +190,8 @@ def test_a_cancelled_waiter_delays_nobody() -> None:
     requests=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 3.0)), max_size=40),
 )
 @settings(max_examples=200, deadline=None)
-def test_spending_never_exceeds_the_cap_and_every_request_is_answered(
+@in_virtual_time
+async def test_spending_never_exceeds_the_cap_and_every_request_is_answered(
     cap: float, requests: list[tuple[float, float, float]]
 ) -> None:
     meter = SpendMeter(cap)
@@ -250,45 +205,38 @@ def test_spending_never_exceeds_the_cap_and_every_request_is_answered(
             meter.charge(highest, highest * share)
         assert meter.spent <= cap + 1e-9
 
-    async def work() -> None:
-        await asyncio.gather(*(one(*request) for request in requests))
-
-    run(work)
+    await asyncio.gather(*(one(*request) for request in requests))
     assert len(answers) == len(requests) and meter.reserved == 0.0
     if sum(highest for highest, _, _ in requests) < cap - 1e-6:
         assert all(answers), "nothing is refused that fits"
 
 
-def test_a_request_waits_while_running_ones_may_cost_less_than_reserved() -> None:
-    async def work() -> tuple[bool, ...]:
-        meter = SpendMeter(1.0)
-        assert meter.offer(0.8) == "granted" and meter.offer(0.8) == "later" and meter.offer(1.1) == "never"
-        waiting = asyncio.create_task(meter.reserve(0.8))
-        await asyncio.sleep(1.0)
-        meter.charge(0.8, 0.1)
-        first = await waiting
-        meter.charge(0.8, 0.8)
-        return first, await meter.reserve(0.2), await meter.reserve(0.05)
-
-    assert run(work) == (True, False, True)
+@in_virtual_time
+async def test_a_request_waits_while_running_ones_may_cost_less_than_reserved() -> None:
+    meter = SpendMeter(1.0)
+    assert meter.offer(0.8) == "granted" and meter.offer(0.8) == "later" and meter.offer(1.1) == "never"
+    waiting = asyncio.create_task(meter.reserve(0.8))
+    await asyncio.sleep(1.0)
+    meter.charge(0.8, 0.1)
+    assert await waiting
+    meter.charge(0.8, 0.8)
+    assert not await meter.reserve(0.2) and await meter.reserve(0.05)
 
 
-def test_the_ring_gets_the_last_money_under_the_cap() -> None:
-    async def work() -> list[bool]:
-        meter = SpendMeter(1.0)
-        assert meter.offer(0.9) == "granted"
-        job = asyncio.create_task(meter.reserve(0.6, "jobs"))
-        await asyncio.sleep(1.0)
-        ring = asyncio.create_task(meter.reserve(0.6, "ring"))
-        gone = asyncio.create_task(meter.reserve(0.6, "ring"))
-        await asyncio.sleep(1.0)
-        gone.cancel()
-        meter.charge(0.9, 0.1)
-        first = await ring
-        meter.charge(0.6, 0.6)
-        return [first, await job]
-
-    assert run(work) == [True, False]
+@in_virtual_time
+async def test_the_ring_gets_the_last_money_under_the_cap() -> None:
+    meter = SpendMeter(1.0)
+    assert meter.offer(0.9) == "granted"
+    job = asyncio.create_task(meter.reserve(0.6, "jobs"))
+    await asyncio.sleep(1.0)
+    ring = asyncio.create_task(meter.reserve(0.6, "ring"))
+    gone = asyncio.create_task(meter.reserve(0.6, "ring"))
+    await asyncio.sleep(1.0)
+    gone.cancel()
+    meter.charge(0.9, 0.1)
+    assert await ring
+    meter.charge(0.6, 0.6)
+    assert not await job
 
 
 def test_without_a_cap_spending_is_only_counted() -> None:

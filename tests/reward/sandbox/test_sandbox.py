@@ -30,9 +30,6 @@ from tests.support.sandbox_runs import zygote_of
 LIMITS = Limits(cpu_seconds=10.0, wall_seconds=60.0)
 
 
-pytest_plugins = ("tests.support.sandbox_attackers",)
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
     """A pool with the best isolation available here. Without any, everything but the attack tests still holds."""

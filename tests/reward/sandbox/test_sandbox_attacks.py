@@ -21,9 +21,6 @@ from tests.support.paths import ROOT
 from tests.support.processes import has_ended
 from tests.support.sandbox_runs import DAEMON, LIMITS, MANY, Launcher, Run, alive, inside_of, outside, said, settles
 
-pytest_plugins = ("tests.support.sandbox_attackers",)
-
-
 # ---- other processes ----
 
 

@@ -39,7 +39,6 @@ SHAPES: dict[str, tuple[str, Any]] = {
     "call": (ADDS, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
     "statement": (ADDS, ["assert add(1, 2) == 3"]),
 }
-pytest_plugins = ("tests.support.sandbox_attackers",)
 CHAIN = ("zygote", "keeper", "guest", "program")
 
 

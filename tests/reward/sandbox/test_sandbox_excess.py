@@ -12,8 +12,6 @@ import pytest
 from tandem.reward.sandbox.sandbox import Limits, Sandbox
 from tests.support.sandbox_runs import DISK_BYTES, LIMITS, MANY, Launcher, Run, alive, inside_of, said, settles
 
-pytest_plugins = ("tests.support.sandbox_attackers",)
-
 FORK_BOMB = """
 import os, time
 born = 0

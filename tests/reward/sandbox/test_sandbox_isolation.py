@@ -30,6 +30,7 @@ from tandem.reward.sandbox.layout import PACKAGES_FOLDER, layout_for
 from tandem.reward.sandbox.sandbox import Limits, SandboxError
 from tandem.services.commands import doctor
 from tests.support.paths import ROOT
+from tests.support.processes import run_python
 from tests.support.sandbox_runs import DAEMON, DISK_BYTES, LIMITS, MANY, SECRET, alive, said, settles
 
 REPORT = """
@@ -218,10 +219,8 @@ def test_modules_inside_the_sandbox_import_the_standard_library_only() -> None:
         "import sys; before = set(sys.modules); import tandem.reward.sandbox.inside.zygote\n"
         "print(*{name.partition('.')[0] for name in sys.modules} - before)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
-    )
-    assert set(done.stdout.split()) <= {*sys.stdlib_module_names, "tandem"}
+    done = run_python("-c", code)
+    assert done.returncode == 0 and set(done.stdout.split()) <= {*sys.stdlib_module_names, "tandem"}
 
 
 def test_without_isolation_programs_have_limits_and_an_empty_environment(

@@ -16,9 +16,6 @@ from tandem.reward.sandbox.inside import seccomp
 from tests.support.paths import ROOT
 from tests.support.sandbox_runs import LIMITS, Launcher, alive
 
-pytest_plugins = ("tests.support.sandbox_attackers",)
-
-
 # ---- simulated kernel ----
 
 

@@ -14,9 +14,6 @@ import pytest
 from tests.support.paths import ROOT
 from tests.support.sandbox_runs import SECRET, Run, outside, said
 
-pytest_plugins = ("tests.support.sandbox_attackers",)
-
-
 # ---- environment and files ----
 
 ENVIRONMENTS = """

@@ -14,26 +14,16 @@ import pytest
 from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.config import RewardConfig
 from tandem.reward.contracts import RemoteJudge
-from tandem.reward.endpoints.session_portal import CLOSING
 from tandem.reward.judging import _cut, judge_each, judge_remotely, wait_aside
-from tandem.reward.scheduling.cancellation import CANCELLED, CancellationToken, current_token
+from tandem.reward.scheduling.cancellation import CANCELLED, CLOSING, CancellationToken, current_token
 from tandem.reward.scorers.judge import GenerativeJudge
 from tandem.reward.scorers.remote import RemoteScorer
 from tandem.reward.scoring import CompiledRubric, ScoringCore
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
 from tests.support.waiting import eventually
 
-FUNCTION = """
-import time
-
-def compute_score(data_source, solution_str, ground_truth, extra_info):
-    with open({log!r}, "a") as log:
-        log.write(solution_str + "\\n")
-    if solution_str == "hang":
-        time.sleep(600)
-    return float(solution_str == ground_truth)
-"""
 PATIENCE_SECONDS = 20.0
+RIGHT, WRONG = Scored(1.0, {"acc": 1.0}), Scored(0.0, {"acc": 0.0})
 
 
 def items(*solutions: str, group: str = "") -> list[ScoreItem]:
@@ -43,13 +33,12 @@ def items(*solutions: str, group: str = "") -> list[ScoreItem]:
 class Scoring:
     """A core whose scorer hangs on demand, and threads that call it."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
-        self._log = folder / "judged"
+    def __init__(self, functions: Path) -> None:
+        self._log = functions.parent / "judged"
         self._log.touch()
-        self.file = folder / "scorer.py"
-        self.file.write_text(FUNCTION.format(log=str(self._log)))
-        declared = {"slow": {"scorer": f"{self.file}:compute_score"}}
-        self.core = ScoringCore(RewardConfig(scorer="slow", scorers=declared, timeout_seconds=60.0, **config))
+        slow = {"scorer": f"{functions}:compute_score", "arguments": {"log": str(self._log)}}
+        config = {"scorer": "slow", "scorers": {"slow": slow}, "timeout_seconds": 60.0}
+        self.core = ScoringCore(RewardConfig.model_validate(config))
         self._threads = ThreadPoolExecutor(4)
 
     def begin(
@@ -80,15 +69,10 @@ class Scoring:
         self._threads.shutdown()
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-
-
 @pytest.fixture
-def scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scoring]:
+def scoring(functions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scoring]:
     monkeypatch.setattr("tandem.reward.workers.requests._GRACE_SECONDS", 0.1)
-    with closing(Scoring(tmp_path)) as one:
+    with closing(Scoring(functions)) as one:
         yield one
 
 
@@ -123,8 +107,8 @@ def test_cancelling_keeps_finished_scores_and_frees_the_worker(scoring: Scoring)
     call = scoring.begin(cancellation, "1", "0", "hang", "1")
     eventually(lambda: "hang" in scoring.judged() and scoring.answered() == 2)
     cancellation.cancel()
-    assert call.result(timeout=PATIENCE_SECONDS) == [Scored(1.0), Scored(0.0), CANCELLED, CANCELLED]
-    assert scoring.soon("1") == [Scored(1.0)], "the time of the one that hangs is 60 s"
+    assert call.result(timeout=PATIENCE_SECONDS) == [RIGHT, WRONG, CANCELLED, CANCELLED]
+    assert scoring.soon("1") == [RIGHT], "the time of the one that hangs is 60 s"
     assert scoring.core.figures()["workers_replaced"] == 1 and scoring.judged().count("1") == 2
 
 

@@ -23,14 +23,9 @@ from tandem.reward.scheduling.admission_queue import AdmissionQueue, PrioritySem
 from tandem.reward.scheduling.interpreter_scheduler import InterpreterScheduler
 from tandem.reward.scheduling.priority_queue import PRIORITIES, Priority, PriorityQueue
 from tandem.reward.scoring import ScoringCore
-from tests.reward.endpoints.test_rate_limit import run
 from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
+from tests.support.virtual_time import in_virtual_time
 from tests.support.waiting import eventually
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @settings(deadline=None)
@@ -69,96 +64,81 @@ def test_try_continue_gives_the_same_turns_as_adding_again(waiting: set[Priority
     assert all(one == other for one, other in served)
 
 
-def test_semaphore_slots_go_to_the_ring_first_and_jobs_get_their_share() -> None:
-    order: list[Priority] = []
+@in_virtual_time
+async def test_semaphore_slots_go_to_the_ring_first_and_jobs_get_their_share() -> None:
+    slots, order = PrioritySemaphore(2), list[Priority]()
 
-    async def work() -> None:
-        slots = PrioritySemaphore(2)
-
-        async def one(priority: Priority) -> None:
-            await slots.acquire(priority)
-            order.append(priority)
-            slots.release()
-
-        for _ in range(2):
-            await slots.acquire("jobs")
-        jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
-        await asyncio.sleep(1.0)
-        ring = [asyncio.create_task(one("ring")) for _ in range(9)]
-        await asyncio.sleep(1.0)
-        assert not order and [slots.waiting(priority) for priority in PRIORITIES] == [9, 0, 6]
+    async def one(priority: Priority) -> None:
+        await slots.acquire(priority)
+        order.append(priority)
         slots.release()
-        await asyncio.gather(*jobs, *ring)
 
-    run(work)
+    for _ in range(2):
+        await slots.acquire("jobs")
+    jobs = [asyncio.create_task(one("jobs")) for _ in range(6)]
+    await asyncio.sleep(1.0)
+    ring = [asyncio.create_task(one("ring")) for _ in range(9)]
+    await asyncio.sleep(1.0)
+    assert not order and [slots.waiting(priority) for priority in PRIORITIES] == [9, 0, 6]
+    slots.release()
+    await asyncio.gather(*jobs, *ring)
     assert "".join(priority[0] for priority in order) == "rrrjrrrjrrrjjjj"
 
 
-def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
+@in_virtual_time
+async def test_cancelled_waiters_lose_no_semaphore_slot() -> None:
     """Waiters are cancelled, also by timeouts, and one is cancelled just as it is admitted."""
+    slots = PrioritySemaphore(1)
 
-    async def work() -> list[int]:
-        slots = PrioritySemaphore(1)
+    async def hold() -> None:
+        await slots.acquire("calls")
+        try:
+            await asyncio.sleep(3600.0)
+        finally:
+            slots.release()
 
-        async def hold() -> None:
-            await slots.acquire("calls")
-            try:
-                await asyncio.sleep(3600.0)
-            finally:
-                slots.release()
-
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await slots.acquire("calls")
-                await slots.acquire("calls")
-        tasks = [asyncio.create_task(hold()) for _ in range(5)]
-        await asyncio.sleep(1.0)
-        slots.release()  # admits the first one …
-        tasks[0].cancel()  # … before it is resumed
-        tasks[3].cancel()
-        left = []
-        for task in (tasks[1], tasks[2], tasks[4]):
-            await asyncio.sleep(1.0)
-            left.append(slots.waiting("calls"))
-            task.cancel()
-        await asyncio.sleep(1.0)
+    with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.0):
-            await slots.acquire("jobs")
-        return left
+            await slots.acquire("calls")
+            await slots.acquire("calls")
+    tasks = [asyncio.create_task(hold()) for _ in range(5)]
+    await asyncio.sleep(1.0)
+    slots.release()  # admits the first one …
+    tasks[0].cancel()  # … before it is resumed
+    tasks[3].cancel()
+    for task, left in ((tasks[1], 2), (tasks[2], 1), (tasks[4], 0)):
+        await asyncio.sleep(1.0)
+        assert slots.waiting("calls") == left
+        task.cancel()
+    await asyncio.sleep(1.0)
+    async with asyncio.timeout(1.0):
+        await slots.acquire("jobs")
 
-    assert run(work) == [2, 1, 0]
 
+@in_virtual_time
+async def test_a_large_request_is_not_starved_by_small_ones() -> None:
+    """It waits for three units. One unit is freed per second, and the requests behind it need one each."""
+    queue, free, order = AdmissionQueue(), 0, list[str]()
 
-def test_a_large_request_is_not_starved_by_small_ones() -> None:
-    """The large request waits for three units. One unit is freed per second, and the requests
-    behind it need one each.
-    """
-    order: list[str] = []
+    async def one(name: str, priority: Priority, need: int) -> None:
+        def take() -> float:
+            nonlocal free
+            if free < need:
+                return float("inf")
+            free -= need
+            return 0.0
 
-    async def work() -> None:
-        queue, free = AdmissionQueue(), 0
+        await queue.acquire(priority, take, lambda: None)
+        order.append(name)
 
-        async def one(name: str, priority: Priority, need: int) -> None:
-            def take() -> float:
-                nonlocal free
-                if free < need:
-                    return float("inf")
-                free -= need
-                return 0.0
-
-            await queue.acquire(priority, take, lambda: None)
-            order.append(name)
-
-        tasks = [asyncio.create_task(one("much", "jobs", 3))]
-        tasks += [asyncio.create_task(one("ring", "ring", 1)) for _ in range(6)]
-        tasks += [asyncio.create_task(one("little", "jobs", 1))]
-        for _ in range(10):
-            await asyncio.sleep(1.0)
-            free += 1
-            queue.wake()
-        await asyncio.gather(*tasks)
-
-    run(work)
+    tasks = [asyncio.create_task(one("much", "jobs", 3))]
+    tasks += [asyncio.create_task(one("ring", "ring", 1)) for _ in range(6)]
+    tasks += [asyncio.create_task(one("little", "jobs", 1))]
+    for _ in range(10):
+        await asyncio.sleep(1.0)
+        free += 1
+        queue.wake()
+    await asyncio.gather(*tasks)
     assert order == [*["ring"] * 3, "much", *["ring"] * 3, "little"]
 
 
@@ -208,10 +188,12 @@ def test_one_thread_runs_at_a_time_and_the_ring_goes_first() -> None:
         with threads(
             lambda: scheduler.run_each("calls", one, ["calls"]), lambda: scheduler.run_each("ring", one, ["ring"] * 6)
         ):
-            eventually(lambda: [scheduler.waiting(priority) for priority in PRIORITIES] == [1, 1, 0])
+            eventually(lambda: [scheduler._queue.waiting(priority) for priority in PRIORITIES] == [1, 1, 0])
             go_on.set()
     assert "".join(priority[0] for priority in order) == "jrrrcrrr" + "j" * 9
-    assert scheduler.run_each("calls", one, ["calls"]) == ["calls"] and not any(map(scheduler.waiting, PRIORITIES))
+    assert scheduler.run_each("calls", one, ["calls"]) == ["calls"] and not any(
+        map(scheduler._queue.waiting, PRIORITIES)
+    )
 
 
 @pytest.mark.usefixtures("short_slices")
@@ -225,7 +207,7 @@ def test_threads_of_one_priority_alternate_time_slices() -> None:
     with threads(lambda: scheduler.run_each("calls", one, "aaaa")):
         eventually(lambda: order == ["a"])
         with threads(lambda: scheduler.run_each("calls", one, "bb")):
-            eventually(lambda: scheduler.waiting("calls") == 1)
+            eventually(lambda: scheduler._queue.waiting("calls") == 1)
             go_on.set()
     assert "".join(order) == "ababaa"
 
@@ -234,10 +216,10 @@ def test_a_thread_that_waited_too_long_runs_beside_the_others(monkeypatch: pytes
     monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 0.01)
     scheduler, more = InterpreterScheduler(), list[int]()
     with busy(scheduler) as go_on:
-        assert scheduler.run_each("ring", abs, [-1, -2]) == [1, 2] and not scheduler.waiting("ring")
+        assert scheduler.run_each("ring", abs, [-1, -2]) == [1, 2] and not scheduler._queue.waiting("ring")
         monkeypatch.setattr(interpreter_scheduler, "MAX_WAIT_SECONDS", 30.0)
         with threads(lambda: more.extend(scheduler.run_each("ring", abs, [-3]))):
-            eventually(lambda: scheduler.waiting("ring") == 1)  # the other thread still has its turn
+            eventually(lambda: scheduler._queue.waiting("ring") == 1)  # the other thread still has its turn
             go_on.set()
     assert more == [3]
 
@@ -251,7 +233,7 @@ def test_a_turn_granted_just_after_the_wait_ended_is_not_lost(monkeypatch: pytes
     monkeypatch.setattr(interpreter_scheduler, "threading", SimpleNamespace(Lock=threading.Lock, Event=Late))
     scheduler = InterpreterScheduler()
     with busy(scheduler) as go_on, threads(lambda: scheduler.run_each("ring", abs, [-1])):
-        eventually(lambda: scheduler.waiting("ring") == 1)
+        eventually(lambda: scheduler._queue.waiting("ring") == 1)
         go_on.set()
     assert not scheduler._busy
 
@@ -286,7 +268,7 @@ def test_in_process_scorers_run_in_time_slices_by_priority(alone: bool, monkeypa
         with threads(lambda: score("jobs", 6)):
             eventually(lambda: order == ["j"])
             with threads(lambda: score("ring", 4)):
-                eventually(lambda: core._scheduler.waiting("ring") == 1)
+                eventually(lambda: core._scheduler._queue.waiting("ring") == 1)
                 assert len(core.score(rubric, [ScoreItem("", "c", "r")], "calls", at_once=True)) == 1
                 go_on.set()
     assert "".join(order) == "jcrrrjr" + "j" * 4

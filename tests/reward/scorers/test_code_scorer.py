@@ -182,7 +182,7 @@ def test_one_test_may_call_the_answer_many_times() -> None:
 
 
 @isolated
-def test_the_last_closed_code_block_is_the_program() -> None:
+def test_the_last_closed_code_block_or_the_whole_answer_is_the_program() -> None:
     right, wrong = f"```python\n{DOUBLE}\n```\n", "```\nprint(0)\n```\n"
     scorer = CodeTests()
 
@@ -192,6 +192,7 @@ def test_the_last_closed_code_block_is_the_program() -> None:
     assert of(wrong + right) == 1.0 and of(right + wrong) == 0.0
     assert of(f"<think>\n{wrong}</think>\n{right}") == 1.0
     assert of(right + "```python\nprint(0)") == 1.0, "a block that was never closed is none"
+    assert scores.value(CodeTests(extract="whole").judge(ScoreItem("", DOUBLE, DOUBLE_TESTS))) == 1.0
 
 
 @pytest.mark.parametrize("solution", ["", "I do not know.", DOUBLE, "```python\nprint(1)", "```python\n\n```"])
@@ -199,11 +200,6 @@ def test_an_answer_without_a_program_is_wrong(solution: str) -> None:
     score = CodeTests().judge(ScoreItem("", solution, DOUBLE_TESTS))
     assert isinstance(score, Scored) and score.value == 0.0
     assert counted(score) == {"no_code": 1.0, "total": 3.0, "not_run": 3.0}
-
-
-@isolated
-def test_extract_whole_runs_the_whole_answer() -> None:
-    assert scores.value(CodeTests(extract="whole").judge(ScoreItem("", DOUBLE, DOUBLE_TESTS))) == 1.0
 
 
 # ---- credit ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from contextlib import closing
-from typing import Any
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.scorers.group_rank import GroupRank, ranked
 from tandem.reward.scorers.pairwise import Pairwise, choose_pairs, win_rates
 from tests.support import judge_calls
-from tests.support.misbehaving_server import Answer, Asked, Behaviour, MisbehavingServer, chat
+from tests.support.misbehaving_server import Answer, Asked, MisbehavingServer, chat
 from tests.support.scores import refused, values
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -37,8 +37,7 @@ def larger_wins(asked: Asked) -> Answer:
     return chat("I see. [[TIE]]" if a == b else "[[B]] or rather [[A]]" if a > b else "[[B]]")
 
 
-def ask(answer: Behaviour, items: list[ScoreItem], **options: Any) -> tuple[list[Score], list[Asked]]:
-    return judge_calls.ask(answer, items, Pairwise, **options)
+ask = partial(judge_calls.ask, kind=Pairwise)
 
 
 # ---- pairs by a chat model ----

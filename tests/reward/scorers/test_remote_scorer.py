@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
+from tandem.protos.contracts import Scored, ScoreItem, Unscored
 from tandem.reward.scorers.remote import RemoteScorer
 from tests.support import judge_calls
-from tests.support.misbehaving_server import Answer, Asked, Behaviour
+from tests.support.misbehaving_server import Answer, Asked
 from tests.support.scores import refused
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -27,8 +28,7 @@ def echo(asked: Asked) -> Answer:
     return Answer({"results": [{"score": float(one["solution"])} for one in asked.body["items"]]})
 
 
-def ask(answer: Behaviour, items: list[ScoreItem], **options: Any) -> tuple[list[Score], list[Asked]]:
-    return judge_calls.ask(answer, items, RemoteScorer, **options)
+ask = partial(judge_calls.ask, kind=RemoteScorer)
 
 
 # ---- requests and replies ----

@@ -6,8 +6,9 @@ import hashlib
 import math
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from tandem.reward.workers.function import (
     source_version,
     to_score,
 )
+
+J = TypeVar("J")
 
 
 def item(solution: str) -> ScoreItem:
@@ -142,20 +145,17 @@ def functions(tmp_path: Path) -> Path:
     return file
 
 
-def single(path: str, **arguments: Any) -> FunctionJudge:
+def loaded(kind: type[J], path: str, **arguments: Any) -> J:
     judge = load_function(path, arguments)
-    assert isinstance(judge, FunctionJudge)
+    assert isinstance(judge, kind)
     return judge
 
 
-def batch(path: str, **arguments: Any) -> BatchFunctionJudge:
-    judge = load_function(path, arguments)
-    assert isinstance(judge, BatchFunctionJudge)
-    return judge
+batch = partial(loaded, BatchFunctionJudge)
 
 
 def test_a_function_is_called_with_verls_arguments(functions: Path) -> None:
-    judge = single(f"{functions}:compute_score")
+    judge = loaded(FunctionJudge, f"{functions}:compute_score")
     assert judge.judge(ScoreItem("d", "1", "1", {"bonus": 1})) == Scored(1.0, {"bonus": 3.0})
     raised = why(judge.judge(item("raise")))
     assert raised == Unscored("crashed", "KeyError: 'nothing here' (functions.py:8)")
@@ -164,12 +164,11 @@ def test_a_function_is_called_with_verls_arguments(functions: Path) -> None:
     assert why(judge.judge(item("files"))).reason == "limit"
     with pytest.raises(MemoryError):  # the process handles it
         judge.judge(item("memory"))
-    assert single(f"{functions}:scaled", scale=3, more=1).judge(item("1")) == Scored(3.0)
+    assert loaded(FunctionJudge, f"{functions}:scaled", scale=3, more=1).judge(item("1")) == Scored(3.0)
 
 
 def test_coroutine_functions(functions: Path) -> None:
-    judge = load_function(f"{functions}:later", {})
-    assert isinstance(judge, CoroutineJudge)
+    judge = loaded(CoroutineJudge, f"{functions}:later")
     fine, raised = judge.judge_batch([item("1"), item("raise")])
     assert fine == Scored(0.5) and why(raised) == Unscored("crashed", "KeyError: 'later' (functions.py:26)")
     assert batch(f"{functions}:batch_later").judge_batch([item("a"), item("bc")]) == [
@@ -188,8 +187,7 @@ def test_coroutines_run_concurrently_and_time_out_one_by_one(tmp_path: Path) -> 
         "        await asyncio.sleep(0.01)\n"
         "    return {'score': 1.0, 'loop': id(asyncio.get_running_loop())}\n"
     )
-    judge = load_function(f"{tmp_path}/meet.py:meet", {})
-    assert isinstance(judge, CoroutineJudge)
+    judge = loaded(CoroutineJudge, f"{tmp_path}/meet.py:meet")
     first, never, last = replace(judge, seconds=1.5).judge_batch([item("a"), item("never"), item("b")])
     assert isinstance(first, Scored) and isinstance(last, Scored) and first.value == last.value == 1.0
     assert why(never) == Unscored("timeout", "no answer within 1.5 s")

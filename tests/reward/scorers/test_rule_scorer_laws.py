@@ -52,7 +52,7 @@ NEEDS_NO_TRUTH = {"language", "overlong", "repetition", "tags", "target_length"}
 _PIECES = (
     r"<answer>|</answer>|<think>|</think>|<search>|\boxed{|\boxed |\fbox{|{|}|$|$$|\(|\)|\[|`|```| |#### |Answer:|"
     r"answer is (|The answer is |option |(B)|**A|\text{|\text{ |\textbf{|\overline{|\sqrt|\frac|\left|=|/|0.5|1,234|"
-    r"-|.|,|A |I am|a |the |b|'|_|7"
+    r"-|+|.|,|1|9e9|E|A |I am|a |the |b|'|_|7"
     "|```\n|\n|é|漢|か|ف|\u0301|\u200d|\u2212|\x00|\ud800|𝑥"
 )
 PIECES = _PIECES.split("|")

@@ -19,8 +19,6 @@ from tests.support.pool_trouble import ONE, Make, items, value
 from tests.support.processes import wait_until_gone
 from tests.support.waiting import eventually
 
-pytest_plugins = ("tests.support.scorer_pools",)
-
 
 def test_is_stopped_distinguishes_stopped_from_sleeping() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:

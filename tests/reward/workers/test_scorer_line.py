@@ -23,8 +23,6 @@ from tandem.reward.workers.requests import encode
 from tests.support.pool_trouble import Make, items, reason, value
 from tests.support.waiting import eventually
 
-pytest_plugins = ("tests.support.scorer_pools",)
-
 MISCHIEF = r"""
 import ctypes, gc, os, signal, socket, sys, threading, time
 

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ from tandem.protos.contracts import Score, Scored, ScoreItem, Unscored
 from tandem.reward.registry import ScorerSpec, make_spec
 from tandem.reward.scheduling.priority_queue import PRIORITIES, SHARE, Priority, PriorityQueue
 from tandem.reward.workers import requests
-from tandem.reward.workers.child_process import _children_by_parent, children_of, count_descendants
+from tandem.reward.workers.child_process import children_of, count_descendants
 from tests.support.paths import ROOT
 from tests.support.pool_trouble import Make, items, reason, value
-from tests.support.processes import wait_until_gone
-
-pytest_plugins = ("tests.support.scorer_pools",)
+from tests.support.processes import run_python, wait_until_gone
+from tests.support.waiting import eventually
 
 # ---- failures ----
 
@@ -134,19 +134,11 @@ def test_an_item_that_cannot_be_encoded_is_unscored(
 
 
 def test_deeply_nested_and_odd_items_are_scored(make_pool: Make, spec: ScorerSpec) -> None:
-    deep: list[Any] = []
-    for _ in range(2000):
-        deep = [deep]
-    less_deep: list[Any] = []
-    for _ in range(900):
-        less_deep = [less_deep]
-    odd = [
-        ScoreItem("test", "1", deep),
-        ScoreItem("test", "1", less_deep),
-        ScoreItem("test", "\ud800\0", "1"),
-        *items("1"),
-    ]
-    scores = make_pool().score(spec, odd)
+    def nested(depth: int) -> list[Any]:
+        return reduce(lambda inner, _: [inner], range(depth), [])
+
+    odd = [ScoreItem("test", "1", nested(depth)) for depth in (2000, 900)]
+    scores = make_pool().score(spec, [*odd, ScoreItem("test", "\ud800\0", "1"), *items("1")])
     assert reason(scores[0]) == "invalid_input" and scores[3] == Scored(1.0)
     assert scores[1] == Scored(0.0) or reason(scores[1]) == "invalid_input"
 
@@ -213,8 +205,7 @@ def test_the_ring_passes_a_job_in_the_pool_without_starving_it(make_pool: Make, 
     pool, spec = make_pool(), make_spec(f"{tmp_path}/note.py:f", {})
     pool.load(spec)
     job = pool.submit(spec, items(*["j"] * 200), "jobs")
-    while not (tmp_path / "order").exists():
-        time.sleep(0.005)
+    eventually((tmp_path / "order").exists)
     ring = pool.submit(spec, items(*["r"] * 40), "ring")
     ring.wait()
     order = (tmp_path / "order").read_text()
@@ -229,19 +220,14 @@ def test_the_ring_passes_a_job_in_the_pool_without_starving_it(make_pool: Make, 
 
 def test_many_threads_get_their_own_scores(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool(2)
-    found: dict[int, list[Score]] = {}
 
-    def call(number: int) -> None:
-        found[number] = pool.score(
-            spec, items(*["1" if n % number else "0" for n in range(50)]), PRIORITIES[number % 3]
-        )
+    def call(number: int) -> list[Score]:
+        texts = ["1" if n % number else "0" for n in range(50)]
+        return pool.score(spec, items(*texts), PRIORITIES[number % 3])
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60.0)
-    assert found == {k: [Scored(float(bool(n % k))) for n in range(50)] for k in range(1, 9)}
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(call, range(1, 9), timeout=60.0))
+    assert found == [[Scored(float(bool(n % k))) for n in range(50)] for k in range(1, 9)]
 
 
 def test_a_worker_imports_no_grpc_redis_numpy_or_torch() -> None:
@@ -250,10 +236,8 @@ def test_a_worker_imports_no_grpc_redis_numpy_or_torch() -> None:
         "heavy = {'grpc', 'redis', 'torch', 'numpy', 'pyarrow', 'sympy', 'transformers', 'httpx', 'jsonschema'}\n"
         "print(*(heavy & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
-    )
-    assert done.stdout.strip() == ""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 @settings(max_examples=30, deadline=None)
@@ -273,11 +257,7 @@ def test_close_kills_hanging_workers_and_all_they_started(make_pool: Make, spec:
     pids = [value(score) for score in pool.score(spec, items("pid", "child", "daemon"))]
     launcher = psutil.Process(pids[0]).ppid()
     request = pool.submit(spec, items("1", "hang", "1"), "calls")
-    while request.missing > 2:
-        time.sleep(0.01)
-        if request.scores[0] is None and pool.figures()["worker_items_calls"] >= 3:
-            break  # answers are stored per chunk
-    time.sleep(0.2)
+    eventually(lambda: any(answers for _, answers in list(request.at_work.values())))
     pool.close()
     assert request.wait() == [Scored(1.0), *[Unscored("infrastructure", "the scorer is closing")] * 2]
     for pid in [*pids, launcher]:
@@ -338,11 +318,15 @@ def test_a_bug_in_a_pool_thread_is_raised_to_the_callers(
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_children_are_found_with_and_without_kernel_lists() -> None:
+def test_children_are_found_with_and_without_kernel_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_such_file(path: Path) -> str:
+        raise FileNotFoundError(path)
+
     with subprocess.Popen(["sleep", "600"]) as child:
         try:
-            assert child.pid in children_of(os.getpid()) and child.pid in _children_by_parent(os.getpid())
-            assert count_descendants(os.getpid(), 100) >= 1
+            assert child.pid in children_of(os.getpid()) and count_descendants(os.getpid(), 100) >= 1
+            monkeypatch.setattr(Path, "read_text", no_such_file)
+            assert child.pid in children_of(os.getpid())
         finally:
             child.kill()
     assert children_of(child.pid) == []

@@ -17,8 +17,6 @@ from tandem.reward.workers.requests import Request
 from tandem.reward.workers.worker import with_room
 from tests.support.pool_trouble import Make, items, reason, value
 
-pytest_plugins = ("tests.support.scorer_pools",)
-
 
 def test_a_worker_keeps_the_judges_of_several_scorers(make_pool: Make, spec: ScorerSpec) -> None:
     pool = make_pool()

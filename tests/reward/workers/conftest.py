@@ -1,4 +1,4 @@
-"""Fixtures for the pool's tests, loaded by `pytest_plugins`."""
+"""Fixtures for the tests of workers."""
 
 from __future__ import annotations
 

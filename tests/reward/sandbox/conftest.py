@@ -1,5 +1,4 @@
-"""Fixtures for attacks on sandboxes (a plug-in of the modules that make them): every kind of isolation, with and
-without the system call filter.
+"""Fixtures for attacks on sandboxes: every kind of isolation, with and without the system call filter.
 
 Every test run attacks the kind that this machine uses. The slow tests attack the other kinds.
 """
