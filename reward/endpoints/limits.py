@@ -80,16 +80,12 @@ class RateLimit:
             self._used -= oldest.amount
 
 
-class RateLimiter:
+class RateLimiter(AdmissionQueue):
     """Several limits at once. Requests are admitted by priority, then in order of arrival."""
 
     def __init__(self, limits: Sequence[RateLimit]) -> None:
+        super().__init__()
         self._limits = tuple(limits)
-        self._queue = AdmissionQueue()
-
-    def waiting(self, priority: Priority) -> int:
-        """Number of waiters of one priority."""
-        return self._queue.waiting(priority)
 
     async def take(self, amounts: Sequence[int], priority: Priority = "calls", *, again: bool = False) -> list[Taken]:
         """Waits until every limit admits its amount; the caller bounds the wait. `again`: first in its priority."""
@@ -104,14 +100,14 @@ class RateLimiter:
                 taken.extend(limit.take(amount, now) for limit, amount in wanted)
             return seconds
 
-        await self._queue.acquire(priority, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
+        await self.acquire(priority, take, lambda: self.settle(taken, [0] * len(taken)), again=again)
         return taken
 
     def settle(self, taken: Sequence[Taken], amounts: Sequence[int]) -> None:
         """Corrects the estimates passed to `take`."""
         for limit, one, amount in zip(self._limits, taken, amounts, strict=True):
             limit.settle(one, amount)
-        self._queue.wake()
+        self.wake()
 
 
 class SpendMeter:

@@ -137,7 +137,7 @@ def test_arguments_of_the_wrong_type_are_named_with_place_and_remedy(arguments: 
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(SCORERS)),
     st.dictionaries(

@@ -127,7 +127,7 @@ def test_grouped_scorers_get_whole_groups(make_core: Make) -> None:
 texts = st.text(alphabet="01ab .", max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(texts, texts, st.sampled_from(["m", "n", ""])), max_size=6),
     st.booleans(),

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protos.contracts import Score, Scored, Unscored
 from tandem.reward.registry import make_spec
 from tandem.reward.rubric.rubric import Component, Range, Rubric
 
-QUIET = settings(deadline=None)  # a busy machine must not fail the test
 EXACT = make_spec("exact", {})
 
 finite = st.floats(-1e6, 1e6)
@@ -44,7 +43,6 @@ def scores_of(draw: Any, rubric: Rubric, kinds: st.SearchStrategy[Score]) -> lis
     return [draw(kinds) for _ in rubric.components]
 
 
-@QUIET
 @given(st.data(), st.builds(Rubric, components()), sources)
 def test_the_value_is_the_weighted_sum_of_what_the_breakdown_names(st_data: Any, rubric: Rubric, source: str) -> None:
     scores = scores_of(st_data.draw, rubric, scored)
@@ -58,7 +56,6 @@ def test_the_value_is_the_weighted_sum_of_what_the_breakdown_names(st_data: Any,
     assert result.value == math.fsum(component.weight * result.breakdown[component.name] for component in mine)
 
 
-@QUIET
 @given(st.data(), st.builds(Rubric, components()), sources)
 def test_components_after_a_failed_gate_count_0(st_data: Any, rubric: Rubric, source: str) -> None:
     scores: list[Score | None] = list(scores_of(st_data.draw, rubric, scored))
@@ -80,7 +77,6 @@ def test_components_after_a_failed_gate_count_0(st_data: Any, rubric: Rubric, so
         assert rubric.combine(unrun, source) == result
 
 
-@QUIET
 @given(st.data(), st.builds(Rubric, components(gates=False), st.one_of(st.none(), ranges)), sources)
 def test_without_gates_the_order_of_components_does_not_matter(st_data: Any, rubric: Rubric, source: str) -> None:
     scores = scores_of(st_data.draw, rubric, st.one_of(scored, unscored))
@@ -93,7 +89,6 @@ def test_without_gates_the_order_of_components_does_not_matter(st_data: Any, rub
         assert isinstance(second, Unscored)
 
 
-@QUIET
 @given(st.data(), st.builds(Rubric, components(gates=False)), sources)
 def test_an_unscored_component_is_never_a_number(st_data: Any, rubric: Rubric, source: str) -> None:
     scores = scores_of(st_data.draw, rubric, st.one_of(scored, unscored))
@@ -110,7 +105,6 @@ def test_an_unscored_component_is_never_a_number(st_data: Any, rubric: Rubric, s
         assert isinstance(result, Unscored)
 
 
-@QUIET
 @given(ranges, ranges, st.floats(0, 1), st.one_of(st.none(), ranges), finite)
 def test_normalisation_keeps_its_bounds(
     old: Range, new: Range, share: float, clip: Range | None, any_value: float
@@ -128,7 +122,6 @@ def test_normalisation_keeps_its_bounds(
         assert clip[0] <= Component("c", EXACT, scale=(old, new), clip=clip).normalised(any_value) <= clip[1]
 
 
-@QUIET
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=5), ranges)
 def test_the_sum_is_clipped(parts: list[tuple[float, float]], clip: Range) -> None:
     made = tuple(Component(f"c{n}", EXACT, weight=weight) for n, (weight, _) in enumerate(parts))

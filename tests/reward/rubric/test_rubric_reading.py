@@ -8,16 +8,14 @@ from itertools import pairwise, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protos.errors import ScorerError
 from tandem.reward.config import DeclaredScorer, RewardConfig
-from tandem.reward.contracts import Scorer
-from tandem.reward.registry import SCORERS, ScorerSpec, make_spec
+from tandem.reward.registry import ScorerSpec, make_spec
 from tandem.reward.rubric.rubric import MAX_DEPTH, MAX_SCORERS, MAX_TEXT_BYTES, Catalogue, Component, Rubric
 
-QUIET = settings(deadline=None)  # a busy machine must not fail the test
 EXACT = make_spec("exact", {})
 RECIPE = Catalogue()
 CLIENT = Catalogue(for_clients=True)
@@ -128,7 +126,6 @@ def test_invalid_rubrics_are_refused_in_one_line(text: str, told: str) -> None:
     assert told in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@QUIET
 @given(st.data())
 def test_any_text_is_a_rubric_or_refused_in_one_line(st_data: Any) -> None:
     text = FULL
@@ -178,24 +175,6 @@ def test_nesting_and_number_of_scorers_are_limited() -> None:
 # ---- who may name what ----
 
 
-class Remote(Scorer):
-    """Stand-in for a remote scorer."""
-
-    VERSION = "1"
-    ISOLATION = "remote"
-    address: str = ""
-
-
-class Guarded(Scorer):
-    """Stand-in for a scorer with a recipe-only parameter."""
-
-    VERSION = "1"
-    ISOLATION = "worker"
-    RECIPE_ONLY = ("unguarded",)
-    unguarded: bool = False
-    tests: int = 1
-
-
 def test_recipes_and_clients_may_name_declared_scorers() -> None:
     mine = DeclaredScorer(scorer="my.py:f", arguments={"scale": 2})
     strict = DeclaredScorer(scorer="exact", arguments={"ignore_case": False})
@@ -226,17 +205,15 @@ def test_invalid_declarations_are_refused(name: str, scorer: str, told: str) -> 
     assert told in str(caught.value)
 
 
-def test_clients_cannot_name_remote_scorers_or_set_recipe_only_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCORERS.loaders, "far", lambda: Remote)
-    monkeypatch.setitem(SCORERS.loaders, "guarded", lambda: Guarded)
+def test_clients_cannot_name_remote_scorers_or_set_recipe_only_parameters() -> None:
     for scorer, arguments, told in [
-        ("far", {}, "scorer far: it names a folder or an address"),
-        ("guarded", {"unguarded": True}, "arguments.unguarded: a client cannot set it"),
+        ("remote", {"url": "http://127.0.0.1:1/"}, "scorer remote: it names a folder or an address"),
+        ("code", {"allow_unsandboxed": True}, "arguments.allow_unsandboxed: a client cannot set it"),
     ]:
         RECIPE.spec(scorer, arguments, "here")
         with pytest.raises(ScorerError) as caught:
             CLIENT.spec(scorer, arguments, "here")
         assert told in str(caught.value) and "reward.scorers" in str(caught.value)
-    CLIENT.spec("guarded", {"tests": 2}, "here")
-    with pytest.raises(ScorerError, match="did you mean guarded"):
-        CLIENT.spec("gaurded", {}, "here")
+    CLIENT.spec("code", {"max_tests": 2}, "here")
+    with pytest.raises(ScorerError, match="did you mean math_boxed"):
+        CLIENT.spec("math_bxoed", {}, "here")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protos.contracts import Score, Scored, ScoreItem
@@ -28,7 +28,6 @@ from tests.support.virtual_time import in_virtual_time
 from tests.support.waiting import eventually
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(PRIORITIES), st.none()), max_size=200))
 def test_peek_and_pop_agree(steps: list[Priority | None]) -> None:
     """A number adds an entry of that priority, and None removes one."""

@@ -153,7 +153,7 @@ def test_group_rank_keeps_the_reasons_of_a_remote_scorer() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_value_gets_a_rank_or_a_reason(numbers: list[float | None]) -> None:
     given_scores: list[Score] = [Unscored("timeout", "late") if n is None else Scored(n) for n in numbers]
     if len(numbers) == 1 and numbers[0] is not None:

@@ -117,7 +117,7 @@ def test_any_text_reaches_the_service_unchanged() -> None:
 
 
 @given(count=st.integers(0, 40), batch_size=st.integers(1, 12))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_every_item_gets_its_own_result(count: int, batch_size: int) -> None:
     scores, asked = ask(echo, [item(str(n)) for n in range(count)], batch_size=batch_size, max_concurrent=3)
     assert scores == [Scored(float(n)) for n in range(count)]

@@ -85,7 +85,7 @@ def test_these_laws_cover_every_in_process_rule_scorer() -> None:
 
 
 @pytest.mark.parametrize(("name", "arguments"), WAYS, ids=way_name)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(solution=texts, truth=truths)
 def test_no_text_and_no_ground_truth_makes_a_scorer_raise(
     name: str, arguments: dict[str, Any], solution: str, truth: Any
@@ -158,7 +158,7 @@ def test_too_many_tags_are_refused() -> None:
         make_judge("format", {"order": names})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(solution=texts, truth=truths)
 def test_no_text_and_no_schema_makes_the_json_scorer_raise(solution: str, truth: Any) -> None:
     assert isinstance(JsonSchema().judge(item(solution, truth)), Scored | Unscored)

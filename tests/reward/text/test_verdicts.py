@@ -106,7 +106,7 @@ def test_text_without_a_verdict_gives_no_number(text: str, told: str) -> None:
     assert told in str(caught.value) and len(str(caught.value)) < 300
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(alphabet='{}[]":,score 0123456789.eE-\n', max_size=80))
 def test_a_verdict_outside_the_scale_is_refused(text: str) -> None:
     with suppress(NoVerdictError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protos.contracts import Scored, ScoreItem, Unscored
@@ -81,7 +81,6 @@ def test_many_crashes_leak_no_descriptors(make_pool: Make, spec: ScorerSpec) -> 
     assert len(launcher.children()) <= 2 and pool.replaced_workers == 64
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["", "a", "b", "c"]), max_size=40), st.integers(1, 12))
 def test_chunks_never_split_a_group(groups: list[str], size: int) -> None:
     spec = ScorerSpec("by_group", "{}", "worker", grouped=True)
