@@ -116,7 +116,7 @@ def _sampler_alone(folder: Path) -> float:
     values["run"] = {**values["run"], "folder": str(run)}
     recipe = parse_recipe(values)
     run.mkdir()
-    with RedisChild(run, say=print) as redis:
+    with RedisChild(run, report=print) as redis:
         from tandem.services.buffer.buffer import Buffer
 
         create_ledger(Buffer(redis.url, recipe.run.run_id), recipe, False)

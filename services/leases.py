@@ -16,12 +16,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from tandem.protos.errors import EnvironmentLackError, NotAdmittedError, UnavailableError
 from tandem.services.buffer.buffer import Buffer, Claim, FailureKind, Stage
+from tandem.services.process import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -370,19 +370,7 @@ class LeaseLoop(Generic[LeaseT, ResultT]):
 
 async def run_in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
     """Runs the call in a daemon thread: one that hangs keeps no process from ending. Cancelling does not end it."""
-    future: Future[Returned] = Future()
-    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            future.set_result(context.run(call, *arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    waiting = asyncio.wrap_future(future)
-    threading.Thread(target=run, name="lease-work", daemon=True).start()
-    return await waiting
+    return await asyncio.wrap_future(in_thread("lease-work", contextvars.copy_context().run, call, *arguments))
 
 
 def pause_after(attempts: int) -> float:

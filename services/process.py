@@ -1,17 +1,24 @@
-"""Shared by all processes of a run: they end with their parent and stop on a signal."""
+"""Shared by all processes of a run: they end with their parent, stop on a signal, lock files, and start threads."""
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import IO, TypeVar
 
 _PR_SET_PDEATHSIG = 1
+_LOCK_POLL_SECONDS = 0.02
+
+Returned = TypeVar("Returned")
 
 
 def die_with_parent(expected_parent: int | None = None) -> None:
@@ -49,3 +56,31 @@ def stop_event() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     return event
+
+
+def lock_file(file: IO[str], seconds: float = 0.0, *, shared: bool = False) -> bool:
+    """Waits at most this long for a lock on an open file, and returns whether it is held. Closing the file ends it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_LOCK_POLL_SECONDS)
+
+
+def in_thread(name: str, call: Callable[..., Returned], *arguments: object) -> Future[Returned]:
+    """Runs the call in a daemon thread: one that hangs keeps no process from ending. Cancelling does not end it."""
+    future: Future[Returned] = Future()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

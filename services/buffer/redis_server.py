@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -22,7 +21,7 @@ import redis
 
 from tandem.protos.errors import EnvironmentLackError
 from tandem.services.buffer.connection import OLDEST_REDIS, redis_version
-from tandem.services.process import die_with_parent
+from tandem.services.process import die_with_parent, lock_file
 
 _MAX_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _LOCK_SECONDS = 5.0  # an earlier server of this folder may still be shutting down
@@ -141,21 +140,15 @@ def _socket_path(data: Path) -> Path:
     return private / "redis.sock"
 
 
-def _locked(data: Path) -> IO[bytes]:
-    lock = (data / "lock").open("wb")
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                lock.close()
-                raise EnvironmentLackError(
-                    f"another redis-server serves {data}: is what uses it still going on? stop it, or choose another "
-                    "folder (run.folder, --folder)"
-                ) from None
-            time.sleep(0.02)
+def _locked(data: Path) -> IO[str]:
+    lock = (data / "lock").open("w")
+    if lock_file(lock, _LOCK_SECONDS):
+        return lock
+    lock.close()
+    raise EnvironmentLackError(
+        f"another redis-server serves {data}: is what uses it still going on? stop it, or choose another folder "
+        "(run.folder, --folder)"
+    )
 
 
 def _wait_until_it_answers(server: EmbeddedRedis, log: Path) -> None:

@@ -12,6 +12,7 @@ from tandem.protos.types import Prompt
 from tandem.rollout.engine import find_engine, remove_leftovers
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
+from tandem.services.process import in_thread
 from tandem.services.run.children import Child
 from tandem.services.run.ledger import create_ledger
 from tandem.services.run.model_check import check_model
@@ -52,53 +53,28 @@ def evaluate_recipe(recipe: Recipe) -> int:
         create_ledger(buffer, recipe, resume=False)
         children = [Child(spec, processes.token) for spec in child_specs(recipe, redis.url)]
         processes.children = [child for child in children if child.service in ("rollout", "reward")]
-        evaluation = _EvaluationThread(recipe, prompts, buffer, processes)
+        evaluation = in_thread("evaluation", _evaluate, recipe, prompts, buffer)
+        evaluation.add_done_callback(lambda _: processes.finish())
         outcome = processes.run()
-        return evaluation.report() if evaluation.ended else outcome
+        return _report(recipe, evaluation.result()) if evaluation.done() else outcome
 
 
-class _EvaluationThread(threading.Thread):
-    """Waits for the services, evaluates, and then ends the process group."""
+def _evaluate(recipe: Recipe, prompts: Sequence[Prompt], buffer: Buffer) -> Evaluation:
+    endpoints = wait_for_endpoints(buffer, recipe, None, START_SECONDS, threading.Event())
+    if endpoints is None:
+        raise DeadlineError(
+            f"sampler and reward service were not ready within {START_SECONDS:.0f} s, so nothing was evaluated; is "
+            f"{recipe.model.path} too large for this machine, or its disk too slow?"
+        )
+    return evaluate(None, prompts, endpoints)
 
-    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], buffer: Buffer, processes: ProcessGroup) -> None:
-        super().__init__(name="evaluation", daemon=True)
-        self._recipe = recipe
-        self._prompts = prompts
-        self._buffer = buffer
-        self._processes = processes
-        self._result: Evaluation | BaseException | None = None
-        self.start()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the evaluation has ended; False if the process group ended first."""
-        return self._result is not None
-
-    def run(self) -> None:
-        try:
-            endpoints = wait_for_endpoints(self._buffer, self._recipe, None, START_SECONDS, threading.Event())
-            if endpoints is None:
-                raise DeadlineError(
-                    f"sampler and reward service were not ready within {START_SECONDS:.0f} s, so nothing was "
-                    f"evaluated; is {self._recipe.model.path} too large for this machine, or its disk too slow?"
-                )
-            self._result = evaluate(None, self._prompts, endpoints)
-        except BaseException as error:  # `report` raises it in the main thread
-            self._result = error
-        finally:
-            self._processes.finish()
-
-    def report(self) -> int:
-        """Prints the result, or raises the exception that ended the evaluation."""
-        if isinstance(self._result, BaseException):
-            raise self._result
-        assert self._result is not None
-        result = self._result
-        print(f"{self._recipe.model.path} on {self._recipe.data.eval_file}:")
-        if result.accuracy is not None and result.mean_reward is not None:
-            means = f"accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f}"
-            print(f"  {means} over {result.num_scored} rows")
-        for reason, number in result.unscored.items():
-            print(f"  not scored: {number} rows ({reason})")
-        print(f"  {result.num_rows} rows in {result.seconds:.1f} s")
-        return FINISHED if result.num_scored else FAILED
+def _report(recipe: Recipe, result: Evaluation) -> int:
+    print(f"{recipe.model.path} on {recipe.data.eval_file}:")
+    if result.accuracy is not None and result.mean_reward is not None:
+        means = f"accuracy {result.accuracy:.4f}, mean reward {result.mean_reward:.4f}"
+        print(f"  {means} over {result.num_scored} rows")
+    for reason, number in result.unscored.items():
+        print(f"  not scored: {number} rows ({reason})")
+    print(f"  {result.num_rows} rows in {result.seconds:.1f} s")
+    return FINISHED if result.num_scored else FAILED

@@ -173,9 +173,9 @@ def cancel(job_id: JobId, address: Address = "") -> int:
 
     Example: tandem reward cancel 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
-    from tandem.services.commands.reward_jobs import cancel_job
+    from tandem.services.commands.reward_jobs import end_job
 
-    return cancel_job(address, job_id)
+    return end_job(address, job_id, delete=False)
 
 
 @reward_app.command("delete", short_help="Delete a job and its scores.")
@@ -185,9 +185,9 @@ def delete(job_id: JobId, address: Address = "") -> int:
 
     Example: tandem reward delete 5f2b64cd5b8c4e0fa1a8d0c4ff9b3a11
     """
-    from tandem.services.commands.reward_jobs import delete_job
+    from tandem.services.commands.reward_jobs import end_job
 
-    return delete_job(address, job_id)
+    return end_job(address, job_id, delete=True)
 
 
 @reward_app.command("scorers", short_help="List scorers and their parameters.")

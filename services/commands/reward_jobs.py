@@ -174,15 +174,8 @@ def list_jobs(address: str, limit: int, *, as_json: bool) -> int:
     return 0
 
 
-def cancel_job(address: str, job_id: str) -> int:
-    """Cancels a job, or reports that it had already ended."""
+def end_job(address: str, job_id: str, *, delete: bool) -> int:
+    """Cancels a job, or deletes one that has ended."""
     with connect(address) as client:
-        print(job_line(client.cancel(job_id)))
-    return 0
-
-
-def delete_job(address: str, job_id: str) -> int:
-    """Deletes a job that has ended."""
-    with connect(address) as client:
-        print(f"deleted: {job_line(client.delete(job_id))}")
+        print(f"deleted: {job_line(client.delete(job_id))}" if delete else job_line(client.cancel(job_id)))
     return 0

@@ -19,13 +19,21 @@ import pyarrow.parquet as pq
 from tandem.protos.contracts import ScoreItem, Unscored
 from tandem.protos.error_text import nearest
 from tandem.protos.errors import DataError
-from tandem.services.data.dataset import RowFault, is_parquet, parse_line, reading, table_rows
+from tandem.services.data.dataset import (
+    LOOKED_AT,
+    RowFault,
+    is_parquet,
+    json_columns,
+    no_rows,
+    parse_line,
+    reading,
+    table_rows,
+)
 
 COMPLETION_COLUMNS = ("solution", "response", "completion")
 GROUP_COLUMN = "group"
 STANDARD_INPUT = Path("-")
 _READ_ROWS = 512
-_LOOKED_AT = 100  # JSON lines from which the columns are determined
 _MAX_LINE_BYTES = 64 << 20
 
 
@@ -53,9 +61,9 @@ class CompletionFile:
         self._standard_input: Iterator[bytes] | None = None
         if self.file == STANDARD_INPUT:
             lines = _lines(sys.stdin.buffer)
-            head = list(islice(lines, _LOOKED_AT))
+            head = list(islice(lines, LOOKED_AT))
             self._standard_input = chain(head, lines)
-            self._parquet, columns = False, self._columns_of(head)
+            self._parquet, columns = False, json_columns(self.name, head)
         else:
             if self.file.exists() and not self.file.is_file():
                 fault = f"dataset {self.file} is no file that can be read twice"
@@ -91,7 +99,7 @@ class CompletionFile:
         with pq.ParquetFile(self.file, memory_map=True) as parquet:
             self.num_rows = parquet.metadata.num_rows
             if not self.num_rows:
-                raise DataError(f"dataset {self.file} holds no rows; write at least one")
+                raise no_rows(self.name)
             names = tuple(parquet.schema_arrow.names)
             if twice := next((name for name in names if names.count(name) > 1), None):
                 raise DataError(f"dataset {self.file} has several columns {twice!r}; write it with one")
@@ -99,18 +107,7 @@ class CompletionFile:
 
     def _line_columns(self) -> tuple[str, ...]:
         with open(self.file, "rb") as data:
-            return self._columns_of(list(islice(_lines(data), _LOOKED_AT)))
-
-    def _columns_of(self, lines: list[bytes]) -> tuple[str, ...]:
-        if not lines:
-            raise DataError(f"dataset {self.name} holds no rows; write at least one")
-        if lines[0].lstrip().startswith(b"["):
-            raise DataError(f"dataset {self.name} is one JSON array; write one object a line (JSON lines), or Parquet")
-        read = [parse_line(index, line) for index, line in enumerate(lines)]
-        names = [name for row in read if not isinstance(row, RowFault) for name in row]
-        if not names and isinstance(read[0], RowFault):
-            raise DataError(f"dataset {self.name} is neither Parquet nor JSON lines ({read[0].detail})")
-        return tuple(dict.fromkeys(names))
+            return json_columns(self.name, list(islice(_lines(data), LOOKED_AT)))
 
     def _completion_column(self) -> str:
         wanted = self._fields.completion

@@ -31,6 +31,8 @@ TRUTH_COLUMNS = ("ground_truth", "answer", "solution")
 READ_COLUMNS = (*COLUMNS, *TRUTH_COLUMNS)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _READ_ROWS = 1024
+LOOKED_AT = 100
+"""JSON lines from which the columns are determined."""
 
 UnusableReason = Literal["malformed", "prompt_type", "unknown_role", "empty", "no_ground_truth", "refused_by_template"]
 FaultReason = UnusableReason | Literal["too_long", "duplicate", "contradiction"]
@@ -87,6 +89,25 @@ def parse_line(index: int, line: bytes) -> Mapping[str, object] | RowFault:
     return parsed if isinstance(parsed, dict) else RowFault(index, "malformed", f"line {index + 1} is no JSON object")
 
 
+def no_rows(name: str) -> DataError:
+    """The error for a dataset without rows."""
+    return DataError(f"dataset {name} holds no rows; write at least one")
+
+
+def json_columns(name: str, lines: Sequence[bytes]) -> tuple[str, ...]:
+    """The columns in the first lines of a dataset. Raises DataError if there is none, or none is a JSON object."""
+    if not lines:
+        raise no_rows(name)
+    if lines[0].lstrip().startswith(b"["):
+        raise DataError(f"dataset {name} is one JSON array; write one object a line (JSON lines), or Parquet")
+    read = [parse_line(index, line) for index, line in enumerate(lines)]
+    rows = [row for row in read if not isinstance(row, RowFault)]
+    if not rows and isinstance(read[0], RowFault):
+        fault = f"dataset {name} is neither Parquet nor JSON lines ({read[0].detail})"
+        raise DataError(f"{fault}; write it in one of these")
+    return tuple(dict.fromkeys(column for row in rows for column in row))
+
+
 def table_rows(index: int, table: pa.RecordBatch | pa.Table) -> list[Mapping[str, object] | RowFault]:
     """The values of Parquet rows from row `index` on. A value that Python cannot hold makes its own row a fault."""
     try:
@@ -118,7 +139,7 @@ class Dataset:
             else:
                 self.columns, self._length = self._open_json_lines()
         if not self._length:
-            raise DataError(f"dataset {self.file} holds no rows; write at least one")
+            raise no_rows(str(self.file))
 
     def __len__(self) -> int:
         return self._length
@@ -164,17 +185,9 @@ class Dataset:
     def _open_json_lines(self) -> tuple[tuple[str, ...], int]:
         # pyarrow.json requires one type per column (ground truths differ) and rejects the whole file for one bad line.
         content = self.file.read_bytes().rstrip()
-        if content.startswith(b"["):
-            raise DataError(f"dataset {self.file} is one JSON array; write one object a line (JSON lines), or Parquet")
         lines = content.split(b"\n") if content else []
         self._values = lambda index: parse_line(index, lines[index])
-        read = [parse_line(index, line) for index, line in enumerate(lines[:100])]
-        names = [name for found in read if not isinstance(found, RowFault) for name in found]
-        if read and isinstance(read[0], RowFault) and all(isinstance(found, RowFault) for found in read):
-            raise DataError(
-                f"dataset {self.file} is neither Parquet nor JSON lines ({read[0].detail}); write it in one of these"
-            )
-        return tuple(dict.fromkeys(names)), len(lines)
+        return json_columns(str(self.file), lines[:LOOKED_AT]), len(lines)
 
 
 def parse_row(index: int, values: Mapping[str, object]) -> Row | RowFault:

@@ -31,25 +31,19 @@ class ControlServer(control_pb2_grpc.ControlServiceServicer):
         self._processes = processes
         self._buffer = buffer
         self._started_at = time.time()
-        self._server: ServerThread | None = None
-
-    @property
-    def address(self) -> str:
-        assert self._server is not None
-        return self._server.address
-
-    def __enter__(self) -> ControlServer:
         self._server = ServerThread(
-            self._recipe.run.host,
+            recipe.run.host,
             0,
             info=self._info,
             register=lambda server: control_pb2_grpc.add_ControlServiceServicer_to_server(self, server),
             service_names=["tandem.v1.ControlService"],
         )
+        self.address = self._server.address
+
+    def __enter__(self) -> ControlServer:
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        assert self._server is not None
         self._server.stop(grace_seconds=0.1)
 
     def _info(self) -> common_pb2.InfoReply:

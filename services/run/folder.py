@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 from tandem.protos.errors import ConfigError, EnvironmentLackError, RunExistsError, UnavailableError
 from tandem.services.config import Recipe
+from tandem.services.process import lock_file
 from tandem.trainer.batch.record import BATCHES_FOLDER
 
 CONFIG_FILE = "config.json"
@@ -39,38 +37,31 @@ class RunAddress:
 class RunLock:
     """Locks a run folder for one supervisor, until that process ends.
 
-    Entering raises RunExistsError if another supervisor holds the folder, EnvironmentLackError if it cannot be written.
+    Raises RunExistsError if another supervisor holds the folder, EnvironmentLackError if it cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: IO[str] | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 (the lock is held until __exit__)
+        except OSError as error:
+            raise cannot_write(folder, error) from None
+        if not lock_file(self._file, _LOCK_WAIT_SECONDS):
+            self._file.close()
+            raise folder_in_use(folder, running(folder))
+        self._file.truncate(0)
 
     def __enter__(self) -> RunLock:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._folder / LOCK_FILE, "a+", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(self._folder, error) from None
-        deadline = time.monotonic() + _LOCK_WAIT_SECONDS
-        while not _try_lock(self._file, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                self._file.close()
-                raise folder_in_use(self._folder, running(self._folder))
-            time.sleep(0.02)
-        self._file.truncate(0)
         return self
 
     def publish(self, address: RunAddress) -> None:
         """Writes the run's addresses for other processes to read."""
-        assert self._file is not None
         self._file.seek(0)
         self._file.truncate(0)
         self._file.write(json.dumps(asdict(address)))
         self._file.flush()
 
     def __exit__(self, *_exception: object) -> None:
-        assert self._file is not None
         try:
             self._file.truncate(0)
         finally:
@@ -84,7 +75,7 @@ def running(folder: Path) -> RunAddress | None:
     except OSError:
         return None
     with file:
-        if _try_lock(file, fcntl.LOCK_SH):
+        if lock_file(file, shared=True):
             return None
         try:
             return RunAddress(**json.loads(file.read()))
@@ -173,11 +164,3 @@ def cannot_write(path: Path, error: OSError) -> EnvironmentLackError:
 def disk_full(folder: Path) -> bool:
     """True if less than 1 MiB is free on the folder's disk."""
     return shutil.disk_usage(folder).free < _FULL_DISK_BYTES
-
-
-def _try_lock(file: IO[str], kind: int) -> bool:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

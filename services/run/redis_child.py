@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tandem.protos.errors import EnvironmentLackError, UnavailableError
-from tandem.services.buffer.redis_server import EmbeddedRedis, start_redis
+from tandem.services.buffer.redis_server import start_redis
 from tandem.services.run.children import RestartPolicy
 from tandem.services.run.folder import disk_full
 
@@ -21,25 +21,20 @@ class RedisChild:
         self._folder = folder
         self._report = report
         self._policy = RestartPolicy()
-        self._server: EmbeddedRedis | None = None
-        self._started_at = 0.0
+        self._start()
 
     @property
     def url(self) -> str:
-        assert self._server is not None
         return self._server.url
 
     def __enter__(self) -> RedisChild:
-        self._start()
         return self
 
     def __exit__(self, *_exception: object) -> None:
-        assert self._server is not None
         self._server.stop(STOP_SECONDS)
 
     def restart_if_dead(self) -> None:
         """Restarts a dead server. Raises EnvironmentLackError on a full disk, UnavailableError at the fifth death."""
-        assert self._server is not None
         if self._server.alive:
             return
         if disk_full(self._folder):

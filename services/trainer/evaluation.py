@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -21,6 +21,7 @@ from tandem.protos.types import Prompt
 from tandem.services.buffer.buffer import Buffer
 from tandem.services.config import Recipe
 from tandem.services.data.dataset import load_prompts
+from tandem.services.process import in_thread
 from tandem.services.rpc.client import connect, translated
 
 log = logging.getLogger(__name__)
@@ -199,41 +200,34 @@ class BackgroundEvaluation:
         self._stop = stop
         self._done = done
         self._prompts: Sequence[Prompt] = ()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._running: Future[None] | None = None
 
     def start(self, version: int, patience_seconds: float) -> None:
         """Starts an evaluation, which gives up and logs it if no sampler has the version within the patience."""
-        assert self._thread is None, "one evaluation at a time"
-        self._thread = threading.Thread(target=self._run, args=(version, patience_seconds), daemon=True)
-        self._thread.start()
+        assert self._running is None, "one evaluation at a time"
+        self._running = in_thread("evaluation", self._run, version, patience_seconds)
 
     def over(self, timeout_seconds: float) -> bool:
         """Whether none is running or it ended within the time. Raises the error that ended it."""
-        if self._thread is None:
+        if self._running is None:
             return True
         deadline = time.monotonic() + timeout_seconds
-        while self._thread.is_alive():
-            self._thread.join(_POLL_SECONDS)
+        while not wait([self._running], _POLL_SECONDS).done:
             if self._stop.is_set() or time.monotonic() > deadline:
                 return False
-        self._thread = None
-        if self._error is not None:
-            raise self._error
+        ended, self._running = self._running, None
+        ended.result()  # a bug must end the trainer, not only the thread
         return True
 
     def _run(self, version: int, patience_seconds: float) -> None:
-        try:
-            if not self._prompts:
-                self._prompts = load_evaluation_prompts(self._recipe)
-            endpoints = wait_for_endpoints(self._buffer, self._recipe, version, patience_seconds, self._stop)
-            if endpoints is not None:
-                self._done(evaluate(version, self._prompts, endpoints))
-            elif not self._stop.is_set():
-                words = "evaluation of version %d skipped: no sampler carried it for %.0f s"
-                log.warning(words, version, patience_seconds, extra={"version": version})
-        except BaseException as error:  # a bug must end the trainer, not only this thread: `over` raises it
-            self._error = error
+        if not self._prompts:
+            self._prompts = load_evaluation_prompts(self._recipe)
+        endpoints = wait_for_endpoints(self._buffer, self._recipe, version, patience_seconds, self._stop)
+        if endpoints is not None:
+            self._done(evaluate(version, self._prompts, endpoints))
+        elif not self._stop.is_set():
+            words = "evaluation of version %d skipped: no sampler carried it for %.0f s"
+            log.warning(words, version, patience_seconds, extra={"version": version})
 
 
 def load_evaluation_prompts(recipe: Recipe) -> Sequence[Prompt]:

@@ -7,8 +7,6 @@ become claimable again.
 
 from __future__ import annotations
 
-import fcntl
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ from typing import IO
 from tandem.protos.errors import ConfigError, DeadlineError, LedgerError
 from tandem.protos.types import TrainBatch
 from tandem.services.buffer.buffer import Buffer
+from tandem.services.process import lock_file
 from tandem.trainer.batch.record import read_plan, recorded_versions
 from tandem.trainer.checkpoints.state import latest_checkpoint
 
 CHECKPOINTS_FOLDER = "checkpoints"
 _LOCK_SECONDS = 30.0
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +82,7 @@ def trainer_lock(folder: Path) -> IO[str]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / "trainer.lock").open("w")
-    deadline = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                raise DeadlineError(f"another trainer has held {file.name} for {_LOCK_SECONDS:.0f} s") from None
-            time.sleep(_POLL_SECONDS)
+    if lock_file(file, _LOCK_SECONDS):
+        return file
+    file.close()
+    raise DeadlineError(f"another trainer has held {file.name} for {_LOCK_SECONDS:.0f} s")

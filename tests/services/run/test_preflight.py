@@ -150,8 +150,8 @@ def cut(file: Path) -> None:
         (lambda m: (m / "tokenizer_config.json").unlink(), "no chat template"),
         (lambda m: (m / "tokenizer_config.json").write_text("nonsense"), "tokenizer_config.json cannot be read"),
         (lambda m: (m / "model.safetensors").unlink(), "no weights"),
-        (lambda m: cut(m / "model.safetensors"), "it is cut short"),
-        (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 8), "no whole safetensors file"),
+        (lambda m: cut(m / "model.safetensors"), "damaged or cut short"),
+        (lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 8), "damaged or cut short"),
     ],
 )
 def test_a_damaged_model_folder_is_refused(values: Values, damage: Callable[[Path], object], says: str) -> None:
